@@ -22,6 +22,7 @@ from torch import nn
 from msamp.integrations import ms_amp
 from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, parameter_formats
 from msamp.integrations.saving import save_plain
+from msamp.integrations.second_stage import former_optimizers, release, take_masters
 from msamp.integrations.takeover import check_groups, check_optimizer, chosen_recipe, defaults_of, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import Conversion, Survey, carry_out, plan_conversions, survey
@@ -30,6 +31,7 @@ from msamp.nn.linear import check_finite
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe
+from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm
 from msamp.parallel.data_parallel import grad_sync
@@ -76,17 +78,19 @@ def _checked(
     recipe: Recipe,
     accept: Filter,
     group: dist.ProcessGroup | None,
-) -> tuple[list[torch.optim.Optimizer], dict[nn.Module, Conversion]]:
-    """The optimizers given and what will be converted, once nothing speaks against it and the ranks have the same weights. What one rank
-    refuses, all refuse."""
+) -> tuple[list[torch.optim.Optimizer], dict[nn.Module, Conversion], list[LoopOptimizer]]:
+    """The optimizers given, what will be converted, and the optimizers of earlier calls that are replaced, once nothing speaks against it
+    and the ranks have the same weights. What one rank refuses, all refuse."""
     refusal: ValueError | None = None
     optimizers: list[torch.optim.Optimizer] = []
     conversions: dict[nn.Module, Conversion] = {}
+    former: list[LoopOptimizer] = []
     try:
         _check_values(model)
         optimizers = _given(model, optimizer, recipe)
         _check_model(model, optimizers, recipe, group)
         _check_muon(model, optimizers)
+        former = former_optimizers(model, optimizers, recipe)
         conversions = plan_conversions(model, recipe, accept)
         check_groups(optimizers, {module.get_parameter(planned.attribute) for module, planned in conversions.items()}, recipe)
     except ValueError as error:
@@ -100,7 +104,7 @@ def _checked(
     if recipe.fp8:
         for device in {p.device for p in model.parameters()}:
             warn_if_emulated(device)
-    return optimizers, conversions
+    return optimizers, conversions, former
 
 
 def _check_values(model: nn.Module) -> None:
@@ -192,7 +196,9 @@ def _start_equal(model: nn.Module, plan: list[str], refusal: ValueError | None, 
             differing = ", ".join(sorted(set(theirs) ^ set(lists[0]))[:4]) or "the order of their parameters"
             raise ValueError(f"ranks 0 and {rank} of the group have different models ({differing}); build the same one on every rank")
     for x in tensors.values():
-        dist.broadcast(x, group=group, group_src=0)
+        for part in (x.payload, x.scale_inv) if isinstance(x, ScalingTensor) else (x,):
+            # Bytes, since collectives know no float8.
+            dist.broadcast(part.view(torch.uint8) if part.element_size() == 1 else part, group=group, group_src=0)
 
 
 def _low_precision_optimizer(
@@ -239,6 +245,7 @@ def _converted(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     conversions: Mapping[nn.Module, Conversion],
+    former: Sequence[LoopOptimizer],
     recipe: Recipe,
     accept: Filter,
     group: dist.ProcessGroup | None,
@@ -250,12 +257,15 @@ def _converted(
         _report(survey(model, recipe, accept), recipe)
     _warn_of_untrained(model, optimizers)
     # A master starts from the weight as it was, not from its FP8 rounding.
-    former: dict[torch.Tensor, torch.Tensor] | None = {} if recipe.weight != recipe.states.master else None
-    carry_out(model, recipe, conversions, former)
+    masters: dict[torch.Tensor, torch.Tensor] = {}
+    carry_out(model, recipe, conversions, masters if recipe.weight != recipe.states.master else None)
+    for each in former:
+        masters |= take_masters(each)
+        release(each)
     groups = [g for optimizer in optimizers for g in parameter_groups(optimizer, model, recipe)]
     low = _low_precision_optimizer(model, groups, recipe, group, zero, **settings, **defaults_of(optimizers[-1]))
     owned = {id(p) for g in low.param_groups for p in g["params"]}
-    for p, values in (former or {}).items():
+    for p, values in masters.items():
         if id(p) in owned:
             low.init_master(p, values)
     start = 0
@@ -310,6 +320,9 @@ def initialize(
     `clip_grad` or `msamp.clip_grad_norm_`; torch's `clip_grad_norm_` and others that read gradients find the average in `p.grad` after
     `optimizer.synchronize()`, and nothing before. All micro-batches of a step but the last run their backward under `optimizer.no_sync()`.
 
+    A model that was initialized already keeps its layers, and the new optimizer takes over the masters of the former one, which retires; a
+    recipe that stores or casts weights in another way is refused.
+
     The given optimizer's groups become those of the returned one, so that a scheduler built from either sets its rates; its `step` raises.
     The logger `msamp` says what is FP8, what is not and why (`msamp.survey` gives it), and warns where FP8 is less than half. The
     `state_dict` of a model with `save_pretrained` is plain from now on (`msamp.save_plain`).
@@ -346,6 +359,6 @@ def initialize(
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
-    optimizers, conversions = _checked(model, optimizer, chosen, accept, group)
+    optimizers, conversions, former = _checked(model, optimizer, chosen, accept, group)
     zero = chosen.shards_optimizer if zero is None else zero
-    return _converted(model, optimizers, conversions, chosen, accept, group, zero, clip_grad=clip_grad, seed=seed)
+    return _converted(model, optimizers, conversions, former, chosen, accept, group, zero, clip_grad=clip_grad, seed=seed)

@@ -99,6 +99,7 @@ class LoopOptimizer(FP8AdamW):
     _step_supports_amp_scaling = True  # what GradScaler asks for
     _averaged = False  # since the last step
     _told = False  # that nothing is clipped
+    live = True  # until another optimizer of `msamp.initialize` replaces it
 
     def __init__(
         self, params: Iterable[Any], recipe: Recipe, scaling: ScalingState, grad_sync: GradSync | None = None, **settings: Any
@@ -357,7 +358,7 @@ def _version(g: torch.Tensor) -> int:
 def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
     """The optimizers of `msamp.initialize` that hold one of the parameters."""
     asked = {id(p) for p in params}
-    return [each for each in _LIVE if any(id(p) in asked for group in each.param_groups for p in group["params"])]
+    return [each for each in _LIVE if each.live and any(id(p) in asked for group in each.param_groups for p in group["params"])]
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

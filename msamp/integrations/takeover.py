@@ -25,6 +25,7 @@ from msamp.optim.updates import format_names
 
 ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # of torch.optim, and the update; None: the recipe's
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
+_RETIRED = "_msamp_retired"  # attribute of an optimizer that was taken over
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
 
@@ -75,6 +76,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         )
     if optimizer.state:
         raise ValueError("the optimizer has stepped already; call msamp.initialize before the first step, or load its state afterwards")
+    if getattr(optimizer, _RETIRED, False):
+        raise ValueError("this optimizer was replaced by an earlier msamp.initialize; build a new one from model.parameters()")
     for group in optimizer.param_groups:
         for option in _UNSUPPORTED:
             if group.get(option):
@@ -150,6 +153,7 @@ def retire(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice |
     before or after, sets the rates of `low`."""
     optimizer.param_groups = low.param_groups if groups is None else low.param_groups[groups]
     optimizer.register_step_pre_hook(_refuse_step)
+    setattr(optimizer, _RETIRED, True)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler bound to it would warn that it never steps
 
 

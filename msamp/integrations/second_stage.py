@@ -1,0 +1,77 @@
+"""A second `msamp.initialize` on a model: a second stage of training, with a fresh optimizer and the masters of the first.
+
+Weights at O3 and COAT are E4M3, and the bits below that are in the masters of the optimizer. A second optimizer that started from the
+weights would move each by up to 6 %. So the masters are carried over and the former optimizer retires. Layers in FP8 keep the format of
+their weights and their casts: a recipe with others is refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from msamp.integrations.loop_optimizer import LoopOptimizer, optimizers_of
+from msamp.nn.linear import Loading
+from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.recipe import Recipe
+from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.optim.shard import Whole
+from msamp.optim.updates import MASTER
+
+
+def former_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recipe: Recipe) -> list[LoopOptimizer]:
+    """The optimizers of earlier `msamp.initialize` calls on a model, which those given replace. Changes nothing.
+
+    Raises:
+        ValueError: where a layer is in FP8 by another recipe, naming it and what it is, and where a former optimizer shares no parameter
+            with those given.
+    """
+    former = optimizers_of(model.parameters())
+    names = " and ".join(sorted({repr(each.recipe.name) for each in former})) or "an earlier conversion"
+    for name, module in model.named_modules():
+        weights = [p for p in module.parameters(recurse=False) if isinstance(p, ScalingTensor)]
+        scaling = getattr(module, "scaling", None)
+        if not isinstance(module, Loading) or not weights or not isinstance(scaling, LinearScaling):
+            continue
+        if weights[0].format != recipe.weight or scaling.gemm != recipe.gemm:
+            raise ValueError(
+                f"{name or 'the model'} is in FP8 already by {names} (weight {weights[0].format}, {scaling.described}), and recipe "
+                f"{recipe.name!r} stores or casts it in another way; give the recipe of the first msamp.initialize, or load "
+                "msamp.plain_state_dict(model, optimizer) into a new model and initialize that one"
+            )
+    given = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for each in former:
+        if not any(id(p) in given for group in each.param_groups for p in group["params"]):
+            raise ValueError(
+                "the model has an optimizer of msamp.initialize already, over other parameters, and both would roll the scales of its "
+                "casts; give all optimizers at once in a list, msamp.initialize(model, [first, second]), or delete the first one"
+            )
+    return former
+
+
+def take_masters(former: LoopOptimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """FP32 values of the masters that a former optimizer keeps beside its parameters. Collective under ZeRO."""
+    former.reload_model_params()  # weights may have been loaded since
+    params = [p for group in former.param_groups for p in group["params"]]
+    states: list[Any] = [former.state.get(p, {}) for p in params]
+    if former.shard.ranks > 1:
+        gathered = [former.state_dict()["state"]]
+        dist.broadcast_object_list(gathered, group=former.group, group_src=0)
+        states = [gathered[0].get(index, {}) for index in range(len(params))]
+    return {p: fp32_values(state[MASTER.key]).to(p.device) for p, state in zip(params, states, strict=True) if MASTER.key in state}
+
+
+def release(former: LoopOptimizer) -> None:
+    """Retire a former optimizer: its step raises, and it averages no gradient and keeps no state from now on."""
+    former.register_step_pre_hook(_refuse_step)
+    former.grad_sync, former.shard = None, Whole()
+    former.state.clear()
+    former.live = False
+
+
+def _refuse_step(*_: Any) -> None:
+    raise ValueError(
+        "a second msamp.initialize on the model has replaced this optimizer and taken its masters; step the one that it returned"
+    )
