@@ -111,7 +111,7 @@ def _masters(optimizer: FP8AdamW) -> dict[int, torch.Tensor] | None:
 
 
 def _make_plain(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, masters: Mapping[int, torch.Tensor]) -> None:
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # one that is used under several names is saved under each
         if isinstance(module, LinearScaling):
             for buffer, _ in module.named_buffers(recurse=False):
                 state.pop(f"{prefix}{name}.{buffer}", None)

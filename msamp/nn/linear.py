@@ -210,4 +210,8 @@ class FP8Conv1D(FP8Linear):
 
 def transposed_weights(model: nn.Module) -> set[str]:
     """The names of the weights that stand the other way round in a `state_dict`."""
-    return {f"{name}.weight" if name else "weight" for name, module in model.named_modules() if isinstance(module, FP8Conv1D)}
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, FP8Conv1D)
+    }

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import warnings
 
@@ -181,3 +182,58 @@ def test_torch_s_averages_work_on_the_model_itself(level):
         model[2][0].weight.mul_(3.0)
     average.update_parameters(model)
     assert torch.allclose(msamp.fp32_values(average.module[2][0].weight), 2 * start, rtol=1e-3, atol=1e-6)
+
+
+def shared() -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer)
+
+
+def shared_states(level: str) -> list[bool]:
+    """Whether the plain states of a model that uses one layer three times load into the unconverted one, after a step."""
+    model = shared()
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters()), recipe=level, clip_grad=float("inf"))
+    model(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    state = msamp.plain_state_dict(model, optimizer)
+    other = copy.deepcopy(model)
+    msamp.save_plain(model, optimizer)
+    plain = [each for each in (state, model.state_dict(), msamp.plain_state_dict(other)) if each]
+    for each in plain:
+        shared().load_state_dict(each)
+    return [each.keys() == shared().state_dict().keys() for each in plain]
+
+
+@pytest.mark.parametrize("level", ["O1", "O3", "coat"])
+def test_a_layer_under_several_names_has_a_plain_state_without_scales(level):
+    assert shared_states(level) == [True] * 3
+
+
+def test_a_layer_under_several_names_has_a_plain_state_on_two_processes():
+    for found in dist.run(shared_states, 2, "O1"):
+        assert all(found)
+
+
+RECIPES = [("O2", None), ("O2", "tensorwise"), ("O2", "blockwise"), ("O3", None), ("coat", None)]
+
+
+@pytest.mark.promise("Conversion", "An exact state of another FP8 recipe loads, and its windows restart.")
+@pytest.mark.parametrize(("first", "second"), [*itertools.pairwise(RECIPES), *itertools.pairwise(RECIPES[::-1])])
+def test_an_exact_state_of_another_fp8_recipe_loads_and_restarts_the_windows(first, second):
+    models = []
+    for name, fp8_recipe in (first, second):
+        torch.manual_seed(len(models))
+        model = nn.Sequential(nn.Linear(128, 128))
+        model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters()), recipe=name, fp8_recipe=fp8_recipe)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 128)).square().mean().backward()
+            optimizer.step()
+        models.append(model)
+    saved, loaded = models
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.allclose(loaded[0].weight.dequantize(), saved[0].weight.dequantize(), rtol=2.0**-4, atol=1e-4)
+    same_window = loaded[0].scaling.history.shape == saved[0].scaling.history.shape
+    assert loaded[0].scaling.steps == (saved[0].scaling.steps if same_window else 0)
+    assert loaded(torch.ones(2, 128)).isfinite().all()
