@@ -27,6 +27,7 @@ from megatron.lm.training import health, identity
 from megatron.lm.training.identity import Run
 
 INFO_FILE = "checkpoint.json"
+RELEASE = "release"
 _NAME = re.compile(r"iter_(\d{7,})(\.replaced)?")
 _BLOCK = 2**22
 
@@ -179,6 +180,8 @@ def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = Fa
         iteration: only that one.
         unhealthy: unhealthy ones too.
     """
+    if iteration is None and _is_release(root):
+        return Candidates([root / RELEASE], [])
     marked, marker = marked_iteration(root) if iteration is None else iteration, root / LATEST_CHECKPOINT_FILE
     # A replaced one stands beside, or for a moment in the place of, the one that was saved over it.
     found = sorted(_numbered(root), key=lambda pair: (-pair[0], pair[1].name))
@@ -194,6 +197,14 @@ def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = Fa
         folders.append(iteration_folder(root, marked))  # so that its reader says that it is missing
     judged = _judged(offered, unhealthy)
     return Candidates([*folders, *judged.folders], [*remarks, *judged.remarks])
+
+
+def _is_release(root: Path) -> bool:
+    """Whether the marker names Megatron-LM's checkpoint of weights to hand out, which stands at no iteration."""
+    try:
+        return (root / LATEST_CHECKPOINT_FILE).read_text(encoding="utf-8").strip() == RELEASE and (root / RELEASE).is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.lm.checkpoint.files.folder import RELEASE
 from megatron.lm.checkpoint.files.index import natural
 from megatron.lm.checkpoint.foreign.names import layer_of
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, TorchDist, names_of_weights, read_common
@@ -21,8 +22,10 @@ def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[s
     The vocabulary is taken to be this run's tokenizer's: Megatron-LM stores only how many rows the embedding has.
 
     Raises:
-        ValueError: the checkpoint cannot be read.
+        ValueError: the checkpoint cannot be read, or has no iteration to resume at.
     """
+    if folder.name == RELEASE and not config.checkpoint.finetune:
+        raise ValueError(f"{folder} is a release of Megatron-LM, which stands at no iteration: take its weights with --finetune")
     common = read_common(folder)
     stored = TorchDist(folder, common)
     args = arguments(common)
@@ -73,7 +76,7 @@ def _size(args: Mapping[str, Any], axis: str) -> int:
 def _configuration(args: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """This run's configuration with what the checkpoint's arguments say of precision, grid, seed and data."""
     found = config_to_dict(config)
-    precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"
+    precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # for the log alone
     found["precision"] = {"precision": precision}
     found["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
     for section, name in (("training", "seed"), ("training", "train_iters"), ("data", "split")):

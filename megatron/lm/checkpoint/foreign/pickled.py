@@ -372,7 +372,7 @@ def _plain(found: Any, left: Iterator[int], numbers: dict[str, bytes]) -> Any:
             return {key: _plain(value, left, numbers) for key, value in found if isinstance(key, str | int)}
         case list() | tuple():
             return [_plain(value, left, numbers) for value in found]
-        case Record("torch._utils _rebuild_tensor_v2", (Record("persistent", ("storage", Name(name), str(key), *_)), 0, (), *_)):
+        case Record("torch._utils _rebuild_tensor_v2", (Record("persistent", ("storage", Name(name), str(key), *_)), 0, () | (1,), *_)):
             dtype, data = _STORAGES.get(name), numbers.get(key, b"")
             return torch.frombuffer(bytearray(data), dtype=dtype).item() if dtype is not None and len(data) == dtype.itemsize else None
         case None | bool() | int() | float() | str():

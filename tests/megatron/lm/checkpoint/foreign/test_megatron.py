@@ -12,7 +12,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from helpers import dist, megatron_checkpoints, tiny
 from helpers.megatron_checkpoints import SETTINGS
 from megatron.lm.checkpoint.files.storage import Item
-from megatron.lm.checkpoint.foreign.megatron import differing
+from megatron.lm.checkpoint.foreign.megatron import _loss_scale, differing, read_megatron
+from megatron.lm.checkpoint.foreign.pickled import plain_of_zip
 from megatron.lm.checkpoint.foreign.torch_dist import read_common
 from megatron.lm.checkpoint.foreign.write_torch_dist import write
 from megatron.lm.checkpoint.place import places
@@ -221,3 +222,32 @@ def test_two_stages_resume_from_two_shards(written: Path, prefix: Path):
     for part in parts:
         for key, x in part.items():
             assert torch.equal(x, expected[key]), key
+
+
+def test_a_release_gives_its_weights_alone(written: Path, prefix: Path, tmp_path: Path):
+    shutil.copytree(written / "gpt2" / "iter_0000010", tmp_path / "gpt2" / "release")
+    (tmp_path / "gpt2" / "latest_checkpointed_iteration.txt").write_text("release\n")
+    with tiny.trainer(settings(prefix, tmp_path, "gpt2", finetune=True)) as made:
+        torch.testing.assert_close(logits(made), megatron_checkpoints.logits(written, "gpt2"), rtol=0, atol=LOGITS)
+    assert "stands at no iteration: take its weights with --finetune" in refused(settings(prefix, tmp_path, "gpt2"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"iteration": -1}, {"iteration": "ten"}, {"args": {"consumed_train_samples": 2**70}}, {"opt_param_scheduler": [1]}],
+    ids=str,
+)
+def test_an_impossible_count_is_refused_by_name(written: Path, prefix: Path, tmp_path: Path, wrong: dict[str, Any]):
+    folder = tmp_path / "iter_0000010"
+    shutil.copytree(written / "gpt2" / "iter_0000010", folder)
+    torch.save({"iteration": 10} | wrong, folder / "common.pt")
+    with pytest.raises(ValueError, match=r"common\.pt has an impossible count .*; load an older checkpoint"):
+        read_megatron(folder, settings(prefix, tmp_path, "gpt2"), 60)
+
+
+def test_the_loss_scale_of_fp16_is_taken(tmp_path: Path):
+    scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
+    torch.save({"optimizer": {"grad_scaler": scaler}}, tmp_path / "common.pt")
+    common = plain_of_zip((tmp_path / "common.pt").read_bytes())
+    assert _loss_scale(common) == {"loss_scale": 4096.0, "unskipped": 7, "overflows_left": 2}
+    assert _loss_scale({"optimizer": None}) is None
