@@ -122,7 +122,7 @@ def is_foreign(folder: Path) -> bool:
 def open_stored(folder: Path, info: dict[str, Any]) -> Stored:
     """The tensors of a checkpoint of this trainer, in either of its formats."""
     if info.get("format") == "torch_dist":
-        return TorchDist(folder, read_common(folder))
+        return TorchDist(folder, read_common(folder), info["files"])
     return Stored(folder, info["files"])
 
 

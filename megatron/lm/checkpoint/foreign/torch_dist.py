@@ -13,7 +13,7 @@ among data-parallel ranks: a state of [X, Y] whose shards are [x, y] is stored a
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +76,7 @@ class TorchDist(Stored):
     Args:
         folder: of the checkpoint.
         common: contents of its `common.pt`.
+        known: names of the files with checked digests; the plan may name no other. None: any of the folder.
 
     Attributes:
         step: of the optimizer.
@@ -85,7 +86,7 @@ class TorchDist(Stored):
         ValueError: the plan cannot be read, is impossible, or does not fit the files beside it.
     """
 
-    def __init__(self, folder: Path, common: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, common: Mapping[str, Any], known: Collection[str] | None = None) -> None:
         self.folder = folder
         self.moments_refused: str | None = None
         file = folder / PLAN_FILE
@@ -97,7 +98,11 @@ class TorchDist(Stored):
                     "Megatron-LM with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim or --finetune"
                 )
             named = {key: name for key in plan if (name := ours(key)) is not None}
-            check(folder, {key: plan[key] for key in named})
+            read = {key: plan[key] for key in named}
+            check(folder, read)
+            used = {PLAN_FILE, COMMON_FILE} | {chunk.file for entry in read.values() for chunk in entry.chunks}
+            if known is not None and not used <= set(known):
+                raise ValueError(f"{min(used - set(known))} has no digest in checkpoint.json")
             self.tensors = _translated(plan, named)
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None

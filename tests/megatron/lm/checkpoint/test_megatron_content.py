@@ -57,6 +57,9 @@ def held(reader: CheckpointReader) -> Mapping[str, Tensor]:
     return {key: reader.stored.tensor(key) for key in reader.stored.tensors if not key.startswith("step/")}
 
 
+@pytest.mark.promise(
+    "Checkpoints of Megatron-LM", "Plain megatron-core loads every weight, master and moment of `--ckpt-format torch_dist`."
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_plain_megatron_core_loads_every_tensor(saved: Path, name: str):
     found, expected = megatron_checkpoints.whole(saved, name, "load"), held(CheckpointReader(saved / name))

@@ -57,6 +57,9 @@ def on_two(prefix: str, folder: str, cases: list[str]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.promise(
+    "Checkpoints of Megatron-LM", "FP32 logits after `--load` are within 1e-5 of those of the process that wrote the checkpoint."
+)
 @pytest.mark.parametrize("case", ["gpt2", "llama", "tied"])
 def test_logits_are_megatron_cores(written: Path, prefix: Path, case: str):
     with tiny.trainer(settings(prefix, written, case, finetune=True)) as made:
