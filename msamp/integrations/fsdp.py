@@ -176,6 +176,8 @@ def optimizer(
             )
     given = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
     check_optimizer(given, chosen)
+    if given.state:
+        raise ValueError("the optimizer has stepped already; give one that has not, and load whole states afterwards")
     known = {id(p) for p in model.parameters()}
     if not all(id(p) in known for group in given.param_groups for p in group["params"]):
         raise ValueError("the optimizer holds parameters that are not this model's now; build it from model.parameters() after fully_shard")

@@ -23,7 +23,7 @@ from msamp.integrations import ms_amp
 from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, parameter_formats
 from msamp.integrations.saving import save_plain
 from msamp.integrations.second_stage import former_optimizers, release, take_masters
-from msamp.integrations.takeover import check_groups, check_optimizer, chosen_recipe, defaults_of, parameter_groups, retire
+from msamp.integrations.takeover import check_groups, check_optimizer, chosen_recipe, defaults_of, joined_state, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import Conversion, Survey, carry_out, plan_conversions, survey
 from msamp.nn.filters import DEFAULT, Filter
@@ -268,6 +268,10 @@ def _converted(
     for p, values in masters.items():
         if id(p) in owned:
             low.init_master(p, values)
+    if any(optimizer.state for optimizer in optimizers):
+        low.load_state_dict(joined_state(optimizers))
+        for optimizer in optimizers:
+            optimizer.state.clear()
     start = 0
     for optimizer in optimizers:
         end = start + len(optimizer.param_groups)
@@ -329,7 +333,7 @@ def initialize(
 
     Args:
         model: any module tree, changed in place.
-        optimizer: torch.optim.AdamW, Adam, SGD or Muon over parameters of `model`, before its first step, or a list of them, such as Muon
+        optimizer: torch.optim.AdamW, Adam, SGD or Muon over parameters of `model`, or a list of them, such as Muon
             over matrices and AdamW over the rest, which become one optimizer; None makes one over all parameters with AdamW's defaults. The
             momentum of SGD and Muon has the recipe's format of m. Collage's recipes and "coat" take AdamW alone, or Adam.
         recipe: a name of the table or of `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.

@@ -22,6 +22,7 @@ from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.decision import GradientDecision, LossScale
+from msamp.optim.foreign_states import in_own_formats, packed_names, unpacked_names
 from msamp.optim.kept_states import update_of
 from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.shard import Holding, gradient
@@ -333,6 +334,15 @@ class LoopOptimizer(FP8AdamW):
         if self.group is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
         return replace(decision, usable=decision.usable & (found == 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As FP8AdamW's; COAT's payloads have names of their own (`msamp.optim.foreign_states`)."""
+        packed = super().state_dict()
+        return {**packed, "state": packed_names(packed["state"])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are taken over in this optimizer's formats."""
+        super().load_state_dict(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.grad_sync is not None:

@@ -66,7 +66,7 @@ def update_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> s
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """ValueError for an optimizer of another class than `ACCEPTED`, one that has stepped, and options or parameters that the recipe's
+    """ValueError for an optimizer of another class than `ACCEPTED`, one taken over before, and options or parameters that the recipe's
     updates do not take."""
     kind = type(optimizer).__name__
     if kind not in ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon is of torch 2.9
@@ -74,8 +74,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
             f"optimizer is a {type(optimizer).__module__}.{kind}; accepted are torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, "
             "torch.optim.Muon, a list of them, and None (which makes an FP8AdamW with AdamW's defaults)"
         )
-    if optimizer.state:
-        raise ValueError("the optimizer has stepped already; call msamp.initialize before the first step, or load its state afterwards")
     if getattr(optimizer, _RETIRED, False):
         raise ValueError("this optimizer was replaced by an earlier msamp.initialize; build a new one from model.parameters()")
     for group in optimizer.param_groups:
@@ -146,6 +144,17 @@ def defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {}
     own = {option: usual[option] for option in ("lr", "weight_decay", *updates.by_name(name).options())}
     return {**own, "decoupled": is_decoupled(optimizer, usual), "formats": StateFormats(update=name)}
+
+
+def joined_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """One `state_dict` of several optimizers, as of one with all their groups."""
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for each in optimizers:
+        start, saved = sum(len(group["params"]) for group in groups), each.state_dict()
+        state |= {start + index: own for index, own in saved["state"].items()}
+        groups += [{**group, "params": [start + index for index in group["params"]]} for group in saved["param_groups"]]
+    return {"state": state, "param_groups": groups}
 
 
 def retire(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice | None = None) -> None:

@@ -289,6 +289,8 @@ def carry_out(
         module.__class__ = kind
         if issubclass(kind, FP8Linear):
             module.out_features, module.in_features = p.shape  # type: ignore[assignment]
+        if turned:
+            p.stored_transposed = True  # type: ignore[attr-defined]  # for the states of an optimizer from before
         module.add_module("scaling", scaling)
         module.watch_weights()  # type: ignore[operator]
     for parent in model.modules():

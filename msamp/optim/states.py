@@ -303,7 +303,7 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
             f"a different number of parameter groups: {len(saved_groups)} were saved, this optimizer has {len(groups)}; {remedy}"
         )
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if _without_rounding(saved.get(option)) != _without_rounding(group[option]):
+        if without_rounding(saved.get(option)) != without_rounding(group[option]):
             raise ValueError(
                 f"parameter group {i} was saved with {option} {saved.get(option)!r}, this optimizer has {group[option]!r}; "
                 f"build it with the saved {option}, or start from the weights alone"
@@ -320,10 +320,10 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     return {place: state_dict["state"][i] for place, i in enumerate(numbers) if state_dict["state"].get(i)}
 
 
-def _without_rounding(option: Any) -> Any:
+def without_rounding(option: Any) -> Any:
     """An option of a parameter group without how states are rounded, which changes no format: what two groups must have alike."""
     if isinstance(option, list):
-        return [_without_rounding(each) for each in option]
+        return [without_rounding(each) for each in option]
     return {k: v for k, v in option.items() if not k.endswith("_rounding")} if isinstance(option, dict) else option
 
 

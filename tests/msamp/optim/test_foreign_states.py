@@ -1,0 +1,141 @@
+"""States of torch's optimizers and of other recipes, taken over in an optimizer's own formats."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import msamp
+from helpers import dist
+from msamp.optim.foreign_states import packed_names, unpacked_names
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> list[float]:
+    losses = []
+    for step in range(start, start + steps):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def resumed(make, level: str, how: str) -> tuple[list[float], list[float]]:
+    """Losses of torch's optimizer after 20 steps, and of the recipe that takes over its states."""
+    model = mlp()
+    given = make(model)
+    train(model, given, 20)
+    weights, states = copy.deepcopy((model.state_dict(), given.state_dict()))
+    other, torchs = mlp(), None
+    other.load_state_dict(weights)
+    torchs = make(other)
+    if how == "given":
+        torchs.load_state_dict(states)
+    other, low = msamp.initialize(other, torchs, recipe=level, clip_grad=float("inf"))
+    if how == "loaded":
+        low.load_state_dict(states)
+    return train(model, given, 5, 20), train(other, low, 5, 20)
+
+
+LEVELS = ("fp32", "O1", "O2", "O3", "coat")
+
+
+@pytest.mark.promise("Optimizer states", "A stepped torch AdamW or SGD is taken over with its moments.")
+@pytest.mark.parametrize(("make", "level"), [*((adamw, level) for level in LEVELS), *((sgd, level) for level in LEVELS[:-1])])
+@pytest.mark.parametrize("how", ["given", "loaded"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_stepped_optimizer_of_torch_continues_in_every_recipe(make, level, how):
+    expected, losses = resumed(make, level, how)
+    assert losses == pytest.approx(expected, rel=1e-6 if level == "fp32" else 0.05)
+
+
+def on_ranks(level: str) -> tuple[list[float], list[float]]:
+    return resumed(adamw, level, "given")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])  # O3 under ZeRO
+def test_a_stepped_optimizer_continues_on_two_processes(level):
+    for expected, losses in dist.run(on_ranks, 2, level):
+        assert losses == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.pairwise(LEVELS), *itertools.pairwise(LEVELS[::-1])])
+@pytest.mark.filterwarnings("ignore")
+def test_states_of_another_recipe_continue(first, second):
+    model = mlp()
+    model, low = msamp.initialize(model, adamw(model), recipe=first)
+    train(model, low, 20)
+    weights, states = copy.deepcopy((msamp.plain_state_dict(model, low), low.state_dict()))
+    expected = train(model, low, 5, 20)
+    other = mlp()
+    other.load_state_dict(weights)
+    other, its = msamp.initialize(other, adamw(other), recipe=second)
+    its.load_state_dict(states)
+    assert train(other, its, 5, 20) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.promise("Optimizer states", "COAT's packed moments are never read as values by torch's AdamW.")
+def test_coat_s_payloads_are_no_values_for_torch():
+    model = mlp()
+    model, low = msamp.initialize(model, adamw(model), recipe="coat")
+    train(model, low, 2)
+    state = copy.deepcopy(low.state_dict())
+    assert "exp_avg" not in state["state"][0]
+    other = mlp()
+    optimizer = adamw(other)
+    optimizer.load_state_dict(state)
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(other, optimizer, 1)
+    former = {**state, "state": unpacked_names(state["state"])}  # as it was saved before the names
+    for each in (state, former):
+        low.load_state_dict(each)
+        assert all(x.equal(state["state"][0][key]) for key, x in low.state_dict()["state"][0].items())
+    assert packed_names(former["state"]).keys() == state["state"].keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (sgd, r"state of 0\.weight has step, momentum_buffer, and this optimizer needs exp_avg|needs exp_avg"),
+        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), r"saved with amsgrad=True"),
+    ],
+)
+def test_states_that_no_moment_follows_from_are_refused(make, message):
+    plain = mlp()
+    given = make(plain)
+    train(plain, given, 1)
+    model = mlp()
+    model, low = msamp.initialize(model, adamw(model), recipe="O2")
+    train(model, low, 1)
+    before = copy.deepcopy(low.state_dict())
+    with pytest.raises(ValueError, match=message):
+        low.load_state_dict(given.state_dict())
+    assert low.state_dict()["state"][0]["exp_avg"].equal(before["state"][0]["exp_avg"])
+
+
+def test_the_states_of_a_conv1d_are_turned_with_its_weight():
+    layer = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})()
+    layer.weight, layer.bias = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.zeros(32))
+    given = torch.optim.AdamW(layer.parameters())
+    layer.weight.grad = torch.randn(32, 32)
+    given.step()
+    moment = given.state[layer.weight]["exp_avg"].clone()
+    model, low = msamp.initialize(nn.Sequential(layer), given, recipe="O1")
+    assert low.state[model[0].weight]["exp_avg"].equal(moment.t())
