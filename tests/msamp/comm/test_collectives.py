@@ -59,9 +59,8 @@ def started(group) -> dict:
     total = peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.SUM, "x", "activation", "amax all-reduce")
     found = {"received": bits(received.wait()), "gathered": bits(gathered.wait()), "total": float(total), "sent": sent.take()}
     assert received.wait() is received.wait()
-    bad = peers.start_all_to_all(torch.ones(3), [1, 1, 1, 1], "three elements")
-    try:
-        bad.wait()
+    try:  # torch 2.14 refuses the sizes when the collective starts
+        peers.start_all_to_all(torch.ones(3), [1, 1, 1, 1], "three elements").wait()
     except RuntimeError as error:
         found["bad sizes"] = str(error)
     return found
