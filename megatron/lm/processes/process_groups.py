@@ -109,6 +109,11 @@ def shutdown() -> None:
         torch.distributed.destroy_process_group()
 
 
+def device_waits() -> bool:
+    """Whether collectives wait on the device (NCCL), so that a rank whose peer has failed sees no error."""
+    return "nccl" in torch.distributed.get_backend()
+
+
 def _backend(name: str) -> str:
     cuda = torch.cuda.is_available()
     if name == "nccl" and not cuda:

@@ -37,7 +37,7 @@ from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.watchdog import READING, Watchdog
-from megatron.lm.shell.exit_codes import lost_connection
+from megatron.lm.shell.exit_codes import leave_at_once, lost_connection
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.shell.terminal import wrapped
 from megatron.lm.step import evaluate, train_step
@@ -185,10 +185,14 @@ class Trainer:
         with self.requests.listening(), self.watchdog.watching(), self.metrics.unwritten.stdout(), contextlib.closing(self.metrics), saving:
             try:
                 why = self._run()
-            except RuntimeError as error:
-                if not lost_connection(error):
-                    raise
-                raise RunStopped(self._lost(error)) from error
+            except Exception as error:
+                if isinstance(error, RuntimeError) and lost_connection(error):
+                    raise RunStopped(self._lost(error)) from error
+                if process_groups.device_waits() and self.watchdog.failed_alone(error):
+                    leave_at_once(error, after=2 * self.watchdog.beat)
+                raise
+            finally:
+                self._release()
         if why == LAUNCHER_GONE:
             raise RunStopped(self._leaving(why))
         return why
@@ -196,14 +200,9 @@ class Trainer:
     def _run(self) -> str | None:
         self._open_logs()
         self._announce()
-        try:
-            why = self._train()
-            self.lost_updates.judge()
-        finally:
-            if self.graphs is not None:
-                self.graphs.release()
-            if self.recorder is not None:
-                self.recorder.close()
+        why = self._train()
+        self.lost_updates.judge()
+        self._release()
         if why is None:
             self._save()
             self._evaluate("valid", self.valid_data)
@@ -211,6 +210,13 @@ class Trainer:
         elif self.metrics.main:
             print(self._leaving(why), flush=True)
         return why
+
+    def _release(self) -> None:
+        """What only training needs: the graphs' memory, and the recorder's file. May be called again."""
+        if self.graphs is not None:
+            self.graphs.release()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _leaving(self, why: str) -> str:
         saved = "saved" if self.config.checkpoint.save else "nothing saved, since there is no --save"

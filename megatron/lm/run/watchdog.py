@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 BEAT_SECONDS = 5.0  # at most, between two words of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where each rank is
+FAILED_TOGETHER_SECONDS = 3.0  # how much later than this rank another may meet an error that all ranks meet
 READING = "reading data"
 OUR_THREADS = ("heartbeat", "watchdog", "save")  # beside training
 
@@ -44,6 +45,9 @@ class Watchdog:
     the others say the same. A process that a signal has stopped, or one that spins, cannot come to a collective and cannot be
     waited for, so there is nothing to unwind.
 
+    An error on one rank leaves the others in a collective that never ends where a GPU waits, not the host (NCCL): nothing on them would
+    raise, and even leaving the process group waits for the device. `failed_alone` tells the others, which end as above.
+
     Args:
         timeout: seconds; a step, a checkpoint and a batch of an evaluation must be shorter.
         rank, ranks: this process, and how many there are.
@@ -56,6 +60,7 @@ class Watchdog:
         self._moves, self._since = 0, time.monotonic()
         self._ended, self._stalled, self._told = threading.Event(), threading.Event(), threading.Event()
         self._verdict = ""
+        self._store: dist.Store | None = None
 
     def at(self, phase: str, iteration: int | None = None) -> None:
         """This rank has come to `phase` of an iteration (None: of the same as before)."""
@@ -69,7 +74,7 @@ class Watchdog:
             yield
             return
         # A connection of its own: a call of the main thread that waits would hold the other one.
-        store = dist.PrefixStore("msamp/watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        self._store = store = dist.PrefixStore("msamp/watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._ended.clear()
         self.at("starting")
         threads = [
@@ -84,6 +89,29 @@ class Watchdog:
             self._ended.set()
             for thread in threads:
                 thread.join(self.beat)
+
+    def failed_alone(self, error: Exception) -> bool:
+        """Whether `error`, which ended this rank inside `watching`, left the others where they are; they are told of it then.
+
+        An error that every rank raises within `FAILED_TOGETHER_SECONDS`, such as `RunStopped`, can be left in the usual way, and returns
+        False. So does a single process.
+        """
+        if self.ranks == 1 or self._store is None:
+            return False
+        first = str(error).strip().partition("\n")[0]
+        what = f"rank {self.rank} failed {self.phase} at iteration {self.iteration}: {type(error).__name__}: {first}"
+        try:
+            self._store.set(f"failed/{self.rank}", what)
+            end = time.monotonic() + FAILED_TOGETHER_SECONDS
+            while not self._store.check([f"failed/{rank}" for rank in range(self.ranks)]):
+                if time.monotonic() > end:
+                    self._ended.set()  # this rank's own threads: its error is told by the caller
+                    self._store.compare_set("verdict", "", what)
+                    return True
+                time.sleep(0.05)
+        except RuntimeError:
+            return True  # the store is gone, and with it those who hold it
+        return False
 
     def _here(self) -> Whereabouts:
         return Whereabouts(self.iteration, self.phase, time.monotonic() - self._since, time.time(), self._waits())

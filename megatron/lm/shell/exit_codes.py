@@ -21,11 +21,12 @@ import platform
 import signal
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TextIO
+from typing import NoReturn, ParamSpec, TextIO
 
 from megatron.lm.errors import RunStopped, missing, report
 from megatron.lm.shell.interrupt import INTERRUPTED, WORDS, line, reports_signals
@@ -78,6 +79,20 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
             return code
 
     return guarded
+
+
+def leave_at_once(error: Exception, after: float) -> NoReturn:
+    """Say what ended this process, and end it without unwinding, which would wait for collectives that the others never join.
+
+    Args:
+        error: as of a `command`'s main function.
+        after: seconds for which the process stays, so that the others hear of the error before its connections break.
+    """
+    code = _ends(error)
+    with contextlib.suppress(OSError):
+        flush_or_close(sys.stdout)
+    time.sleep(after)
+    os._exit(code)
 
 
 def check_package() -> None:
