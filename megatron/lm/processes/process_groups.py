@@ -111,7 +111,7 @@ def shutdown() -> None:
 
 def device_waits() -> bool:
     """Whether collectives wait on the device (NCCL), so that a rank whose peer has failed sees no error."""
-    return "nccl" in torch.distributed.get_backend()
+    return torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
 
 
 def _backend(name: str) -> str:

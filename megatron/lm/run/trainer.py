@@ -37,7 +37,7 @@ from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.watchdog import READING, Watchdog
-from megatron.lm.shell.exit_codes import leave_at_once, lost_connection
+from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.shell.terminal import wrapped
 from megatron.lm.step import evaluate, train_step
@@ -188,8 +188,7 @@ class Trainer:
             except Exception as error:
                 if isinstance(error, RuntimeError) and lost_connection(error):
                     raise RunStopped(self._lost(error)) from error
-                if process_groups.device_waits() and self.watchdog.failed_alone(error):
-                    leave_at_once(error, after=2 * self.watchdog.beat)
+                self.watchdog.leave_if_alone(error)  # here: what follows waits for the device, and so for the other ranks
                 raise
             finally:
                 self._release()

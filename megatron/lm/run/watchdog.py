@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from megatron.lm.processes.process_groups import device_waits
+from megatron.lm.shell.exit_codes import leave_at_once
+
 BEAT_SECONDS = 5.0  # at most, between two words of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where each rank is
 FAILED_TOGETHER_SECONDS = 3.0  # how much later than this rank another may meet an error that all ranks meet
@@ -60,7 +63,6 @@ class Watchdog:
         self._moves, self._since = 0, time.monotonic()
         self._ended, self._stalled, self._told = threading.Event(), threading.Event(), threading.Event()
         self._verdict = ""
-        self._store: dist.Store | None = None
 
     def at(self, phase: str, iteration: int | None = None) -> None:
         """This rank has come to `phase` of an iteration (None: of the same as before)."""
@@ -73,8 +75,7 @@ class Watchdog:
         if self.ranks == 1:
             yield
             return
-        # A connection of its own: a call of the main thread that waits would hold the other one.
-        self._store = store = dist.PrefixStore("msamp/watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        store = _store()
         self._ended.clear()
         self.at("starting")
         threads = [
@@ -90,23 +91,30 @@ class Watchdog:
             for thread in threads:
                 thread.join(self.beat)
 
+    def leave_if_alone(self, error: Exception) -> None:
+        """End this process with the words of `error` where the others wait on their devices, which no error of this rank reaches. Returns
+        where they meet the same error, or will notice by themselves."""
+        if device_waits() and self.failed_alone(error):
+            leave_at_once(error, after=2 * self.beat)
+
     def failed_alone(self, error: Exception) -> bool:
-        """Whether `error`, which ended this rank inside `watching`, left the others where they are; they are told of it then.
+        """Whether `error`, which ended this rank, left the others where they are. They are told of it then; those inside `watching` end.
 
         An error that every rank raises within `FAILED_TOGETHER_SECONDS`, such as `RunStopped`, can be left in the usual way, and returns
         False. So does a single process.
         """
-        if self.ranks == 1 or self._store is None:
+        if self.ranks == 1:
             return False
         first = str(error).strip().partition("\n")[0]
         what = f"rank {self.rank} failed {self.phase} at iteration {self.iteration}: {type(error).__name__}: {first}"
         try:
-            self._store.set(f"failed/{self.rank}", what)
+            store = _store()
+            store.set(f"failed/{self.rank}", what)
             end = time.monotonic() + FAILED_TOGETHER_SECONDS
-            while not self._store.check([f"failed/{rank}" for rank in range(self.ranks)]):
+            while not store.check([f"failed/{rank}" for rank in range(self.ranks)]):
                 if time.monotonic() > end:
                     self._ended.set()  # this rank's own threads: its error is told by the caller
-                    self._store.compare_set("verdict", "", what)
+                    store.compare_set("verdict", "", what)
                     return True
                 time.sleep(0.05)
         except RuntimeError:
@@ -162,6 +170,11 @@ class Watchdog:
         # The others have to hear it before this process's end breaks their connections, and its store.
         time.sleep(2 * self.beat)
         os._exit(1)
+
+
+def _store() -> dist.Store:
+    """The rendezvous store, by a connection of its own: a call of another thread that waits would hold it."""
+    return dist.PrefixStore("msamp/watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: float) -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from helpers import dist, tiny
+from megatron.lm.run import watchdog
 from megatron.lm.run.watchdog import READING, Watchdog, Whereabouts, verdict
 
 ROOT = Path(__file__).parents[4]
@@ -106,6 +107,37 @@ def test_a_rank_that_spins_is_named_by_all_and_all_end(phase: str, capfd: pytest
         assert f"error: rank {rank} ends after " in said
     assert said.count(f"rank 1 is stuck; rank 1 at iteration 7, {phase}, waiting for no rank, for ") == 2  # not before, while they moved
     assert "in spinning" in said  # the line that spins, from the traceback
+
+
+def failing(together: bool) -> None:
+    """Rank 1 raises as if its device waited; rank 0 sleeps, as a host does beside a kernel that waits for ever, or raises too."""
+    rank = torch.distributed.get_rank()
+    watch = Watchdog(4.0, rank, 2)
+    watchdog.device_waits = lambda: True
+    with watch.watching():
+        watch.at("in a step", 7)
+        if rank == 1 or together:
+            try:
+                raise RuntimeError(f"a fault of rank {rank}")
+            except RuntimeError as error:
+                watch.leave_if_alone(error)
+                return
+        time.sleep(60)
+
+
+def test_an_error_of_one_rank_is_said_first_and_ends_the_others_which_wait_on_their_devices(capfd: pytest.CaptureFixture[str]):
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"a process died.*\{0: 1, 1: 1\}|a process died.*\{0: -9, 1: 1\}"):
+        dist.run(failing, 2, False)
+    said = capfd.readouterr().err
+    assert time.monotonic() - started < 30
+    assert "this is a bug of the program, please report it (RuntimeError: a fault of rank 1)" in said
+    assert "rank 0 ends after " in said
+    assert "rank 1 failed in a step at iteration 7: RuntimeError: a fault of rank 1" in said
+
+
+def test_an_error_of_all_ranks_is_left_in_the_usual_way():
+    assert dist.run(failing, 2, True) == [None, None]
 
 
 # Real jobs
