@@ -14,7 +14,8 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron.lm.config.blend_file import read_blend
-from megatron.lm.config.megatron_flags.apply import apply
+from megatron.lm.config.megatron_flags.apply import apply, given_by
+from megatron.lm.config.megatron_flags.defaults import described, differing, megatron_settings, null_vocabulary
 from megatron.lm.config.megatron_flags.listing import help_sections
 from megatron.lm.config.presets import PRESETS, preset, published_vocabulary
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
@@ -59,6 +60,10 @@ def parse(argv: Sequence[str] | None = None) -> Parsed:
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
     settings = preset(chosen) if chosen else {}
+    given = given_by(argv, settings)
+    defaults, megatron_defaults = differing(given), "--megatron-defaults" in given.flags
+    if megatron_defaults:
+        settings = megatron_settings(defaults) | settings
     parser = _parser(settings)
     try:
         applied = apply(argv, _options(parser), settings)
@@ -66,6 +71,8 @@ def parse(argv: Sequence[str] | None = None) -> Parsed:
         parser.error(str(error))
     argv = list(applied.argv)
     values = vars(parser.parse_args(argv))
+    if megatron_defaults:
+        null_vocabulary(values)
     if values["data_args_path"] is not None:
         if values["data_path"]:
             parser.error("--data-path and --data-args-path contradict each other: give one of them")
@@ -76,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> Parsed:
     if chosen and values["dry_run"] and values["vocab_size"] is None and values["tokenizer_type"] is None:
         values["vocab_size"] = published_vocabulary(chosen)  # a dry run without a tokenizer, which would bring it
     config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
-    return Parsed(config, applied.lines)
+    return Parsed(config, applied.lines if megatron_defaults or not defaults else (*applied.lines, described(defaults)))
 
 
 def known_flags() -> frozenset[str]:
@@ -205,6 +212,11 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
         **kwargs,
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), help="start from the settings of this model size; flags override them")
+    parser.add_argument(
+        "--megatron-defaults",
+        action="store_true",
+        help="take Megatron-LM's default for each flag that is absent; docs/reference/megatron_flags.md lists those that differ",
+    )
     parser.add_argument("--data-args-path", metavar="FILE", help="a file with what --data-path takes, a weight and a prefix a line")
     return parser
 

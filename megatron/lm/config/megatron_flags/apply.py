@@ -47,8 +47,7 @@ def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any]
     Raises:
         ValueError: unknown and refused flags, all in one message, each with its reason and what to do.
     """
-    written = list(_written(argv, known))
-    given = Given({entry.flag: entry.words for entry in written if entry.flag}, preset)
+    written, given = list(_written(argv, known)), given_by(argv, preset)
     words: list[str] = []
     problems: list[str] = []
     dropped: dict[str, list[str]] = {}
@@ -72,6 +71,11 @@ def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any]
         many = f"{len(problems)} flags are refused, nothing was started:"
         raise ValueError(problems[0] if len(problems) == 1 else "\n- ".join([many, *problems]))
     return Applied(tuple(words), (*translated, *(f"{', '.join(flags)} dropped: {why}" for why, flags in dropped.items())), given)
+
+
+def given_by(argv: Sequence[str], preset: Mapping[str, Any] = MappingProxyType({})) -> Given:
+    """A command line by flag, over the settings of a preset."""
+    return Given({entry.flag: entry.words for entry in _written(argv, ()) if entry.flag}, preset)
 
 
 def _written(argv: Sequence[str], known: Collection[str]) -> Iterator[_Written]:

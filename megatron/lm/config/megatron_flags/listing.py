@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
+from megatron.lm.config.megatron_flags.defaults import DEFAULTS
 from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Row
 from megatron.lm.config.megatron_flags.table import TABLE
 
@@ -21,6 +22,14 @@ unless it has a refused flag; the message names all of them. `make tables` gener
 - **refused**: the run does not start; the message has the reason and what to do instead.
 
 Underscores serve for hyphens. A flag that ends with `*` is each flag that begins so.
+"""
+DIFFERENT = """## Defaults that differ
+
+A run starts with a line that lists those whose flag is absent; `--megatron-defaults` takes Megatron-LM's instead. V is `--vocab-size`,
+which counts the end of document here. Those of FP16 and of delayed scaling count where a run has them.
+
+| flag | Megatron-LM | here |
+| --- | --- | --- |
 """
 EXAMPLES = """examples:
   a small model on the data of `make quickstart`, on one GPU or a CPU:
@@ -48,7 +57,8 @@ def help_sections() -> str:
 
 def page() -> str:
     """The page of the documentation."""
-    parts = [HEAD]
+    differing = [f"| {_code(one.what) if one.what[0] == '-' else one.what} | {one.megatron} | {one.ours} |" for one in DEFAULTS]
+    parts = [HEAD, DIFFERENT + "\n".join(differing) + "\n"]
     for subject, rows in TABLE.items():
         parts.append(f"## {subject.capitalize()}\n")
         parts.append("| flag | here | |\n| --- | --- | --- |")

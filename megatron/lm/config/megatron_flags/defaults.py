@@ -1,0 +1,105 @@
+"""Defaults that differ from those of Megatron-LM: a line at the start names them, `--megatron-defaults` takes Megatron-LM's own.
+
+A default is listed where it changes what is trained or how fast: that of a flag which the command line neither gives nor needs is left out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.lm.config.megatron_flags.in_context import Given
+from megatron.lm.config.precision import OPT_LEVELS
+from megatron.lm.config.schema import LARGEST_COUNT
+
+PRECISIONS = ("--precision", "--opt-level", "--bf16", "--fp16")
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default that differs.
+
+    Attributes:
+        what: the flag, or what it is about.
+        megatron: Megatron-LM's default.
+        ours: the trainer's.
+        settings: what `--megatron-defaults` lays under the flags, by field name.
+        unless: flags that decide it.
+        where: whether it plays a part beside the flags that are given.
+    """
+
+    what: str
+    megatron: str
+    ours: str
+    settings: Mapping[str, Any]
+    unless: tuple[str, ...]
+    where: Callable[[Given], bool] = field(default=lambda given: True)
+
+    def differs(self, given: Given) -> bool:
+        """Whether a run with these flags has the trainer's default."""
+        return self.where(given) and not any(flag in given.flags or flag[2:].replace("-", "_") in given.preset for flag in self.unless)
+
+
+def _dynamic_loss_scale(given: Given) -> bool:
+    return "--fp16" in given and "--loss-scale" not in given
+
+
+def _delayed(given: Given) -> bool:
+    return given.value("--opt-level") in OPT_LEVELS[1:] and given.value("--fp8-recipe") in (None, "delayed")
+
+
+def _null_tokenizer(given: Given) -> bool:
+    return given.value("--tokenizer-type") == "NullTokenizer"
+
+
+DEFAULTS = (
+    Default(
+        "--position-embedding-type",
+        "learned_absolute",
+        "rope",
+        {"position_embedding_type": "learned_absolute"},
+        ("--position-embedding-type", "--use-rotary-position-embeddings"),
+    ),
+    Default("--hidden-dropout", "0.1", "0", {"hidden_dropout": 0.1}, ("--hidden-dropout",)),
+    Default("--attention-dropout", "0.1", "0", {"attention_dropout": 0.1}, ("--attention-dropout",)),
+    Default("precision", "FP32", "bf16", {"precision": "fp32"}, PRECISIONS),
+    Default("NullTokenizer's end of document", "V", "V - 1", {}, (), _null_tokenizer),
+    Default("--eval-interval", "none", "1000", {"eval_interval": LARGEST_COUNT}, ("--eval-interval",)),
+    Default("--num-workers", "2", "0", {"num_workers": 2}, ("--num-workers",)),
+    Default("--overlap-grad-reduce", "off", "on", {"overlap_grad_reduce": False}, ("--overlap-grad-reduce", "--no-overlap-grad-reduce")),
+    Default(
+        "--overlap-param-gather", "off", "on", {"overlap_param_gather": False}, ("--overlap-param-gather", "--no-overlap-param-gather")
+    ),
+    Default("--initial-loss-scale", "2^32", "2^16", {"initial_loss_scale": 2.0**32}, ("--initial-loss-scale",), _dynamic_loss_scale),
+    Default("--loss-scale-window", "1000", "2000", {"loss_scale_window": 1000}, ("--loss-scale-window",), _dynamic_loss_scale),
+    Default("--fp8-amax-history-len", "1", "16", {"fp8_amax_history_len": 1}, ("--fp8-amax-history-len",), _delayed),
+    Default(
+        "--fp8-amax-compute-algo",
+        "most_recent",
+        "max",
+        {"fp8_amax_compute_algo": "most_recent"},
+        ("--fp8-amax-compute-algo",),
+        _delayed,
+    ),
+)
+
+
+def differing(given: Given) -> tuple[Default, ...]:
+    """The defaults that a run with these flags has otherwise than in Megatron-LM."""
+    return tuple(default for default in DEFAULTS if default.differs(given))
+
+
+def described(defaults: tuple[Default, ...]) -> str:
+    """One line for the log: each default, Megatron-LM's and the trainer's."""
+    listed = ", ".join(f"{default.what} {default.megatron} -> {default.ours}" for default in defaults)
+    return f"defaults, Megatron-LM's -> here (--megatron-defaults takes its own): {listed}"
+
+
+def megatron_settings(defaults: tuple[Default, ...]) -> dict[str, Any]:
+    """Megatron-LM's defaults, by field name."""
+    return {name: value for default in defaults for name, value in default.settings.items()}
+
+
+def null_vocabulary(values: dict[str, Any]) -> None:
+    """Give NullTokenizer Megatron-LM's end of document: `--vocab-size V` counts the tokens before it, and its id is V."""
+    if values["tokenizer_type"] == "NullTokenizer" and values["vocab_size"] is not None:
+        values["vocab_size"] += 1
