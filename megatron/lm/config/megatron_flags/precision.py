@@ -32,7 +32,7 @@ FLAGS = (
     ),
     *dropped("it is a choice of kernels of Transformer Engine", "--reuse-grad-buf-for-mxfp8-param-ag"),
     *refused(
-        "FP8 is chosen by level here: use --opt-level O1, whose GEMMs are E4M3 forward and E5M2 for gradients",
+        "FP8 is chosen by level here: use --opt-level O1 in place of --bf16, whose GEMMs are E4M3 forward and E5M2 for gradients",
         "--fp8-format hybrid",
         "--fp8-hybrid",
         "--fp8-format e4m3",
