@@ -370,7 +370,9 @@ sys.exit(main())
 def test_sigint_while_the_trainer_is_imported_is_one_line(corpus: Path, tmp_path: Path, script: str, name: str):
     """The signal comes while `name` is looked for, deep in the imports of others."""
     flags = [*FLAGS, "--data-path", str(corpus), *outputs(tmp_path)]
-    assert ended(command(["-c", INTERRUPTS, name, script, *flags])) == (130, "", "error: interrupted by SIGINT\n")
+    code, out, err = ended(command(["-c", INTERRUPTS, name, script, *flags]))
+    assert (code, err) == (130, "error: interrupted by SIGINT\n")
+    assert [line for line in out.splitlines() if not line.startswith("defaults, Megatron-LM's -> here")] == []  # of the start, before torch
     assert not list(tmp_path.iterdir())
 
 
