@@ -1,49 +1,39 @@
-"""One training step, and one evaluation, on one screen.
+"""One training step and one evaluation on one screen.
 
-What: a step takes a batch of G sequences of S tokens. D data-parallel ranks take G / D sequences each, in G / (D B) micro-batches of B.
-In order:
+A step takes a global batch of G sequences of S tokens. Each of D data-parallel ranks runs G / D of them, in G / (D B) micro-batches of B:
 
-1. Forward and backward of each micro-batch, by megatron-core's schedule. Gradients are the mean over micro-batches of the mean over
-   counted tokens. Beside it stand the sum of the losses and the number of counted tokens, which give the exact mean for the log.
-2. Gradients leave during the last backward, bucket by bucket (`msamp.comm.grad_sync`); `finish` waits for them.
+1. megatron-core's schedule runs forward and backward of each micro-batch. Gradients are the mean over micro-batches of the mean over
+   counted tokens. The step also returns the sum of the losses and the number of counted tokens, which give the exact mean for the log.
+2. Gradients are sent during the last backward, bucket by bucket (`msamp.comm.grad_sync`); `finish` waits for them.
 3. The optimizer clips, updates and, under ZeRO, gathers the weights (`msamp.optim.optimizer`, `msamp.parallel.greedy_zero`).
-4. The amax histories of delayed scaling roll, once a step and alike on all ranks that share a layer (`msamp.nn.scaling_state`).
-5. The schedule of the learning rate advances, unless the step was skipped.
+4. The amax histories of delayed scaling roll, once per step, the same on all ranks that share a layer (`msamp.nn.scaling_state`).
+5. The learning-rate schedule advances, unless the step was skipped.
 
-Shapes on the way, for width h, a vocabulary of V tokens and T tensor-parallel ranks:
+Shapes for width h, a vocabulary of V tokens and T tensor-parallel ranks:
 
     tokens [B, S]
-    -> hidden states [S, B, h]           S / T rows a rank with sequence parallelism
+    -> hidden states [S, B, h]           S / T rows per rank with sequence parallelism; BF16
     -> logits [S B, V / T]               a chunk of tokens at a time
     -> losses [S B]
-    -> loss_sum, tokens: two scalars     FP32: the masked sum, and the number of tokens that count
+    -> loss_sum, tokens                  two FP32 scalars: the masked sum, and the number of counted tokens
     -> averaged gradients                flat buckets of whole tensors; under ZeRO a rank gets those that it owns
     -> grad_norm                         FP64 scalar, before clipping
 
-Formats on the way at O2 and O3, where a linear layer has FP8 and everything else 16 or 32 bits:
+Formats at O2 and O3, where linear layers use FP8 and everything else 16 or 32 bits:
 
-    hidden states                        BF16
-    operands of linear layers            E4M3 forward, E5M2 for grad_output (`msamp.nn.linear`)
-    gradients of linear weights          E4M3 with one scale a tensor; several micro-batches add up in BF16 first
+    operands of linear layers            E4M3 in forward, E5M2 for grad_output (`msamp.nn.linear`)
+    gradients of linear weights          E4M3 with one scale per tensor; micro-batches accumulate in BF16
     gradients of embeddings, LM head     BF16
     gradients of norms and biases        FP32
-    m, v, master                         E4M3, FP16 scaled, FP16 scaled; the update itself is FP32
+    m, v, master                         E4M3, scaled FP16, scaled FP16; the update itself is FP32
 
-Why this order: gradients leave while backward still computes, so that the exchange hides behind it. The clip coefficient needs the norm of
-all averaged gradients, so that no update can begin before the last bucket. Histories roll after the update and only once, so that all
-micro-batches of a step share their delayed scales. That also lets tensor-parallel ranks exchange FP8 activations
-without a collective for their scales.
+The order is not free. Sending gradients during backward hides their communication. Clipping needs the norm of all averaged gradients, so no
+update can start before the last bucket arrives. Histories roll once, after the update, so that all micro-batches of a step share their
+delayed scales, and tensor-parallel ranks can exchange FP8 activations without a collective for the scales.
 
-Why nothing here asks the device for a number: the host would wait for all launched kernels. `skipped` is a flag on its way from the
-device, and `schedule.settle` reads it one step later. A skipped step changes no weight, no moment, no amax history, no scale of a cast and
-no mu on any rank, and its data is consumed. For the same reason the whole step can be replayed as CUDA graphs (`graph`), to the same bits.
-
-One rank takes the same path as many: nothing here asks for the world size but the count of consumed samples.
-
-What was tried: the step eager, as graphs of a micro-batch, and as graphs of the whole step (`--cuda-graph`). The eager step is bound by its
-launches, about 25 a millisecond on the machine that was measured: 155 ms at 1.3B and O3, and 95 to 101 as graphs. With
-`--no-overlap-grad-reduce` buckets leave after backward. GEMMs and attention take about two thirds of the step; `tools/bench/LOG.md` has
-it by kind of kernel.
+Nothing here reads a number from the device, because the host would wait for all launched kernels. `skipped` is an asynchronous flag that
+`schedule.settle` reads one step later. A skipped step consumes its data, and changes no weight, moment, amax history, cast scale or mu on
+any rank. For the same reason CUDA graphs can replay the whole step with the same bits (`megatron.lm.graphs`).
 """
 
 import contextlib
@@ -64,7 +54,7 @@ from msamp.optim.device_flag import DeviceCopy
 
 
 class Graphs(Protocol):
-    """What a step needs of its CUDA graphs: `megatron.lm.graphs.step_graph.StepGraphs`, or `StageGraphs` of a pipeline's."""
+    """The interface of a step's CUDA graphs: `megatron.lm.graphs.step_graph.StepGraphs`, or `StageGraphs` for pipeline stages."""
 
     mode: str
 
@@ -78,13 +68,13 @@ class Graphs(Protocol):
 
 
 class StepObserver(Protocol):
-    """A callback between averaged gradients and update, such as `megatron.lm.run.reports.recorder.Recorder`."""
+    """A callback between gradient averaging and the update, such as `megatron.lm.run.reports.recorder.Recorder`."""
 
     def before_update(self) -> None: ...
 
 
 class RareStepObserver(StepObserver, Protocol):
-    """An observer that looks at some steps only, and at their graph as it is: `megatron.lm.run.reports.lost_updates.LostUpdates`."""
+    """An observer of some steps only, also when graphs run them: `megatron.lm.run.reports.lost_updates.LostUpdates`."""
 
     def due(self) -> bool: ...
 
@@ -96,10 +86,10 @@ def train_step(
     recorder: StepObserver | None = None,
     lost_updates: RareStepObserver | None = None,
 ) -> StepResult:
-    """Micro-batches forward and backward, gradients averaged while backward runs, clipped, the update, new scales.
+    """Run forward and backward of all micro-batches, average gradients during backward, clip, update and set the next scales.
 
-    A step with a gradient that is not finite changes no weight and does not advance the schedule; its data is consumed. With `graphs`
-    the work is replayed once they are ready, to the same bits.
+    A step with a non-finite gradient changes no weight and does not advance the schedule; its data is consumed. Once `graphs` are ready,
+    they replay the work with the same bits.
     """
     training.model.train()
     if graphs is not None and not graphs.ready():
@@ -109,10 +99,10 @@ def train_step(
     else:
         training.grad_sync.clear()
         loss_sum, tokens = forward_backward(training, batches)
-        # Buckets have left during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
+        # Buckets were sent during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
         training.grad_sync.finish()
 
-    training.schedule.settle()  # whether the step before this one was skipped has long come from the device
+    training.schedule.settle()  # by now the device has long reported whether the previous step was skipped
     lr = training.optimizer.param_groups[0]["lr"]
     if recorder is not None:
         recorder.before_update()
@@ -124,10 +114,10 @@ def train_step(
     else:
         training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
         grad_norm = training.optimizer.grad_norm
-        # Delayed scaling: histories move on, alike for all ranks that share a layer, so that what they send each other has one scale.
+        # Delayed scaling: roll the histories, the same on all ranks that share a layer, so that what they send each other has one scale.
         training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
         training.grad_sync.decided(training.optimizer.usable)
-        if training.optimizer.shard.ranks == 1:  # under ZeRO weights are still on their way
+        if training.optimizer.shard.ranks == 1:  # under ZeRO weights are still being gathered
             training.scaling.measure_weights()
     skipped = training.optimizer.skipped()
     training.schedule.advance_unless(skipped)
@@ -140,18 +130,19 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(training: Training, batches: Batches, iterations: int) -> float:
-    """Mean loss in nats a token over `iterations` global batches of all ranks. Scales and histories stay as they are."""
+    """Return the mean loss, in nats per token, over `iterations` global batches of all ranks. Scales and histories do not change."""
     training.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=next(training.model.parameters()).device)
     with training.grad_sync.sent.uncounted():
         for _ in range(iterations):
             total += torch.stack(forward_backward(training, batches, forward_only=True)).double()
-    torch.distributed.all_reduce(total)  # of tensor-parallel ranks all have the same: their ratio does not change
+    torch.distributed.all_reduce(total)  # tensor-parallel ranks have the same values, so the ratio is unchanged
     return float(total[0] / total[1])
 
 
 def model_output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Forward of a micro-batch: the masked sum of the losses, FP32 0-dim; hidden states [s, b, h] on a stage that is not the last."""
+    """Run forward of a micro-batch: the masked sum of the losses, FP32 0-dim; hidden states [s, b, h] on all pipeline stages but the
+    last."""
     return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
 
 
@@ -162,7 +153,7 @@ def forward_backward(
     forward_only: bool = False,
     forward: Callable[[nn.Module, dict[str, Tensor]], Tensor] = model_output,
 ) -> tuple[Tensor, Tensor]:
-    """megatron-core's schedule over one rank's micro-batches; sums of loss and of counted tokens, on the device."""
+    """Run megatron-core's schedule over this rank's micro-batches; return the sums of loss and of counted tokens, on the device."""
     config, parts = training.config, chunks(training.model)
     results = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward_step, forward),
@@ -189,5 +180,5 @@ def _forward_step(
 
 
 def micro_batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """`mean_loss` of one micro-batch, without a schedule around it."""
+    """Return `mean_loss` of one micro-batch, without a pipeline schedule."""
     return mean_loss(model_output(model, batch), batch["loss_mask"])

@@ -1,1 +1,1 @@
-"""Gradients and weights on the wire: how they are scaled, accumulated, exchanged and counted."""
+"""Communication of gradients and weights: scaling, accumulation, exchange, and counting of bytes."""

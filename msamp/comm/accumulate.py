@@ -1,4 +1,4 @@
-"""How the micro-batch gradients of one parameter add up before they leave (`--grad-accum-dtype`)."""
+"""Gradient accumulation over the micro-batches of a step, in the format of `--grad-accum-dtype`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,28 +16,28 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 ACCUMULATORS = ("fp8", "fp8-sr", "bf16", "fp32")
-OWNER = "owner"  # no sum on this rank: each micro-batch leaves, and the owners add up (`msamp.comm.owner_sums`)
+OWNER = "owner"  # no accumulation on this rank: each micro-batch is sent, and the owners accumulate (`msamp.comm.owner_sums`)
 
 
 class Accumulator(Protocol):
-    """One way to add up gradients."""
+    """One way to accumulate gradients."""
 
     def add(self, total: torch.Tensor | None, g: torch.Tensor) -> torch.Tensor:
-        """The sum so far with `g` in it. Values that are not finite stay visible in it, whatever is added later.
+        """Return the sum so far plus `g`. Non-finite values stay visible in it, whatever is added later.
 
         Args:
-            total: what `add` returned for the micro-batch before, used up by this call; None for the first.
-            g: FP32 or BF16, handed over (p.grad, which is dropped): a first `g` of the right dtype is the total from then
-                on, without a copy, and a later `add` writes into it. Else `g` is only read.
+            total: what `add` returned for the previous micro-batch, which this call may overwrite; None for the first.
+            g: FP32 or BF16; the caller gives it up (p.grad, which is dropped). A first `g` of the right dtype becomes the total without a
+                copy, and a later `add` writes to it. Otherwise `g` is only read.
 
         Returns:
-            A plain tensor, or a ScalingTensor with a NaN `scale_inv` where a value was not finite; in the shape of `g`.
+            A plain tensor, or a ScalingTensor with a NaN `scale_inv` if a value was not finite; in the shape of `g`.
         """
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A plain tensor of `dtype`, added to in place: the sum is taken in FP32 and rounded to nearest even."""
+    """Accumulate in place in a plain tensor of `dtype`: each sum is computed in FP32 and rounded to nearest even."""
 
     dtype: torch.dtype
 
@@ -47,7 +47,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A ScalingTensor of `fmt`: every sum is taken in FP32 and rounded anew by `rounding`, with its own just-in-time scale."""
+    """Accumulate in a ScalingTensor of `fmt`: each sum is computed in FP32 and rounded by `rounding` with a new just-in-time scale."""
 
     fmt: Format
     rounding: Callable[[torch.Tensor, torch.Tensor, Format], torch.Tensor]
@@ -61,17 +61,17 @@ class Scaled:
 
 
 def accumulator(name: str, fmt: Format, generator: torch.Generator | None = None) -> Accumulator:
-    """The accumulator that a flag names, for a parameter with a gradient that leaves in `fmt`.
+    """Return the accumulator of that name, for a parameter whose gradient is sent in `fmt`.
 
     Args:
-        name: one of `ACCUMULATORS`. "fp8" rounds every sum to nearest even in `fmt`, as in the paper: over many micro-batches
-            it loses what is small beside the sum. "fp8-sr" rounds stochastically, which is unbiased. For a gradient that has
-            no scale (FP32, BF16) they and "bf16" mean its own dtype; "fp32" means FP32 for every gradient.
+        name: one of `ACCUMULATORS`. "fp8" rounds every sum to nearest even in `fmt`, as in the paper, and over many micro-batches loses
+            gradients that are small compared with the sum. "fp8-sr" rounds stochastically, which is unbiased. For a gradient without a
+            scale (FP32, BF16), these two and "bf16" use its own dtype; "fp32" is FP32 for every gradient.
         fmt: the parameter's gradient format.
-        generator: the random numbers of "fp8-sr", on the gradients' device; seed it for runs that repeat.
+        generator: the random numbers of "fp8-sr", on the gradients' device; seed it for reproducible runs.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: if the name is unknown.
     """
     if name not in ACCUMULATORS:
         raise ValueError(f"gradient accumulation {name!r} is unknown; choose one of {', '.join(ACCUMULATORS)}")
@@ -85,8 +85,8 @@ def accumulator(name: str, fmt: Format, generator: torch.Generator | None = None
 
 
 def squares_are_finite(gradients: Iterable[torch.Tensor], device: torch.device, peers: Peers | None = None) -> torch.Tensor:
-    """Bool 0-dim on `device`, without a host sync: whether gradients in any format, and the sum of their squares in FP32, are finite; with
-    `peers` those of all ranks, collective."""
+    """Return whether gradients in any format, and the FP32 sum of their squares, are finite: bool 0-dim on `device`, without a host sync.
+    With `peers` it is collective and covers all ranks."""
     finite = sum((fp32_values(g).square().sum() for g in gradients), torch.zeros((), device=device, dtype=torch.float32)).isfinite()
     if peers is None:
         return finite

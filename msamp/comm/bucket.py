@@ -1,4 +1,4 @@
-"""Layout of a flat buffer that holds the gradients of some parameters: slice r is exactly what rank r owns, and nothing is padded."""
+"""Layout of a bucket: a flat buffer with the gradients of some parameters, where slice r is what rank r owns, without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Segment:
     """One piece of a parameter in a bucket.
 
     Attributes:
-        index: place of the parameter in the bucket.
+        index: position of the parameter in the bucket.
         row, rows: its rows along dim 0 (a 0-dim parameter has one).
         owner: rank that sums it and, under ZeRO, updates it.
-        start, elements: its place in the flat buffer.
-        grad: on the owner under ZeRO, after `GradSync.finish`: the averaged gradient of these rows; None without one.
+        start, elements: its range in the flat buffer.
+        grad: under ZeRO on the owner, after `GradSync.finish`: the averaged gradient of these rows, or None.
     """
 
     index: int
@@ -35,27 +35,27 @@ class Segment:
 
 
 class Bucket:
-    """Layout of a bucket, and the gradients that have arrived for it in this step.
+    """The layout of a bucket, and its gradients in this step.
 
     Args:
-        params: in the order in which their gradients appear.
-        names: theirs, for messages.
-        fmt: the format in which their gradients travel.
-        pieces: of these parameters, `tensor` being the place in `params`; they tile every parameter.
+        params: in the order in which backward produces their gradients.
+        names: of the parameters, for messages.
+        fmt: the format in which their gradients are sent.
+        pieces: of these parameters, where `tensor` is the index in `params`; together they cover every parameter.
         ranks, rank: of the data-parallel group.
 
     Attributes:
         segments: all pieces in the order of the flat buffer, by (owner, parameter, row).
-        owned: those of this rank.
+        owned: the segments of this rank.
         sizes: elements that each rank owns.
-        cut: whether a parameter is in more than one piece.
+        cut: whether a parameter has more than one piece.
         own: this rank's slice of the flat buffer.
         spans: for each segment its parameter, its first element there, its number of elements, and its first element in the flat buffer.
         tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.
-        gradients: this rank's own, by place in `params`; None where none has come.
-        waiting: how many have not come.
-        sent: whether the bucket has left in this step.
-        absent: parameters of which no rank had a gradient, by place.
+        gradients: this rank's gradients, by index in `params`; None until backward has produced one.
+        waiting: number of gradients that are still missing.
+        sent: whether the bucket was sent in this step.
+        absent: indices of parameters for which no rank had a gradient.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Bucket:
         ]
         device = self.params[0].device
         self.tables, self.sum_tables = Tables(device), Tables(device)
-        # The factors of the last step: always in the same memory, since CUDA graphs read and write them.
+        # The last step's factors, always in the same memory, since CUDA graphs read and write them.
         self._guess = torch.ones(len(self.params), device=device, dtype=torch.float32)
         self._run_params = torch.tensor([segment.index for segment in self.segments], device=device)
         self.clear()
@@ -102,15 +102,15 @@ class Bucket:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
 
     def part(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
-        """The elements of one of this rank's segments in `own`, this rank's slice of a flat buffer."""
+        """Return the elements of one of this rank's segments in `own`, this rank's slice of a flat buffer."""
         start = segment.start - self.own.start
         return own[start : start + segment.elements]
 
     def measure(self, gradients: Sequence[torch.Tensor], fmt: Format) -> torch.Tensor:
-        """FP32 [parameters]: the amax of each gradient, +inf where one is not finite. `gradients` and `fmt` are those of `flatten`.
+        """Return the amax of each gradient, FP32 [parameters], +inf for a non-finite one. `gradients` and `fmt` are those of `flatten`.
 
-        While they are read they are packed with the factors of the last step, so that `flatten`, which is told the right ones, has only
-        those to pack that the guess was wrong for. What comes of both does not depend on the guess.
+        The same read also packs the gradients with the last step's factors as a guess. `flatten`, which gets the right factors, then packs
+        only the gradients for which the guess was wrong. The result does not depend on the guess.
         """
         flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
         amaxes = torch.zeros(len(gradients), device=flat.device, dtype=torch.float32)
@@ -120,18 +120,18 @@ class Bucket:
         return amaxes
 
     def forget(self) -> None:
-        """Let go of what `measure` has packed and `flatten` has not taken, and of what was told."""
+        """Drop what `measure` packed and `flatten` did not use, and the tallies."""
         self._guessed = self._told = None
 
     def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """int64 [segments, 3]: of each segment of the flat buffer that `flatten` gave last, as `ops.pack` tells it.
+        """Return the tallies of `ops.pack` for each segment of the buffer that `flatten` returned last, int64 [segments, 3].
 
-        None where nothing was told, and of another buffer or one that has changed since.
+        None if there are none, if `flat` is another buffer, or if it has changed since.
         """
         return None if self._told is None else self._told.of(flat)
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
-        """Fills the flat buffer: `cast(g * factor)` of each parameter's gradient, in the parameter's place.
+        """Return the flat buffer with `cast(g * factor)` of each parameter's gradient.
 
         Args:
             gradients: contiguous.
@@ -153,7 +153,7 @@ class Bucket:
         return flat
 
     def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """One payload a parameter, in its shape, from the flat buffer: a view of it where the parameter is whole."""
+        """Return one payload per parameter from the flat buffer, in the parameter's shape: a view if the parameter is not cut."""
         parts: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.params]
         for segment in self.segments:
             parts[segment.index].append((segment.row, flat[segment.start : segment.start + segment.elements]))
@@ -167,8 +167,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Guessed:
-    """What `Bucket.measure` has packed: of which gradients, as they were, in which format, and its tallies with those that packing again
-    leaves."""
+    """What `Bucket.measure` packed: the gradients and their versions, the format, the buffer, and tallies of both passes."""
 
     gradients: tuple[torch.Tensor, ...]
     versions: list[int]
@@ -182,10 +181,10 @@ class _Guessed:
 
 
 def versions_of(xs: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers that change where a tensor does; -1 for one of inference mode, which does not tell."""
+    """Return the version counters of tensors; -1 for inference tensors, which have none."""
     return [-1 if x.is_inference() else x._version for x in xs]
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Views a flat contiguous tensor as uint8, which every backend carries and every device can concatenate, unlike FP8."""
+    """View a flat contiguous tensor as uint8, which every backend can send and every device can concatenate, unlike FP8."""
     return x.view(torch.uint8)

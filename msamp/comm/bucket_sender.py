@@ -1,13 +1,13 @@
 """Send one bucket of gradients: agree on scales, pack, reduce, deliver the averages (FP8-LM section 2.1).
 
-`GradSync` decides when a bucket leaves. `BucketSender` does the rest, in four steps, each a method that a reader can follow by itself:
+`GradSync` decides when to send a bucket. `BucketSender` does the rest in four steps, each a method of its own:
 
-    agree     proposals [tensors]   each rank's scales, then the least of all ranks: one small MIN all-reduce (equation 4)
+    agree     proposals [tensors]   each rank's scales, then the minimum over all ranks: one small MIN all-reduce (equation 4)
     pack      flat [elements]       the gradients times `factor`, cast into one buffer
-    reduce    `Reduced`             the averages, by the wire of the exchange, or by the owners' sums of micro-batches
+    reduce    `Reduced`             the averages, from the exchange's wire or from the owners' sums over micro-batches
     deliver   p.main_grad           or, under ZeRO, `segment.grad` on the owner
 
-`Statistics` looks on after `pack` and after `reduce`. On a GPU a bucket travels on a stream of its own, next to the rest of backward.
+`Statistics` measures after `pack` and after `reduce`. On a GPU a bucket is sent on a separate stream, concurrently with backward.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ class BucketSender:
     """Averages the gradients of one bucket at a time over the data-parallel ranks.
 
     Args:
-        buckets: all buckets, in the order in which they leave.
+        buckets: all buckets, in the order in which they are sent.
         peers: the data-parallel ranks.
         exchange, scaling, mu_rule, shard: as for `GradSync`.
         device: of the gradients.
 
     Attributes:
         wires: gradient format -> the wire that sends it.
-        owner_sums: the sums of earlier micro-batches, where each micro-batch leaves by itself.
-        autoscale: mu of the scaled gradients; None where it does not adapt.
+        owner_sums: the sums of earlier micro-batches, if each micro-batch is sent separately.
+        autoscale: mu of the scaled gradients; None if the scaling has no adaptive mu.
         statistics: saturation and underflow before and after the exchange.
         own_proposals: FP32 [parameters], see `GradSync`.
 
     Raises:
-        ValueError: mu that adapts, with an exchange whose averages are in another format than its payloads.
+        ValueError: an adaptive mu with an exchange whose averages and payloads have different formats.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class BucketSender:
 
     @torch.no_grad()
     def send(self, bucket: Bucket, *, last: bool) -> None:
-        """Average a bucket's gradients, which it hands over; collective.
+        """Average a bucket's gradients and release them; collective.
 
         Args:
-            last: whether these are the step's last gradients of the bucket. Others wait for them as a sum at their owner.
+            last: whether these are the bucket's last gradients in the step. Earlier ones are summed at their owner.
         """
         with self._on_stream(bucket):
             gradients = [None if g is None else _plain(g) for g in bucket.gradients]
@@ -99,17 +99,17 @@ class BucketSender:
             )
             del gradients
             reduced, proposals = self.reduce(bucket, flat, factor, proposals)
-            # Only a rank that lacks a gradient asks whether the others had one: a host sync that no usual step takes.
+            # Only a rank without a gradient checks whether the others had one. That is a host sync, but not in a usual step.
             bucket.absent = {i for i in missing if (self.peers.ranks == 1 and not summed) or proposals[i].item() == ABSENT}
             self.deliver(bucket, reduced, proposals)
 
     def wait(self) -> None:
-        """Let the compute stream wait for what has been sent."""
+        """Make the compute stream wait for what has been sent."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def finish_step(self) -> None:
-        """Set mu of the next step, once every bucket has left."""
+        """Set mu for the next step, after every bucket was sent."""
         if self.autoscale is not None:
             summed, largest = self.statistics.combine(self.peers)
             self.autoscale.update(largest[SATURATED], summed[SUM_SATURATED], self._valid)
@@ -120,22 +120,22 @@ class BucketSender:
         self.statistics.clear()
 
     def agree(self, bucket: Bucket, gradients: Gradients) -> Tensor:
-        """FP32 [parameters]: the least of the ranks' proposals (`propose_scales`)."""
+        """Return the minimum of the ranks' proposals (`propose_scales`), FP32 [parameters]."""
         fmt, ranks = self.wires[bucket.format].format, self.peers.ranks
         here = [g for g in gradients if g is not None]
-        if fmt.scaled and self.autoscale is None and len(here) == len(gradients):  # mu, which adapts, makes every guess wrong
+        if fmt.scaled and self.autoscale is None and len(here) == len(gradients):  # with an adaptive mu every guess would be wrong
             proposals = proposals_of(bucket.measure(here, fmt), fmt)
         else:
             device = bucket.params[0].device
             proposals = propose_scales(gradients, fmt, device, bucket.tables, plain=bucket.format.scaled or ranks > 1)
-        if ranks > 1:  # after the exchange the rank of a gradient that is not finite is unknown
+        if ranks > 1:  # after the exchange, nobody knows which rank had the non-finite gradient
             own = self.own_proposals[self._places[bucket]]
             own.copy_(torch.minimum(own, proposals) if bucket in self.owner_sums else proposals)
         self.peers.all_reduce(proposals, dist.ReduceOp.MIN, f"the scales of {bucket}")
         return proposals
 
     def pack(self, bucket: Bucket, gradients: Gradients, factor: Tensor) -> Tensor:
-        """The flat payload of the bucket; zeros where this rank has no gradient."""
+        """Return the flat payload of the bucket, with zeros where this rank has no gradient."""
         device = bucket.params[0].device
         filled = [
             torch.zeros(p.shape, device=device, dtype=torch.float32) if g is None else g
@@ -144,7 +144,7 @@ class BucketSender:
         return self.wires[bucket.format].pack(bucket, filled, factor)
 
     def reduce(self, bucket: Bucket, flat: Tensor, factor: Tensor, proposals: Tensor) -> tuple[Reduced, Tensor]:
-        """The averages, and FP32 [parameters] the least proposals of all micro-batches in them."""
+        """Return the averages, and the minimum proposals over all micro-batches in them, FP32 [parameters]."""
         wire, peers = self.wires[bucket.format], self.peers
         if bucket in self.owner_sums:
             assert isinstance(wire, SummingWire)
@@ -156,8 +156,8 @@ class BucketSender:
             reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
         if reduced.own.dtype != bucket.format.dtype:
             raise ValueError(
-                f"gradient exchange {self.exchange} averaged {bucket} in {reduced.own.dtype}, and its gradients are {bucket.format}; "
-                f"round to {bucket.format.dtype} in the wire's reduce"
+                f"gradient exchange {self.exchange} returned averages of {bucket} in {reduced.own.dtype}, but its gradients are "
+                f"{bucket.format}; round to {bucket.format.dtype} in the wire's reduce"
             )
         place = self._scaled_places[bucket]
         if self.autoscale is not None and bucket.format.scaled:
@@ -166,9 +166,9 @@ class BucketSender:
         return reduced, proposals
 
     def deliver(self, bucket: Bucket, reduced: Reduced, proposals: Tensor) -> None:
-        """Put the averages where the optimizer looks for them."""
+        """Store the averages where the optimizer reads them."""
         scale_inv = None if reduced.scale_inv is None else reduced.scale_inv.masked_fill(proposals < 0, float("nan"))
-        # A parameter in several pieces has a tally for each, and none of the whole.
+        # A parameter in several pieces has a tally for each piece, but none for the whole.
         tallies = None if reduced.tallies is None or bucket.cut else reduced.tallies.unbind()
         bucket.forget()
 
@@ -198,7 +198,7 @@ class BucketSender:
         self.owner_sums.add(bucket, wire.mean(bucket, flat, self.peers), factor, proposals)
 
     def _factor(self, bucket: Bucket, scales: Tensor) -> Tensor:
-        """FP32 [parameters]: what multiplies the gradients of a bucket into their payloads."""
+        """Return the factors from the gradients of a bucket to their payloads, FP32 [parameters]."""
         if not bucket.format.scaled:
             return scales
         mu = None if self.autoscale is None else self.autoscale.mu[self._scaled_places[bucket]]
@@ -210,7 +210,7 @@ class BucketSender:
             yield
             return
         for g in bucket.gradients:
-            if g is not None:  # made by the compute stream, read by this one: its memory must wait for both
+            if g is not None:  # written on the compute stream, read on this one: keep its memory until both are done
                 for part in (g.payload, g.scale_inv) if isinstance(g, ScalingTensor) else (g,):
                     part.record_stream(self._stream)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -223,17 +223,18 @@ def _plain(g: Tensor) -> Tensor:
 
 
 def _slices(buckets: Sequence[Bucket], sizes: Sequence[int]) -> dict[Bucket, slice]:
-    """The place of each bucket's tensors in an array over all buckets."""
+    """Return the slice of each bucket's tensors in an array over all buckets."""
     ends = list(itertools.accumulate(sizes))
     return {bucket: slice(end - size, end) for bucket, size, end in zip(buckets, sizes, ends, strict=True)}
 
 
 def _check_mu_sees_overflow(exchange: Exchange, scaling: GradScaling, wires: Mapping[Format, Wire]) -> None:
-    """mu counts what is at the maximum in the averages, which shows the sum's overflow only where both are in one format."""
+    """Raise a ValueError if mu could not see overflow: saturated averages only show it if payloads and averages have one format."""
     for fmt, wire in wires.items():
         if scaling.adapts and wire.format != fmt:
             others = [name for name in exchange.scalings if not GRAD_SCALINGS[name].adapts]
             raise ValueError(
-                f"gradient scaling {scaling.name!r} sees overflow in averages of the payloads' format, and exchange {exchange} makes {fmt} "
-                f"of {wire.format} payloads; choose gradient scaling {' or '.join(map(repr, others)) or 'none'}, or another exchange"
+                f"gradient scaling {scaling.name!r} detects overflow only if averages have the payloads' format, but exchange {exchange} "
+                f"turns {wire.format} payloads into {fmt}; choose gradient scaling {' or '.join(map(repr, others)) or 'none'}, or another "
+                "exchange"
             )

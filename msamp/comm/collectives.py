@@ -1,4 +1,4 @@
-"""The collectives of a group of ranks: any dtype over any backend, bytes counted, and a lost rank named."""
+"""Collectives for any dtype over any backend, which count their bytes and name lost ranks."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import torch.distributed.nn.functional
 from msamp.comm.bucket import as_bytes
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent, all_to_all_sent
 
-ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to say that they are alive
+ROLL_CALL_SECONDS = 5.0  # after a failed collective: how long to wait for another rank to report that it is alive
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class WithGroup:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group; RuntimeError where it has been destroyed."""
+        """The group; RuntimeError if it has been destroyed."""
         group = None if self._group is None else self._group()
         if group is None and self._group is not None:
             raise RuntimeError(self.destroyed)
@@ -43,17 +43,17 @@ class WithGroup:
 
 
 class Peers(WithGroup):
-    """The ranks of a group, as seen from this one. With one rank no collective is run.
+    """The collectives of a group, seen from one rank. A group of one rank runs none.
 
-    Over gloo everything goes by all-to-all, where each rank talks to each: a lost rank fails all others at once, while in
-    a ring those that are not its neighbours go on waiting and look lost themselves.
+    Over gloo, every collective is an all-to-all, where each rank talks to each: if a rank is lost, all others fail at once. In a ring,
+    ranks that are not its neighbours would keep waiting and look lost themselves.
 
     Args:
         group: None is this process alone.
-        sent: where the bytes that this rank sends are counted.
+        sent: the counter of the bytes that this rank sends.
 
     Attributes:
-        copies: whether slices travel by copies into the peers' memory (`msamp.comm.copies`).
+        copies: whether slices are sent by copies into the other ranks' memory (`msamp.comm.copies`).
     """
 
     copies = False
@@ -68,9 +68,9 @@ class Peers(WithGroup):
     def all_reduce(
         self, x: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str, kind: str | None = "weight", label: str = "all-reduce"
     ) -> torch.Tensor:
-        """`x` combined over the ranks, in place; NCCL also sums float8 (each hop rounds and saturates).
+        """All-reduce `x` in place; NCCL also sums float8 (each hop rounds and saturates).
 
-        Its bytes are counted under `label` of `kind`, as in all methods below; `kind` None counts nothing.
+        Bytes are counted under `kind` and `label`, as in all methods below; `kind` None counts nothing.
         """
         if self.ranks > 1:
             run = dist.all_reduce if self.nccl else _all_reduce_by_exchange
@@ -80,7 +80,7 @@ class Peers(WithGroup):
         return x
 
     def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> torch.Tensor:
-        """Slice r of `flat` (`sizes[r]` elements) goes to rank r; returns this rank's slice of every rank, [ranks, n]."""
+        """Send slice r of `flat` (`sizes[r]` elements) to rank r; return this rank's slice from every rank, [ranks, n]."""
         received = self.start_all_to_all(flat, sizes, what, kind, async_op=False).wait()
         return received.view(self.ranks, sizes[self.rank])
 
@@ -93,7 +93,7 @@ class Peers(WithGroup):
         label: str = "all-to-all",
         async_op: bool = True,
     ) -> "Pending":
-        """`all_to_all` on its way; its result is flat, rank after rank."""
+        """Start an `all_to_all`; its result is flat, rank after rank."""
         if self.ranks == 1:
             return Pending(self, flat)
         received = torch.empty(self.ranks * sizes[self.rank], dtype=flat.dtype, device=flat.device)
@@ -107,7 +107,7 @@ class Peers(WithGroup):
     def all_gather(
         self, own: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "all-gather"
     ) -> torch.Tensor:
-        """The flat buffer from every rank's slice (`sizes[r]` elements of rank r)."""
+        """All-gather every rank's slice (`sizes[r]` elements from rank r) into a flat buffer."""
         return self.start_all_gather(own, sizes, what, kind, label, async_op=False).wait()
 
     def start_all_gather(
@@ -119,7 +119,7 @@ class Peers(WithGroup):
         label: str = "all-gather",
         async_op: bool = True,
     ) -> "Pending":
-        """`all_gather` on its way."""
+        """Start an `all_gather`."""
         if self.ranks == 1:
             return Pending(self, own)
         flat = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
@@ -131,7 +131,7 @@ class Peers(WithGroup):
                 return dist.all_to_all_single(whole, mine.repeat(self.ranks), counts, None, self.group, async_op)
             if len(set(counts)) == 1:
                 return dist.all_gather_into_tensor(whole, mine, self.group, async_op)
-            # Point to point: nothing is padded to the largest slice.
+            # Point to point, so that no slice is padded to the largest.
             return dist.all_to_all(list(whole.split(counts)), [mine] * self.ranks, self.group, async_op)
 
         what = f"all-gather of {what}"
@@ -142,7 +142,7 @@ class Peers(WithGroup):
     def reduce_scatter(
         self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "reduce-scatter"
     ) -> torch.Tensor:
-        """NCCL's own sum in the dtype of `flat`; this rank keeps its slice."""
+        """Reduce-scatter with NCCL's sum in the dtype of `flat`; return this rank's slice."""
         own = torch.empty(sizes[self.rank], dtype=flat.dtype, device=flat.device)
 
         def run() -> None:
@@ -156,7 +156,7 @@ class Peers(WithGroup):
         return own
 
     def run(self, collective: Callable[[], T], what: str) -> T:
-        """Run a collective; RuntimeError naming it, and the ranks that do not answer, where it fails."""
+        """Run a collective. If it fails, raise a RuntimeError that names it and the ranks that do not answer."""
         try:
             return collective()
         except RuntimeError as error:
@@ -166,15 +166,15 @@ class Peers(WithGroup):
             raise RuntimeError(f"rank {dist.get_rank()}: the {what} failed: {names} ({first})") from error
 
     def missing(self) -> list[int]:
-        """Global ranks of the group that do not report to the rendezvous store within `ROLL_CALL_SECONDS` each; to be called on every
-        rank, after a collective has failed."""
+        """Return the global ranks of the group that do not report to the rendezvous store within `ROLL_CALL_SECONDS` each. Every rank calls
+        this after a collective has failed."""
         store = dist.PrefixStore("msamp/roll-call", dist.distributed_c10d._get_default_store())
         others = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
         lost = []
         try:
             store.set(str(dist.get_rank()), "alive")
         except RuntimeError:
-            return [0]  # the store is gone, and it lives with rank 0
+            return [0]  # the store is gone, and rank 0 hosts it
         for rank in others:
             try:
                 store.wait([str(rank)], timedelta(seconds=ROLL_CALL_SECONDS))
@@ -184,15 +184,15 @@ class Peers(WithGroup):
 
 
 class Pending:
-    """The result of a collective that is on its way.
+    """The result of a collective that has been started.
 
     Attributes:
-        lacks_own: whether this rank's own slice of an all-to-all is not in the result.
+        lacks_own: whether the result of an all-to-all lacks this rank's own slice.
 
     Args:
         peers: the ranks of the collective.
-        result: filled once it has ended.
-        work: torch's handle; None where it has ended already.
+        result: filled when the collective has finished.
+        work: torch's handle; None if it has finished already.
         what: its name in messages.
     """
 
@@ -202,19 +202,19 @@ class Pending:
         self._peers, self._result, self._work, self._what = peers, result, work, what
 
     def wait(self) -> torch.Tensor:
-        """The result. On a GPU the current stream waits for it and the host does not; RuntimeError as `Peers.run`."""
+        """Return the result. On a GPU the current stream waits for it and the host does not; RuntimeError as `Peers.run`."""
         if self._work is not None:
             self._peers.run(self._work.wait, self._what)
             self._work = None
         return self._result
 
     def keep(self) -> torch.Tensor:
-        """The result in memory that later collectives leave alone; after it `done` does nothing."""
+        """Return the result in memory that later collectives do not overwrite; `done` does nothing afterwards."""
         return self.wait()
 
     def done(self) -> None:
-        """The current stream has every kernel that reads the result: a later collective may write its memory. Call it once, after the last
-        such kernel; what was read from `wait` must not be read any more. Only memory that ranks share needs it (`msamp.comm.copies`)."""
+        """Allow later collectives to overwrite the result, after the last kernel that reads it was launched on the current stream. Call it
+        once, and do not read what `wait` returned afterwards. Only memory that ranks share needs it (`msamp.comm.copies`)."""
 
 
 def _all_reduce_by_exchange(x: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:

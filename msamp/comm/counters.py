@@ -1,4 +1,4 @@
-"""Bytes on the wire: what each collective sends from one rank."""
+"""Bytes on the wire: how many each collective sends from one rank."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ KINDS = ("weight", "activation")
 
 
 def all_to_all_sent(split_bytes: Sequence[int], rank: int) -> int:
-    """Bytes that `rank` sends in an all-to-all where it has `split_bytes[r]` for rank r: all but its own."""
+    """Bytes that `rank` sends in an all-to-all with `split_bytes[r]` for rank r: all but its own."""
     return sum(split_bytes) - split_bytes[rank]
 
 
@@ -42,13 +42,13 @@ class WireBytes:
         return dict(self._sent)
 
     def take(self) -> dict[tuple[str, str], int]:
-        """`rows`, and count from zero again."""
+        """Return `rows` and reset the counts."""
         sent, self._sent = self._sent, {}
         return sent
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context in which nothing is counted, for collectives outside a step, such as those of an evaluation."""
+        """Context in which nothing is counted, for collectives outside of steps, such as evaluation."""
         kept = self._sent
         self._sent = {}
         try:

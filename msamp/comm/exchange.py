@@ -1,16 +1,16 @@
-"""The ways to send gradients (FP8-LM section 2.1): the payload, the rank that adds it up, and the arithmetic of the sum.
+"""Gradient exchanges (FP8-LM section 2.1): the format on the wire, which rank computes the sum, and in which arithmetic.
 
-An `Exchange` is one such way, chosen by name. It states what other code has to know: which gradient scalings its sum takes, whether that
-sum can overflow, and whether some rank has the sum in FP32 to measure the result against. Nothing else asks for its name. Two are built in:
+An `Exchange` has a name and states what other code needs to know: which gradient scalings it supports, whether its sum can overflow, and
+whether some rank has the FP32 sum to measure the result against. No other code compares its name. There are two:
 
-- "fp32-sum", the default: scaled payloads travel to the owner of their rows (all-to-all), which adds them up in FP32 and rounds once.
-- "nccl", the paper's: scaled payloads are summed in their own format. Each hop rounds, and the sum can saturate, so that it takes a
-  gradient scaling which makes room for it (`msamp.comm.grad_scaling`).
+- "fp32-sum", the default: scaled payloads are sent to the owner of their rows (all-to-all), which sums them in FP32 and rounds once.
+- "nccl", as in the paper: scaled payloads are summed in their own format. Each hop rounds, and the sum can saturate, so it requires a
+  gradient scaling that makes headroom (`msamp.comm.grad_scaling`).
 
-A third enters by `register(Exchange(...))`. Its work is done by a `Wire`, one for each gradient format, with the seam `pack` and
-`reduce`: `factor` is what multiplies a gradient into its payload, so that the average over N ranks is the sum of the payloads
-divided by `factor * N`, whatever the scaling. The wire chooses the format of the payloads. The averages are in the format of the bucket,
-which the optimizer expects. Gradients of formats without scales (FP32, BF16) travel by `PlainWire` with every exchange.
+`register(Exchange(...))` adds another. A `Wire` does the work, one per gradient format, with two methods, `pack` and `reduce`. `factor` is
+the factor from gradients to payloads, so that the average over N ranks is the sum of the payloads divided by `factor * N`, whatever the
+scaling. The wire chooses the format of the payloads. The averages have the format of the bucket, which the optimizer expects. Gradients
+in formats without scales (FP32, BF16) use `PlainWire` with every exchange.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,13 +35,12 @@ class Reduced:
 
     Attributes:
         own: flat payload of this rank's slice, in the format of the bucket.
-        flat: the whole bucket's, where every rank has got it already, else None.
-        scale_inv: FP32 [parameters]: of the payload; None for a format without scales. Only valid where this rank has
-            the payload.
-        before: flat, like `own`: reference values against which underflow is counted. The FP32 mean times `factor` where the exchange
-            sums in FP32, else this rank's own payload.
-        tallies: int64 [segments, 3], what packing measured of `own` (`Bucket.tallies`), where `own` is what was packed: on one rank. With
-            them the gradients' norm needs no further read. None where nothing was measured.
+        flat: the payload of the whole bucket if every rank already has it, else None.
+        scale_inv: FP32 [parameters], of the payload; None for a format without scales. Only valid where this rank has the payload.
+        before: flat, like `own`: reference values for counting underflow. The FP32 mean times `factor` if the exchange sums in FP32, else
+            this rank's own payload.
+        tallies: int64 [segments, 3], the counts that packing took of `own` (`Bucket.tallies`) if `own` is what was packed: on one rank.
+            With them the gradient norm needs no further read. None if there are none.
     """
 
     own: torch.Tensor
@@ -55,19 +54,19 @@ class Wire(Protocol):
     """How an exchange sends the gradients of one format.
 
     Attributes:
-        format: of the payloads. Where it is scaled, gradients are scaled to fill it, else their shared scale is 1.
+        format: of the payloads. If it is scaled, gradients are scaled to fill its range; else their shared scale is 1.
     """
 
     format: Format
 
     def pack(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
-        """The flat payload of a bucket's gradients, contiguous and one a parameter; `factor` FP32 [parameters]."""
+        """Return the flat payload of a bucket's gradients, which are contiguous, one per parameter; `factor` FP32 [parameters]."""
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
-        """Average the packed bucket over the ranks; `factor` FP32 [parameters], `shard`: only the owner needs the result.
+        """Average the packed bucket over the ranks; `factor` FP32 [parameters]; with `shard` only the owner needs the result.
 
-        Every rank calls it for the same buckets in the same order, and also where it owns nothing of the bucket. On a GPU it runs on a
-        stream of its own and may be captured into a CUDA graph, so it must not wait for the device. `flat` is used up.
+        Every rank calls it for the same buckets in the same order, even if it owns nothing of a bucket. On a GPU it runs on a separate
+        stream and may be captured in a CUDA graph, so it must not wait for the device. It may overwrite `flat`.
         """
 
 
@@ -96,10 +95,9 @@ class PlainWire:
 
 
 class FP32SumWire:
-    """Scaled payloads, dequantised and summed in FP32 by their owner, rounded once with a scale of the sum's own amax.
+    """Scaled payloads that their owner dequantizes and sums in FP32, then rounds once with a scale from the sum's amax.
 
-    The sum does not overflow, and its error is that of one rounding a rank and one of the sum: 2 to 70 times less than
-    NCCL's, at the same bytes.
+    The sum cannot overflow. Its error is one rounding per rank and one of the sum: 2 to 70 times less than NCCL's, for the same bytes.
     """
 
     def __init__(self, fmt: Format) -> None:
@@ -115,7 +113,7 @@ class FP32SumWire:
 
     def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
         """See `msamp.comm.owner_sums.SummingWire`."""
-        # The factor is a power of two: it goes in and out without rounding, and only 1 / N may round.
+        # The factor is a power of two, so multiplying and dividing by it is exact; only 1 / N may round.
         return sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")).div_(peers.ranks)
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
@@ -125,7 +123,7 @@ class FP32SumWire:
         places = bucket.sum_tables.send("owned", [segment.index for segment in bucket.owned])
         if parts:
             amax.scatter_reduce_(0, places, ops.grad_stats(bucket.sum_tables, parts, squares=False)[0][0], "amax").div_(factor)
-        if bucket.cut or not shard:  # one scale for all pieces of a tensor, and for all ranks that will hold it
+        if bucket.cut or not shard:  # one scale for all pieces of a tensor, and for all ranks that will have it
             peers.all_reduce(amax, dist.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.format.max)
         own = torch.empty_like(mean, dtype=self.format.dtype)
@@ -135,10 +133,10 @@ class FP32SumWire:
 
 
 class NCCLWire(FP32SumWire):
-    """Scaled payloads summed in their own format as in the paper: each hop rounds, and the sum saturates silently.
+    """Scaled payloads summed in their own format, as in the paper: each hop rounds, and the sum saturates silently.
 
-    Over NCCL this is NCCL's sum. Over any other backend the payloads travel as bytes and their owner adds them one after
-    the other in rank order, rounding each time: the same arithmetic, in one of the orders in which NCCL may do it.
+    Over NCCL this is NCCL's sum. Over any other backend the payloads are sent as bytes, and their owner adds them in rank order and rounds
+    each time: the same arithmetic, in one of the orders that NCCL may use.
     """
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
@@ -156,7 +154,7 @@ class NCCLWire(FP32SumWire):
         return Reduced(flat[bucket.own], flat, scale_inv, before)
 
     def _saturate(self, total: torch.Tensor) -> torch.Tensor:
-        # NCCL's FP8 sum saturates by itself; its FP16 sum becomes infinite (H200, NCCL 2.28), which would reach the weights.
+        # NCCL's FP8 sum saturates; its FP16 sum becomes infinite (H200, NCCL 2.28), which would reach the weights.
         return total.clamp_(-self.format.max, self.format.max) if self.format.bytes > 1 else total
 
     def _sum(self, received: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -175,7 +173,7 @@ def pack_scaled(g: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Ten
 
 
 def sum_in_rank_order(payloads: torch.Tensor) -> torch.Tensor:
-    """FP32 [n]: the sum of the ranks' payloads [ranks, n] of any format, always in the same order."""
+    """Sum the ranks' payloads [ranks, n] of any format in FP32, always in the same order; returns [n]."""
     return ops.sum_payloads(payloads, None, torch.float32)
 
 
@@ -184,15 +182,15 @@ class Exchange:
     """One way to send gradients.
 
     Attributes:
-        name: what `--grad-exchange` calls it.
-        wire: makes the wire for a scaled gradient format; ValueError for one that it does not carry.
-        sums_in_fp32: whether the owner of a row has its sum in FP32, as `Reduced.before`: what the reduced payload is measured against.
-            Without, the loss of the sum is unknown.
-        scalings: names of the gradient scalings that guard the sum against overflow, its default first; none for a sum that cannot
-            overflow. "post" is the one that leaves the sum unguarded.
+        name: its name in `--grad-exchange`.
+        wire: returns the wire for a scaled gradient format; ValueError for a format that it does not support.
+        sums_in_fp32: whether the owner of a row has its FP32 sum, as `Reduced.before`, to measure the reduced payload against. Otherwise
+            the error of the sum is unknown.
+        scalings: names of the supported gradient scalings against overflow, the default first; empty if the sum cannot overflow. "post"
+            leaves the sum without headroom.
 
     Raises:
-        ValueError: an unknown scaling, or a guard for a sum in FP32, which does not overflow.
+        ValueError: an unknown scaling, or any scaling for a sum in FP32, which does not overflow.
     """
 
     name: str
@@ -205,7 +203,7 @@ class Exchange:
             check_grad_scaling(scaling)
         if self.sums_in_fp32 and self.scalings:
             raise ValueError(
-                f"gradient exchange {self.name!r} sums in FP32, which does not overflow, and has scalings {', '.join(self.scalings)} "
+                f"gradient exchange {self.name!r} sums in FP32, which does not overflow, but has scalings {', '.join(self.scalings)} "
                 "against overflow; leave out one of the two"
             )
 
@@ -218,10 +216,10 @@ class Exchange:
         return bool(self.scalings)
 
     def scaling(self, name: str | None = None, mu_rule: str | None = None) -> GradScaling:
-        """The gradient scaling of that name; None is this exchange's default, which is POST where the sum needs no room.
+        """Return the gradient scaling of that name; None is this exchange's default, which is POST if the sum needs no headroom.
 
         Raises:
-            ValueError: a scaling that this exchange does not take, or a rule for mu (not None) where no mu adapts.
+            ValueError: a scaling that this exchange does not support, or a mu rule for a scaling without an adaptive mu.
         """
         if name is not None:
             check_grad_scaling(name)
@@ -253,22 +251,22 @@ _EXCHANGES = {
 
 
 def register(exchange: Exchange) -> None:
-    """Make an exchange known by its name, in this process; every rank does so before it reads flags or builds a synchroniser.
+    """Register an exchange under its name in this process. Every rank must do so before it parses flags or builds a synchronizer.
 
     Raises:
-        ValueError: where another exchange has that name.
+        ValueError: if another exchange has that name.
     """
     if _EXCHANGES.setdefault(exchange.name, exchange) != exchange:
-        raise ValueError(f"there is another gradient exchange {exchange.name!r}; choose a name other than {', '.join(names())}")
+        raise ValueError(f"a gradient exchange {exchange.name!r} already exists; choose a name other than {', '.join(names())}")
 
 
 def by_name(name: str) -> Exchange:
-    """The exchange of that name; ValueError for an unknown one, listing those there are."""
+    """Return the exchange of that name; raise a ValueError that lists the known names if there is none."""
     if name not in _EXCHANGES:
         raise ValueError(f"gradient exchange {name!r} is unknown; choose one of {', '.join(names())}")
     return _EXCHANGES[name]
 
 
 def names() -> tuple[str, ...]:
-    """The names of all exchanges, the default first."""
+    """Return the names of all exchanges, the default first."""
     return tuple(_EXCHANGES)

@@ -1,21 +1,28 @@
-"""Gradients of the data-parallel ranks: taken from backward, averaged bucket by bucket while it goes on (FP8-LM section 2.1).
+"""Data-parallel gradient averaging in FP8, overlapped with backward (FP8-LM section 2.1).
 
-What: rank i of N has the gradient g_i of each parameter; the result is the average, sum_i g_i / N, in the format that the optimizer asked
-for. E4M3 with one scale a tensor takes one byte an element on the wire, where BF16 takes two and FP32 four.
+Each of N ranks has a gradient g_i for every parameter. `GradSync` returns the average, sum_i g_i / N, in the format that the optimizer
+expects. A parameter in E4M3 with one scale per tensor costs 1 byte per element on the wire, against 2 for BF16 and 4 for FP32.
 
-How, for each bucket, a flat run of whole tensors:
+Gradients are collected in buckets, each a flat buffer of whole tensors. For one bucket:
 
     s_i = scale of g_i by its amax          [tensors]     on each rank
-    s_g = min_i s_i                         [tensors]     one MIN all-reduce, equation 4
-    q_i = cast(f s_g g_i)                   [elements]    f: room for the sum, such as mu of equation 3 (`grad_scaling`)
-    average = sum_i q_i / (f s_g N)         [elements]    the sum by an `Exchange`: FP32 at the owner, or NCCL's FP8
+    s_g = min_i s_i                         [tensors]     one MIN all-reduce (equation 4)
+    q_i = cast(f s_g g_i)                   [elements]    f makes room for the sum, such as mu of equation 3 (`grad_scaling`)
+    average = sum_i q_i / (f s_g N)         [elements]    summed by an `Exchange`: in FP32 by the owner, or in FP8 by NCCL
 
-Why buckets: a collective a tensor would be bound by latency, and one for the whole model could not start before backward ends. Why one
-scale for all ranks: payloads of different scales cannot be added up. Why hooks and not a pass after backward: `p.grad` is dropped as soon
-as it is quantised, so that gradients of 16 or 32 bits never fill the memory together.
+Three choices need a reason:
 
-What was tried: sums in FP8 at each hop, as in the paper (`--grad-exchange nccl`), and sums in FP32 at the owner. Both send the same bytes;
-`tools/reproduce/results/fig7` has the errors of both on real gradients. The second is the default.
+- Buckets. One collective per tensor would be bound by latency, and one for the whole model could not start before backward ends.
+- One scale for all ranks. Payloads with different scales cannot be summed.
+- Hooks during backward, instead of a pass after it. `p.grad` is freed as soon as it is quantized, so 16- or 32-bit gradients of the whole
+  model never exist at the same time.
+
+The default exchange, "fp32-sum", adds the FP8 payloads in FP32 on the rank that owns them, and rounds once. The paper's exchange, "nccl"
+(`--grad-exchange nccl`), rounds to FP8 at every hop and sends the same number of bytes. `tools/reproduce/results/fig7` compares their
+errors on real gradients.
+
+Next: `bucket_sender` does the four steps above for one bucket, `exchange` defines the two exchanges, `accumulate` adds up micro-batches,
+and `partition` decides which rank owns what.
 """
 
 import contextlib
@@ -45,52 +52,50 @@ from msamp.numerics.formats import Format
 class GradSync:
     """Averages gradients over a data-parallel group.
 
-    Gradients enter by post-accumulate hooks and `p.grad` is dropped at once. When the last one of a bucket has come, the
-    ranks agree on one scale a tensor (one small MIN all-reduce a bucket), the gradients are quantised into the bucket's
-    flat payload, each once, and the bucket leaves: on a GPU on a stream of its own, beside the rest of backward. Buckets
-    leave in the same order on every rank. No step waits for the host.
+    A post-accumulate hook takes each gradient and frees `p.grad`. When a bucket has all of its gradients, the ranks agree on one scale per
+    tensor (one small MIN all-reduce per bucket), each gradient is quantized once into the bucket's flat payload, and the bucket is sent: on
+    a GPU on a separate stream, while backward continues. Every rank sends the buckets in the same order. The host never waits.
 
-    A parameter unused on some ranks counts as zero there; unused on all it has no gradient. A gradient that is not
-    finite on any rank is not finite on every rank (its `scale_inv` is NaN), so that all skip the same step.
+    A parameter that is unused on some ranks counts as zero there; one that is unused on all ranks has no gradient. If a gradient is not
+    finite on one rank, it is not finite on any (its `scale_inv` is NaN), so that all ranks skip the same step.
 
-    After `finish`: without `shard` every `p.main_grad` is the average; with it each owner finds that of its rows in
-    `owned(p)[i].grad`. A gradient in FP8 or FP16 is a ScalingTensor in the parameter's outer dtype. Both ways the values
-    are the same to the bit.
+    After `finish`, every `p.main_grad` is the average; with `shard`, each owner finds the average of its rows in `owned(p)[i].grad`
+    instead, with the same bits. An FP8 or FP16 gradient is a ScalingTensor in the parameter's outer dtype.
 
     Args:
-        model: its parameters are synchronised; those that want no gradient are left out.
-        formats: gradient format of every parameter that wants one.
-        plan: buckets of pieces, over those parameters in reverse order (`msamp.parallel.data_parallel` has it made).
+        model: its parameters are synchronized, except those with `requires_grad=False`.
+        formats: gradient format of every parameter that requires a gradient.
+        plan: buckets of pieces, over those parameters in reverse order (`msamp.parallel.data_parallel` makes it).
         group: the data-parallel ranks; None for one process.
         shard: only the owner of a piece needs its average (ZeRO).
-        exchange: how gradients are sent: an exchange, or the name of one that is known, see `msamp.comm.exchange`.
-        scaling: how room is made for a sum that can overflow, one of the exchange's own; None is its default.
-        mu_rule: "halve" (the default) or "paper", for a scaling with a mu that adapts itself, see `msamp.comm.grad_scaling`.
-        accumulate: how several micro-batches add up on this rank, see `msamp.comm.accumulate`; or "owner": each leaves at once and they add
-            up at the owner, see `msamp.comm.owner_sums`. Every rank then gives a step the same number of micro-batches.
-        overlap: let buckets leave during backward, else at `finish`.
+        exchange: how gradients are sent: an `Exchange` or the name of a registered one, see `msamp.comm.exchange`.
+        scaling: how a sum that can overflow gets headroom, one of the exchange's scalings; None is its default.
+        mu_rule: "halve" (the default) or "paper", for a scaling with an adaptive mu, see `msamp.comm.grad_scaling`.
+        accumulate: how gradients accumulate over micro-batches on this rank, see `msamp.comm.accumulate`; or "owner": each micro-batch is
+            sent at once and the owner accumulates, see `msamp.comm.owner_sums`. Every rank must then run the same number of micro-batches.
+        overlap: send buckets during backward, else in `finish`.
         seed: of stochastic rounding.
-        sums: parameters with gradients, without a scale, that are also added up over ranks outside the group, at `finish` and
-            before the average: copies of a weight on other pipeline stages, norms under sequence parallelism. Every rank of
-            such peers gives the same shapes in the same order. Their buckets leave last.
-        sent: where bytes are counted; None is a counter of its own.
-        heed_zero_grad: notice that gradients kept under `no_sync` were cleared behind this object's back, by `module.zero_grad()` or
-            `p.grad = None`, and drop them. Between such micro-batches `p.grad` is a mark of NaN (`msamp.comm.grad_marks`). A loop that
-            clears by `clear` and `discard` alone spares the host that work with False.
+        sums: parameters with unscaled gradients that are also summed over ranks outside the group, in `finish` and before the average:
+            copies of a weight on other pipeline stages, norms under sequence parallelism. All ranks of such a group must pass the same
+            shapes in the same order. Their buckets are sent last.
+        sent: the counter of sent bytes; None creates one.
+        heed_zero_grad: notice when gradients held under `no_sync` were cleared by `module.zero_grad()` or `p.grad = None`, and drop them.
+            Between such micro-batches `p.grad` is a NaN marker (`msamp.comm.grad_marks`). False saves that host time in a loop that only
+            clears through `clear` and `discard`.
 
     Attributes:
-        model: a weak reference to it.
-        sender: what averages and delivers a bucket that leaves, see `msamp.comm.bucket_sender`.
+        model: a weak reference to the model.
+        sender: averages and delivers one bucket, see `msamp.comm.bucket_sender`.
         sent: bytes this rank has sent, by kind and collective.
         statistics: saturation and underflow before and after the exchange, while `statistics.active`.
-        exchange, scaling: those in use; POST where the sum needs no room.
-        params: in the order in which their gradients leave.
-        own_proposals: FP32 [params], with several ranks: what this rank's own gradients were in the last step, as `propose_scales`
-            tells; always in the same memory.
+        exchange, scaling: those in use; POST where the sum needs no headroom.
+        params: in the order in which their gradients are sent.
+        own_proposals: FP32 [params], with several ranks: what `propose_scales` returned for this rank's own gradients in the last step;
+            always in the same memory.
 
     Raises:
-        ValueError: an unknown exchange; a scaling or mu rule that it does not take, or mu where the averages cannot tell it of overflow;
-            sums at the owner with an exchange that does not sum in FP32; a parameter without format; ranks with different models, naming
+        ValueError: an unknown exchange; a scaling or mu rule that it does not support, or mu where the averages cannot show an overflow;
+            sums at the owner with an exchange that does not sum in FP32; a parameter without a format; ranks with different models, naming
             the first difference.
     """
 
@@ -136,7 +141,7 @@ class GradSync:
         if self._at_owner:
             _check_sums_in_fp32(self.exchange, self.sender.wires)
         self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
-        local = "fp32" if self._at_owner else accumulate  # of what is held back
+        local = "fp32" if self._at_owner else accumulate  # for the buckets that are held back
         self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._generator) for fmt in self.sender.wires}
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._marks = GradMarks() if heed_zero_grad else None
@@ -164,11 +169,11 @@ class GradSync:
         return not self._totals and not any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets)
 
     def bucket_of(self, p: Tensor) -> Bucket:
-        """The bucket in which a parameter's gradient leaves."""
+        """Return the bucket that contains a parameter's gradient."""
         return self._place[p][0]
 
     def owned(self, p: Tensor) -> list[Segment]:
-        """The pieces of a parameter that this rank owns."""
+        """Return the pieces of a parameter that this rank owns."""
         return self._owned.get(p, [])
 
     def clear(self) -> None:
@@ -181,18 +186,19 @@ class GradSync:
         if self._marks is not None:
             self._marks.clear()
         self._holding: object | None = None
-        self._next, self._partial = 0, False  # partial, of sums at the owners: the gradients that are coming are not the step's last
+        self._next, self._partial = 0, False  # partial (owner sums only): the current micro-batch is not the step's last
         self.sender.clear()
-        if self._generator is not None:  # by step and rank, so that a resumed run draws the same numbers
+        if self._generator is not None:  # seeded by step and rank, so that a resumed run draws the same numbers
             self._generator.manual_seed(((self.seed * 1_000_003 + self.steps) * 100_003 + self.peers.rank) % 2**63)
 
     @torch.no_grad()
     def discard(self) -> Tensor | None:
-        """Drop what has come since the last step, on all ranks alike: what `zero_grad` means where gradients leave during backward. What
-        some rank has sent already the others send too. Collective where a backward has run outside `no_sync`.
+        """Drop the gradients since the last step on all ranks: the equivalent of `zero_grad` when gradients are sent during backward.
+        Buckets that one rank has already sent are sent by the others too. Collective if a backward has run outside `no_sync`.
 
         Returns:
-            Bool 0-dim, whether what came was finite and its squares too, alike on all ranks where it has left; None where nothing came.
+            Bool 0-dim, whether the dropped gradients and their squares were finite, the same on all ranks if they were sent; None if there
+            were none.
         """
         left = any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets)
         if left:
@@ -206,8 +212,8 @@ class GradSync:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all micro-batches of a step but the last: gradients add up on this rank and none leaves."""
-        # By a token: megatron-core's pipeline leaves the context of an evaluation to the garbage collector, at any later moment.
+        """Context for all micro-batches of a step but the last: gradients accumulate on this rank and none are sent."""
+        # A token, because megatron-core's pipeline leaves the exit of an evaluation's context to the garbage collector, at any later time.
         self._holding = token = object()
         try:
             yield
@@ -216,12 +222,12 @@ class GradSync:
                 self._holding = None
 
     def make_way(self, p: Tensor) -> None:
-        """A gradient is about to be added to `p.grad`: take the mark away, and drop the sum of earlier micro-batches if it was cleared."""
+        """Before autograd adds to `p.grad`: remove the marker, and drop the sum of earlier micro-batches if the user cleared it."""
         if self._marks is not None and self._marks.lift(p):
             self._totals.pop(p, None)
 
     def take(self, p: Tensor) -> None:
-        """A gradient has come: add it up, or send its bucket off where it was the last one."""
+        """Take a gradient from autograd: accumulate it, or send its bucket if it was the last one missing."""
         g, p.grad = p.grad, None
         assert g is not None
         bucket, i = self._place[p]
@@ -230,9 +236,9 @@ class GradSync:
             self._next_micro_batch()
         if bucket.gradients[i] is not None or bucket.sent:
             raise ValueError(
-                f"{self.names[p]} got a second gradient in one step after its first had left; "
+                f"{self.names[p]} got a second gradient in one step after its first had been sent; "
                 "run every backward of a step but the last under no_sync(), and call finish() and clear() between steps, or discard() "
-                "(the optimizer's zero_grad(); the model's does not reach them) to drop its gradients"
+                "to drop the gradients (the optimizer's zero_grad() does; the model's cannot)"
             )
         total = self._totals.pop(p, None)
         if at_owner:
@@ -248,9 +254,9 @@ class GradSync:
             self._send_next()
 
     def _next_micro_batch(self) -> None:
-        """Send what has not left of this micro-batch, and take the gradients of the next one."""
+        """Send the rest of this micro-batch, and prepare the buckets for the next one."""
         coming = [bucket for bucket in self.buckets if bucket not in self._held_back]
-        while self._next < len(coming):  # what is held back stands behind
+        while self._next < len(coming):  # buckets that are held back come last
             self._send_next()
         for bucket in coming:
             bucket.clear()
@@ -261,12 +267,11 @@ class GradSync:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what has not left, and bring every average to its place. The compute stream waits, not the host.
+        """Send the remaining buckets and deliver every average. The compute stream waits for them; the host does not.
 
         Raises:
-            ValueError: where the model has a parameter that this synchroniser does not know, or one with a gradient that has not come here,
-                naming it.
-            RuntimeError: where a collective fails, naming the ranks that do not answer and the tensors.
+            ValueError: if the model has a parameter that this synchronizer does not know, or whose gradient it did not receive; names it.
+            RuntimeError: if a collective fails; names the ranks that do not answer and the tensors.
         """
         for p in list(self._totals):
             self.make_way(p)
@@ -284,12 +289,12 @@ class GradSync:
         self.steps += 1
 
     def decided(self, usable: Tensor) -> None:
-        """After the optimizer's decision, whether the step was taken (bool 0-dim on the device): a skipped step leaves no trace in mu."""
+        """Undo the step's change of mu if the optimizer skipped it. `usable`: bool 0-dim on the device, whether the step was taken."""
         if self.autoscale is not None:
             self.autoscale.take_back_unless(usable)
 
     def _add_up(self, others: Peers, params: Sequence[Tensor]) -> None:
-        """The gradients of some parameters become their sums over `others`."""
+        """Replace the gradients of some parameters by their sums over `others`."""
         places = [self._place[p] for p in params]
         dtype = places[0][0].format.dtype
         found = [bucket.gradients[i] for bucket, i in places]
@@ -312,10 +317,10 @@ class GradSync:
                     "itself), or build a new synchroniser after changing the model"
                 )
         past = [name for p, name in self.names.items() if p.grad is not None]
-        if past:  # torch swaps a low-precision parameter's inside for a new one in model.to, whether it moves or not, and drops its hooks
+        if past:  # model.to swaps the contents of a low-precision parameter, whether it moves or not, and torch drops its hooks
             raise ValueError(
-                f"the gradient of {past[0]} has passed the synchroniser by, and would not be averaged: model.to() or .cuda() after "
-                "it was built drops the hooks of low-precision weights; move the model first, then call msamp.initialize"
+                f"the gradient of {past[0]} bypassed the gradient synchronizer and would not be averaged: model.to() or .cuda() drops the "
+                "hooks of low-precision weights; move the model first, then call msamp.initialize"
             )
 
     def _send_rest(self) -> None:
@@ -330,23 +335,23 @@ class GradSync:
         self.sender.send(bucket, last=not self._partial or bucket in self._held_back)
 
     def averages(self) -> list[tuple[Any, str, Any]]:
-        """Where this step's averages have been put, for `restore`: a CUDA graph leaves later ones in the same memory."""
+        """Return where this step's averages are stored, for `restore`: a CUDA graph writes later ones to the same memory."""
         held: list[tuple[Any, str, Any]] = [(segment, "grad", segment.grad) for bucket in self.buckets for segment in bucket.owned]
         return held + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
 
     def restore(self, averages: Sequence[tuple[Any, str, Any]]) -> None:
-        """Be as `finish` left this object when it gave these `averages` (or some of them), one step later."""
+        """Restore the state that `finish` left when it produced these `averages` (or some of them), one step later."""
         for holder, name, average in averages:
             setattr(holder, name, average)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """mu by parameter name, and the number of steps; the same on every rank."""
+        """Return mu by parameter name, and the number of steps; the same on every rank."""
         mu = {} if self.autoscale is None else dict(zip(self._scaled_names(), self.autoscale.mu.cpu().unbind(), strict=True))
         return {"steps": self.steps, "mu": {name: value.clone() for name, value in mu.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state, whatever the number of ranks was; a tensor without a saved mu keeps 1."""
+        """Load a saved state, from any number of ranks; a tensor without a saved mu starts at 1."""
         self.steps = int(state["steps"])
         if self.autoscale is not None:
             mu = [float(state["mu"].get(name, 1.0)) for name in self._scaled_names()]
@@ -354,7 +359,7 @@ class GradSync:
         self.clear()
 
     def scaled_params(self) -> list[Tensor]:
-        """The parameters with gradients that carry a scale, in the order of `statistics` and of mu."""
+        """Return the parameters with scaled gradients, in the order of `statistics` and of mu."""
         return [p for bucket in self.buckets if bucket.format.scaled for p in bucket.params]
 
     def _scaled_names(self) -> list[str]:
@@ -362,7 +367,7 @@ class GradSync:
 
 
 def _owned(buckets: Sequence[Bucket]) -> dict[Tensor, list[Segment]]:
-    """The pieces of each parameter that this rank owns."""
+    """Map each parameter to its pieces that this rank owns."""
     owned: dict[Tensor, list[Segment]] = {}
     for bucket in buckets:
         for segment in bucket.owned:
@@ -386,7 +391,7 @@ def _check_sums_in_fp32(exchange: Exchange, wires: Mapping[Format, Wire]) -> Non
     for wire in wires.values():
         if not (exchange.sums_in_fp32 and isinstance(wire, SummingWire)):
             raise ValueError(
-                f"gradient accumulation {OWNER!r} adds up FP32 sums at the owner, and gradient exchange {exchange} has none; choose "
+                f"gradient accumulation {OWNER!r} requires FP32 sums at the owner, and gradient exchange {exchange} has none; choose "
                 f"exchange 'fp32-sum', or accumulation {', '.join(ACCUMULATORS)}"
             )
 
@@ -394,25 +399,25 @@ def _check_sums_in_fp32(exchange: Exchange, wires: Mapping[Format, Wire]) -> Non
 def _check_formats(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]) -> None:
     for p, name in names.items():
         if p not in formats:
-            raise ValueError(f"{name} has no gradient format; give one for every parameter that wants a gradient")
+            raise ValueError(f"{name} has no gradient format; pass one for every parameter that requires a gradient")
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} is {p.dtype}; gradients are synchronised for torch.float32, torch.bfloat16 and torch.float16")
+            raise ValueError(f"{name} is {p.dtype}; gradient synchronization supports torch.float32, torch.bfloat16 and torch.float16")
 
 
 def _check_sums(sums: Sequence[tuple[Peers, Sequence[Tensor]]], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]) -> None:
     for _, params in sums:
         for p in params:
             if p not in names:
-                raise ValueError(f"a parameter of shape {tuple(p.shape)} is to be added up and has no gradient here; leave it out")
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is listed in sums but requires no gradient; leave it out")
             if formats[p].scaled or formats[p] != formats[params[0]]:
                 raise ValueError(
-                    f"the gradient of {names[p]} is {formats[p]} and to be added up with {names[params[0]]}, {formats[params[0]]}; "
-                    "give both FP32 or both BF16"
+                    f"the gradient of {names[p]} is {formats[p]} and is summed together with {names[params[0]]}, {formats[params[0]]}; "
+                    "make both FP32 or both BF16"
                 )
 
 
 def _check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> None:
-    """ValueError on every rank where the ranks' parameters differ in name, shape, dtype or gradient format."""
+    """Raise a ValueError on every rank if the ranks' parameters differ in name, shape, dtype or gradient format."""
     if peers.ranks == 1:
         return
     mine = [f"{name} {tuple(p.shape)} {p.dtype}, gradient {formats.get(p)}" for p, name in names.items()]

@@ -1,15 +1,16 @@
-"""Sums of micro-batches at the owner of each row, in FP32 (`accumulate="owner"`).
+"""FP32 gradient accumulation over micro-batches at the owner of each row (`accumulate="owner"`).
 
-What: M micro-batches of a step give M gradients of every parameter. By default each rank adds its own up in 16 or 32 bits for the whole
-model, and the sum leaves once: 2 bytes a parameter on every rank for BF16, whatever the number of ranks. Here the gradient of each
-micro-batch leaves at once, in its payload format, and the owner of a row adds the averages up in FP32: 4 / N bytes a parameter on N ranks.
+By default, each rank accumulates the gradients of its micro-batches for the whole model and sends the sum once. That takes 2 bytes per
+parameter on every rank for BF16, whatever the number of ranks. Here, the gradient of each of M micro-batches is sent at once, in its
+payload
+format, and the owner of a row accumulates the averages in FP32: 4 / N bytes per parameter on N ranks.
 
     mean_m  = sum_i q_im / (factor_m N)      [own rows]   of micro-batch m, in FP32 at the owner
     total   = mean_1 + ... + mean_M          [own rows]   in FP32
-    average = cast(scale total)              [own rows]   once a step, the scale by the total's own amax
+    average = cast(scale total)              [own rows]   once per step, with a scale from the total's amax
 
-The price is on the wire: M times the bytes. From three ranks on it is less memory than BF16 sums, from five on less than FP8 sums on
-every rank, and the values are rounded once a micro-batch, each with its own scale, instead of after each addition.
+The cost is M times the bytes on the wire. With three ranks or more it needs less memory than BF16 sums, with five or more less than FP8
+sums on every rank. Values are rounded once per micro-batch, each with its own scale, instead of after every addition.
 """
 
 from typing import Protocol, runtime_checkable
@@ -23,17 +24,17 @@ from msamp.comm.exchange import Reduced, Wire
 
 @runtime_checkable
 class SummingWire(Wire, Protocol):
-    """A wire with a `reduce` that takes the mean in FP32 at the owner, and rounds it once."""
+    """A wire whose `reduce` computes the FP32 mean at the owner and rounds it once."""
 
     def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
-        """FP32 [own elements]: the mean over the ranks of the payloads `flat`, of which this rank keeps its slice."""
+        """Return this rank's slice of the mean of the payloads `flat` over the ranks, FP32 [own elements]."""
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
-        """The mean, `factor` FP32 [parameters] times too large, in the format of the bucket."""
+        """Store the mean, which is `factor` (FP32 [parameters]) times too large, in the format of the bucket."""
 
 
 class OwnerSums:
-    """The sums of a step's micro-batches so far, of this rank's rows."""
+    """The sums over a step's micro-batches so far, for this rank's rows."""
 
     def __init__(self) -> None:
         self._sums: dict[Bucket, torch.Tensor] = {}
@@ -47,12 +48,12 @@ class OwnerSums:
         self._sums, self._proposals = {}, {}
 
     def add(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, proposals: torch.Tensor) -> None:
-        """One micro-batch.
+        """Add one micro-batch.
 
         Args:
-            mean: FP32 [own elements], `factor` times too large; used up.
+            mean: FP32 [own elements], `factor` times too large; may be overwritten.
             factor: FP32 [parameters].
-            proposals: FP32 [parameters], agreed by the ranks: what is not finite in one micro-batch stays so in the sum.
+            proposals: FP32 [parameters], the same on all ranks: a gradient that is non-finite in one micro-batch is non-finite in the sum.
         """
         for segment in bucket.owned:  # a power of two: exact
             bucket.part(segment, mean).div_(factor[segment.index])
@@ -62,5 +63,5 @@ class OwnerSums:
         self._proposals[bucket] = proposals.clone() if worst is None else torch.minimum(worst, proposals)
 
     def take(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the sum FP32 [own elements], the least proposals of all micro-batches), handed out once."""
+        """Remove and return the sum, FP32 [own elements], and the minimum proposals over all micro-batches."""
         return self._sums.pop(bucket), self._proposals.pop(bucket)

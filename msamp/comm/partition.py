@@ -1,8 +1,8 @@
 """Which rank owns which rows of which tensor (FP8-LM 2.3, Algorithm 1), as pure functions of sizes.
 
-Algorithm 1 gives tensors, largest first, to the rank with the least load. With fewer tensors than ranks, or few more, whole tensors
-balance badly (GPT-345M on 128 ranks: the busiest holds 78 % more than the mean), so what is too large is cut along dim 0.
-Loads are counted in elements throughout.
+Algorithm 1 assigns tensors, largest first, to the rank with the smallest load. With few tensors per rank, whole tensors balance badly (for
+GPT-345M on 128 ranks, the busiest rank holds 78 % more than the mean), so tensors that are too large are cut along dim 0. Loads are counted
+in elements.
 """
 
 import heapq
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Rows [row, row + rows) along dim 0 of tensor number `tensor`, held by rank `owner`."""
+    """Rows [row, row + rows) along dim 0 of tensor number `tensor`, owned by rank `owner`."""
 
     tensor: int
     row: int
@@ -24,12 +24,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """Every row of every tensor exactly once.
+    """Pieces that cover every row of every tensor exactly once.
 
     Attributes:
         pieces: sorted by (tensor, row); a tensor has at least one, a tensor without elements exactly one.
-        loads: elements a rank.
-        padding: largest load over the mean, less 1; 0 where there are no elements.
+        loads: elements per rank.
+        padding: largest load over the mean, minus 1; 0 if there are no elements.
     """
 
     pieces: tuple[Piece, ...]
@@ -43,7 +43,7 @@ class BucketPlan:
 
     Attributes:
         tensors: their indices, in the order given.
-        pieces: sorted by (owner, tensor, row): the layout of the bucket, in which the slice of each rank is contiguous.
+        pieces: sorted by (owner, tensor, row): the layout of the bucket, where the slice of each rank is contiguous.
     """
 
     tensors: tuple[int, ...]
@@ -55,9 +55,9 @@ class Plan:
     """Buckets in the order in which they fill.
 
     Attributes:
-        loads: elements a rank over all buckets.
-        padding: largest load over the mean, less 1; 0 where there are no elements.
-        busiest: the largest, over buckets, of what the busiest owner receives over the mean.
+        loads: elements per rank over all buckets.
+        padding: largest load over the mean, minus 1; 0 if there are no elements.
+        busiest: the busiest owner's load over the mean, in the worst bucket.
     """
 
     buckets: tuple[BucketPlan, ...]
@@ -75,24 +75,24 @@ def partition(
 ) -> Partition:
     """FP8-LM Algorithm 1, with tensors cut along dim 0 until the padding is at most `limit`.
 
-    The largest allowed piece starts at the largest tensor, so that nothing is cut; a tensor above it is cut into ceil(size / allowed)
-    pieces, longer ones first, and pieces go by (-size, tensor, row) to the rank with the least load, ties to the lowest rank. While the
-    padding is above `limit`, the allowed piece is halved. Where `limit` is out of reach (a row is not cut), the best cut on that way is
-    returned: the least padding, then the fewest pieces.
+    At first the largest allowed piece is the largest tensor, so that nothing is cut. A tensor above it is cut into ceil(size / allowed)
+    pieces, longer ones first. Pieces are assigned in the order (-size, tensor, row) to the rank with the smallest load, ties to the lowest
+    rank. While the padding is above `limit`, the allowed piece is halved. If `limit` cannot be reached (rows are not cut), the best cut so
+    far is returned: the smallest padding, then the fewest pieces.
 
     Args:
         shapes: of the tensors; a 0-dim tensor counts as one row.
-        limit: largest padding to accept; `math.inf` keeps every tensor whole.
-        carried: elements the ranks hold already, [ranks]: between equal loads the piece goes to the rank that carries least.
-        whole: numbers of tensors that are not cut.
+        limit: largest acceptable padding; `math.inf` keeps every tensor whole.
+        carried: elements that the ranks already have, [ranks]: among equal loads, a piece goes to the rank with the fewest.
+        whole: numbers of tensors that must not be cut.
 
     Raises:
-        ValueError: `ranks` below 1, `limit` not above 0, or not one entry of `carried` a rank.
+        ValueError: `ranks` below 1, `limit` not above 0, or `carried` without exactly one entry per rank.
     """
     _check(ranks, limit=limit)
     carried = [0] * ranks if carried is None else carried
     if len(carried) != ranks:
-        raise ValueError(f"carried has {len(carried)} entries for {ranks} ranks: give one number of elements a rank, or None")
+        raise ValueError(f"carried has {len(carried)} entries for {ranks} ranks: pass one number of elements per rank, or None")
     rows = [shape[0] if shape else 1 for shape in shapes]
     widths = [math.prod(shape[1:]) for shape in shapes]
     sizes = [height * width for height, width in zip(rows, widths, strict=True)]
@@ -110,7 +110,7 @@ def partition(
             counts[i] = min(rows[i], -(-(sizes[i] << halvings) // largest))
         longest = max((-(-height // count) * width for height, width, count in zip(rows, widths, counts, strict=True)), default=0)
         if not accepted(longest):
-            continue  # the rank that gets that piece has too much already
+            continue  # the rank that gets this piece would have too much
         found = _greedy(rows, widths, counts, carried)
         if best is None or found.padding < best.padding:
             best = found
@@ -135,27 +135,27 @@ def plan_buckets(
     limit: float = 0.05,
     whole: Collection[int] = (),
 ) -> Plan:
-    """Group tensors into buckets and give each bucket's rows to owners: little padding in every bucket, less over all of them.
+    """Group tensors into buckets and assign each bucket's rows to owners, with little padding per bucket and less over all of them.
 
-    A bucket is a run of tensors of one kind of at most `bucket_elements` elements together, or one larger tensor. Each is partitioned by
-    itself within `bucket_limit` (no rank waits long for the busiest owner of a bucket), ranks that carry least first. Where the padding
-    over all buckets is above `limit`, everything is planned again with `bucket_limit` halved, down to `limit` itself. Buckets that each
-    keep a limit keep it together, so only buckets that cannot be balanced are left above it, and cutting the others further would not help.
-    The plan with the least padding is returned; among equals, the one with the fewest pieces.
+    A bucket is a run of tensors of one kind with at most `bucket_elements` elements in total, or one larger tensor. Each bucket is
+    partitioned separately within `bucket_limit`, so that no rank waits long for a bucket's busiest owner; ranks with the smallest load come
+    first. While the padding over all buckets is above `limit`, everything is planned again with `bucket_limit` halved, down to `limit`. If
+    every bucket is within a limit, so are all of them together; so in the end only buckets that cannot be balanced are above it, and
+    cutting the others further would not help. The plan with the smallest padding is returned; among equals, the one with the fewest pieces.
 
     Args:
-        shapes: of the tensors, in the order in which their gradients appear in backward.
-        kinds: one a tensor, such as its wire format; tensors of different kinds never share a bucket.
-        whole: numbers of tensors that are not cut, as far as the padding then goes.
+        shapes: of the tensors, in the order in which backward produces their gradients.
+        kinds: one per tensor, such as its wire format; tensors of different kinds never share a bucket.
+        whole: numbers of tensors that must not be cut, whatever padding results.
 
     Raises:
-        ValueError: `ranks` or `bucket_elements` below 1, a limit not above 0, or not one kind a tensor.
+        ValueError: `ranks` or `bucket_elements` below 1, a limit not above 0, or `kinds` without exactly one entry per tensor.
     """
     _check(ranks, bucket_limit=bucket_limit, limit=limit)
     if bucket_elements < 1:
-        raise ValueError(f"bucket_elements is {bucket_elements}, legal is 1 or more: give the elements of a bucket")
+        raise ValueError(f"bucket_elements is {bucket_elements}; it must be at least 1: pass the elements per bucket")
     if len(kinds) != len(shapes):
-        raise ValueError(f"{len(kinds)} kinds for {len(shapes)} shapes: give one kind a tensor")
+        raise ValueError(f"{len(kinds)} kinds for {len(shapes)} shapes: pass one kind per tensor")
     buckets = _buckets([math.prod(shape) for shape in shapes], kinds, bucket_elements)
     plan = _plan(shapes, buckets, ranks, bucket_limit, whole)
     while plan.padding > limit and bucket_limit > limit:
@@ -166,16 +166,16 @@ def plan_buckets(
 
 def _check(ranks: int, **limits: float) -> None:
     if ranks < 1:
-        raise ValueError(f"ranks is {ranks}, legal is 1 or more: give the number of ranks that share the tensors")
+        raise ValueError(f"ranks is {ranks}; it must be at least 1: pass the number of ranks that share the tensors")
     for name, limit in limits.items():
         if not limit > 0:
             raise ValueError(
-                f"{name} is {limit}, legal is above 0: give the largest padding to accept as a share of the mean, such as 0.05"
+                f"{name} is {limit}; it must be above 0: pass the largest acceptable padding as a share of the mean, such as 0.05"
             )
 
 
 def _greedy(rows: Sequence[int], widths: Sequence[int], counts: Sequence[int], carried: Sequence[int]) -> Partition:
-    """Tensors of rows x width elements in `counts` pieces each, largest piece first to the least loaded rank."""
+    """Cut tensors of rows x width elements into `counts` pieces each; assign the largest piece first, to the least loaded rank."""
     cut = []
     for tensor, (height, width, count) in enumerate(zip(rows, widths, counts, strict=True)):
         shorter, longer_ones = divmod(height, count)
@@ -199,7 +199,7 @@ def _padding(loads: Sequence[int]) -> float:
 
 
 def _buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_elements: int) -> list[list[int]]:
-    """Runs of tensors of one kind, ordered by their last tensor."""
+    """Return runs of tensors of one kind, ordered by their last tensor."""
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     buckets = []

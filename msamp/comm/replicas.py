@@ -1,7 +1,7 @@
-"""Checks that the replicas of a weight on several ranks are the same to the bit, and finite.
+"""Check that the replicas of a weight on several ranks are finite and the same, bit for bit.
 
-Data-parallel ranks start from the same weights and apply the same updates, so that any difference is a fault: a flipped bit of a memory,
-a collective that went wrong. Nothing else shows it, since each rank's loss is its own. So each rank takes a 64-bit checksum of each tensor,
+Data-parallel ranks start from the same weights and apply the same updates, so any difference is a fault: a flipped bit in memory, or a
+collective that went wrong. Nothing else reveals it, because each rank has its own loss. So each rank computes a 64-bit checksum per tensor,
 and one small collective compares them.
 """
 
@@ -18,12 +18,12 @@ from msamp.kernels import ops
 from msamp.kernels.tables import Tables
 from msamp.numerics.tensor import ScalingTensor
 
-_ROW = 4096  # words that are added before their place counts
+_ROW = 4096  # words that are added without regard to their order
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Checksum of a tensor in any dtype, int64 0-dim; a ScalingTensor's covers payload and scale. It changes with every flipped bit, and
-    where rows of 32 KiB change places."""
+    """Return the checksum of a tensor in any dtype, int64 0-dim; a ScalingTensor's covers payload and scale. It changes with every flipped
+    bit, and when rows of 32 KiB are swapped."""
     if isinstance(x, ScalingTensor):
         return checksum(x.payload) + 0x9E3779B1 * x.scale_inv.detach().view(torch.int32).to(torch.int64)
     flat = as_bytes(x.detach().contiguous().view(-1)) if x.numel() else torch.zeros(0, dtype=torch.uint8, device=x.device)
@@ -31,22 +31,21 @@ def checksum(x: Tensor) -> Tensor:
     words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
     rows = words.numel() // _ROW
     sums = words[: rows * _ROW].view(rows, _ROW).sum(1)
-    places = 2 * torch.arange(rows, device=x.device) + 1  # odd, so that no bit is lost where the product wraps
+    places = 2 * torch.arange(rows, device=x.device) + 1  # odd, so that no bit is lost when the product wraps
     ends = words[rows * _ROW :].sum() + (rest.to(torch.int64) << 8 * torch.arange(rest.numel(), device=x.device)).sum()
     return (sums * places).sum() + (2 * rows + 1) * ends
 
 
 @torch.no_grad()
 def faults(weights: Mapping[str, Tensor], peers: Peers) -> list[str]:
-    """Faults of replicas: one line for each tensor that differs between the ranks, or is not finite on some. Collective; waits for the
-    device.
+    """Return one line per tensor that differs between the ranks or is not finite on one of them. Collective; waits for the device.
 
     Args:
-        weights: by name, ScalingTensors or plain, the same ones in the same order on every rank.
+        weights: by name, ScalingTensors or plain tensors, the same ones in the same order on every rank.
         peers: the ranks that hold a copy.
 
     Returns:
-        The same lines on every rank, with the ranks by their global numbers.
+        The same lines on every rank, with global rank numbers.
     """
     if not weights:
         return []

@@ -1,4 +1,4 @@
-"""Saturation and underflow of scaled gradients, before and after the exchange: counted on the device, combined once a step."""
+"""Saturation and underflow of scaled gradients before and after the exchange, counted on the device and combined once per step."""
 
 from collections.abc import Sequence
 
@@ -15,31 +15,31 @@ NONZERO, SATURATED, VANISHED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED = range(6
 
 
 def saturated(payload: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """int64 0-dim: elements of a payload at the format's largest magnitude."""
+    """Count the elements of a payload at the format's largest magnitude, int64 0-dim."""
     return (payload.float().abs() == fmt.max).sum()
 
 
 def vanished(values: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-    """int64 0-dim: elements that are zero in the payload and were not in `values`."""
+    """Count the elements that are zero in the payload but not in `values`, int64 0-dim."""
     return ((values != 0) & (payload.float() == 0)).sum()
 
 
 class Statistics:
-    """Counts of one step, by tensor.
+    """Counts of one step, per tensor.
 
     Args:
         numel: elements of each scaled gradient, in the order of the buckets.
-        device: theirs.
-        always: count in every step (mu needs it); else only what `watch` asks for, since counting reads every payload again.
+        device: of the gradients.
+        always: count in every step (mu needs it); else only in steps that `watch` selects, since counting reads every payload again.
 
     Attributes:
         active: whether this step is counted.
-        counts: int64 [6, n]: elements that are not zero, at the maximum and vanished in this rank's payload; the same three of
-            the sum, in the pieces that this rank owns. A sum's element has vanished where the FP32 sum was not zero
-            (an exchange that does not sum in FP32: where this rank's own payload was not zero).
-        recording: whether this step is counted, and `tallies` are taken too.
-        tallies: FP64 [2, n, 8], as `msamp.kernels.ops.tally_` keeps them: of this rank's payload against its gradient, and of
-            the payload of the sum against the FP32 sum (against itself where no rank has that), in the pieces that this rank owns.
+        counts: int64 [6, n]: non-zero, saturated and underflowed elements of this rank's payload, and the same three of the sum, in the
+            pieces that this rank owns. An element of the sum has underflowed if it is zero but the FP32 sum is not (if the exchange does
+            not sum in FP32: but this rank's own payload is not).
+        recording: whether this step is counted and `tallies` are recorded too.
+        tallies: FP64 [2, n, 8], as in `msamp.kernels.ops.tally_`: this rank's payload against its gradient, and the payload of the sum
+            against the FP32 sum (against itself if no rank has it), in the pieces that this rank owns.
     """
 
     def __init__(self, numel: Sequence[int], device: torch.device, always: bool) -> None:
@@ -51,7 +51,7 @@ class Statistics:
         self.tallies = torch.zeros(2, len(self.numel), len(TALLY), dtype=torch.float64, device=device)
 
     def watch(self, on: bool, record: bool = False) -> None:
-        """Count the next step, or not (where nothing needs it); `record`: also take tallies."""
+        """Set whether the next step is counted; with `record`, tallies are recorded too."""
         self.active = on or record or self.always
         self.recording = record
 
@@ -64,13 +64,13 @@ class Statistics:
     def observe_packed(
         self, first: int, bucket: Bucket, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor, factor: torch.Tensor, fmt: Format
     ) -> None:
-        """Look at a bucket before the exchange, where this step is counted and the bucket's format has scales.
+        """Measure a bucket before the exchange, if this step is counted and the bucket's format has scales.
 
         Args:
-            first: place of its first tensor among the scaled ones.
+            first: index of its first tensor among the scaled ones.
             gradients: of this rank; None where it has none.
             flat: the payloads.
-            factor: FP32 [parameters], multiplies the gradients into them.
+            factor: FP32 [parameters], from gradients to payloads.
             fmt: of the payloads.
         """
         if not (self.active and bucket.format.scaled):
@@ -81,12 +81,12 @@ class Statistics:
             self.record_packed(first, gradients, payloads, factor)
 
     def observe_reduced(self, first: int, bucket: Bucket, reduced: Reduced, factor: torch.Tensor, *, ranks: int, fp32_sum: bool) -> None:
-        """Look at this rank's slice of the averages of the same bucket.
+        """Measure this rank's slice of the averages of the same bucket.
 
         Args:
             factor: FP32 [parameters], of `reduced.before`.
-            ranks: over which the average is taken.
-            fp32_sum: whether `reduced.before` is the sum in FP32.
+            ranks: number of ranks in the average.
+            fp32_sum: whether `reduced.before` is the FP32 sum.
         """
         if not (self.active and bucket.format.scaled):
             return
@@ -96,7 +96,7 @@ class Statistics:
             self.record_reduced(first, bucket, reduced.own, reduced.scale_inv, before, factor)
 
     def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], fmt: Format) -> None:
-        """Count one bucket's payloads before the exchange; `first`: place of its first tensor."""
+        """Count one bucket's payloads before the exchange; `first`: index of its first tensor."""
         for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True), first):
             if g is not None:
                 self.counts[NONZERO, i] = (g != 0).sum()
@@ -104,7 +104,7 @@ class Statistics:
                 self.counts[VANISHED, i] = vanished(g, payload)
 
     def count_reduced(self, first: int, bucket: Bucket, own: torch.Tensor, before: torch.Tensor) -> None:
-        """Count this rank's slice of the sum; `before`: flat, reference values against which underflow is counted."""
+        """Count this rank's slice of the sum; `before`: flat reference values for counting underflow."""
         for segment in bucket.owned:
             payload, values = bucket.part(segment, own), bucket.part(segment, before)
             self.counts[SUM_NONZERO, first + segment.index] += (values != 0).sum()
@@ -114,7 +114,7 @@ class Statistics:
     def record_packed(
         self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor
     ) -> None:
-        """Tallies of one bucket's payloads before the exchange; `factor`: FP32 [parameters], multiplies into them."""
+        """Record tallies of one bucket's payloads before the exchange; `factor`: FP32 [parameters], from gradients to payloads."""
         for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True)):
             if g is not None:
                 ops.tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal())
@@ -122,22 +122,22 @@ class Statistics:
     def record_reduced(
         self, first: int, bucket: Bucket, own: torch.Tensor, scale_inv: torch.Tensor, before: torch.Tensor | None, factor: torch.Tensor
     ) -> None:
-        """Tallies of this rank's slice of the sum; `before`: flat, the FP32 sum times `factor`, None where no rank has it."""
+        """Record tallies of this rank's slice of the sum; `before`: flat, the FP32 sum times `factor`, None if no rank has it."""
         for segment in bucket.owned:
             payload, inv = bucket.part(segment, own), scale_inv[segment.index]
             values = payload.float() * inv if before is None else bucket.part(segment, before) / factor[segment.index]
             ops.tally_(self.tallies[1, first + segment.index], values, payload, inv)
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [6, n] twice: sums over the ranks, and the largest of a rank; one small collective."""
+        """Return the counts' sums and maxima over the ranks, int64 [6, n] each; one small collective."""
         gathered = peers.all_gather(self.counts.flatten(), [self.counts.numel()] * peers.ranks, "the counts of the gradients")
         stacked = gathered.view(peers.ranks, *self.counts.shape)
         return stacked.sum(0), stacked.amax(0)
 
     def shares(self, peers: Peers) -> dict[str, float]:
-        """Shares over all scaled gradients and ranks, before and after the exchange; collective, and a host sync.
+        """Return saturation and underflow over all scaled gradients and ranks, before and after the exchange; collective, a host sync.
 
-        Saturation: of all elements; underflow: of those that are not zero, in the gradient and in the sum.
+        Saturation is a share of all elements; underflow is a share of the non-zero elements, in the gradient and in the sum.
         """
         total = self.combine(peers)[0].sum(1).tolist()
         elements = max(1, sum(self.numel))

@@ -1,25 +1,28 @@
-"""The GEMM room: how a linear layer's tensors become FP8 operands, and its three GEMMs, each once.
+"""The FP8 GEMMs: how a linear layer's tensors become FP8 operands, and the three products that read them.
 
-A linear layer y = x W^T has three GEMMs (FP8-LM section 2):
+A linear layer y = x W^T has three GEMMs (FP8-LM section 2), for x [tokens, inputs], W [outputs, inputs] and g [tokens, outputs]:
 
     output       x  W^T    sums over the input features
     grad_input   g  W      sums over the output features
     grad_weight  g^T x     sums over the tokens
 
-Hopper's FP8 GEMM wants both operands with the dimension that it sums over last, so input, weight and grad_output each serve one GEMM as
-they lie and another one transposed. An `Operand` has both layouts, or the one that is asked for, each with its scales. With one scale a
-tensor both layouts hold the same codes and share the scale. With blocks a layout is cast by itself, since a block lies along the
-dimension that is summed over.
+Hopper's FP8 GEMM requires both operands K-major: the dimension that is summed over comes last. So input, weight and grad_output each enter
+one GEMM as they are and another one transposed. An `Operand` holds one or both layouts, each with its scales, and `cast_operand` writes
+both from one read of the tensor.
 
-Every FP8 product goes through `LayerGemm`: the linear function, the fused blocks with kernels that leave operands themselves, and the
-tensor-parallel layers, which gather payloads between cast and GEMM. Code that depends on a granularity is in its `GranularityKernels`: one
-for a scale a tensor, one for blocks, and one for any other granularity, which follows its definition in plain torch.
+With one scale per tensor both layouts contain the same codes and share the scale, and one factor turns the product back into values:
 
-With one scale an operand the product is undone by one factor: y = (q_x q_w^T) scale_inv_x scale_inv_w. Shapes: x [tokens, inputs], W
-[outputs, inputs], g [tokens, outputs].
+    y = (q_x q_w^T) scale_inv_x scale_inv_w
 
-What was tried: transposed copies are made in the kernel that casts, which reads the tensor once for both. `tools/bench/LOG.md` has
-its tiles.
+With block scales each layout is cast separately, because a block runs along the dimension that is summed over: only then do the block's two
+scales factor out of its partial sum.
+
+Every FP8 product goes through `LayerGemm`: the linear function, the fused blocks (whose kernels write operands themselves), and the
+tensor-parallel layers (which gather payloads between cast and GEMM). What depends on the granularity is in a `GranularityKernels`. There
+are three: kernels for one scale per tensor, kernels for blocks, and plain torch for any other granularity.
+
+Next: `linear_fn` and the fused blocks call this file; `msamp.kernels.ops` has the kernels, `msamp.numerics.block_scale` the rules for block
+scales, and `scaling_state` the scales that a layer keeps from step to step.
 """
 
 import functools
@@ -42,17 +45,17 @@ from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
-Scales = tuple[torch.Tensor, torch.Tensor]  # of a stored weight, as `LinearScaling.weight_scales` gives them
+Scales = tuple[torch.Tensor, torch.Tensor]  # of a stored weight, as `LinearScaling.weight_scales` returns them
 
 
 class Operand(NamedTuple):
     """A tensor of a linear layer in FP8.
 
     Attributes:
-        payload: [M, K], row-major; None where only the transpose was asked for.
-        payload_t: [K, M], row-major; None where it was not asked for.
-        scale_inv: FP32, of `payload`, in its granularity's `scales_shape`: 0-dim with one scale a tensor.
-        scale_inv_t: of `payload_t`; with one scale a tensor the same tensor.
+        payload: [M, K], row-major; None if only the transpose was requested.
+        payload_t: [K, M], row-major; None if it was not requested.
+        scale_inv: FP32, of `payload`, in its granularity's `scales_shape`: 0-dim with one scale per tensor.
+        scale_inv_t: of `payload_t`; the same tensor with one scale per tensor.
         granularity: which elements share a scale.
     """
 
@@ -66,27 +69,27 @@ class Operand(NamedTuple):
     def tensorwise(
         cls, payload: torch.Tensor | None = None, *, scale_inv: torch.Tensor, payload_t: torch.Tensor | None = None
     ) -> "Operand":
-        """An operand with one scale, FP32 0-dim, as a fused kernel leaves it."""
-        return cls(payload, payload_t, scale_inv, scale_inv, TENSORWISE)  # the default has no source that torch 2.11 could trace
+        """An operand with one scale, FP32 0-dim, as a fused kernel writes it."""
+        return cls(payload, payload_t, scale_inv, scale_inv, TENSORWISE)  # explicit: torch 2.11 cannot trace the default's source
 
     @classmethod
     def kept(cls, payload_t: torch.Tensor, scale_inv_t: torch.Tensor, cast: Cast) -> "Operand":
-        """An operand with its transpose alone, which was kept for backward."""
+        """An operand that has only its transpose, which was saved for backward."""
         return cls(None, payload_t, scale_inv_t, scale_inv_t, cast.granularity)
 
     @property
     def codes(self) -> torch.Tensor:
-        """`payload`, for a caller that has asked for it."""
+        """`payload`, for a caller that requested it."""
         assert self.payload is not None
         return self.payload
 
     @property
     def element_scale_inv(self) -> torch.Tensor:
-        """FP32, of `payload`: 0-dim, or what broadcasts against it."""
+        """FP32 scale_inv per element of `payload`: 0-dim, or a shape that broadcasts against it."""
         return self.granularity.spread(values(self.scale_inv), self.codes.shape)
 
     def transposed(self) -> "Operand":
-        """Its transpose: what grad_weight's GEMM, and the weight's in grad_input's, take as their operand."""
+        """The transposed operand, as grad_weight's GEMM reads both of its operands and grad_input's GEMM reads the weight."""
         return Operand(self.payload_t, self.payload, self.scale_inv_t, self.scale_inv, self.granularity)
 
 
@@ -96,17 +99,17 @@ class GranularityKernels(Protocol):
     def cast(
         self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
-        """`x` [M, K] in the layouts asked for; see `cast_operand`."""
+        """`x` [M, K] in the requested layouts; see `cast_operand`."""
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
         """A stored weight [N, K] in one layout; see `LayerGemm.weight`."""
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        """`a b^T + bias` [M, N] of `dtype`, both operands as they lie."""
+        """`a b^T + bias` [M, N] of `dtype`, from both operands' `payload`."""
 
 
 class _Tensorwise:
-    """One scale a tensor: casts and products by kernels, both layouts from one read."""
+    """One scale per tensor: kernels cast and multiply, and one read writes both layouts."""
 
     def cast(
         self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
@@ -123,7 +126,7 @@ class _Tensorwise:
         payload, payload_t, made, _ = ops.cast_transpose(x, row=row, col=col, **options)
         scale_inv = made if place is None else place
         if amax is not None:
-            scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank where any rank's share is not finite
+            scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank if any rank's share is not finite
         return Operand.tensorwise(payload if row else None, scale_inv=scale_inv, payload_t=payload_t if col else None)
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
@@ -133,7 +136,7 @@ class _Tensorwise:
             return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv=scale_inv)
         if not transpose:
             return Operand.tensorwise(ops.cast(payload, multiplier, dtype), scale_inv=scale_inv)
-        place = scalar_pool.try_take(payload.device)  # not asked for; it spares the kernel's own, which is a launch
+        place = scalar_pool.try_take(payload.device)  # unused; it saves the launch that would allocate the kernel's own
         made = ops.cast_transpose(payload, scale=multiplier, amax_slot=None, dtype=dtype, col=True, scale_inv_slot=place)
         return Operand.tensorwise(made[1], scale_inv=scale_inv)
 
@@ -142,7 +145,7 @@ class _Tensorwise:
 
 
 class _ByDefinition:
-    """Any other granularity, as its definition says, in plain torch: `maxima`, `spread`, `quantize`, the product of the values in FP32."""
+    """Any other granularity, by its definition in plain torch: `maxima`, `spread`, `quantize`, and the FP32 product of the values."""
 
     def cast(
         self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
@@ -166,7 +169,7 @@ class _ByDefinition:
 
 
 def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Payload, and scale_inv one a set; NaN where a set of elements is not finite."""
+    """Return the payload and one scale_inv per set of elements; NaN where a set is not finite."""
     amax = cast.granularity.maxima(x)
     scale = cast.scaling.next_scale(amax.unsqueeze(-1), cast.format.max, 1.0)
     payload = quantize(x, cast.granularity.spread(scale, x.shape), cast.format).contiguous()
@@ -174,23 +177,24 @@ def _quantized(x: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _values(operand: Operand) -> torch.Tensor:
-    """FP32 [M, K]: what the payload stands for."""
+    """Return the dequantized values, FP32 [M, K]."""
     return dequantize(operand.codes, operand.element_scale_inv)
 
 
 @functools.cache
 def _say_once(*granularities: str) -> None:
     warnings.warn(
-        f"no kernel multiplies operands of granularity {' and '.join(granularities)}: casts and products follow the definition in plain "
-        "torch, slower than FP8 and BF16 alike; the numbers are those of the granularity",
+        f"there is no kernel for operands of granularity {' and '.join(granularities)}: casts and products run in plain torch, with the "
+        "same numbers but slower than BF16",
         stacklevel=2,
     )
 
 
 class _Blocks:
-    """A scale a block, just in time: casts by `ops.block_cast`, products by `ops.block_scaled_mm`; see `msamp.numerics.block_scale`.
+    """One just-in-time scale per block: `ops.block_cast` casts and `ops.block_scaled_mm` multiplies; see `msamp.numerics.block_scale`.
 
-    A weight that is stored in FP8 is taken as it is, its one scale in every block: a second rounding would lose more than blocks gain.
+    A weight that is stored in FP8 is used as it is, with its one scale repeated for every block: rounding it again would lose more than
+    block scales gain.
     """
 
     def cast(
@@ -244,7 +248,7 @@ _KERNELS: dict[type, GranularityKernels] = {type(TENSORWISE): _Tensorwise(), Blo
 
 
 def kernels_of(granularity: Granularity) -> GranularityKernels:
-    """How a granularity casts and multiplies."""
+    """Return the implementation of a granularity's casts and products."""
     return _KERNELS.get(type(granularity), _DEFINITION)
 
 
@@ -257,17 +261,17 @@ def cast_operand(
     col: bool = False,
     combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Operand:
-    """Cast one tensor of a linear layer to FP8, with its slot's scale or just in time; its amax enters the slot.
+    """Cast one tensor of a linear layer to FP8, with the scale in `slot` or a just-in-time one, and record its amax in `slot`.
 
     Args:
         x: [M, K] BF16, FP16 or FP32.
-        slot: of the scale and the amax; its watch is told.
+        slot: the scale, where the amax goes, and an optional watch, which is called with the result.
         cast: format, rule and granularity.
-        row, col: give the payload, its transpose.
-        combine: turns a just-in-time amax (FP32, 0-dim) into that of all ranks that share the scale; a slot's own is shared already.
+        row, col: whether to return the payload and its transpose.
+        combine: turns a just-in-time amax (FP32, 0-dim) into that of all ranks that share the scale; a scale in `slot` is shared already.
 
     Returns:
-        The operand. A scale_inv is a copy, and NaN where what it serves is not finite.
+        The operand. Each scale_inv is a copy, and is NaN where the values that it scales are not finite.
     """
     operand = kernels_of(cast.granularity).cast(x, slot, cast, row, col, combine)
     if slot.watch is not None:
@@ -277,17 +281,17 @@ def cast_operand(
 
 
 def tally_operand_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """`ops.tally_` for a watch's arguments: by the kernel with one scale, by its twin on the same device with several."""
+    """Run `ops.tally_` on a watch's arguments: the kernel for one scale, its reference twin on the same device for several."""
     (reference_tally_ if scale_inv.dim() else ops.tally_)(row, x, payload, scale_inv)
 
 
 class LayerGemm(NamedTuple):
-    """One linear layer in this step: how its tensors are cast, with the scales of now, and its three GEMMs.
+    """One linear layer in this step: how its tensors are cast, the current scales, and its three GEMMs.
 
     Attributes:
         gemm: the casts.
-        x, grad, wire: slots of the input, the grad_output and the partial sums; `wire` is None where none travel in FP8.
-        scales: from the stored weight into FP8 and back, FP32 0-dim.
+        x, grad, wire: slots of the input, the grad_output and the partial sums; `wire` is None where no partial sums are sent in FP8.
+        scales: the factors from the stored weight to FP8 and back, FP32 0-dim.
     """
 
     gemm: Gemms
@@ -304,27 +308,27 @@ class LayerGemm(NamedTuple):
 
     @classmethod
     def of(cls, scaling: LinearScaling, weight: ScalingTensor) -> "LayerGemm":
-        """With the scales of now; amaxes are recorded while gradients are enabled."""
+        """Take the layer's current scales. Amaxes are recorded while gradients are enabled."""
         x, grad, *wire = scaling.slots(record=torch.is_grad_enabled())
         return cls(scaling.gemm, x, grad, wire[0] if wire else None, scaling.weight_scales(weight))
 
     @property
     def x_dtype(self) -> torch.dtype:
-        """Of the input's payload."""
+        """torch dtype of the input's payload."""
         return self.gemm.input.format.dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of the grad_output's payload."""
+        """torch dtype of the grad_output's payload."""
         return self.gemm.grad_output.format.dtype
 
     @property
     def grad_just_in_time(self) -> bool:
-        """Whether the grad_output's scale comes from its own amax in every step; its producer may leave that amax."""
+        """Whether the grad_output's scale always comes from its own amax, which the kernel that produces it can measure."""
         return not self.gemm.grad_output.scaling.window
 
     def weight(self, payload: torch.Tensor, *, transpose: bool = False) -> Operand:
-        """The FP8 weight from what is stored, [N, K], or its transpose [K, N], as grad_input's GEMM wants it, in `payload`."""
+        """Return the FP8 weight from the stored payload [N, K]. Its `payload` is [N, K], or [K, N] with `transpose`, for grad_input."""
         cast = self.gemm.grad_input.right if transpose else self.gemm.output.right
         return kernels_of(cast.granularity).weight(payload, self.scales, cast, transpose)
 
@@ -337,11 +341,11 @@ class LayerGemm(NamedTuple):
         return multiply(g, w, None, dtype, self.gemm.grad_input)
 
     def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype) -> torch.Tensor:
-        """`g^T x` [N, K] of `dtype` from grad_output and input, both by their transposes [N, M] and [K, M]."""
+        """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]."""
         return multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
 
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:
-    """`a b^T + bias` [M, N] of `dtype` from two operands as they lie, [M, K] and [N, K], and a bias [N] of `dtype` or None."""
+    """`a b^T + bias` [M, N] of `dtype` from two operands with payloads [M, K] and [N, K], and a bias [N] of `dtype` or None."""
     left, right = kernels_of(a.granularity), kernels_of(b.granularity)
     return (left if left is right else _DEFINITION).multiply(a, b, bias, dtype, product.fast)

@@ -1,42 +1,38 @@
-"""FP8Linear: a drop-in for torch.nn.Linear (FP8-LM section 2).
+"""FP8Linear: a drop-in replacement for torch.nn.Linear whose three GEMMs run in FP8 (FP8-LM section 2).
 
-What: y = x W^T + b with x [..., K], W [N, K], b [N] and y [..., N] in the dtype of x. The weight is stored in 8 or 16 bits with one scale.
-The bias keeps its dtype. With q(t) = round(s_t t) in FP8 and g the gradient of y, M tokens give three GEMMs:
+The layer computes y = x W^T + b with x [..., K], W [N, K], b [N] and y [..., N] in the dtype of x. With q(t) = round(s_t t) in FP8, g the
+gradient of y, and M tokens:
 
     y  = (q(x) q(W)^T) / (s_x s_W) + b     [M, N]     sums over K     fast accumulation
     dx = (q(g) q(W)) / (s_g s_W)           [M, K]     sums over N     full accumulation
     dW = (q(g)^T q(x)) / (s_g s_x)         [N, K]     sums over M     full accumulation
 
-Formats and scales by default, where each scale is a power of two and one serves the whole tensor:
+By default each tensor has one scale, a power of two:
 
-    tensor   stored between steps    operand    scale                        kept from forward to backward
-    x        -                       E4M3       delayed: history of amaxes   q(x)^T, one byte an element
-    W        O1, O2: FP16 scaled     E4M3       from its amax, once a step   the stored payload; its cast is made again
-    W        O3: E4M3                as stored  the optimizer's              the stored payload
-    g        -                       E5M2       delayed: history of amaxes   -
-    dW       -                       -          -                            the dtype that W shows; the exchange casts it to E4M3
+    tensor   stored between steps    operand    scale                               saved for backward
+    x        -                       E4M3       delayed, from the amax history      q(x)^T, 1 byte per element
+    W        O1, O2: FP16, scaled    E4M3       from its amax, once per step        the stored payload, cast again in backward
+    W        O3: E4M3                as stored  set by the optimizer                the stored payload
+    g        -                       E5M2       delayed, from the amax history      -
+    dW       -                       -          -                                   -
 
-g takes E5M2 for its range, and x and W take E4M3 for its digits. The full sum of the two gradient GEMMs costs 3 to 8 % of their time
-(`tools/bench/LOG.md`). It is the default; `Gemms.all_fast` does without.
+x and W need E4M3's precision, and g needs E5M2's range. dW leaves in the dtype that W shows, and gradient synchronisation casts it to E4M3.
+Full accumulation makes the two gradient GEMMs slightly slower; `Gemms.all_fast` turns it off.
 
-Why a layer and not a cast around a layer: three things live from step to step. The first is the stored weight: the optimizer writes what
-the GEMM reads, and no copy of higher precision exists beside it. The second is the amax histories (`LinearScaling`): a delayed scale is
-known before its tensor is read, so that one pass casts, transposes and takes the next amax. The third is the FP8 scale of a 16-bit weight,
-which all micro-batches of a step share. `ScalingState` rolls the histories of all layers once a step.
+Why a layer, and not a cast around torch's layer? Because three things must survive from step to step: the low-precision weight, which the
+optimizer updates in place, with no high-precision copy next to it; the amax histories (`LinearScaling`), which make a delayed scale known
+before its tensor is read, so that one pass casts, transposes and measures the next amax; and the FP8 scale of a 16-bit weight, which all
+micro-batches of a step share. `ScalingState` rolls the histories of all layers once per step. Until a history is full (16 steps by
+default), the scale comes from the tensor itself. That just-in-time scale reads the tensor twice, which is why delayed scaling is the
+default.
 
-Why a subclass of torch.nn.Linear: adapter libraries look for that class. `weight` is a Parameter that holds a ScalingTensor and looks like
-BF16 or FP32 to them. A weight that is loaded from plain values is cast anew, and the histories of the layer begin anew with it.
+`FP8Linear` subclasses torch.nn.Linear because adapter libraries look for that class. `weight` is a Parameter that holds a ScalingTensor and
+presents itself as BF16 or FP32. Loading plain values casts them again and resets the layer's histories.
 
-Until a history is filled, 16 steps by default, the scale comes just in time from the tensor itself. A value that is not finite makes the
-results of its GEMMs NaN, and the optimizer skips the step.
+If an operand holds NaN or Inf, the results of its GEMMs are NaN and the optimizer skips the step. The GEMMs pad dimensions with zeros to
+the multiples of 16 that the hardware requires, which changes no sum.
 
-What was tried: just-in-time scales for all operands (`tensorwise`) read each tensor twice. A scale for each block (`blockwise`) casts input
-and gradient once for each GEMM. Both are recipes, and slower: a step of GPT-1.3B at O2 took 100.2 ms delayed, 109.2 tensorwise and 154.5
-blockwise (`tools/bench/results/step.csv`, commit 130f7fa, one H200). Smaller layers gain less: the FP8 layer alone is 1.31 times as fast as
-BF16 at a width of 2,048, and 1.80 times at 8,192 (`tools/bench/LOG.md`).
-
-Where to read on: `linear_fn` is the autograd function, and `gemm` has the three GEMMs. Dimensions are padded to multiples of 16, which the
-hardware demands; the padding is zeros and changes no sum.
+Next: `linear_fn` is the autograd function, `gemm` the three GEMMs, and `scaling_state` the amax histories.
 """
 
 import math
@@ -54,18 +50,23 @@ from msamp.numerics.tensor_ops import watch
 
 
 def check_finite(values: torch.Tensor, name: str) -> None:
-    """ValueError naming the weight where a value is NaN or infinite."""
+    """Raise a ValueError that names the weight if any value is NaN or infinite."""
     bad = int((~torch.isfinite(values.detach())).sum())
     if bad:
         raise ValueError(f"{name} holds {bad} values that are NaN or infinite; a weight must be finite: check the checkpoint it came from")
 
 
 def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool = True, name: str = "") -> nn.Parameter:
-    """A Parameter that holds `values` (any float dtype) in the recipe's weight format and looks like their dtype; `name` is that in
-    the model, for messages.
+    """Return a Parameter that stores `values` (any float dtype) in the recipe's weight format and presents itself in their dtype.
+
+    Args:
+        values: the weight.
+        recipe: its `weight` is the storage format.
+        requires_grad: whether the Parameter requires a gradient.
+        name: the weight's name in the model, for error messages.
 
     Raises:
-        ValueError: where a value is NaN or infinite.
+        ValueError: if a value is NaN or infinite.
     """
     check_finite(values, name or "weight")
     stored = ScalingTensor.quantize(values.contiguous(), recipe.weight)
@@ -75,7 +76,7 @@ def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool 
 
 
 def describe_gemm(gemm: Gemms, weight: torch.Tensor) -> str:
-    """One line for `print(model)`: what is stored and what the GEMMs run in."""
+    """Return one line for `print(model)`: the formats of the stored weight and of the GEMMs' operands."""
     if not isinstance(weight, ScalingTensor):  # of a float copy, or computed from a weight: pruning, torch's parametrizations
         return f"weight {weight.dtype}, multiplied in that dtype and not in FP8"
     stored = weight.format
@@ -84,17 +85,16 @@ def describe_gemm(gemm: Gemms, weight: torch.Tensor) -> str:
 
 
 class Loading(nn.Module):
-    """A module that takes its low-precision weights from any form in which they are kept: the exact one (a ScalingTensor), plain values of
-    any float dtype, or a payload with `<name>_scale_inv` beside it (`msamp.fp8_state_dict`).
+    """A module that can load its low-precision weights from a ScalingTensor (exactly), from plain values of any float dtype, or from a
+    payload with `<name>_scale_inv` next to it (`msamp.fp8_state_dict`).
 
-    With plain values come no scales: those of its inputs and gradients start anew, since what was seen of other weights says nothing of
-    these.
+    Plain values reset the amax histories of the layer's inputs and gradients, which were measured with other weights.
     """
 
     scaling: LinearScaling
 
     def watch_weights(self) -> None:
-        """Let `scaling` know when somebody other than the optimizer writes a weight."""
+        """Notify `scaling` when anything but the optimizer writes a weight."""
         for p in self._parameters.values():
             if isinstance(p, ScalingTensor):
                 watch(p, self.scaling)
@@ -130,13 +130,14 @@ class Loading(nn.Module):
 class FP8Linear(Loading, nn.Linear):
     """y = x W^T + b, all three GEMMs in FP8 (see `msamp.nn.linear_fn`).
 
-    It is a subclass of torch.nn.Linear, so that adapter libraries take it. A plain weight, of `msamp.float_copy`, multiplies as in torch.
+    A subclass of torch.nn.Linear, so that adapter libraries accept it. With a plain weight, as in `msamp.float_copy`, it computes what
+    torch.nn.Linear computes.
 
     Args:
         in_features, out_features: at least 1; the GEMMs pad to multiples of 16.
         bias: learn an additive bias of `dtype`.
-        recipe: one with FP8 GEMMs (O1, O2, O3); its `weight` format is how `weight` is stored.
-        device, dtype: of the layer; `dtype` is what the weight looks like and its gradient's dtype.
+        recipe: one with FP8 GEMMs (O1, O2, O3); `weight` is stored in its `weight` format.
+        device, dtype: of the layer; the weight presents itself in `dtype`, and its gradient has it.
 
     Shape: [..., in_features] -> [..., out_features] in the input's dtype.
     """
@@ -166,7 +167,7 @@ class FP8Linear(Loading, nn.Linear):
 
     @classmethod
     def from_linear(cls, source: nn.Linear, recipe: Recipe = O2, name: str = "") -> "FP8Linear":
-        """The FP8 layer with the weights of `source`, for an FP8Conv1D a Conv1D; its bias Parameter is taken over as it is."""
+        """Return the FP8 layer with the weights of `source` (a Conv1D for an FP8Conv1D). It keeps the bias Parameter of `source`."""
         if recipe.gemm is None:
             raise ValueError(f"recipe {recipe.name} has no FP8 GEMM; use O1, O2 or O3, or keep torch.nn.Linear")
         layer = cls.__new__(cls)
@@ -174,7 +175,7 @@ class FP8Linear(Loading, nn.Linear):
         values = source.weight.detach()
         layer.weight = scaling_parameter(values.t() if issubclass(cls, FP8Conv1D) else values, recipe, source.weight.requires_grad, name)
         layer.out_features, layer.in_features = layer.weight.shape
-        vars(layer.weight).update(vars(source.weight))  # such as _no_weight_decay, by which optimizers and others know a weight
+        vars(layer.weight).update(vars(source.weight))  # such as _no_weight_decay, which optimizers read
         layer.bias = source.bias
         layer.scaling = LinearScaling(recipe.gemm, device=source.weight.device)
         layer.train(source.training)
@@ -183,7 +184,7 @@ class FP8Linear(Loading, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
-            raise ValueError(f"input has {x.shape[-1]} features in its last dimension, this layer takes {self.in_features}")
+            raise ValueError(f"input has {x.shape[-1]} features in its last dimension; this layer expects {self.in_features}")
         return linear(x, self.weight, self.bias, self.scaling)
 
     def extra_repr(self) -> str:
@@ -192,9 +193,9 @@ class FP8Linear(Loading, nn.Linear):
 
 
 class FP8Conv1D(FP8Linear):
-    """A Conv1D of Hugging Face's GPT-2, which is a linear layer that keeps its weight as [in, out], in FP8.
+    """The FP8 version of the Conv1D in Hugging Face's GPT-2, a linear layer that stores its weight as [in, out].
 
-    Here the weight is [out, in], as the GEMMs read it; in a `state_dict` it stands as the host has it.
+    In memory the weight is [out, in], as the GEMMs read it; in a `state_dict` it is [in, out], as Hugging Face expects it.
     """
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -209,7 +210,7 @@ class FP8Conv1D(FP8Linear):
 
 
 def transposed_weights(model: nn.Module) -> set[str]:
-    """The names of the weights that stand the other way round in a `state_dict`."""
+    """Return the names of the weights that a `state_dict` stores transposed."""
     return {
         f"{name}.weight" if name else "weight"
         for name, module in model.named_modules(remove_duplicate=False)

@@ -1,1 +1,1 @@
-"""What the numbers mean: formats, scales, casts and metrics in plain torch. No ranks, no kernels."""
+"""Formats, scales, casts and error metrics, defined in plain torch. Every kernel is tested against these definitions."""

@@ -1,4 +1,4 @@
-"""The storage formats and their limits (FP8-LM appendix A.1; IEEE 754 for the wider ones)."""
+"""Storage formats and their limits (FP8-LM appendix A.1; IEEE 754 for the wider ones)."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ class Format:
     """A floating-point storage format.
 
     Attributes:
-        name: what flags and recipes call it.
+        name: its name in flags and recipes.
         dtype: the torch dtype of a payload.
         max: largest finite value.
         tiny: smallest normal value.
         smallest: smallest subnormal value.
         mantissa_bits: explicit fraction bits.
-        scaled: True where a payload of this format carries a `scale_inv`.
-        group: how many elements of a row share a maximum and an exponent, FP32 both, beside the payload [COAT]; 0: there are none.
+        scaled: True if a payload of this format has a `scale_inv`.
+        group: how many elements of a row share a maximum and an exponent, both FP32, stored next to the payload [COAT]; 0: no groups.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """Bytes an element of the payload."""
+        """Bytes per element of the payload."""
         return self.dtype.itemsize
 
     def bytes_of(self, shape: Sequence[int]) -> int:
-        """Bytes of a tensor of `shape`: the payload and the numbers of its groups; a scale of the whole tensor does not count."""
+        """Bytes of a tensor of `shape`: the payload and the FP32 numbers of its groups, without a per-tensor scale."""
         *rows, columns = shape or (1,)
         return math.prod(rows) * (columns * self.bytes + (8 * -(-columns // self.group) if self.group else 0))
 
@@ -52,23 +52,23 @@ BF16 = Format("bf16", torch.bfloat16, (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0
 FP32 = Format("fp32", torch.float32, (2.0 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 23, False)
 
 ALL = (FP32, BF16, FP16, E4M3, E5M2)
-# A torch.float16 tensor as it is: classic FP16 training scales the loss instead. No flag and no state names it.
+# Plain torch.float16, for classic FP16 training, which scales the loss instead. No flag or optimizer state uses it.
 PLAIN_FP16 = replace(FP16, scaled=False)
 
-# For remainders alone: the unit follows from the first component of the pair (`mcf.remainder_payload`).
+# For remainders only: their unit follows from the first component of the pair (`mcf.remainder_payload`).
 REMAINDER_E4M3 = replace(E4M3, name="remainder-e4m3", scaled=False)
 
-# For optimizer states alone: FP8 in groups of 128 with dynamic range expansion (`range_expand`).
+# For optimizer states only: FP8 in groups of 128 with dynamic range expansion (`range_expand`).
 COAT_E4M3 = replace(E4M3, name="coat-e4m3", scaled=False, group=128)
 COAT_E5M2 = replace(E5M2, name="coat-e5m2", scaled=False, group=128)
 EXPANDED = (COAT_E4M3, COAT_E5M2)
 
 
 def by_name(name: str) -> Format:
-    """The format that a flag names.
+    """Return the format of that name.
 
     Raises:
-        ValueError: for a name that is not one of `ALL` and `EXPANDED`.
+        ValueError: if the name is not one of `ALL` and `EXPANDED`.
     """
     for fmt in (*ALL, *EXPANDED):
         if fmt.name == name:
@@ -77,10 +77,10 @@ def by_name(name: str) -> Format:
 
 
 def of_dtype(dtype: torch.dtype) -> Format:
-    """The format that stores `dtype`; for FP16 the one with a scale (`PLAIN_FP16` has none).
+    """Return the format that stores `dtype`; for FP16 the scaled one, not `PLAIN_FP16`.
 
     Raises:
-        ValueError: for a dtype that no format stores.
+        ValueError: if no format stores `dtype`.
     """
     for fmt in ALL:
         if fmt.dtype == dtype:

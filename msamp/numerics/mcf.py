@@ -1,21 +1,21 @@
 """Multi-component floats: a number as the unevaluated sum of two BF16 (Collage section 2.2 and 4.1; Dekker 1971; Knuth).
 
-A pair (x, y) stands for x + y, where x = BF16(x + y): x alone is the number rounded to BF16, y what the rounding left over. All functions
-are pure and elementwise, take and return BF16 tensors of shapes that broadcast, and round each elementary operation to BF16. That is what
-eager torch does with BF16 tensors: it computes one operation in FP32 and rounds, and FP32 has enough digits (24 >= 2 * 8 + 2) for the two
-roundings of +, -, *, / and sqrt to equal one. `torch.compile` may keep FP32 from one operation to the next, and then the errors below are
-no longer what is computed: leave these functions out of a compiled region.
-
-Why: BF16 has 8 significant bits, so that an update below 2^-9 of its weight is lost. A second BF16 keeps it, at 2 bytes where an FP32
-master takes 4. The building block is the error-free sum, for |a| >= |b|:
+A pair (x, y) represents x + y, where x = BF16(x + y): x is the number rounded to BF16, and y is the rounding error. BF16 has 8 significant
+bits, so an update below 2^-9 of its weight is lost. A second BF16 keeps it, at 2 bytes per parameter instead of 4 for an FP32 master. The
+building block is the error-free sum, for |a| >= |b|:
 
     x = BF16(a + b)        y = BF16(b - BF16(x - a))        x + y = a + b exactly
 
-No sum here is exact once it overflows BF16; a pair is then not finite.
+A sum that overflows BF16 is not exact, and the pair is then not finite.
 
-A remainder may be stored in E4M3, the 8 bits that Collage's abstract announces. It needs no scale of its own: its unit is the power of two
-that makes half a unit in x's last place 256, and x tells it. The range below is 17 binades; what E4M3 costs is digits, 4 where BF16 has 8.
-Remainders are uniform within half an ulp, which wastes E4M3's exponent bits.
+All functions are pure and elementwise, take and return BF16 tensors of broadcastable shapes, and round each elementary operation to BF16.
+Eager torch does that with BF16 tensors: it computes one operation in FP32 and rounds, and FP32 has enough bits (24 >= 2 * 8 + 2) for the
+two roundings of +, -, *, / and sqrt to equal one. `torch.compile` may keep FP32 between operations, and then the error terms below are
+wrong: keep these functions out of compiled regions.
+
+A remainder may be stored in E4M3, the 8 bits that Collage's abstract mentions. It needs no scale of its own: its unit is the power of two
+that makes half a unit in x's last place 256, which follows from x. That leaves 17 binades below, and 4 significant bits where BF16 has 8.
+Remainders are uniform within half a unit in the last place, which does not use E4M3's exponent range well.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,14 @@ Pair = tuple[Tensor, Tensor]
 def fast_two_sum(a: Tensor, b: Tensor) -> Pair:
     """Fast2Sum, 3 operations: (x, y), x = BF16(a + b), y = BF16(b - BF16(x - a)) [Collage, theorem 4.1].
 
-    x + y = a + b exactly where |a| >= |b|, a's exponent is at least b's, or a is 0. Elsewhere y may lack digits of a; x is right all the
-    same.
+    x + y = a + b exactly if |a| >= |b|, a's exponent is at least b's, or a is 0. Otherwise y may lose bits of a, while x is still correct.
     """
     x = a + b
     return x, b - (x - a)
 
 
 def two_sum(a: Tensor, b: Tensor) -> Pair:
-    """TwoSum, 6 operations: (x, y), x = BF16(a + b), with x + y = a + b exactly for every finite a and b without overflow of the sum."""
+    """TwoSum, 6 operations: (x, y), x = BF16(a + b), with x + y = a + b exactly for all finite a and b whose sum does not overflow."""
     x = a + b
     from_b = x - a
     return x, (a - (x - from_b)) + (b - from_b)
@@ -46,8 +45,9 @@ def two_sum(a: Tensor, b: Tensor) -> Pair:
 def two_product(a: Tensor, b: Tensor) -> Pair:
     """TwoProd: (x, y), x = BF16(a b) and its rounding error y.
 
-    x + y = a b exactly where the product does not overflow and its last digit is not below BF16's smallest number, 2^-133 (|a b| >= 2^-118
-    is enough). The product of two BF16 has 16 digits: FP32 holds it exactly, and so its difference to x, which is what an FMA would return.
+    x + y = a b exactly if the product does not overflow and its last bit is not below BF16's smallest number, 2^-133 (|a b| >= 2^-118 is
+    enough). The product of two BF16 numbers has 16 significant bits, so FP32 represents it exactly, and also its difference from x, which
+    is what an FMA would return.
     """
     _check_bf16(a)
     _check_bf16(b)
@@ -61,9 +61,9 @@ def grow(pair: Pair, a: Tensor, add: Callable[[Tensor, Tensor], Pair] = fast_two
     Args:
         pair: (x, y).
         a: the number.
-        add: `fast_two_sum`, the paper's, for |x| >= |a|; `two_sum` where a may exceed x.
+        add: `fast_two_sum`, as in the paper, for |x| >= |a|; `two_sum` if |a| may exceed |x|.
 
-    The only rounding is that of y plus the error of x + a: at most 2^-15 of the larger of |x| and |a|.
+    The only rounding is in y plus the error of x + a: at most 2^-15 of the larger of |x| and |a|.
     """
     x, y = pair
     u, v = add(x, a)
@@ -73,8 +73,8 @@ def grow(pair: Pair, a: Tensor, add: Callable[[Tensor, Tensor], Pair] = fast_two
 def mul(first: Pair, second: Pair) -> Pair:
     """Mul: the product of two pairs, as a pair [Collage, algorithm 2].
 
-    p = BF16(x1 x2) with its error e, then Fast2Sum(p, e + (x1 y2 + x2 y1)). The product y1 y2 and the rounding of the correction are lost:
-    less than 2^-13 of the result.
+    p = BF16(x1 x2) with its error e, then Fast2Sum(p, e + (x1 y2 + x2 y1)). The product y1 y2 and the rounding error of the correction are
+    dropped: less than 2^-13 of the result.
     """
     (x1, y1), (x2, y2) = first, second
     p, e = two_product(x1, x2)
@@ -82,7 +82,7 @@ def mul(first: Pair, second: Pair) -> Pair:
 
 
 def expansion(value: float) -> Pair:
-    """A constant as a pair of 0-dim BF16 on the CPU: value rounded, and the rest rounded; both roundings from FP64 [Collage, table 1].
+    """Return a constant as a pair of 0-dim BF16 on the CPU: the rounded value and the rounded rest, both from FP64 [Collage, table 1].
 
     0.999 is (1, -0.001) and 0.99 (0.98828125, 0.00171661), where the paper's table prints 0.9893.
     """
@@ -92,9 +92,9 @@ def expansion(value: float) -> Pair:
 
 
 def load_pair(first: Tensor, payload: Tensor) -> Pair:
-    """A pair from its first component, BF16, and its remainder as stored, BF16 or E4M3 (`remainder_payload`).
+    """Return a pair from its first component (BF16) and its stored remainder (BF16 or E4M3, see `remainder_payload`).
 
-    The remainder comes in BF16: exactly, but for digits of E4M3's below 2^-133.
+    The remainder is converted to BF16 exactly, except for bits of an E4M3 remainder below 2^-133.
     """
     if payload.dtype is bfloat16:
         return first, payload
@@ -102,11 +102,11 @@ def load_pair(first: Tensor, payload: Tensor) -> Pair:
 
 
 def remainder_payload(pair: Pair, dtype: torch.dtype) -> Tensor:
-    """What stores the remainder y of a pair (x, y): BF16 [y rounded], or E4M3 [y in units of x's], torch.float8_e4m3fn without a scale.
+    """Return the stored remainder y of a pair (x, y): y rounded to BF16, or y in units that follow from x as E4M3 without a scale.
 
-    E4M3 rounds to nearest even and saturates where x would no longer be BF16(x + y): at half a unit in x's last place, which an even x
-    wins as a tie, and at 15/16 of it where x is odd; NaN stays NaN. Below |x| = 2^-110 the unit stays that of 2^-110: its inverse FP32
-    just holds, and every BF16 remainder there is still above E4M3's smallest number.
+    E4M3 rounds to nearest even and saturates where x would no longer be BF16(x + y): at half a unit in x's last place if x is even, which
+    wins the tie, and at 15/16 of it if x is odd. NaN stays NaN. Below |x| = 2^-110 the unit is that of 2^-110: FP32 can just represent its
+    inverse, and every BF16 remainder there is still above E4M3's smallest number.
 
     Args:
         pair: x, BF16; y, BF16 or FP32.
@@ -122,15 +122,15 @@ def remainder_payload(pair: Pair, dtype: torch.dtype) -> Tensor:
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """int32: the biased exponent of BF16; 17 is that of 2^-110."""
+    """int32: the biased exponent of a BF16 tensor; 17 is that of 2^-110."""
     return (x.view(torch.int16).int() >> 7) & 0xFF
 
 
 def _power(biased: Tensor) -> Tensor:
-    """FP32 powers of two by their biased exponents; 135 is that of 256."""
+    """FP32 powers of two with these biased exponents; 135 is that of 256."""
     return (biased << 23).view(torch.float32)
 
 
 def _check_bf16(x: Tensor) -> None:
     if x.dtype is not bfloat16:
-        raise ValueError(f"a factor is {x.dtype}; products of pairs are defined for torch.bfloat16: cast it first")
+        raise ValueError(f"a factor is {x.dtype}; products of pairs require torch.bfloat16: cast it first")

@@ -1,6 +1,6 @@
-"""How much a representation loses: SQNR, underflow, saturation, Collage's EDQ and lost arithmetic, and the undelivered share of an update.
+"""Error metrics: SQNR, underflow, saturation, Collage's EDQ and lost arithmetic, and the undelivered share of an update.
 
-SQNR alone is blind to elements that vanish, so the first three are always read together.
+SQNR hardly shows elements that underflow to zero, so read the first three together.
 """
 
 import math
@@ -12,7 +12,7 @@ from msamp.numerics.formats import Format
 
 
 def sqnr_db(x: torch.Tensor, approx: torch.Tensor) -> float:
-    """Signal to quantisation-noise ratio in dB, 10 log10(sum x^2 / sum (x - approx)^2), in FP64; inf where they are equal."""
+    """Signal-to-quantization-noise ratio in dB, 10 log10(sum x^2 / sum (x - approx)^2), in FP64; inf if both are equal."""
     x, approx = x.detach().double(), approx.detach().double()
     noise = (x - approx).square().sum()
     if not noise.item():
@@ -21,7 +21,7 @@ def sqnr_db(x: torch.Tensor, approx: torch.Tensor) -> float:
 
 
 def underflow_frac(x: torch.Tensor, approx: torch.Tensor) -> float:
-    """Share of the non-zero elements of `x` that are zero in `approx`; 0 where `x` has none."""
+    """Share of the non-zero elements of `x` that are zero in `approx`; 0 if `x` is all zero."""
     nonzero = x != 0
     return float((nonzero & (approx == 0)).sum() / nonzero.sum().clamp(min=1))
 
@@ -31,18 +31,18 @@ def saturation_frac(payload: torch.Tensor, fmt: Format) -> float:
     return float((payload.float().abs() == fmt.max).float().mean())
 
 
-# The columns of `msamp.kernels.ops.tally_`: all but the last two are sums, so that parts of a tensor and ranks may be added.
+# The columns of `msamp.kernels.ops.tally_`: all but the last two are sums, so tallies of parts and of ranks can be added.
 TALLY = ("elements", "nonzero", "vanished", "saturated", "signal", "noise", "amax", "scale")
 
 
 def add_tallies(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """The tally of two parts, or of two ranks' shares, of a tensor; the scale is the smaller one."""
+    """Combine the tallies of two parts of a tensor, or of two ranks; the scale is the smaller one."""
     amax = math.nan if math.isnan(a[6] + b[6]) else max(a[6], b[6])
     return [*(x + y for x, y in zip(a[:6], b[:6], strict=True)), amax, min(a[7], b[7])]
 
 
 def judge(tally: Sequence[float]) -> dict[str, float]:
-    """amax, underflow and saturation shares, SQNR (dB) and scale of a tally, as the functions above define them."""
+    """Return amax, underflow and saturation shares, SQNR (dB) and scale of a tally, as the functions above define them."""
     elements, nonzero, vanished, saturated, signal, noise, amax, scale = tally
     ratio = signal / noise if noise else math.inf
     return {
@@ -57,25 +57,24 @@ def judge(tally: Sequence[float]) -> dict[str, float]:
 def edq(update: torch.Tensor, effective: torch.Tensor) -> float:
     """Effective descent quality, <update / |update|, effective> in FP64 [Collage, definition 3.3, equation 3].
 
-    At best it is the norm of the update. For an update of zero it is 0: it has no direction, and nothing was lost. An inner product with
-    the update that another optimizer would make is `descent`.
+    Its best value is the norm of the update. For a zero update it is 0. `descent` compares with the update of another optimizer instead.
 
     Args:
-        update: the update that the optimizer aggregated in its own arithmetic, before it is added (the paper's equation 1); any shape.
-        effective: the change of the parameters' value that took place (equation 2), same shape.
+        update: the update that the optimizer computed in its own arithmetic, before it is added (the paper's equation 1); any shape.
+        effective: the actual change of the parameters (equation 2), same shape.
     """
     return _projection(update, effective)
 
 
 def descent(wanted: torch.Tensor, effective: torch.Tensor) -> float:
-    """<wanted / |wanted|, effective> in FP64: how far the parameters went along an update that was computed in FP32 from the same states.
+    """<wanted / |wanted|, effective> in FP64: how far the parameters moved along an update that was computed in FP32 from the same states.
 
-    It also sees what an optimizer loses before it adds; `edq`, along the optimizer's own direction, sees the addition alone. For an update
-    of zero it is 0.
+    It includes what an optimizer loses while it computes the update; `edq`, along the optimizer's own direction, only includes what the
+    addition loses. For a zero update it is 0.
 
     Args:
         wanted: the update in FP32, any shape.
-        effective: the change of the parameters' value that took place, same shape.
+        effective: the actual change of the parameters, same shape.
     """
     return _projection(wanted, effective)
 
@@ -87,26 +86,26 @@ def _projection(direction: torch.Tensor, effective: torch.Tensor) -> float:
 
 
 def lost_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
-    """Lost arithmetic: share of the parameters left unchanged by a non-zero update [Collage]."""
+    """Lost arithmetic: the share of parameters that a non-zero update leaves unchanged [Collage]."""
     return float(((update != 0) & (effective == 0)).double().mean())
 
 
 def undelivered_frac(update: torch.Tensor, effective: torch.Tensor) -> float:
-    """Share of an update's distance that did not arrive, in [0, 1]: 1 - sum sign(update) effective / sum |update|, in FP64.
+    """Share of an update that did not reach the parameters, in [0, 1]: 1 - sum sign(update) effective / sum |update|, in FP64.
 
-    `lost_frac` counts the elements that did not move, which under stochastic rounding is most of them although the update arrives on
-    average. This share is a mean over the elements: 0 where rounding is unbiased, up to noise that shrinks with their number, and the
-    share that nearest rounding loses for good where the parameters are already stored values. 0 for an update of zero.
+    `lost_frac` counts the elements that did not move. With stochastic rounding that is most of them, although the update arrives on
+    average. This metric is a mean over the elements: 0 for unbiased rounding, up to noise that shrinks with their number, and for nearest
+    rounding the share that is lost for good, if the parameters are already stored values. It is 0 for a zero update.
 
     Args:
         update: the update in FP32, any shape.
-        effective: the change of the parameters' value that took place, same shape.
+        effective: the actual change of the parameters, same shape.
     """
     update, effective = update.double(), effective.double()
     return undelivered_share(float(update.abs().sum()), float((update.sign() * effective).sum()))
 
 
 def undelivered_share(distance: float, arrived: float) -> float:
-    """`undelivered_frac` from its two sums: of |update|, and of sign(update) times the change that took place. NaN where one is NaN."""
+    """`undelivered_frac` from its two sums: of |update|, and of sign(update) times the actual change. NaN if either is NaN."""
     share = 1.0 - arrived / distance if distance else 0.0
     return share if math.isnan(share) else min(1.0, max(0.0, share))

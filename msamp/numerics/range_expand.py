@@ -1,19 +1,18 @@
-"""FP8 by groups [COAT]: dynamic range expansion for optimizer states, and group scaling.
+"""FP8 in groups [COAT]: dynamic range expansion for optimizer states, and group scaling.
 
-A group of Adam's moments uses little of E4M3's range of 2.3e5. f(x) = sign(x) |x|^k stretches, or squeezes, the range of each group to
-the format's, so that all codes are in use, and no element that was not zero becomes zero.
+A group of Adam's moments covers little of E4M3's dynamic range of 2.3e5. f(x) = sign(x) |x|^k stretches, or compresses, the range of each
+group to that of the format, so that all codes are used and no non-zero element becomes zero.
 
-For x in groups of 128 of a row, with max and min the largest and smallest non-zero magnitudes of a group:
+For x in groups of 128 elements of a row, with max and min the largest and smallest non-zero magnitudes of a group:
 
     k = log(R) / log(max / min)               R: largest value over smallest subnormal of the format
-    q = cast(sign(x) fp_max (|x| / max)^k)    payload in the shape of x; max and k in FP32, one of each a group
+    q = cast(sign(x) fp_max (|x| / max)^k)    payload in the shape of x; max and k in FP32, one of each per group
     x' = sign(q) max (|q| / fp_max)^(1 / k)
 
-Why: the smallest non-zero value of a group meets the smallest code and the largest the largest code. Without expansion a cast spends
-its codes on binades that the group does not have. Activations have groups of 16 channels with a scale each, and no expansion
-(`msamp.kernels.reference.group_cast`).
-
-What was tried: each of E4M3 and E5M2 for m and v, with and without expansion; `tools/reproduce/results/coat_states.csv` has the errors.
+The smallest non-zero magnitude of a group maps to the smallest code and the largest to the largest code. Without expansion, a cast wastes
+codes on binades that the group does not reach. Activations use groups of 16 channels with one scale per group and no expansion
+(`msamp.kernels.reference.group_cast`). `tools/reproduce/results/coat_states.csv` has the errors of E4M3 and E5M2 for m and v, with and
+without expansion.
 """
 
 import math
@@ -33,10 +32,10 @@ class Expanded:
     """A tensor as COAT stores optimizer states; its value is sign(q) max (|q| / fp_max)^(1 / k), group by group.
 
     Attributes:
-        payload: E4M3 or E5M2, the shape of the tensor.
-        max: FP32 [.., groups], the amax of each group. NaN marks a group with values that were not finite: all of it loads as NaN.
+        payload: E4M3 or E5M2, in the shape of the tensor.
+        max: FP32 [.., groups], the amax of each group. NaN marks a group with non-finite values: all of it loads as NaN.
         k: FP32 [.., groups], the exponent; 1 where the magnitudes of a group are all equal, all zero, or not finite.
-        group: which elements share them.
+        group: which elements share max and k.
     """
 
     payload: torch.Tensor
@@ -53,20 +52,20 @@ class Expanded:
 
 
 def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, expand: bool = True) -> Expanded:
-    """Quantise group by group with dynamic range expansion: q = cast(sign(x) fp_max (|x| / max)^k), which never leaves FP32's range.
+    """Quantize group by group with dynamic range expansion: q = cast(sign(x) fp_max (|x| / max)^k), which never leaves FP32's range.
 
-    k = log(R) / log(max / min) [COAT, part 1], `min` being the smallest magnitude that is not zero and R the range of the format: its
-    largest value over its smallest subnormal. Zeros stay zero. max / min is that of the quotients |x| / max in FP32, so that `min` meets
-    the smallest code in a group of almost equal values too; quotients below 2^-126 are taken as 2^-126.
+    k = log(R) / log(max / min) [COAT, part 1], where `min` is the smallest non-zero magnitude and R the largest value of the format over
+    its smallest subnormal. Zeros stay zero. max / min is computed from the quotients |x| / max in FP32, so that `min` maps to the smallest
+    code also in a group of almost equal values; quotients below 2^-126 are clamped to 2^-126.
 
     Args:
         x: FP32, BF16 or FP16, any shape.
         fmt: E4M3 or E5M2, as such or as COAT's.
         group: which elements share max and k.
-        expand: False: k = 1, scaling alone, to compare with.
+        expand: False sets k = 1, which is scaling without expansion, for comparison.
 
     Raises:
-        ValueError: for another format.
+        ValueError: if `fmt` is another format.
     """
     if fmt.bytes != 1:
         raise ValueError(f"range expansion into {fmt} is not defined; choose fp8-e4m3 or fp8-e5m2")
@@ -85,34 +84,32 @@ def quantize_expanded(x: torch.Tensor, fmt: Format, group: Group = STATE_GROUP, 
 
 
 def two_stage_amax(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group Scaling [COAT, part 2]: the amax of a tensor in two stages; its producer takes the first.
+    """Compute the amax of a tensor in two stages (Group Scaling [COAT, part 2]); the kernel that produces `x` runs the first.
 
     Args:
         x: FP32, BF16 or FP16, any shape.
-        group: the parts that the first stage takes. A kernel takes other parts, those that its programs hold.
+        group: the parts of the first stage. Kernels use other parts: one per program.
 
     Returns:
-        The maxima of the parts, FP32 [.., groups], which the producer of `x` writes along with it; +inf where a part holds a NaN or an
-        infinity. Their amax, FP32 0-dim, which is `TENSORWISE.amax(x)` to the bit: a maximum does not depend on the parts that it is
-        taken over.
+        The maxima of the parts, FP32 [.., groups], +inf where a part contains NaN or infinity; and their amax, FP32 0-dim, which equals
+        `TENSORWISE.amax(x)` bit for bit, since a maximum does not depend on how it is divided.
     """
     maxima = group.maxima(x)
     return maxima, TENSORWISE.amax(maxima)
 
 
 def _power(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """FP64 x^k. In FP32, torch's powers on a CPU depend in their last place on where in memory an element is, and bits on how a tensor is
-    cut."""
+    """FP64 x^k. In FP32 the last bit of torch's CPU powers depends on an element's position in memory, so on how a tensor is cut."""
     return x.double().pow(k)
 
 
 def dynamic_range(x: torch.Tensor, group: Group = STATE_GROUP) -> torch.Tensor:
-    """FP64 [.., groups]: largest over smallest non-zero magnitude [COAT, part 1]; NaN where a group has none, or is not finite."""
+    """FP64 [.., groups]: largest over smallest non-zero magnitude [COAT, part 1]; NaN where a group is all zero or not finite."""
     largest = group.maxima(x).double()
     return (largest / _smallest(x, group).double()).masked_fill(~((largest > 0) & largest.isfinite()), float("nan"))
 
 
 def _smallest(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """FP32 [.., groups]: the smallest magnitude that is not zero, +inf where there is none."""
+    """FP32 [.., groups]: the smallest non-zero magnitude, +inf where there is none."""
     magnitude = x.detach().float().abs()
     return group.split(magnitude.masked_fill(magnitude == 0, float("inf")), fill=float("inf")).amin(-1)

@@ -1,7 +1,28 @@
-"""The precision recipes as data: which tensor has which format (FP8-LM sections 2 and 3.3, Table 6 for the optimizer; Collage, Table 2;
-COAT).
+"""Precision recipes as data: the format of every tensor in a training step, and where its scale comes from.
 
-A recipe enters by a constant here; nothing in the training loop asks for a recipe's name.
+A recipe is a frozen dataclass. Layers, gradient synchronisation and the optimizer read its fields, and nothing in the training loop
+compares its name, so a new precision strategy is a new constant here, or a call of `register` in your own code. From the inside out:
+
+    Cast            one GEMM operand: format, scaling rule, granularity
+    Product         one GEMM: two casts, and whether the tensor cores may accumulate fast
+    Gemms           the three GEMMs of a linear layer y = x W^T: output, grad_input, grad_weight
+    StateFormats    the optimizer: master weight, gradient, m and v, how they are rounded, and which update runs on them
+    Recipe          all of these, and the formats of activations, of other parameters and of stored weights
+
+The recipes that FP8 training compares, with the formats of a linear layer's weight and the bytes per parameter that they add up to:
+
+    recipe      GEMM operands       weight   master      grad    m       v       bytes
+    O0 = bf16   BF16                BF16     FP32        FP32    FP32    FP32    2 + 4 + 4 + 4 + 4 = 18
+    O1          E4M3, g in E5M2     FP16     the weight  E4M3    FP32    FP32    2 + 1 + 4 + 4 = 11
+    O2          E4M3, g in E5M2     FP16     the weight  E4M3    E4M3    FP16    2 + 1 + 1 + 2 = 6
+    O3          E4M3, g in E5M2     E4M3     FP16        E4M3    E4M3    FP16    1 + 2 + 1 + 1 + 2 = 7
+    coat        E4M3, g in E5M2     E4M3     FP32        BF16    COAT's  COAT's  1 + 4 + 2 + 1 + 1 = 9, and scales of groups
+
+FP16 here carries one scale per tensor. Where the weight's format equals the master's, the stored weight is the master. O3 stores a second
+copy in E4M3 so that weights and activations can be communicated in FP8, and ZeRO divides the optimizer's part over the ranks.
+
+Sources: FP8-LM sections 2 and 3.3 and Table 6 (O1 to O3), Collage Table 2 (`bf16-*`, `collage-*`), and COAT. Next: `formats`, `scaling` and
+`granularity` define what a `Cast` names, `msamp.nn.gemm` runs the GEMMs, and `msamp.optim.optimizer` updates the states.
 """
 
 import math
@@ -18,7 +39,7 @@ from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.scaling import Current, Delayed, Exact, Scaling, SharedExponent
 from msamp.numerics.stochastic_rounding import ROUNDINGS
 
-KINDS = ("linear", "matrix", "vector")  # of parameters, by which formats differ
+KINDS = ("linear", "matrix", "vector")  # kinds of parameters, which have formats of their own
 COLLAGE_UPDATES = ("a", "kahan", "light", "plus", "fp8")  # in BF16 arithmetic
 LARGE = 4096  # rows and columns of a large operand
 
@@ -33,7 +54,7 @@ class Cast:
 
     @property
     def element_bytes(self) -> float:
-        """Bytes an element of a large operand with its share of the scales, one for each set."""
+        """Bytes per element of a large operand, including its share of the scales."""
         if self.granularity == TENSORWISE:
             return self.format.bytes
         sets = math.prod(self.granularity.scales_shape((LARGE, LARGE))) / LARGE**2
@@ -45,11 +66,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Product:
-    """One GEMM: how its two operands are cast, blocks lying along the dimension that the GEMM sums over, and how it accumulates.
+    """One GEMM: how its two operands are cast and how it accumulates. Blocks run along the dimension that the GEMM sums over.
 
     Attributes:
         left, right: the operands.
-        fast: the tensor cores may keep partial sums at reduced precision ("fast accumulation"); False wants the full sum.
+        fast: the tensor cores may keep partial sums at reduced precision ("fast accumulation"); False requires full accumulation.
     """
 
     left: Cast
@@ -73,20 +94,20 @@ class Gemms:
 
     @classmethod
     def of(cls, input: Cast, weight: Cast, grad_output: Cast) -> "Gemms":
-        """Each tensor cast alike for both of its GEMMs; fast accumulation for the output, the full sum for gradients."""
+        """Cast each tensor the same way for both of its GEMMs; accumulate the output fast and the gradients in full."""
         return cls(Product(input, weight, fast=True), Product(grad_output, weight), Product(grad_output, input))
 
     def all_fast(self) -> "Gemms":
-        """With fast accumulation of the gradients too.
+        """Return these GEMMs with fast accumulation in the gradient GEMMs too.
 
-        Hopper then adds up all terms of a sum in the tensor cores, which keep some 14 bits, where the full sum goes on in FP32 from time to
-        time. That takes fewer instructions, and less power. Blocks have no fast sum.
+        With fast accumulation Hopper keeps the whole sum in the tensor cores, at about 14 bits. With full accumulation it moves partial
+        sums to FP32 registers at intervals, which costs instructions and power. Block-scaled GEMMs always accumulate in full.
 
         Raises:
-            ValueError: for operands in blocks.
+            ValueError: if the operands are block-scaled.
         """
         if not self.tensorwise:
-            raise ValueError("operands in blocks are added up in full: there is no fast accumulation of blocks; take one scale a tensor")
+            raise ValueError("block-scaled GEMMs have no fast accumulation; use one scale per tensor (delayed or tensorwise)")
         return Gemms(*(replace(product, fast=True) for product in (self.output, self.grad_input, self.grad_weight)))
 
     @property
@@ -111,12 +132,12 @@ class Gemms:
 
     @property
     def tensorwise(self) -> bool:
-        """Whether every operand has one scale a tensor: then payloads may be gathered over ranks, and made by fused kernels."""
+        """Whether every operand has one scale per tensor, so that payloads may be gathered over ranks and written by fused kernels."""
         return all(cast.granularity == TENSORWISE for cast in self.casts.values())
 
     @property
     def fusible(self) -> bool:
-        """Whether the kernels of the fused blocks can cast the operands: one scale a tensor, from a history or by `Current`."""
+        """Whether the fused blocks' kernels can cast the operands: one scale per tensor, from a history or by `Current`."""
         return self.tensorwise and all(cast.scaling.window or type(cast.scaling) is Current for cast in self.casts.values())
 
 
@@ -125,18 +146,18 @@ class StateFormats:
     """The optimizer's four formats (FP8-LM equation 8 and Table 6), and the arithmetic of its update.
 
     Attributes:
-        master, grad, m, v: of the master weight, the gradient and the two moments. COAT's serve `m` and `v`.
-        update: "fp32", AdamW; one of Collage's in BF16 (algorithm 2 and Table 2), which takes BF16 in all four: "a" (BF16 alone), "kahan"
-            (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs), "fp8" (plus, its remainders in E4M3); or
-            another that is registered with `msamp.optim.updates`. The optimizer refuses one that it does not know, and formats that the
-            update does not take.
-        master_rounding, moment_rounding: how masters and moments are stored in their formats, "nearest" or "stochastic". The latter lets
-            updates below half a code arrive in the mean (`msamp.numerics.stochastic_rounding`). FP32 rounds nothing. COAT's moments are
-            stored to nearest, because their groups follow the values. So is v where nearest rounding keeps it within 2 %, such as FP16 at
-            beta2 0.95 (`kernels.reference.store.rounding_of`).
+        master, grad, m, v: formats of the master weight, the gradient and the two moments. COAT's formats are for `m` and `v` only.
+        update: "fp32", AdamW; one of Collage's BF16 updates (algorithm 2 and Table 2), which require BF16 in all four: "a" (BF16 alone),
+            "kahan" (compensated weight), "light" (weight as a pair), "plus" (weight and v as pairs), "fp8" (plus, with remainders in
+            E4M3); or another update registered with `msamp.optim.updates`. The optimizer rejects an unknown update, and formats that the
+            update does not support.
+        master_rounding, moment_rounding: how masters and moments are rounded when they are stored, "nearest" or "stochastic". Stochastic
+            rounding preserves updates below half a code on average (`msamp.numerics.stochastic_rounding`). FP32 is not rounded. COAT's
+            moments are rounded to nearest, because their groups follow the values. So is v where nearest rounding keeps it within 2 %,
+            such as FP16 at beta2 0.95 (`kernels.reference.store.rounding_of`).
 
     Raises:
-        ValueError: COAT's format for another state, an unknown rounding, and stochastic rounding of what is not rounded.
+        ValueError: COAT's format for another state, an unknown rounding, or stochastic rounding where no state is rounded.
     """
 
     master: Format = FP32_FORMAT
@@ -153,22 +174,22 @@ class StateFormats:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(ROUNDINGS)}")
             if getattr(self, name) != "nearest" and not rounds:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, and with {self} there is nothing that it rounds: FP32 is not rounded, and COAT's "
-                    "moments are stored to nearest; choose nearest, or another format"
+                    f"{name} is {getattr(self, name)}, but with {self} it rounds nothing: FP32 is not rounded, and COAT's moments are "
+                    "rounded to nearest; choose nearest, or another format"
                 )
         for name in ("master", "grad"):
             if getattr(self, name).group:
                 legal = ", ".join(fmt.name for fmt in ALL_FORMATS)
-                raise ValueError(f"{name} is {getattr(self, name)}, which is for the moments m and v alone; choose one of {legal}")
+                raise ValueError(f"{name} is {getattr(self, name)}, a format for the moments m and v only; choose one of {legal}")
 
     def rounded(self) -> dict[str, bool]:
-        """Whether there is something to round stochastically, by the field that says so."""
+        """Map `master_rounding` and `moment_rounding` to whether any of their states can be rounded stochastically."""
         masters, moments = ([fmt.bytes < FP32_FORMAT.bytes and not fmt.group for fmt in x] for x in ((self.master,), (self.m, self.v)))
         return {"master_rounding": any(masters), "moment_rounding": any(moments)}
 
     def varied(self, **changes: Any) -> "StateFormats":
-        """With some fields replaced. Where no master or moment is left that stochastic rounding concerns, its rounding becomes nearest, but
-        for one that is itself among the changes.
+        """Return a copy with some fields replaced. A rounding that no longer applies to any state becomes "nearest", unless it is itself
+        among the changes.
 
         Raises:
             ValueError: as for the class.
@@ -193,15 +214,16 @@ class Recipe:
         name: what `--precision` and `--opt-level` call it.
         compute: format of activations, embeddings, norms and biases.
         gemm: operand casts of linear layers; None: the GEMM runs in `compute`.
-        weight: format in which a linear weight stands between steps. Where it equals `states.master`, it is the master.
+        weight: format in which a linear weight is stored between steps. Where it equals `states.master`, the weight is the master.
         states: optimizer formats of linear weights.
         matrices: optimizer formats of other matrices: embeddings, the LM head, linear layers that stay in 16 bits, kernels of convolutions.
             None: those of linear weights, with BF16 gradients where the recipe has FP8 GEMMs.
         vectors: optimizer formats of norms and biases.
-        fp8_wire: whether activations and their gradients travel in FP8 between tensor-parallel ranks, else in `compute`.
-        shards_optimizer: whether data-parallel ranks share the optimizer's states without being asked (ZeRO).
-        accumulator: default dtype in which several micro-batches of a step add up: "bf16" or "fp32".
-        activations: default way to keep the inputs of norms and activations for backward: "compute", as they are, or "coat", in FP8 groups.
+        fp8_wire: whether tensor-parallel ranks send activations and their gradients in FP8; otherwise they send `compute`.
+        shards_optimizer: whether the optimizer states are sharded over the data-parallel ranks by default (ZeRO).
+        accumulator: default dtype for gradient accumulation over micro-batches: "bf16" or "fp32".
+        activations: how the inputs of norms and activation functions are saved for backward by default: "compute", in that format, or
+            "coat", in FP8 groups.
     """
 
     name: str
@@ -237,14 +259,14 @@ class Recipe:
         return self.compute.dtype is torch.float16
 
     def formats_of(self, kind: str) -> StateFormats:
-        """Optimizer formats of a kind of parameter, alike in the trainer and in a loop of one's own.
+        """Return the optimizer formats of a kind of parameter. The trainer and `msamp.initialize` use the same ones.
 
         Args:
             kind: "linear", a weight of a linear layer that the recipe converts; "matrix", another parameter with two dimensions or more;
                 "vector", one with fewer.
 
         Raises:
-            ValueError: for another kind.
+            ValueError: if `kind` is none of these.
         """
         match kind:
             case "linear":
@@ -257,10 +279,10 @@ class Recipe:
         raise ValueError(f"kind of parameter is {kind!r}; it must be one of {', '.join(KINDS)}")
 
     def with_states(self, **formats: Format | None) -> "Recipe":
-        """The recipe with some of `master`, `grad`, `m`, `v` replaced (None keeps the recipe's own): Table 6's rows. Other matrices follow
-        in master and moments; their gradients stay.
+        """Return the recipe with some of `master`, `grad`, `m`, `v` replaced, as in Table 6; None keeps the recipe's own. Other matrices
+        take the same master and moments, and keep their gradient format.
 
-        Another gradient format brings the accumulator that suits it: BF16 for FP8 gradients, else FP32.
+        A new gradient format also sets the matching accumulator: BF16 for FP8 gradients, else FP32.
         """
         given = {name: fmt for name, fmt in formats.items() if fmt is not None}
         states = self.states.varied(**given)
@@ -271,10 +293,10 @@ class Recipe:
         return replace(changed, accumulator="bf16" if changed.fp8_gradients else "fp32")
 
     def with_rounding(self, *, master: str | None = None, moments: str | None = None) -> "Recipe":
-        """The recipe with masters or moments of matrices rounded "nearest" or "stochastic" as they are stored; None keeps the recipe's own.
+        """Return the recipe with "nearest" or "stochastic" rounding of the masters or moments of matrices; None keeps the recipe's own.
 
         Raises:
-            ValueError: for another word, and for stochastic rounding where nothing is rounded.
+            ValueError: if the rounding is unknown, or stochastic where no state is rounded.
         """
         given = {"master_rounding": master, "moment_rounding": moments}
         chosen = {name: value for name, value in given.items() if value is not None}
@@ -282,45 +304,46 @@ class Recipe:
             return self
         if "stochastic" in chosen.values() and self.states.update in COLLAGE_UPDATES:
             raise ValueError(
-                f"{', '.join(chosen)}: recipe {self.name!r} has Collage's update {self.states.update!r}, and its BF16 arithmetic rounds "
-                "to nearest; drop it, or take bf16-dmw, BF16 weights with FP32 moments"
+                f"{', '.join(chosen)}: recipe {self.name!r} uses Collage's update {self.states.update!r}, whose BF16 arithmetic rounds "
+                "to nearest; drop the option, or use bf16-dmw, which has BF16 weights and FP32 moments"
             )
         varied = {name: getattr(self, name) for name in ("states", "matrices") if getattr(self, name) is not None}
         return replace(self, **{name: states.varied(**chosen) for name, states in varied.items()})
 
     def with_scaling(self, scaling: Scaling) -> "Recipe":
-        """The recipe with activations and grad_outputs scaled by another rule; itself where there are no FP8 GEMMs."""
+        """Return the recipe with another scaling rule for activations and grad_outputs; unchanged where there are no FP8 GEMMs."""
         if self.gemm is None:
             return self
         input, grad_output = (replace(cast, scaling=scaling) for cast in (self.gemm.input, self.gemm.grad_output))
         return self.with_gemm(Gemms.of(input, self.gemm.weight, grad_output))
 
     def with_gemm(self, gemm: Gemms) -> "Recipe":
-        """The recipe with its FP8 GEMMs cast in another way, such as one of `GEMMS`.
+        """Return the recipe with other casts for its FP8 GEMMs, such as one of `GEMMS`.
 
-        Operands in blocks do not travel in FP8 (`fp8_wire` becomes False): a block of grad_weight's operands lies along the tokens of
-        several ranks, so the values have to be gathered.
+        Block-scaled operands are not communicated in FP8 (`fp8_wire` becomes False): a block of grad_weight's operands spans tokens of
+        several ranks, so the values must be gathered before they are cast.
 
         Raises:
-            ValueError: for a recipe without FP8 GEMMs.
+            ValueError: if the recipe has no FP8 GEMMs.
         """
         if self.gemm is None:
-            raise ValueError(f"recipe {self.name} has no FP8 GEMM to cast in another way; take O1, O2 or O3")
+            raise ValueError(f"recipe {self.name} has no FP8 GEMMs, so their casts cannot be changed; use O1, O2 or O3")
         return replace(self, gemm=gemm, fp8_wire=self.fp8_wire and gemm.tensorwise)
 
 
-# A weight changes once a step and its amax is known when it does, so its scale is always its own.
+# The optimizer changes a weight once per step and knows its amax, so a weight is always scaled by its current amax.
 _GEMM = Gemms.of(input=Cast(E4M3), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2))
 _JUST_IN_TIME = Gemms.of(input=Cast(E4M3, Current()), weight=Cast(E4M3, Current()), grad_output=Cast(E5M2, Current()))
 
 
 def _blocks(scaling: Scaling, along: Block, weight: Block) -> Gemms:
-    """Operands in blocks, each E4M3: a block follows what it holds, so that gradients need no wider range [DeepSeek-V3, section 3.3.2]."""
+    """Block-scaled E4M3 operands: each block has its own scale, so that gradients need no wider range [DeepSeek-V3, section 3.3.2]."""
     return Gemms.of(input=Cast(E4M3, scaling, along), weight=Cast(E4M3, scaling, weight), grad_output=Cast(E4M3, scaling, along))
 
 
-# Ways to cast the operands of the FP8 GEMMs, in the words of Megatron-LM's `--fp8-recipe`. "blockwise" is DeepSeek-V3's, with FP32 scales,
-# or with the power of two that Transformer Engine takes; "mxfp8" has a shared exponent for each 32 elements [OCP Microscaling v1.0].
+# How the operands of the FP8 GEMMs are cast, by the names of Megatron-LM's `--fp8-recipe`. "blockwise" is DeepSeek-V3's, with FP32 scales;
+# "blockwise-power-of-two" has Transformer Engine's power-of-two scales; "mxfp8" shares an exponent over 32 elements [OCP Microscaling
+# v1.0].
 GEMMS: dict[str, Gemms] = {
     "delayed": _GEMM,
     "tensorwise": _JUST_IN_TIME,
@@ -332,8 +355,8 @@ GEMMS: dict[str, Gemms] = {
 FP32 = Recipe(name="fp32", compute=FP32_FORMAT, gemm=None, weight=FP32_FORMAT, states=FP32_STATES)
 FP16_AMP = Recipe(name="fp16-amp", compute=PLAIN_FP16, gemm=None, weight=PLAIN_FP16, states=FP32_STATES)
 BF16 = Recipe(name="bf16", compute=BF16_FORMAT, gemm=None, weight=BF16_FORMAT, states=FP32_STATES)
-# The paper rounds to nearest, which loses updates below half a code. Stochastic rounding delivers them, and a GPT-125M ends 0.15 to 0.17 %
-# lower (eight paired seeds, docs/results); with_rounding gives the paper's.
+# The paper rounds to nearest, which loses updates below half a code. Stochastic rounding keeps them on average, and a GPT-125M reaches a
+# loss 0.15 to 0.17 % lower (eight paired seeds, docs/results). `with_rounding` restores the paper's rounding.
 _MASTERS = {"master_rounding": "stochastic"}
 _ALL_STATES = {"master_rounding": "stochastic", "moment_rounding": "stochastic"}
 O1 = Recipe(
@@ -363,7 +386,7 @@ O3 = Recipe(
     accumulator="bf16",
 )
 
-# Option of Collage's Table 2, or pairs with 8 bits ("fp8") -> the formats of its states, which are the same for every parameter.
+# An option of Collage's Table 2, or pairs with E4M3 remainders ("fp8") -> its state formats, which are the same for every parameter.
 COLLAGE_FORMATS = {
     **{update: StateFormats(BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, BF16_FORMAT, update) for update in COLLAGE_UPDATES},
     "d-mw": StateFormats(BF16_FORMAT, BF16_FORMAT, FP32_FORMAT, FP32_FORMAT),  # weights are their own masters
@@ -381,8 +404,8 @@ BF16_DMW, BF16_D = _collage("bf16-dmw", "d-mw"), _collage("bf16-d", "d")
 COLLAGE_LIGHT, COLLAGE_PLUS = _collage("collage-light", "light"), _collage("collage-plus", "plus")
 COLLAGE_FP8 = _collage("collage-fp8", "fp8")
 
-# COAT: operands of linear layers with one just-in-time scale a tensor, moments with range expansion, gradients in BF16. The GEMMs read a
-# weight in E4M3 alone, so that it is stored in E4M3 between steps.
+# COAT: linear layers with one just-in-time scale per tensor, moments with range expansion, gradients in BF16. The GEMMs read weights in
+# E4M3 only, so weights are stored in E4M3 between steps.
 COAT = Recipe(
     name="coat",
     compute=BF16_FORMAT,
@@ -398,15 +421,15 @@ _TABLE: dict[str, Recipe] = {recipe.name: recipe for recipe in ALL}
 
 
 def register(recipe: Recipe) -> Recipe:
-    """Enter a recipe of one's own, so that `--precision`, `msamp.initialize` and checkpoints know it by its name; returns it.
+    """Register a recipe, so that `--precision`, `msamp.initialize` and checkpoints accept its name; return the recipe.
 
-    Every process that trains with it registers it.
+    Every process that trains with it must register it.
 
     Raises:
-        ValueError: the name belongs to another recipe.
+        ValueError: if another recipe already has that name.
     """
     if _TABLE.get(recipe.name, recipe) != recipe:
-        raise ValueError(f"precision {recipe.name!r} is the name of another recipe; choose a name that is not one of {', '.join(names())}")
+        raise ValueError(f"precision {recipe.name!r} already names another recipe; choose a name that is not one of {', '.join(names())}")
     return _TABLE.setdefault(recipe.name, recipe)
 
 
@@ -416,10 +439,10 @@ def names() -> tuple[str, ...]:
 
 
 def by_name(name: str) -> Recipe:
-    """The recipe that `--precision` or `--opt-level` names; O0 is bf16.
+    """Return the recipe that `--precision` or `--opt-level` names; O0 is bf16.
 
     Raises:
-        ValueError: for an unknown name, listing those accepted.
+        ValueError: if the name is unknown; the message lists the accepted ones.
     """
     known = _TABLE.get("bf16" if name == "O0" else name)
     if known is None:

@@ -1,4 +1,4 @@
-"""From amax to scale: the power-of-two rule, and the choice of the amax."""
+"""Scaling rules: which amax a tensor is scaled by (current or delayed), and how an amax becomes a scale."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import torch
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
-MAX_EXPONENT = 126  # of a scale, either way
+MAX_EXPONENT = 126  # of a scale, positive or negative
 MAX_MARGIN = 16
 SMALLEST = 2.0**-MAX_EXPONENT  # the smallest scale_inv of `Exact`: FP32's smallest normal value
 NOT_FINITE = 255  # NaN of E8M0
@@ -25,15 +25,15 @@ def _fields(value: float) -> tuple[int, int]:
 
 
 def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """The largest power of two with `amax * scale <= fp_max`, its exponent clamped to +-126.
+    """Return the largest power of two with `amax * scale <= fp_max`, its exponent clamped to +-126.
 
-    Computed from the exponent bits, on the device of `amax` and without a host sync: an FP32 division or log2 is off by
-    a factor of two next to powers of two.
+    The exponent bits are computed on the device of `amax`, without a host sync. An FP32 division or log2 would be off by a factor of two
+    next to powers of two.
 
     Args:
         amax: FP32, any shape.
         fp_max: largest value of the target format.
-        last: FP32 of the same shape (or a number): the scale kept where amax is zero, negative or not finite.
+        last: FP32 of the same shape, or a number: the scale to keep where amax is zero, negative or not finite.
 
     Returns:
         FP32 scales in the shape of `amax`.
@@ -48,19 +48,19 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | floa
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """`scale_inv` of a power-of-two `scale` (FP32, exact)."""
+    """Return the `scale_inv` of a power-of-two `scale` (FP32, exact)."""
     return scale.reciprocal()
 
 
 class Scaling(ABC):
-    """A scaling rule: the scale of a cast, given the amaxes of the steps before.
+    """A scaling rule: the scale of a cast, given the amaxes of previous steps.
 
-    A rule of one's own is a frozen dataclass below this class; a layer refuses anything else. Callers use `window` and `next_scale` alone.
+    To write one, derive a frozen dataclass; layers reject anything else. Callers use only `window` and `next_scale`.
 
     Attributes:
-        window: steps of amax that the rule looks at. Until there are so many, and always with 0, the scale is just-in-time. With 0 it is
+        window: number of steps in the amax history. Until the history is full, and always if it is 0, the scale is just-in-time:
             `next_scale` of the tensor's own amax.
-        kept_dtype: of `scale_inv`.
+        kept_dtype: dtype of `scale_inv`.
     """
 
     window: int
@@ -68,33 +68,33 @@ class Scaling(ABC):
 
     @abstractmethod
     def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """The scale that the coming cast multiplies with. On the device of `history`, without a host sync.
+        """Return the scale of the next cast, computed on the device of `history` without a host sync.
 
         Args:
-            history: FP32 [.., steps], amaxes, the oldest first; `steps` is `window`, or 1 for a rule without one.
+            history: FP32 [.., steps], amaxes, the oldest first; `steps` is `window`, or 1 for a rule without a window.
             fp_max: largest value of the target format.
-            last: FP32 [..] or a number: the scale kept where no amax is positive and finite.
+            last: FP32 [..] or a number: the scale to keep where no amax is positive and finite.
 
         Returns:
             FP32 [..].
         """
 
     def scale_inv(self, amax: torch.Tensor, fp_max: float) -> torch.Tensor:
-        """What is kept of blocks that are scaled just in time (`msamp.numerics.block_scale`).
+        """Return the stored scale_inv of blocks that are scaled just in time (`msamp.numerics.block_scale`).
 
         Args:
             amax: FP32, any shape, not negative; +inf where a block is not finite.
             fp_max: largest value of the target format.
 
         Returns:
-            Of `kept_dtype`, in the shape of `amax`: scale_inv, NaN where a block is not finite.
+            scale_inv in `kept_dtype` and the shape of `amax`; NaN where a block is not finite.
         """
         return inverse(self.next_scale(amax.unsqueeze(-1), fp_max)).masked_fill(~amax.isfinite(), float("nan"))
 
 
 @dataclass(frozen=True)
 class Current(Scaling):
-    """Just-in-time scaling: the scale of a tensor comes from that tensor's own amax."""
+    """Just-in-time scaling: a tensor's scale follows from its own amax."""
 
     window: int = field(default=0, init=False)
 
@@ -107,7 +107,7 @@ class Current(Scaling):
 
 @dataclass(frozen=True)
 class Exact(Scaling):
-    """The FP32 scale that brings the amax onto the end of the format, just in time: DeepSeek-V3's, for blocks.
+    """Just-in-time FP32 scales that map the amax to the format's largest value, for blocks (DeepSeek-V3).
 
     scale_inv = amax / fp_max is stored, and the scale is its reciprocal (`msamp.numerics.block_scale`, rule "fp32").
     """
@@ -119,7 +119,7 @@ class Exact(Scaling):
         return scale.masked_fill(scale.isnan(), 1.0)
 
     def scale_inv(self, amax: torch.Tensor, fp_max: float) -> torch.Tensor:
-        scale_inv = amax.clamp(min=fp_max * SMALLEST) / torch.full_like(amax, fp_max)  # by a number, CUDA takes the reciprocal
+        scale_inv = amax.clamp(min=fp_max * SMALLEST) / torch.full_like(amax, fp_max)  # `/ fp_max` takes a reciprocal in CUDA
         return scale_inv.masked_fill(amax == 0, 1.0).masked_fill(~amax.isfinite(), float("nan"))
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Exact(Scaling):
 
 @dataclass(frozen=True)
 class SharedExponent(Scaling):
-    """The power of two that brings the amax into the format's last binade, just in time: E8M0 of OCP Microscaling v1.0, for blocks.
+    """Just-in-time power-of-two scales that map the amax to the format's last binade, for blocks (E8M0 of OCP Microscaling v1.0).
 
     Values above fp_max saturate (`msamp.numerics.block_scale`, rule "e8m0").
     """
@@ -143,7 +143,7 @@ class SharedExponent(Scaling):
 
     def scale_inv(self, amax: torch.Tensor, fp_max: float) -> torch.Tensor:
         emax = _fields(fp_max)[0] - _EXPONENT_BIAS
-        # The exponent field of a subnormal amax is 0, which says 2^-127: too large, but below the clamp all the same.
+        # The exponent field of a subnormal amax is 0, which means 2^-127: too large, but it is clamped all the same.
         exponent = ((amax.view(torch.int32) >> _MANTISSA_BITS) - emax).clamp(min=0)
         return exponent.masked_fill(~amax.isfinite(), NOT_FINITE).to(torch.uint8)
 
@@ -158,14 +158,14 @@ ALGORITHMS = ("max", "most_recent")
 class Delayed(Scaling):
     """Delayed scaling: the scale comes from the amaxes of the last `window` steps (FP8-LM appendix A.2).
 
-    Until the window is filled the scaling is just-in-time, so that no first steps run with a guessed scale. A tensor that
-    was not there for a whole window (an idle layer) comes back with the last scale it had.
+    Until the window is full, scaling is just-in-time, so that the first steps do not run with a guessed scale. A layer that was idle for a
+    whole window resumes with its last scale.
 
     Attributes:
         window: steps. Megatron-LM's `--fp8-amax-history-len`.
-        algorithm: "max", the largest of the window, or "most_recent", the last one. Megatron-LM's `--fp8-amax-compute-algo`.
-        margin: the scale is divided by 2^margin, room for an amax that grows. Megatron-LM's `--fp8-margin`. A just-in-time scale knows
-            its amax and takes none.
+        algorithm: "max", the largest in the window, or "most_recent", the last one. Megatron-LM's `--fp8-amax-compute-algo`.
+        margin: the scale is divided by 2^margin, as headroom for a growing amax. Megatron-LM's `--fp8-margin`. Just-in-time scales have no
+            margin, since they know the amax.
 
     Raises:
         ValueError: a window below 1, an unknown algorithm, or a margin outside [0, 16].
@@ -185,7 +185,7 @@ class Delayed(Scaling):
 
     def next_scale(self, history: torch.Tensor, fp_max: float, last: torch.Tensor | float = 1.0) -> torch.Tensor:
         amax = history.amax(-1) if self.algorithm == "max" else history[..., -1]
-        # The margin enters by the format's end: a power of two, exact, and a scale that is kept is not divided again.
+        # The margin scales fp_max: exact, because it is a power of two, and `last` is not divided a second time.
         return scale_from_amax(amax, fp_max * 2.0**-self.margin, last)
 
     def __str__(self) -> str:
@@ -198,9 +198,9 @@ class Delayed(Scaling):
 
 
 def check_rule(rule: object, what: str) -> None:
-    """ValueError naming `what` for an object that is no scaling rule."""
+    """Raise a ValueError that names `what` if `rule` is not a scaling rule."""
     if not isinstance(rule, Scaling):
         raise ValueError(
-            f"{what} has scaling rule {rule!r}, which is none; take Current() or Delayed(), or derive a class from "
+            f"{what} has scaling rule {rule!r}, which is not a Scaling; use Current() or Delayed(), or derive a class from "
             "msamp.numerics.scaling.Scaling"
         )

@@ -1,25 +1,25 @@
 """Seeded stochastic rounding of stored optimizer states: random words from a counter, and the cast that uses them.
 
-Stochastic rounding stores a value x between two neighbours a < b of a format as b where a threshold r, uniform on [0, 1), satisfies
-(x - a) / (b - a) + r >= 1, so that the mean of the stored value is x. Nearest rounding loses every update below half a code for good; here
-it arrives in the mean.
+Stochastic rounding stores a value x between two neighbouring codes a < b as b if a threshold r, uniform on [0, 1), satisfies
+(x - a) / (b - a) + r >= 1, and as a otherwise, so that the mean of the stored value is x. Nearest rounding loses every update below half a
+code for good; stochastic rounding keeps it on average.
 
-**Random words.** r = w / 2^32, where w depends on the tensor's key, the element's index in its shard, the state and the step's number, and
-on nothing else. So the bits do not depend on how ZeRO or FSDP cut the tensor, on CUDA graphs, on the number of micro-batches or on a
-resume:
+**Random words.** r = w / 2^32, where w depends only on the tensor's key, the element's index in its shard, the state and the step number.
+So the bits do not depend on how ZeRO or FSDP cut the tensor, on CUDA graphs, on the number of micro-batches or on a resume:
 
     h = mix(key, index // 4)                                     one hash for four elements
     w = h * SPREAD^(4 state + index % 4 + 1) + SPREAD * step     mod 2^32; SPREAD / 2^32 is the golden ratio's fraction
 
-Over the steps the thresholds of an element are a Kronecker sequence, which fills [0, 1) evenly: after n updates of f codes each the value
-has moved by n f codes, to within a code or two, where independent draws would spread by sqrt(n f (1 - f)). Over elements and states the
-thresholds behave as independent ones.
+Over the steps, the thresholds of an element are a Kronecker sequence, which fills [0, 1) evenly: after n updates of f codes each, the value
+has moved by n f codes to within a code or two, where independent draws would spread by sqrt(n f (1 - f)). Across elements and states the
+thresholds behave like independent ones.
 
-**Bias.** A format drops `shift` = 23 - mantissa_bits bits of FP32. The first `shift` bits of w are added to these before they are cut off,
-so the mean over all w is exactly x. Below the smallest normal value `tiny`, x + tiny is rounded to FP32 first, a bias of at most
-2^-24 tiny: 2^-14 of FP16's smallest code. Masters in FP16 do without that addition, which would cost a twentieth of the update's
-instructions: below `tiny`, 2^-29 of the largest magnitude that the scale leaves room for, a stored master is too small by up to one
-code of 2^-24, in the mean and at every step that changes it.
+**Bias.** A format drops `shift` = 23 - mantissa_bits bits of FP32. The first `shift` bits of w are added to them before they are cut off,
+so the mean over all w is exactly x. Below the smallest normal value `tiny`, x + tiny is rounded to FP32 first, a bias of at most 2^-24
+tiny: 2^-14 of FP16's smallest code. FP16 masters skip that addition, which would cost a twentieth of the update's instructions. So below
+    `tiny`,
+which is 2^-29 of the largest magnitude that the scale leaves room for, a stored master is too small by up to one code of 2^-24, on average
+and at every step that changes it.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from msamp.numerics.formats import FP16, Format
 from msamp.numerics.quantize import cast
 
 ROUNDINGS = ("nearest", "stochastic")
-# Odd multipliers: the golden ratio's, and those of a hash of 32 bits that is known to mix well (C. Wellons' hash prospector).
+# Odd multipliers: the golden ratio's, and those of a 32-bit hash that is known to mix well (C. Wellons' hash prospector).
 SPREAD, FIRST, SECOND, HIGH = 0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B
 LANES = 4  # elements that share a hash
 STATES = ("m", "v", "master")
@@ -41,29 +41,29 @@ _PART = 2**22  # elements at a time: a few INT32 temporaries of 16 MiB
 
 
 def tensor_key(seed: int, name: str, *coordinates: int) -> int:
-    """The key of a tensor's thresholds: 64 bits, as a signed integer.
+    """Return the key of a tensor's thresholds: 64 bits, as a signed integer.
 
     Args:
         seed: of the run.
-        name: of the parameter in the whole model, alike on all ranks that hold a copy of it.
-        coordinates: what tells shards of one parameter apart that count their elements from 0, such as the tensor-parallel rank.
+        name: of the parameter in the whole model, the same on all ranks that hold a copy of it.
+        coordinates: distinguish shards of one parameter that count their elements from 0, such as the tensor-parallel rank.
     """
     text = " ".join([str(seed), name, *map(str, coordinates)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _int32(x: Any) -> Any:
-    """The low 32 bits of an integer or an INT64 tensor as a signed integer, as torch multiplies them."""
+    """The low 32 bits of an integer or an INT64 tensor as a signed integer, the type that torch multiplies."""
     return (x + 2**31) % 2**32 - 2**31
 
 
 def _mixed(h: torch.Tensor, bits: int) -> torch.Tensor:
-    """h ^ (h >>> bits), of INT32 as if it had no sign."""
+    """h ^ (h >>> bits) of INT32, with an unsigned shift."""
     return h ^ ((h >> bits) & (2 ** (32 - bits) - 1))
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """INT32, `mix(key, index)` of INT64 indices, in their shape."""
+    """INT32 `mix(key, index)`, in the shape of the INT64 `index`."""
     low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
     h = _mixed(low * _int32(SPREAD) + _int32(key), 16) * _int32(FIRST)
     h = _mixed(h, 15) * _int32(SECOND) + _int32(key >> 32) + high * _int32(HIGH)
@@ -71,12 +71,12 @@ def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
 
 
 class Thresholds:
-    """The random words of one tensor, or of a run of its elements, at one step.
+    """The random words of one tensor, or of a contiguous part of it, at one step.
 
     Args:
         key: of the tensor, by `tensor_key`.
         offset: index of the first element in the tensor's shard.
-        step: number of the step, from 1; on a GPU a 0-dim tensor, which nothing waits for.
+        step: number of the step, from 1; on a GPU a 0-dim tensor, so that nothing waits for the device.
     """
 
     def __init__(self, key: int, offset: int, step: int | torch.Tensor) -> None:
@@ -84,26 +84,26 @@ class Thresholds:
         self.turn = _int32(step.long() * SPREAD).int() if isinstance(step, torch.Tensor) else _int32(step * SPREAD)
 
     def of(self, state: str, start: int, count: int, device: torch.device) -> torch.Tensor:
-        """INT32 [count], 32 random bits each, from element `start` on; `state` is "m", "v" or "master"."""
+        """INT32 [count], 32 random bits each, for the elements from `start`; `state` is "m", "v" or "master"."""
         index = torch.arange(self.offset + start, self.offset + start + count, device=device)
         of_lane = torch.tensor([_int32(x) for x in MULTIPLIERS[state]], dtype=torch.int32, device=device)
         return hashes(self.key, index // LANES) * of_lane[index % LANES] + self.turn
 
 
 def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, subnormals: bool = True) -> torch.Tensor:
-    """FP32 `x` rounded to a value of `fmt`, or to the one that would follow its largest; NaN where `x` is not finite.
+    """Round FP32 `x` to values of `fmt`, or to the value that would follow its largest; NaN where `x` is not finite.
 
     Args:
         x: FP32, any shape, already scaled.
-        words: INT32 of random bits, the shape of `x`.
+        words: INT32 random bits, in the shape of `x`.
         fmt: FP16, BF16, E4M3 or E5M2.
-        subnormals: False rounds values below `fmt.tiny` toward zero once the bits are added.
+        subnormals: False rounds values below `fmt.tiny` toward zero after the bits are added.
     """
     shift = 23 - fmt.mantissa_bits
     added = (words >> (32 - shift)) & ((1 << shift) - 1)
     magnitude = x.abs()
-    # Codes below `tiny` have the spacing that FP32 has between `tiny` and 2 `tiny` once as many bits are dropped. BF16 has FP32's
-    # exponents, so its codes below `tiny` need no shift.
+    # Codes below `tiny` have the spacing of FP32 between `tiny` and 2 `tiny` after `shift` bits are dropped. BF16 has FP32's exponents, so
+    # its codes below `tiny` need no offset.
     base = torch.zeros_like(magnitude)
     if fmt.scaled and subnormals:
         base.masked_fill_(magnitude < fmt.tiny, fmt.tiny)
@@ -118,14 +118,14 @@ def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, s
 def cast_stochastically(
     x: torch.Tensor, fmt: Format, thresholds: Thresholds, state: str, silent: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`cast` with stochastic rounding: a payload of `fmt.dtype` in the shape of FP32 `x`, saturated; NaN where `x` is not finite.
+    """`cast` with stochastic rounding: return a saturated payload of `fmt.dtype` in the shape of FP32 `x`; NaN where `x` is not finite.
 
     Args:
         x: FP32, any shape, already scaled.
         fmt: FP16, BF16, E4M3 or E5M2.
-        thresholds: those of the tensor.
-        state: which of the element's words: that of "m", "v" or "master".
-        silent: bool, the shape of `x`: where values below `fmt.tiny` are rounded toward zero; None: nowhere.
+        thresholds: of the tensor.
+        state: which of an element's words to use: "m", "v" or "master".
+        silent: bool in the shape of `x`: where to round values below `fmt.tiny` toward zero; None: nowhere.
     """
     subnormals = state != "master" or fmt is not FP16
     flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=fmt.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""ScalingTensor: a low-precision payload and the scale that gives it back its values, as one torch.Tensor."""
+"""ScalingTensor: a low-precision payload and its scale as one torch.Tensor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OWN_ATTRIBUTES = ("payload", "scale_inv", "_is_param", "_tally")  # attributes t
 
 
 class Tally:
-    """What a kernel measured of a payload while it wrote it, valid until the payload changes; a deep copy is None.
+    """Counts that a kernel took while it wrote a payload, valid until the payload changes; a deep copy is None.
 
     Args:
-        tally: int64, as `ops.pack` measures it.
-        payload: the measured payload. One of inference mode has no version that shows a change, so nothing is valid of it.
+        tally: int64, as `ops.pack` returns it.
+        payload: the payload. An inference tensor has no version counter to show changes, so its tally is never valid.
     """
 
     def __init__(self, tally: torch.Tensor, payload: torch.Tensor) -> None:
@@ -34,7 +34,7 @@ class Tally:
         return None
 
     def of(self, payload: torch.Tensor) -> torch.Tensor | None:
-        """The tally, if it is of this payload as it is now."""
+        """Return the tally if it belongs to this payload and the payload has not changed; else None."""
         same = self._version is not None and self._payload() is payload and payload._version == self._version
         return self._tally if same else None
 
@@ -56,7 +56,7 @@ class ScalingTensor(torch.Tensor):
     scale_inv: torch.Tensor
     label: str = ""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # ops are met below autograd, in __torch_dispatch__
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # see __torch_dispatch__, below autograd
 
     @staticmethod
     def __new__(
@@ -64,7 +64,7 @@ class ScalingTensor(torch.Tensor):
     ) -> ScalingTensor:
         fmt = of_dtype(payload.dtype)
         if not fmt.scaled:
-            raise ValueError(f"a payload of {payload.dtype} carries no scale; use torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16")
+            raise ValueError(f"a payload of {payload.dtype} has no scale; use torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16")
         if scale_inv.dtype != torch.float32 or scale_inv.numel() != 1:
             raise ValueError(f"scale_inv is {scale_inv.dtype} of shape {tuple(scale_inv.shape)}; it must be one torch.float32 value")
         return torch.Tensor._make_wrapper_subclass(
@@ -80,13 +80,13 @@ class ScalingTensor(torch.Tensor):
 
     @classmethod
     def quantize(cls, x: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> ScalingTensor:
-        """Quantise `x` with one scale, its own just-in-time one where `scale` is None.
+        """Quantize `x` with one scale; with its own just-in-time scale if `scale` is None.
 
         Args:
             x: FP32, BF16 or FP16, any shape.
             fmt: E4M3, E5M2 or FP16.
-            scale: FP32, 0-dim power of two. Where it is None and `x` holds values that are not finite, the result is
-                poisoned: its `scale_inv` is NaN, so that a reader sees them although the payload saturates.
+            scale: FP32, 0-dim power of two. If it is None and `x` contains non-finite values, the result is poisoned: its `scale_inv` is
+                NaN, so that readers see them although the payload saturates.
             dtype: the outer dtype; that of `x` by default.
         """
         x = x.detach()
@@ -103,9 +103,9 @@ class ScalingTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # Torch's own would exchange the storage of the wrapper, which has none, and leave payload and scale as they were.
+        # Torch's setter would swap the storage of the wrapper, which has none, and leave payload and scale unchanged.
         if value.shape != self.shape:
-            raise ValueError(f"values of shape {tuple(value.shape)} for a weight of shape {tuple(self.shape)}; make a new Parameter")
+            raise ValueError(f"values of shape {tuple(value.shape)} for a weight of shape {tuple(self.shape)}; create a new Parameter")
         with torch.no_grad():
             self.detach().copy_(value)
 
@@ -115,23 +115,23 @@ class ScalingTensor(torch.Tensor):
         return of_dtype(self.payload.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of `dtype` (the outer dtype by default), `payload * scale_inv` rounded once."""
+        """Return the values as a plain tensor of `dtype` (the outer dtype by default), `payload * scale_inv` rounded once."""
         return dequantize(self.payload, self.scale_inv, dtype or self.dtype)
 
     @property
     def tally(self) -> torch.Tensor | None:
-        """int64 [3]: what the kernel that wrote the payload measured of it, as `ops.pack` does; None without, and once the payload has
-        changed. Neither a deep copy, nor the result of an operation, nor a saved tensor has it."""
+        """int64 [3]: the counts that the kernel took when it wrote the payload, as `ops.pack` does. None if there are none, or once the
+        payload has changed. Deep copies, results of operations and saved tensors have none."""
         return None if self._tally is None else self._tally.of(self.payload)
 
     def store_(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """Overwrite the values in place: `value` (FP32, same shape) quantised with `scale`, or just in time."""
+        """Overwrite the values in place with `value` (FP32, same shape), quantized with `scale` or just in time."""
         new = type(self).quantize(value, self.format, scale)
         self.payload.copy_(new.payload)
         self.scale_inv.copy_(new.scale_inv)
 
     def share_memory_(self) -> ScalingTensor:
-        """Refused: the wrapper has no storage to share (torch would crash on it). Share `payload` and `scale_inv`."""
+        """Raise a ValueError: the wrapper has no storage to share, and torch would crash. Share `payload` and `scale_inv`."""
         raise ValueError("a ScalingTensor cannot be moved to shared memory; share its payload and its scale_inv instead")
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -144,15 +144,15 @@ class ScalingTensor(torch.Tensor):
         return self.dequantize().tolist()
 
     def storage(self) -> Any:
-        """Refused: the wrapper has no storage, and code that writes a tensor by its memory (safetensors, accelerate) asks for it."""
+        """Raise a ValueError: the wrapper has no storage, which safetensors and accelerate would write to a file."""
         raise ValueError(
-            "a low-precision weight has no storage of its own to be written by; call msamp.save_plain(model, optimizer) once after "
-            "msamp.initialize, so that the model saves plain weights, or save msamp.fp8_state_dict(model), which holds plain tensors, or "
-            "save by torch.save (accelerate: safe_serialization=False)"
+            "a low-precision weight has no storage that could be written to a file; call msamp.save_plain(model, optimizer) once after "
+            "msamp.initialize, so that the model saves plain weights, or save msamp.fp8_state_dict(model), which contains plain tensors, "
+            "or save with torch.save (accelerate: safe_serialization=False)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # While torch.compile traces, its inner tensors have no values, and it prints them in its log.
+        # While torch.compile traces, the inner tensors have no values, and it logs them.
         scale_inv = f"{self.scale_inv.item():g}" if type(self.scale_inv) is torch.Tensor else "traced"
         return f"ScalingTensor({self.format}, shape={tuple(self.shape)}, scale_inv={scale_inv}, as {self.dtype})"
 
@@ -164,7 +164,7 @@ class ScalingTensor(torch.Tensor):
         return cls(inner["payload"], inner["scale_inv"], dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # An FP8 payload travels as bytes: plain pickle knows no float8 storage.
+        # An FP8 payload is pickled as bytes: plain pickle does not support float8 storage.
         payload = self.payload.view(torch.uint8) if self.payload.itemsize == 1 else self.payload
         flags = (self.requires_grad, isinstance(self, torch.nn.Parameter))
         attributes = {name: value for name, value in vars(self).items() if name not in OWN_ATTRIBUTES}
@@ -176,7 +176,7 @@ class ScalingTensor(torch.Tensor):
     ) -> Any:
         op, kwargs = tensor_ops.TABLE.get(func) or tensor_ops.by_schema(func), kwargs or {}
         if op is None:
-            parts = func.decompose(*args, **kwargs)  # in inference mode torch asks for composites whole
+            parts = func.decompose(*args, **kwargs)  # in inference mode torch dispatches composite operations as a whole
             if parts is not NotImplemented:
                 return parts
             raise tensor_ops.undefined(func, (args, kwargs))
@@ -184,7 +184,7 @@ class ScalingTensor(torch.Tensor):
 
 
 def fp32_values(x: torch.Tensor) -> torch.Tensor:
-    """The values of a ScalingTensor or a plain float tensor, detached, as FP32; `x` itself where it is plain FP32."""
+    """Return the values of a ScalingTensor or a plain float tensor, detached, as FP32; `x` itself if it is plain FP32."""
     return x.dequantize(torch.float32) if isinstance(x, ScalingTensor) else x.detach().float()
 
 

@@ -37,7 +37,7 @@ def _on(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _overloads(*names: str) -> Iterator[Any]:
-    """The overloads of operations that torch calls: none that writes into an `out`, none of Python's numbers."""
+    """Yield the overloads that torch calls: without those that write to `out` or take only Python numbers."""
     for name in names:
         packet = getattr(aten, name)
         for overload in (getattr(packet, each) for each in packet.overloads()):
@@ -81,19 +81,19 @@ def undefined(func: Any, arguments: Any) -> RuntimeError:
 
 
 class WeightWatch(Protocol):
-    """An observer of writes to a weight by one of these operations: by hand, not by an optimizer of this library."""
+    """An observer of writes to a weight through these operations, which are not the writes of this library's optimizers."""
 
     def weight_was_written(self) -> None:
         """Called after each write."""
 
 
 def watch(weight: "ScalingTensor", told: WeightWatch) -> None:
-    """From now on notify `told`, held weakly, after operations that write into the memory of `weight`."""
+    """Notify `told`, held weakly, after every operation that writes to the memory of `weight`."""
     _WATCHES[weight.payload] = weakref.ref(told)
 
 
 def _changed(x: "ScalingTensor") -> "ScalingTensor":
-    # Down here torch does not count versions itself, and a layer tells by the payload's counter that its weight has changed.
+    # Torch does not count versions below autograd, and layers detect changed weights by the payload's version.
     torch.autograd.graph.increment_version(x.payload)
     told = _WATCHES.get(x.payload, lambda: None)()
     if told is not None:
@@ -126,7 +126,7 @@ def _clone(func: Any, x: "ScalingTensor", *, memory_format: torch.memory_format 
 
 @_on(aten._to_copy.default)
 def _to_copy(func: Any, x: "ScalingTensor", *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """`.to(device)` moves payload and scale; `.to(dtype)` changes only the outer dtype, so the payload stays as small as it is."""
+    """`.to(device)` moves payload and scale; `.to(dtype)` changes only the outer dtype and leaves the payload as it is."""
     if dtype is not None and not dtype.is_floating_point:
         raise RuntimeError(f"{func} of a ScalingTensor to {dtype} is not defined; call .dequantize() first")
     memory_format = kwargs.pop("memory_format", None)
@@ -153,7 +153,7 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
 
 @_on(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.rand_like.default)
 def _plain_like(func: Any, x: "ScalingTensor", *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor of the outer dtype, as optimizers and buffers made beside a parameter expect."""
+    """A plain tensor of the outer dtype, as optimizers expect when they create a state or buffer for a parameter."""
     device = kwargs.pop("device", None) or x.device
     kwargs.pop("pin_memory", None)
     return func(torch.empty(x.shape, dtype=dtype or x.dtype, device=device), *args, **kwargs)
@@ -167,12 +167,12 @@ def _plain_new(func: Any, x: "ScalingTensor", size: Any, *, dtype: torch.dtype |
 @_on(aten.zero_.default)
 def _zero_(func: Any, x: "ScalingTensor") -> Any:
     x.payload.zero_()
-    x.scale_inv.masked_fill_(~x.scale_inv.isfinite(), 1.0)  # a poisoned gradient that was zeroed is a gradient again
+    x.scale_inv.masked_fill_(~x.scale_inv.isfinite(), 1.0)  # a poisoned gradient becomes valid again once it is zeroed
     return _changed(x)
 
 
 def _plain(value: Any, dtype: torch.dtype | None) -> Any:
-    """An argument as plain arithmetic takes it: a ScalingTensor becomes its values, in `dtype` (its outer dtype where None)."""
+    """Convert an argument for plain arithmetic: a ScalingTensor becomes its values, in `dtype` or, if None, its outer dtype."""
     if isinstance(value, list | tuple):
         return [_plain(each, dtype) for each in value]
     if _is_scaling(value):
@@ -180,7 +180,7 @@ def _plain(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-# `addmm`, `mm` and their kin are what `linear` and `matmul` come down to, but in inference mode.
+# Outside inference mode, `linear` and `matmul` decompose into `addmm`, `mm` and similar operations.
 @_on(
     *_overloads("add", "sub", "rsub", "mul", "div", "neg", "abs", "pow", "sqrt", "lerp", "addcmul", "addcdiv", "sum", "mean", "eq", "ne"),
     *_overloads(
@@ -243,7 +243,7 @@ _AVERAGING = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_")
     *_overloads(*(f"_foreach_{name}" for name in (*_AVERAGING, "mul_", "div_"))),
 )
 def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Arithmetic in place: computed in FP32, stored in the target's format with a scale of its own. A plain target takes the values."""
+    """In-place arithmetic: computed in FP32 and stored in the target's format with a new scale. A plain target gets the values."""
     several = isinstance(target, list | tuple)
     targets = list(target) if several else [target]
     values = [x.dequantize(torch.float32) if _is_scaling(x) else x for x in targets]
@@ -271,7 +271,7 @@ def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_on(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 def _scale_(func: Any, x: Any, factor: Any) -> Any:
-    """Multiply by one number: it folds into scale_inv and no element is rounded (how clipping treats FP8 gradients)."""
+    """Multiply by one number, by changing scale_inv: no element is rounded. Clipping does this to FP8 gradients."""
     if not _is_scaling(x) or _is_scaling(factor) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         return _stored(func, x, factor)
     factor = factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
@@ -300,7 +300,7 @@ def _copy_all_(func: Any, targets: Any, sources: Any, non_blocking: bool = False
 
 @_on(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale_(func: Any, gradients: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """What torch's GradScaler does to gradients: the factor folds into scale_inv and no element is rounded."""
+    """Unscale gradients for torch's GradScaler, by changing scale_inv: no element is rounded."""
     plain = [x for x in gradients if not _is_scaling(x)]
     if plain:
         func(plain, found_inf, inv_scale)
@@ -332,7 +332,7 @@ def by_schema(func: Any) -> Callable[..., Any] | None:
 
 @_on(aten.equal.default)
 def _equal(func: Any, x: Any, y: Any) -> bool:
-    """Equal payload bits and equal scales: CPU float8 has no comparison of its own."""
+    """Compare payload bits and scales: torch has no float8 comparison on the CPU."""
     if not (_is_scaling(x) and _is_scaling(y) and x.payload.dtype == y.payload.dtype):
         return False
     same = torch.equal(x.payload.contiguous().view(torch.uint8), y.payload.contiguous().view(torch.uint8))

@@ -1,21 +1,22 @@
-"""The optimizer: masters, gradients and moments each in a format of its own (FP8-LM section 2.2, Table 6).
+"""The optimizer: AdamW whose master weight, gradient and moments are each stored in a format of their own (FP8-LM section 2.2, Table 6).
 
-What: the update of AdamW in FP32, on states that are stored in fewer bits (other updates, such as SGD's and Collage's, enter by
-`msamp.optim.updates`):
+The arithmetic is AdamW's in FP32. Only what is stored between steps has fewer bits (`msamp.optim.updates` has SGD, Muon and Collage too):
 
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
     w = (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-Why these formats (O2): m is E4M3, since its direction matters more than its magnitude. v is FP16 with a scale, since the square of g
-doubles the range in powers of two. The master is FP16 with a scale, since an update far below the weight must not vanish (Table 6).
-Weight, gradient, m and v take 2 + 1 + 1 + 2 bytes, against 18 of BF16 with FP32 masters, gradients and moments.
+Why these formats at O2? m takes E4M3, because its direction matters more than its magnitude. v takes scaled FP16, because squaring g
+doubles the range in powers of two. The master takes scaled FP16, so that an update far below the weight is not lost. Weight, gradient, m
+and v then take 2 + 1 + 1 + 2 bytes per parameter, against 18 for BF16 training with FP32 master, gradient and moments.
 
-How, in four steps, each of which does not wait for the host:
+A step has four parts, none of which makes the host wait:
 
-1. `decision.measure` reads amax and norm of all gradients; `KeptAmaxes` has those of the states as they were last stored.
-2. `decision.decide` takes the norm of all processes to a clip coefficient, and decides whether the step is taken.
-3. Each new state's scale follows from a bound that holds before its values are known, so that no second pass is needed.
-4. `update_batches` groups tensors of one format, and their update runs each group in one launch.
+1. `decision.measure` reads amax and norm of all gradients; `KeptAmaxes` remembers the amaxes of the stored states.
+2. `decision.decide` combines the norm over all processes, computes the clip coefficient and decides whether to take the step.
+3. The scale of each new state follows from a bound that is known before its values are, so no second pass is needed.
+4. `update_batches` groups tensors of the same formats; the update runs each group in one launch.
+
+Next: `updates.adamw` has the update, `states` the formats in memory, `shard` the interface that ZeRO implements.
 """
 
 from collections import defaultdict
@@ -54,48 +55,47 @@ from msamp.optim.updates import StepInputs, Update, UpdateBatch, formats_of, nam
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
-    """An optimizer with states in low precision: AdamW (with FP32 formats torch.optim.AdamW bit for bit), or another update by its name.
+    """An optimizer with low-precision states: AdamW (with FP32 formats, torch.optim.AdamW bit for bit), or the update that `formats` names.
 
-    A gradient is `p.main_grad` where a synchroniser has put one (in any format), else `p.grad`.
+    The gradient is `p.main_grad` if a synchronizer has set it (in any format), else `p.grad`.
 
-    Scales come from bounds: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and weight from twice the master's
-    amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) are stored with the maximum and the range of each group as they are. A weight
-    with a master beside it is cast from the master as stored. A step with a gradient that is not finite is skipped, counted in
-    `skipped_steps`, and does not advance the bias correction.
+    Scales follow from bounds: m's from beta1 amax_m + (1 - beta1) amax_g, v's likewise with squares, those of master and weight from twice
+    the master's amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) store the exact maximum and range of each group. A weight that has
+    a separate master is cast from the stored master. A step with a non-finite gradient is skipped, counted in `skipped_steps`, and does not
+    advance the bias correction.
 
-    State of a parameter: `step` (FP32, on its device), `exp_avg`, `exp_avg_sq`, of COAT's moments also their `_max` and `_k`, and `master`
-    where the parameter is not itself stored in the master's format. `formats.update` names another update than AdamW's in FP32, with states
-    of its own (`msamp.optim.updates`): Collage's keep `weight_remainder` and `exp_avg_sq_remainder`, the second components of pairs.
+    State of a parameter: `step` (FP32, on its device), `exp_avg`, `exp_avg_sq`, for COAT's moments also `_max` and `_k` of each, and
+    `master` unless the parameter itself is stored in the master's format. Other updates have other states (`msamp.optim.updates`):
+    Collage's keep `weight_remainder` and `exp_avg_sq_remainder`, the second components of pairs.
 
-    On a GPU with Triton a step is a few launches over all tensors, one a combination of formats, which read and write each element once and
-    take the amaxes that the next step's bounds need; elsewhere, and for weights that are not contiguous, the reference twin (one host sync,
-    FP32 temporaries). No step but the first waits for the host, and a CUDA graph may hold one: gradients must keep their memory, `refresh`
-    goes before a replay, and after `load_state_dict`, `restart` or weights loaded by themselves it must be captured anew.
+    On a GPU with Triton a step is a few launches over all tensors, one per combination of formats. They read and write each element once,
+    and measure the amaxes for the next step's bounds. Elsewhere, and for non-contiguous weights, the reference twin runs (one host sync,
+    FP32 temporaries). Only the first step waits for the host. A CUDA graph may contain a step if gradients keep their memory and `refresh`
+    runs before each replay; capture again after `load_state_dict`, `restart`, or loading weights alone.
 
-    A master follows a weight that somebody else has written, by `model.load_state_dict`, `copy_` or whatever moves its version, at the next
-    step (`msamp.optim.masters`); model and optimizer can be loaded in either order. `reload_model_params` finds writes through `.data` too.
+    When anything else writes a weight (`model.load_state_dict`, `copy_`, whatever changes its version), its master follows at the next step
+    (`msamp.optim.masters`), so model and optimizer can be loaded in either order. `reload_model_params` also finds writes through `.data`.
 
-    A plain FP16 parameter has an FP32 master beside it, and wants a loss scale, which is divided out of its gradients together
-    with the clipping; norms and amaxes are those of the unscaled gradients.
+    A plain FP16 parameter has a separate FP32 master and requires a loss scale. The optimizer divides the loss scale out of the gradients
+    together with the clipping; norms and amaxes are those of the unscaled gradients.
 
     Args:
-        params: parameters or groups. A group may carry its own `formats` (StateFormats, or a list with one for each parameter) and
-            `decoupled`.
-        lr, betas, eps, weight_decay: as torch.optim.AdamW; other updates have no betas, and Muon an eps of its own.
-        formats: master, gradient, m and v. A plain gradient is quantised to its format just-in-time in `step`.
-        decoupled: False takes Adam's L2 decay in the gradient.
+        params: parameters or groups. A group may have its own `formats` (StateFormats, or a list of one per parameter) and `decoupled`.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; other updates have no betas, and Muon has its own eps.
+        formats: of master, gradient, m and v. `step` quantizes a plain gradient to its format just in time.
+        decoupled: False adds the weight decay to the gradient, as Adam's L2 penalty.
         clip_grad: clip the global gradient norm to this; None does not clip.
-        combine_norms: FP64 [parameters], the gradient norms of this process's parameters -> the global norm, FP64 0-dim, the same
-            on all processes that must decide alike, where a model is spread over several.
-        loss_scale: by what the gradients are too large; told of every step whether it overflowed. None: they are as they should be.
-        shard: what of the parameters this process updates, and how it agrees with others, such as a `ZeRO`; by default everything.
-        seed: of stochastic rounding, where the formats ask for it. A group may have `keys`, one for each parameter
-            (`numerics.stochastic_rounding.tensor_key`); by default they follow from the seed and the parameters' names, or their places in
-            groups without names. They are saved in `state_dict`, and a loaded one brings its own.
-        options: of another update that `formats` names, such as `momentum=0.9` (`Update.options` has them with their defaults).
+        combine_norms: FP64 [parameters], the gradient norms of this process's parameters -> the global norm, FP64 0-dim, the same on all
+            processes that share a model.
+        loss_scale: the loss scale in the gradients; it is notified after every step whether it overflowed. None: gradients are unscaled.
+        shard: which part of the parameters this process updates and how it agrees with others, such as `ZeRO`; by default everything.
+        seed: of stochastic rounding, if the formats use it. A group may have `keys`, one per parameter
+            (`numerics.stochastic_rounding.tensor_key`); by default they follow from the seed and the parameters' names, or their positions
+            if the groups have no names. `state_dict` contains them, and loading one restores its keys.
+        options: of the update that `formats` names, such as `momentum=0.9` (see `Update.options` for names and defaults).
 
     Raises:
-        ValueError: for a number out of range, and for a parameter or formats that the update or the shard does not take.
+        ValueError: a number out of range, or a parameter or formats that the update or the shard does not support.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         own = update.options() | given
         if own.keys() != update.options().keys():
             raise ValueError(
-                f"update {update.name!r} takes {', '.join(update.options())}, and {', '.join(given)} are given; leave out others"
+                f"update {update.name!r} takes the options {', '.join(update.options())}, got {', '.join(given)}; remove the others"
             )
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decoupled": decoupled, "formats": formats, **own})
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what is only remembered: tables on the device, amaxes as stored."""
+        """Drop all caches: tables on the device, amaxes of the stored states."""
         self._tables: Tables | None = None
         self._kept = KeptAmaxes()
         self._grad_amaxes = torch.zeros(0, dtype=torch.float32)
-        self._cast: dict[torch.Tensor, tuple[int, ...]] = {}  # weights as they were last known to be cast from their masters
+        self._cast: dict[torch.Tensor, tuple[int, ...]] = {}  # versions of weights when they were last cast from their masters
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -149,8 +149,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_amaxes(self) -> torch.Tensor:
-        """FP32 [parameters, group by group]: largest magnitudes of the last step's gradients, not finite where one is not; 0 without
-        one. The next step writes in the same memory."""
+        """FP32 [parameters, group by group]: amaxes of the last step's gradients; non-finite for a non-finite gradient, 0 without a
+        gradient. The next step writes to the same memory."""
         return self._grad_amaxes
 
     @property
@@ -164,17 +164,17 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def usable(self) -> torch.Tensor:
-        """Bool 0-dim on the device, whether the last step was taken; alike on all processes, and always the same memory once there was a
-        step on that device."""
+        """Bool 0-dim on the device: whether the last step was taken. The same on all processes, and always in the same memory after the
+        first step on that device."""
         return self._usable
 
     def skipped(self) -> bool | DeviceFlag:
-        """Whether the last step was skipped: on a GPU as a flag on its way, so that a caller a little later need not wait."""
+        """Whether the last step was skipped. On a GPU this is an asynchronous flag, so that a caller who reads it later need not wait."""
         return DeviceFlag(~self._usable) if self._usable.is_cuda else not bool(self._usable)
 
     def refresh(self) -> None:
-        """Before a replay of a CUDA graph that holds a step: send learning rates and weight decays that have changed to the device, and let
-        masters follow weights that somebody has written."""
+        """Prepare the replay of a CUDA graph that contains a step: send changed learning rates and weight decays to the device, and update
+        the masters of weights that were written from outside."""
         for group in self.param_groups:
             for update in updates_of(group):
                 self._hyper(group, update)
@@ -183,9 +183,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._kept.take(held, self.state, self.batches)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch; refuses hyper-parameters out of range, naming value and range. The group has the options of its own updates alone."""
+        """Add a group as torch does, and check its hyperparameters. The group keeps only the options of its own updates."""
         params = param_group["params"]
-        if not isinstance(params, torch.Tensor | set):  # a set is torch's to refuse: its order is not sure
+        if not isinstance(params, torch.Tensor | set):  # torch rejects a set, whose order is undefined
             param_group["params"] = params = list(params)
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         param_group["formats"] = named_formats(param_group.get("formats", self.defaults["formats"]), len(listed))
@@ -196,13 +196,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             dtype = p[1].dtype if isinstance(p, tuple) else p.dtype
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"a parameter is {dtype}; the optimizer takes torch.float32, torch.bfloat16, torch.float16 and ScalingTensors: "
+                    f"a parameter is {dtype}; the optimizer supports torch.float32, torch.bfloat16, torch.float16 and ScalingTensor: "
                     "convert the model"
                 )
             if dtype == torch.float16 and master != FP32.name:
                 raise ValueError(
-                    f"a parameter is torch.float16 and its master {master}; FP16 without a scale takes an fp32 master (recipe fp16-amp): "
-                    "give these formats, or convert the model"
+                    f"a parameter is torch.float16 and its master {master}; FP16 without a scale requires an fp32 master (recipe "
+                    "fp16-amp): use these formats, or convert the model"
                 )
             update.check_parameter(p[1] if isinstance(p, tuple) else p)
         super().add_param_group(param_group)
@@ -225,7 +225,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._forget()
 
     def init_master(self, p: torch.Tensor, values: torch.Tensor) -> None:
-        """Start the master of `p` from `values`: what `p` was before it was rounded to FP8. No effect where `p` is its own master."""
+        """Initialize the master of `p` from `values`, what `p` was before it was rounded to FP8. No effect if `p` is its own master."""
         if not any(q is p for group in self.param_groups for q in group["params"]):
             raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
         for holding in self.holdings():
@@ -233,22 +233,22 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 self._init_state(holding, values)
 
     def restart(self) -> None:
-        """Start all masters and moments anew from the parameters as they are: where the moments of before mean nothing to new weights."""
+        """Reset all masters and moments from the current parameters, for new weights that the old moments do not fit."""
         self.state.clear()
         self._kept.forget()
         self._cast = {}
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Let masters follow weights that somebody has written, now, and find writes that no version tells of, such as those through the
-        `.data` of a plain parameter (Megatron's name). A step does it by itself for all others."""
+        """Update the masters of weights that were written from outside, now, including writes that change no version, such as those through
+        the `.data` of a plain parameter (Megatron's name). A step handles all other writes without this call."""
         self.wait()
         self._kept.forget()
         self._cast = {}
         self._follow([holding for holding in self.holdings() if self.state.get(holding.weight)])
 
     def _follow(self, holdings: Sequence[Holding]) -> None:
-        """Make masters anew where their weights are no longer what they cast to."""
+        """Rebuild the masters of weights that are no longer what their master casts to."""
         for holding in holdings:
             version = version_of(holding.param)
             if self._cast.get(holding.weight) != version:
@@ -275,24 +275,24 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return [Holding(p, group, formats, index, p, place=index, key=key) for index, (p, group, formats, key) in enumerate(each)]
 
     def holdings(self) -> list[Holding]:
-        """What this process updates, in parameter order."""
+        """Return what this process updates, in parameter order."""
         return self.shard.holdings(self._whole())
 
     def ready(self) -> list[Holding]:
-        """Those with a gradient in this step, which they carry in its format; waits for weights that are still on their way, and lets
-        masters follow those that somebody has written."""
+        """Return the holdings that have a gradient in this step, with that gradient. Wait for weights that are still being gathered, and
+        update the masters of weights that were written from outside."""
         self.wait()
         ready = self.shard.ready(self._whole())
         self._follow(ready)
         return ready
 
     def wait(self) -> None:
-        """Let the compute stream wait for all weights that are still on their way (under ZeRO, on a GPU)."""
+        """Make the compute stream wait for all weights that are still being gathered (under ZeRO, on a GPU)."""
         self.shard.wait()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient, or none at all where a gradient is not finite."""
+        """Update every parameter that has a gradient, or none at all if a gradient is not finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -301,14 +301,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return loss
 
     def update(self) -> None:
-        """What `step` does once the gradients are there: not to be called by itself, which would pass over the hooks of a step."""
+        """Do the work of `step` once the gradients are there. Call `step` instead: it also runs torch's step hooks."""
         ready = self.ready()
         fresh = [holding for holding in ready if not self.state.get(holding.weight)]
         for holding in fresh:
             self._init_state(holding)
         decision = self.decide(ready)
         norm, usable, grad_amaxes = decision.norm, decision.usable, decision.amaxes[GRAD]
-        # Always in the same memory: a graph writes there, whichever of several is replayed.
+        # Always in the same memory: every captured graph writes there.
         self._norm = self._norm.to(norm.device).copy_(norm)
         self._usable = self._usable.to(norm.device).copy_(usable)
         self._skips = self._skips.to(norm.device).add_(~usable)
@@ -318,7 +318,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         if self.loss_scale is not None:
             self._grad_amaxes.div_(self.loss_scale.scale(grad_amaxes.device))
             self.loss_scale.update(~usable)
-        # On a GPU the kernels look at the flag, and under ZeRO every rank must come to the gathering, whatever it has to update.
+        # On a GPU the kernels read the flag. Under ZeRO every rank must join the all-gather, even if it updates nothing.
         if usable.is_cuda or usable:
             scale_invs = weight_scale_invs(self._whole(), decision.amaxes, self._usable, self._table()) if self.shard.ranks > 1 else {}
             inputs = StepInputs(decision.amaxes, self._kept.table, decision.coefficient, self._usable)
@@ -327,33 +327,33 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             self.shard.send_weights(scale_invs)
             self._written(ready)
         if fresh and not usable:
-            for holding in fresh:  # a skipped step leaves no trace
+            for holding in fresh:  # a skipped step creates no state
                 del self.state[holding.weight]
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
-        """What the gradients of `ready` (as `self.ready` gives them, all with states) come to; collective under ZeRO. Changes no weight and
-        no state."""
+        """Return the norm, clip coefficient and verdict for the gradients of `ready` (from `self.ready`, all with states). Collective under
+        ZeRO; changes no weight and no state."""
         rows = max(update_of(whole.formats).master_row for whole in self._whole())
         measured = self._measure(ready, lambda holdings: self._kept.of(holdings, self.state, self.batches, self._table(), rows))
         return decide(measured, clip_grad=self.clip_grad, loss_scale=self.loss_scale)
 
     def norm_of(self, ready: Sequence[Holding]) -> torch.Tensor:
-        """FP64 0-dim norm of the gradients of `ready`, as a step takes it before clipping; collective under ZeRO."""
+        """Return the FP64 0-dim norm of the gradients of `ready` before clipping, as in a step; collective under ZeRO."""
         return self._measure(ready, None).norm
 
     def _measure(self, ready: Sequence[Holding], kept: Callable[[Sequence[Holding]], torch.Tensor] | None) -> Measured:
         return measure(ready, self._params(), self._table(), self.shard, kept, self.combine_norms)
 
     def batches(self, holdings: Sequence[Holding]) -> Iterator[UpdateBatch]:
-        """See `update_batches`; the holdings have states."""
+        """See `update_batches`; the holdings must have states."""
         return update_batches(holdings, self.state, self._hyper)
 
     def replayed(self) -> None:
-        """After a replay of a CUDA graph that holds a step: what `step` does on the host once the device has been told."""
+        """Do the host's part of `step` after a CUDA graph that contains a step has been replayed."""
         self._written([holding for holding in self.holdings() if self.state.get(holding.weight)])
 
     def _written(self, holdings: Sequence[Holding]) -> None:
-        """Kernels write behind torch's back: the version of a weight, by which its FP8 scale is kept, has to change."""
+        """Increment the versions of the weights, since torch does not see kernels write, and cached FP8 scales are keyed by version."""
         torch.autograd.graph.increment_version([p.payload if isinstance(p, ScalingTensor) else p for p in map(local, self._params())])
         self._kept.written(holdings, self.state)
         self._cast |= {holding.weight: version_of(holding.param) for holding in holdings}
@@ -368,14 +368,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return self._tables
 
     def _hyper(self, group: Mapping[str, Any], update: Update) -> torch.Tensor:
-        """FP64 on the device: the numbers of a group that an update asks for."""
+        """FP64 on the device: the hyperparameters of a group that an update reads."""
         number = next(i for i, own in enumerate(self.param_groups) if own is group)
         return self._table().send(("hyper", number, update.name), update.numbers(group), torch.float64)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. Under ZeRO the state of the whole optimizer, gathered tensor by tensor; collective.
+        """Return torch's state dict. Under ZeRO it is collective and gathers the state of the whole optimizer, tensor by tensor.
 
-        The group's first rank has all of it, on the CPU; on the others "state" is empty. Load the first rank's on every rank.
+        The group's first rank gets all of it, on the CPU; on the others "state" is empty. Load the first rank's on every rank.
         """
         self.wait()
         if self.shard.ranks == 1:
@@ -391,12 +391,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load copies of states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
 
-        Raises:
-            ValueError: where what was saved is not what this optimizer keeps of its parameters: their names and number, the states of each,
-                shapes, formats, and values that a state cannot hold; nothing has changed then.
+        Rounding modes and the keys of stochastic rounding are loaded like learning rates, so the next step is that of the saved run, bit
+        for bit. States saved before stochastic rounding existed keep nearest rounding.
 
-        The roundings of masters and moments are those saved, as learning rates are, and so are the keys of stochastic rounding: the next
-        step is that of the saved run, bit for bit. States saved before stochastic rounding existed keep nearest rounding.
+        Raises:
+            ValueError: if the saved states do not match this optimizer: names or number of parameters, states, shapes, formats, or values
+                that a state cannot hold. Nothing has changed then.
         """
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
@@ -421,12 +421,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         )
 
     def take_states(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Replace all states by those of this process's holdings, by their `place`, in this optimizer's formats and on any device; a
-        holding of which only some are given starts the others anew.
+        """Replace all states by `states`, keyed by the `place` of this process's holdings, in this optimizer's formats and on any device.
+        States that are missing from a holding are initialized.
 
         Raises:
-            ValueError: for states that this optimizer does not keep, in another shape or format, or with values that they cannot hold;
-                nothing has changed then.
+            ValueError: if a state is unknown to this optimizer, has another shape or format, or has values that it cannot hold. Nothing has
+                changed then.
         """
         names = parameter_names(self)
         for holding in self.holdings():
@@ -446,4 +446,4 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._cast = {}
 
 
-FP8AdamW = LowPrecisionOptimizer  # its name while AdamW was its only update
+FP8AdamW = LowPrecisionOptimizer  # alias: the name from when AdamW was its only update

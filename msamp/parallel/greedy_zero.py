@@ -1,19 +1,28 @@
-"""ZeRO that distributes tensors whole, scale and all (FP8-LM section 2.3, Algorithm 1, Figure 3).
+"""ZeRO that assigns whole tensors to ranks, so that each FP8 tensor keeps its one scale (FP8-LM section 2.3, Algorithm 1, Figure 3).
 
-What: N data-parallel ranks share the optimizer. Each tensor has one owner, which keeps master, m and v, takes the averaged gradient,
-updates, and sends the new weight to all. Memory of states falls by N; a step sends one byte of gradient and one of weight a parameter
-at O3.
+N data-parallel ranks share the optimizer. Each tensor has one owner: it keeps master, m and v, receives the averaged gradient, updates the
+weight and sends it to all ranks. The optimizer states per rank shrink by a factor of N, and at O3 a step communicates one byte of gradient
+and one byte of weight per parameter.
 
-Why whole tensors: an FP8 tensor has one scale. ZeRO that cuts the flat parameters at equal lengths would give many tensors two owners, with
-a scale each or a collective for it. Algorithm 1 sorts tensors by size, largest first, and gives each to the rank with the least load:
+Why whole tensors? Common ZeRO flattens all parameters and cuts the result into equal parts. Many tensors would then have two owners, and an
+FP8 tensor would need either two scales or a collective to agree on one. Algorithm 1 sorts the tensors by size and gives each to the rank
+with the smallest load:
 
     for tensor in sorted(tensors, largest first):
         owner = argmin over ranks of load
         load[owner] += elements of tensor
 
-What was tried: with few large tensors and many ranks this balances badly, so what is too large is cut along its rows
-(`msamp.comm.partition`). Owners agree on the amax of each tensor, so that its pieces keep one scale. `tools/reproduce/results/table8.csv`
-compares the loads.
+With few large tensors and many ranks this balances badly, so `msamp.comm.partition` cuts tensors that are too large along their rows. The
+owners of such a tensor agree on its amax, and its pieces keep one scale. `tools/reproduce/results/table8.csv` compares the loads.
+
+A step of a rank:
+
+    averaged gradients of its pieces        from `GradSync(shard=True)`, which uses the same partition
+    -> norm and amaxes                      two small all-reduces, so that all ranks clip and scale alike
+    -> update of its pieces                 `msamp.optim.optimizer`; this class is its `Shard`
+    -> all-gather of the new weights        bucket by bucket, in the order in which the next forward reads them, on a separate stream
+
+Next: `msamp.optim.shard` defines the interface, `msamp.comm.partition` the cut, and `msamp.parallel.data_parallel` builds both objects.
 """
 
 import functools
@@ -34,33 +43,32 @@ from msamp.optim.updates import formats_of
 
 
 class ZeRO:
-    """The part of an FP8AdamW that spreads its states over the data-parallel ranks: each updates the tensors, or rows of tensors, it owns.
+    """The `Shard` of an optimizer that distributes its states over the data-parallel ranks: each rank updates the tensors, or rows of
+    tensors, that it owns.
 
         optimizer = FP8AdamW(groups, clip_grad=1.0, shard=ZeRO(sync))
 
-    A step: the owner takes the averaged gradient of its pieces, all agree on the norm and on each tensor's amax (two small
-    all-reduces), owners update, and the new weights are gathered bucket by bucket in the order in which forward needs
-    them: FP8 weights in FP8, with a scale that every rank computes for itself. On a GPU the gathering goes on while the
-    next forward runs, and a module waits for its own weights only; a CUDA graph of the forward needs all of them first
-    (`wait`). Pieces of a cut tensor share its scales, and the norm is exact whatever the cut, so weights and states do not
-    depend on the number of ranks for the same gradients.
+    FP8 weights are gathered in FP8, and every rank computes their scales itself. On a GPU the all-gather overlaps with the next forward,
+    where each module waits only for its own weights; a CUDA graph of the forward must wait for all of them first (`wait`). Pieces of a cut
+    tensor share its scales, and the norm is exact however tensors are cut, so for the same gradients weights and states do not depend on
+    the number of ranks.
 
     Args:
-        sync: a GradSync built with `shard=True`, which knows every parameter of the optimizer that wants a gradient; call its `finish`
+        sync: a GradSync built with `shard=True` that knows every parameter of the optimizer that requires a gradient; call its `finish`
             before the optimizer's `step` and its `clear` after.
-        overlap: let the gathering go on after `step`, on a GPU.
+        overlap: let the all-gather continue after `step`, on a GPU.
 
     Attributes:
-        gathers: False leaves new weights with their owners: a benchmark sets it to measure the cost of gathering.
+        gathers: False leaves new weights with their owners; benchmarks use it to measure the cost of the all-gather.
 
     Raises:
-        ValueError: a `sync` that does not shard. The optimizer refuses a parameter that `sync` does not know (also one added later) or
-            averages in another format, a vector with COAT's moments that it cuts, and a matrix of Muon's that it cuts.
+        ValueError: if `sync` does not shard. The optimizer rejects a parameter that `sync` does not know (also one added later) or averages
+            in another format, a vector with COAT's moments that is cut, and a matrix of Muon's that is cut.
     """
 
     def __init__(self, sync: GradSync, overlap: bool = True) -> None:
         if not sync.shard:
-            raise ValueError("the synchroniser gives every rank all gradients; build it with shard=True, or leave out shard=ZeRO(...)")
+            raise ValueError("the gradient synchronizer was built without sharding; build it with shard=True, or leave out shard=ZeRO(...)")
         self.sync = sync
         self.gathers = True
         self._views: dict[Segment, tuple[torch.Tensor, slice | None]] = {}
@@ -72,27 +80,27 @@ class ZeRO:
 
     @property
     def ranks(self) -> int:
-        """The ranks of the data-parallel group."""
+        """Number of data-parallel ranks."""
         return self.sync.peers.ranks
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """ValueError for parameters that the synchroniser does not know, or averages in another format."""
+        """Raise a ValueError for a parameter that the synchronizer does not know, averages in another format, or must not cut."""
         for p, formats in zip(group["params"], formats_of(group), strict=True):
             if not p.requires_grad:
                 continue
             problem, gradient = None, formats["grad"]
             if p not in self.sync.names:
-                problem = "is not known to the gradient synchroniser; build both anew after adding parameters to the model"
+                problem = "is unknown to the gradient synchronizer; rebuild synchronizer and optimizer after adding parameters to the model"
             elif self.sync.bucket_of(p).format.name != gradient:
                 problem = (
-                    f"is averaged in {self.sync.bucket_of(p).format} by the synchroniser, and its group has gradient format {gradient}; "
-                    "give both the same"
+                    f"is averaged in {self.sync.bucket_of(p).format} by the gradient synchronizer, but its group has gradient format "
+                    f"{gradient}; use the same for both"
                 )
             elif p.dim() == 1 and any(fmt.group for _, fmt in kept_states(p, formats)) and self._is_cut(p):
-                problem = "is a vector cut over several ranks, through groups of COAT's moments; give its group other formats"
+                problem = "is a vector cut over several ranks, across groups of COAT's moments; use other formats for its group"
             elif update_of(formats).whole and self._is_cut(p):
                 problem = (
-                    f"is cut over several ranks, and update {formats['update']!r} takes whole parameters; build the synchroniser with "
+                    f"is cut over several ranks, but update {formats['update']!r} requires whole parameters; build the synchronizer with "
                     "whole=[the parameters of that update]"
                 )
             if problem is not None:
@@ -103,7 +111,7 @@ class ZeRO:
         return any(segment.rows != p.shape[0] for segment in bucket.segments if bucket.params[segment.index] is p)
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """The holdings that this rank owns, in parameter order."""
+        """Return the holdings that this rank owns, in parameter order."""
         return [holding for holding, _ in self._owned(wholes)]
 
     def _owned(self, wholes: Sequence[Holding]) -> list[tuple[Holding, Segment]]:
@@ -118,7 +126,7 @@ class ZeRO:
         return owned
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """The holdings with an averaged gradient of `sync` on this rank."""
+        """Return the holdings for which `sync` has an averaged gradient on this rank."""
         found = []
         for holding, segment in self._owned(wholes):
             holding.grad = segment.grad
@@ -136,7 +144,7 @@ class ZeRO:
         return self.sync.peers.all_reduce(table, dist.ReduceOp.SUM, "the gradient norm")
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Send this rank's new weights and take the others', bucket by bucket."""
+        """All-gather the new weights, bucket by bucket."""
         if self.ranks == 1 or not self.gathers:
             return
         for bucket in reversed(self.sync.buckets):
@@ -174,20 +182,20 @@ class ZeRO:
             torch._foreach_copy_([mine for mine, _ in here], [new for _, new in here])
 
     def wait(self) -> None:
-        """Let the compute stream wait for all weights that are still on their way."""
+        """Make the compute stream wait for all weights that are still being gathered."""
         for bucket in list(self._pending):
             self.wait_for(bucket)
         self._pending.clear()
 
     def wait_for(self, bucket: Bucket) -> None:
-        """Let the compute stream wait for the weights of one bucket."""
+        """Make the compute stream wait for the weights of one bucket."""
         if bucket in self._pending:
             torch.cuda.current_stream(self._device).wait_event(self._pending[bucket])
 
     def watch_forward(self) -> None:
-        """Before a module's forward, and before anything is saved or loaded, wait for weights that are still on their way.
+        """Register hooks that wait for weights before each module's forward, and for all weights before the model is saved or loaded.
 
-        A module that computes with the weights of others, past their forward, yields these from `weight_holders()`.
+        A module that computes with the weights of other modules without calling them must yield these from `weight_holders()`.
         """
         model = self.sync.model()
         assert model is not None
@@ -198,7 +206,7 @@ class ZeRO:
             weight_holders = getattr(module, "weight_holders", None)
             holders = [] if weight_holders is None else list(weight_holders())
             if any(True for _ in module.parameters(recurse=False)):
-                # Its children's too: nn.MultiheadAttention computes with the weight of its out_proj, past that one's forward.
+                # Its children's too: nn.MultiheadAttention reads the weight of its out_proj without calling it.
                 holders.append(module)
             if holders:
                 buckets = {self.sync.bucket_of(p) for holder in holders for p in holder.parameters() if p in self.sync.names}
@@ -207,7 +215,7 @@ class ZeRO:
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[int, dict[str, torch.Tensor]]:
-        """The states of whole parameters, gathered tensor by tensor, on the CPU of the group's first rank; collective."""
+        """Gather the states of whole parameters, tensor by tensor, to the CPU of the group's first rank; collective."""
         owned, device = self._owned(wholes), wholes[0].param.device
         steps = torch.full((len(wholes),), -1.0, dtype=torch.float32)
         for holding, _ in owned:
@@ -224,7 +232,7 @@ class ZeRO:
         return found
 
     def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], Segment]]) -> dict[str, torch.Tensor]:
-        """The states of a parameter from those of its pieces, on the group's first rank; collective."""
+        """Assemble the states of a parameter from its pieces on the group's first rank; collective."""
         name, found = self.sync.names[whole.param], {}
         for declared, fmt in kept_states(whole.param, whole.formats):
             for key, like in begun(declared.key, fmt, whole.param).items():
@@ -242,8 +250,8 @@ class ZeRO:
 
 
 def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None]:
-    """The rows of a parameter that an owner updates, in its memory. A piece of a cut parameter has its own copy of the scale, since each
-    piece stores it."""
+    """Return a view of the rows of a parameter that an owner updates. A piece of a cut parameter has its own copy of the scale, since the
+    update of each piece writes it."""
     if p.dim() == 0 or segment.rows == p.shape[0]:
         return p, None
     rows = slice(segment.row, segment.row + segment.rows)
@@ -251,7 +259,7 @@ def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None
 
 
 def _rows(x: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """A view of the rows of a segment."""
+    """Return a view of the rows of a segment."""
     return x[segment.row : segment.row + segment.rows] if x.dim() else x
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import msamp
 
 E4M3, Block, Cast, scale_from_amax = msamp.formats.E4M3, msamp.granularity.Block, msamp.recipes.Cast, msamp.scaling.scale_from_amax
-pytestmark = pytest.mark.filterwarnings("ignore:no kernel multiplies operands of granularity")
+pytestmark = pytest.mark.filterwarnings("ignore:there is no kernel for operands of granularity")
 
 
 @dataclass(frozen=True)

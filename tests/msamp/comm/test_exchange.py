@@ -301,7 +301,7 @@ def test_an_exchange_is_registered_once(monkeypatch):
     assert exchanges.by_name("own") is own
     assert exchanges.names()[0] == "fp32-sum"
     assert exchanges.names()[-1] == "own"
-    with pytest.raises(ValueError, match="there is another gradient exchange 'nccl'; choose a name other than fp32-sum, nccl, own"):
+    with pytest.raises(ValueError, match="a gradient exchange 'nccl' already exists; choose a name other than fp32-sum, nccl, own"):
         exchanges.register(Exchange(name="nccl", wire=FP32SumWire, sums_in_fp32=True))
     assert type(exchanges.by_name("nccl").wire(E4M3)) is NCCLWire
 
@@ -331,7 +331,7 @@ def test_an_exchange_says_which_scalings_it_takes():
 def test_an_exchange_that_contradicts_itself_is_refused():
     with pytest.raises(ValueError, match="gradient scaling 'third' is unknown; choose one of auto, pre, post"):
         Exchange(name="own", wire=NCCLWire, sums_in_fp32=False, scalings=("third",))
-    with pytest.raises(ValueError, match=r"'own' sums in FP32, which does not overflow, and has scalings pre, post .* leave out one"):
+    with pytest.raises(ValueError, match=r"'own' sums in FP32, which does not overflow, but has scalings pre, post .* leave out one"):
         Exchange(name="own", wire=FP32SumWire, sums_in_fp32=True, scalings=("pre", "post"))
 
 

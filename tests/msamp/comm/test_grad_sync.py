@@ -206,7 +206,7 @@ def test_a_parameter_that_came_later_is_refused(how):
         ({"mu_rule": "halve"}, "mu rule 'halve' is not for gradient exchange 'fp32-sum', .* drop it, or choose exchange 'nccl'"),
         ({"exchange": "nccl", "scaling": "post", "mu_rule": "paper"}, "mu rule 'paper' belongs to gradient scaling 'auto', not 'post'"),
         ({"accumulate": "fp16"}, "gradient accumulation 'fp16' is unknown; choose one of fp8, fp8-sr, bf16, fp32"),
-        ({"bucket_elements": 0}, "bucket_elements is 0, legal is 1 or more"),
+        ({"bucket_elements": 0}, "bucket_elements is 0; it must be at least 1"),
     ],
 )
 def test_unknown_choices_are_refused(options, message):
@@ -220,20 +220,20 @@ def test_unknown_choices_are_refused(options, message):
 def test_an_exchange_that_lacks_what_mu_needs_is_refused():
     """E5M2 payloads, averages in E4M3: how full these are says nothing of that sum."""
     odd = Exchange(name="odd", wire=lambda _: NCCLWire(E5M2), sums_in_fp32=False, scalings=("auto", "pre"))
-    with pytest.raises(ValueError, match=r"'auto' sees overflow .* odd makes fp8-e4m3 of fp8-e5m2 .* choose gradient scaling 'pre'"):
+    with pytest.raises(ValueError, match=r"'auto' detects overflow .* odd turns fp8-e5m2 payloads into fp8-e4m3; choose .* 'pre'"):
         one(E4M3, exchange=odd)
     assert one(E5M2, exchange=odd)[1].scaling.name == "auto"
     p, sync = one(E4M3, exchange=odd, scaling="pre")
-    with pytest.raises(ValueError, match=r"exchange odd averaged fp8-e4m3_p in torch.float8_e5m2, .* round to torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"exchange odd returned averages of fp8-e4m3_p in torch.float8_e5m2, .* round to torch.float8_e4m3fn"):
         back(p, torch.ones(4, 8))
     assert str(sync) == "gradients in 1 buckets (fp8-e4m3, odd)"
 
 
 def test_a_parameter_without_format_or_of_an_unsupported_dtype_is_refused():
     model = model_of({"fp8-e4m3_a": (3,), "fp8-e4m3_b": (3,)})
-    with pytest.raises(ValueError, match="fp8-e4m3_b has no gradient format; give one for every parameter"):
+    with pytest.raises(ValueError, match="fp8-e4m3_b has no gradient format; pass one for every parameter"):
         grad_sync(model, {model["fp8-e4m3_a"]: E4M3})
-    with pytest.raises(ValueError, match=r"fp32_d is torch.float64; gradients are synchronised for torch.float32"):
+    with pytest.raises(ValueError, match=r"fp32_d is torch.float64; gradient synchronization supports torch.float32"):
         synced(model_of({"fp32_d": (3,)}, torch.float64))
 
 
@@ -275,7 +275,7 @@ def test_a_gradient_that_passes_the_hooks_by_is_named():
     sync = grad_sync(model, {p: E4M3 if p.dim() == 2 else FP32 for p in model.parameters()})
     model.to("cpu")
     model(torch.ones(2, 16)).sum().backward()
-    with pytest.raises(ValueError, match=r"the gradient of 0\.weight has passed the synchroniser by.*move the model first"):
+    with pytest.raises(ValueError, match=r"the gradient of 0\.weight bypassed the gradient synchronizer.*move the model first"):
         sync.finish()
 
 

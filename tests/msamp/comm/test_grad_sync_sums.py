@@ -181,9 +181,9 @@ def test_what_cannot_be_added_up_is_refused():
     model = model_of(SHAPES)
     others = Peers(None, WireBytes())
     for params, message in (
-        ([model["fp8-e4m3_weight"]], r"fp8-e4m3_weight is fp8-e4m3 .*give both FP32 or both BF16"),
-        ([model["fp32_norm"], model["bf16_tied"]], r"bf16_tied is bf16 and to be added up with fp32_norm, fp32"),
-        ([torch.zeros(3)], r"of shape \(3,\) is to be added up and has no gradient here"),
+        ([model["fp8-e4m3_weight"]], r"fp8-e4m3_weight is fp8-e4m3 .*make both FP32 or both BF16"),
+        ([model["fp32_norm"], model["bf16_tied"]], r"bf16_tied is bf16 and is summed together with fp32_norm, fp32"),
+        ([torch.zeros(3)], r"of shape \(3,\) is listed in sums but requires no gradient"),
     ):
         with pytest.raises(ValueError, match=message):
             GradSync(model, formats_of(model), (), sums=[(others, params)])

@@ -159,15 +159,15 @@ def test_an_empty_plan():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: partition([(2, 2)], 0), "ranks is 0, legal is 1 or more"),
-        (lambda: partition([(2, 2)], 2, limit=0), "limit is 0, legal is above 0"),
-        (lambda: partition([(2, 2)], 2, limit=math.nan), "limit is nan, legal is above 0"),
+        (lambda: partition([(2, 2)], 0), "ranks is 0; it must be at least 1"),
+        (lambda: partition([(2, 2)], 2, limit=0), "limit is 0; it must be above 0"),
+        (lambda: partition([(2, 2)], 2, limit=math.nan), "limit is nan; it must be above 0"),
         (lambda: partition([(2, 2)], 2, carried=[1]), "carried has 1 entries for 2 ranks"),
         (lambda: plan_buckets([(2, 2)], ["fp8"], 0), "ranks is 0"),
-        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, limit=-1), "limit is -1, legal is above 0"),
-        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, bucket_limit=0), "bucket_limit is 0, legal is above 0"),
-        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, 0), "bucket_elements is 0, legal is 1 or more"),
-        (lambda: plan_buckets([(2, 2)], [], 2), "0 kinds for 1 shapes: give one kind a tensor"),
+        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, limit=-1), "limit is -1; it must be above 0"),
+        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, bucket_limit=0), "bucket_limit is 0; it must be above 0"),
+        (lambda: plan_buckets([(2, 2)], ["fp8"], 2, 0), "bucket_elements is 0; it must be at least 1"),
+        (lambda: plan_buckets([(2, 2)], [], 2), "0 kinds for 1 shapes: pass one kind per tensor"),
     ],
 )
 def test_bad_input_is_refused(call, message):

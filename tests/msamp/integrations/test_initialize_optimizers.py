@@ -224,7 +224,7 @@ def test_muon_takes_matrices_and_numbers_in_range():
         ((3, 3), {"ns_coefficients": (1.0,)}, "give three"),
         ((3, 3), {"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'; choose one of None, 'original', 'match_rms_adamw'"),
         ((3, 3), {"decoupled": False}, "decoupled is False; update 'muon'"),
-        ((3, 3), {"dampening": 0.1}, "update 'muon' takes momentum, nesterov"),
+        ((3, 3), {"dampening": 0.1}, "update 'muon' takes the options momentum, nesterov"),
     ):
         with pytest.raises(ValueError, match=message):
             msamp.FP8AdamW([nn.Parameter(torch.ones(shape))], formats=formats, **options)
@@ -299,4 +299,4 @@ def cut() -> str:
 
 def test_a_matrix_that_zero_would_cut_is_refused_for_an_update_of_whole_ones():
     for told in dist.run(cut, 2):
-        assert "is cut over several ranks, and update 'muon' takes whole parameters; build the synchroniser with whole=[" in told
+        assert "is cut over several ranks, but update 'muon' requires whole parameters; build the synchronizer with whole=[" in told

@@ -223,7 +223,7 @@ def test_zero_grad_drops_gradients_that_have_left():
             plain, spoilt = found[f"zero {zero}"]
             assert plain == spoilt
         assert "cannot be copied or pickled" in found["copy"]
-        assert "(the optimizer's zero_grad(); the model's does not reach them)" in found["the model's zero_grad"]
+        assert "(the optimizer's zero_grad() does; the model's cannot)" in found["the model's zero_grad"]
         assert "save state_dict(), or build the copy's own with msamp.initialize" in found["copy"]
 
 

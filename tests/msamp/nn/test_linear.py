@@ -132,7 +132,7 @@ def test_an_empty_batch(shape, dtype, device):
 
 
 def test_another_number_of_features_is_refused():
-    with pytest.raises(ValueError, match="input has 32 features in its last dimension, this layer takes 64"):
+    with pytest.raises(ValueError, match="input has 32 features in its last dimension; this layer expects 64"):
         pair()[1](torch.randn(2, 32))
 
 

@@ -108,7 +108,7 @@ def test_a_group_of_an_empty_tensor_and_of_no_elements():
     for shape, groups in (((0, 3), (0, 1)), ((3, 0), (3, 0)), ((0,), (0,))):
         assert Group(16).maxima(torch.empty(shape)).shape == groups
         assert Group(16).amax(torch.empty(shape)).shape == shape
-    with pytest.raises(ValueError, match=r"group of 0 elements.*at least 1"):
+    with pytest.raises(ValueError, match=r"group size is 0; it must be at least 1"):
         Group(0)
     assert str(Group(16)) == "group(16)"
 
@@ -162,7 +162,7 @@ def test_blocks_mark_what_is_not_finite_and_nothing_else():
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 4), (4, 0), (-1, 1)])
 def test_a_block_of_nothing_is_refused(rows, columns):
-    with pytest.raises(ValueError, match=rf"block of {rows} x {columns} elements.*at least 1 x 1"):
+    with pytest.raises(ValueError, match=rf"block size is {rows} x {columns}; it must be at least 1 x 1"):
         Block(rows, columns)
 
 

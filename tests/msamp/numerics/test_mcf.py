@@ -215,7 +215,7 @@ def test_200_plus_a_tenth():
 
 @pytest.mark.parametrize("product", [mcf.two_product, lambda a, b: mcf.two_product(b.bfloat16(), a)])
 def test_products_of_another_dtype_are_refused(product):
-    with pytest.raises(ValueError, match=r"torch\.float32; products of pairs are defined for torch\.bfloat16: cast it first"):
+    with pytest.raises(ValueError, match=r"torch\.float32; products of pairs require torch\.bfloat16: cast it first"):
         product(torch.ones(2), torch.ones(2))
 
 

@@ -102,7 +102,7 @@ def test_a_registered_recipe_is_known_by_its_name(monkeypatch):
     assert recipe.register(replace(own)) is own  # twice is once
     assert recipe.by_name("test-own") is own
     assert "test-own" in recipe.names()
-    with pytest.raises(ValueError, match="'test-own' is the name of another recipe"):
+    with pytest.raises(ValueError, match="'test-own' already names another recipe"):
         recipe.register(replace(own, fp8_wire=True))
 
 

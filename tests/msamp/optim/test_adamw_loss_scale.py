@@ -90,7 +90,7 @@ def test_copies_keep_the_loss_scale():
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_plain_fp16_weights_want_an_fp32_master(grouped):
-    p, message = nn.Parameter(torch.ones(2, 2).half()), r"torch.float16 and its master fp16; .* takes an fp32 master \(recipe fp16-amp\)"
+    p, message = nn.Parameter(torch.ones(2, 2).half()), r"torch.float16 and its master fp16; .* requires an fp32 master \(recipe fp16-amp\)"
     with pytest.raises(ValueError, match=message):
         FP8AdamW([{"params": [p], "formats": O2.states}] if grouped else [p])
 

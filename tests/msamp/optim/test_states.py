@@ -170,7 +170,7 @@ def test_other_states_are_what_they_are():
 
 @pytest.mark.parametrize("name", ["master", "grad"])
 def test_only_moments_may_be_coat_s(name):
-    with pytest.raises(ValueError, match=rf"{name} is coat-e4m3, which is for the moments m and v alone; choose one of fp32, bf16, fp16"):
+    with pytest.raises(ValueError, match=rf"{name} is coat-e4m3, a format for the moments m and v only; choose one of fp32, bf16, fp16"):
         StateFormats(**{name: COAT_E4M3})
 
 

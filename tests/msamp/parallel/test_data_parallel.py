@@ -176,14 +176,14 @@ def test_options_are_the_synchroniser_s():
 
 def test_a_parameter_without_a_format_is_refused_by_name():
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="bias has no gradient format; give one for every parameter"):
+    with pytest.raises(ValueError, match="bias has no gradient format; pass one for every parameter"):
         grad_sync(model, {model.weight: FP32})
 
 
 @pytest.mark.parametrize("bad", [0, -1])
 def test_a_bucket_of_no_elements_is_refused(bad):
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=f"bucket_elements is {bad}, legal is 1 or more"):
+    with pytest.raises(ValueError, match=f"bucket_elements is {bad}; it must be at least 1"):
         grad_sync(model, dict.fromkeys(model.parameters(), FP32), bucket_elements=bad)
 
 

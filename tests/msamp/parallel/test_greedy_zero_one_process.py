@@ -34,7 +34,7 @@ def test_weights_that_are_not_gathered_stay_with_their_owners():
 def test_a_parameter_unknown_to_the_synchroniser_is_refused_and_nothing_changes():
     model, later = nn.Linear(4, 4), nn.Parameter(torch.ones(3, 2))
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
-    message = r"a parameter of shape \(3, 2\) is not known to the gradient synchroniser; build both anew"
+    message = r"a parameter of shape \(3, 2\) is unknown to the gradient synchronizer; rebuild synchronizer and optimizer"
     with pytest.raises(ValueError, match=message):
         FP8AdamW([*model.parameters(), later], formats=FP32_STATES, shard=ZeRO(sync))
     optimizer = FP8AdamW(model.parameters(), formats=FP32_STATES, shard=ZeRO(sync))

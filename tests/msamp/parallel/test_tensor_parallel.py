@@ -378,14 +378,14 @@ def test_a_group_of_one_rank_is_a_plain_layer():
 @over_worlds
 def test_bad_input_is_refused(world):
     want = {
-        "sequence": f"sequence length 31 is no multiple of the {world} ranks that sequence parallelism spreads it over; use 32, or turn",
+        "sequence": f"sequence length 31 is not a multiple of the {world} ranks that sequence parallelism splits it over; use 32, or turn",
         "wire": "wire is 'fp16'; choose one of bf16, fp8",
         "saved_input": "saved_input is 'all'; choose one of shard, gathered",
-        "weight": f"weight shard has shape (64, {F // world}); an input of 64 features takes (N, 64)",
-        "weight of a row": f"weight shard has shape ({F // world}, 64); an input of {F // world} features takes (N, {F // world})",
-        "bias": f"bias has shape (3,); this weight shard takes ({F // world},)",
-        "no row": "the layer has no scale for partial sums in fp8-e5m2; make its LinearScaling with wire=fp8-e5m2",
-        "another format": "the layer has no scale for partial sums in fp8-e5m2; make its LinearScaling with wire=fp8-e5m2",
+        "weight": f"weight shard has shape (64, {F // world}); an input of 64 features requires (N, 64)",
+        "weight of a row": f"weight shard has shape ({F // world}, 64); an input of {F // world} features requires (N, {F // world})",
+        "bias": f"bias has shape (3,); this weight shard expects ({F // world},)",
+        "no row": "the layer has no scale for partial sums in fp8-e5m2; create its LinearScaling with wire=fp8-e5m2",
+        "another format": "the layer has no scale for partial sums in fp8-e5m2; create its LinearScaling with wire=fp8-e5m2",
         "dtype": "input is torch.float64; an FP8 linear layer takes torch.bfloat16, torch.float16 or torch.float32",
         "one dimension": "input has shape (64,); it must be [sequence, ..., features]",
     }

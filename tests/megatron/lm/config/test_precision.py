@@ -118,7 +118,7 @@ def test_fast_accumulation_of_the_flags():
         assert fast == plain.all_fast()
         assert (fast.output.fast, fast.grad_input.fast, fast.grad_weight.fast) == (True, True, True)
         assert fast.casts == plain.casts
-    with pytest.raises(ValueError, match="no fast accumulation of blocks"):
+    with pytest.raises(ValueError, match="block-scaled GEMMs have no fast accumulation"):
         build_recipe(PrecisionConfig(opt_level="O2", fp8_recipe="blockwise", fp8_fast_accumulation="all"))
 
 
@@ -170,9 +170,9 @@ def test_roundings_of_the_flags():
         states = build_recipe(flags).formats_of(kind)
         assert (states.master_rounding, states.moment_rounding) == ("stochastic", "nearest")
     assert build_recipe(flags).formats_of("vector") == FP32_STATES
-    with pytest.raises(ValueError, match=r"master_rounding is stochastic, and with master fp32, .* nothing that it rounds"):
+    with pytest.raises(ValueError, match=r"master_rounding is stochastic, but with master fp32, .* it rounds nothing"):
         build_recipe(PrecisionConfig(opt_level="O2", master_format="fp32", master_rounding="stochastic"))
-    with pytest.raises(ValueError, match=r"Collage's update 'plus', and its BF16 arithmetic rounds to nearest; drop it"):
+    with pytest.raises(ValueError, match=r"Collage's update 'plus', whose BF16 arithmetic rounds to nearest; drop the option"):
         build_recipe(PrecisionConfig(precision="collage-plus", master_rounding="stochastic"))
 
 
