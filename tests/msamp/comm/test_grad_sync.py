@@ -224,7 +224,8 @@ def test_an_exchange_that_lacks_what_mu_needs_is_refused():
         one(E4M3, exchange=odd)
     assert one(E5M2, exchange=odd)[1].scaling.name == "auto"
     p, sync = one(E4M3, exchange=odd, scaling="pre")
-    with pytest.raises(ValueError, match=r"exchange odd returned averages of fp8-e4m3_p in torch.float8_e5m2, .* round to torch.float8_e4m3fn"):
+    words = r"exchange odd returned averages of fp8-e4m3_p in torch.float8_e5m2, .* round to torch.float8_e4m3fn"
+    with pytest.raises(ValueError, match=words):
         back(p, torch.ones(4, 8))
     assert str(sync) == "gradients in 1 buckets (fp8-e4m3, odd)"
 
