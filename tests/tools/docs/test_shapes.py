@@ -35,5 +35,5 @@ def test_the_listing_and_the_table_of_7b_agree():
 def test_a_refusal_that_no_longer_comes_is_an_error(monkeypatch):
     assert shapes.refused_7b().lines[0].startswith("error: pipeline stage 0 needs 128.8 GiB")
     monkeypatch.setattr(shapes, "MEMORY", 2 * shapes.MEMORY)
-    with pytest.raises(ValueError, match="7B at O0 fits into 80 GiB"):
+    with pytest.raises(ValueError, match="7B at O0 fits into an H100"):
         shapes.refused_7b()
