@@ -17,8 +17,6 @@ CAUSES = {  # of a row outside a limit: commit, case -> why
     ("cec76f9", "O3"): "the row recomputed the MLP (`selective mlp`), which its case does not say: its peak is that of the row that does",
     ("d2fde52", "O3 --cuda-graph none"): "eager: the host launches the kernels, and this run's steps went from 199 to 274 ms",
     ("0463af1", "coat"): "the rate of COAT's update is of a later kernel, which takes half of the time",
-    ("56e2311", "O1 --tensor-model-parallel-size 2 --sequence-parallel"): "no cause found: unfused layers on two H100s",
-    ("56e2311", "O2 --tensor-model-parallel-size 2 --sequence-parallel"): "no cause found: unfused layers on two H100s",
     ("e3da096", "O3"): "eager, with micro-batches of one sequence: the host launches the kernels, and lent hosts differ by a factor",
 }
 EARLIER = "the tree ran eagerly, and its FP8 layers were unfused"
