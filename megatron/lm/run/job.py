@@ -20,8 +20,6 @@ def job(argv: Sequence[str] | None = None) -> int:
         if config is None:
             return 0
         # Only now: megatron-core takes seconds to import, and a refusal should not.
-        import torch
-
         from megatron.lm.processes import process_groups
         from megatron.lm.run.trainer import Trainer
         from megatron.lm.run.watchdog import Watchdog
@@ -33,7 +31,7 @@ def job(argv: Sequence[str] | None = None) -> int:
                 trainer = Trainer(config)
             except Exception as error:
                 if process_groups.device_waits():
-                    Watchdog(60.0, torch.distributed.get_rank(), torch.distributed.get_world_size()).leave_if_alone(error)
+                    Watchdog.of(config).leave_if_alone(error)
                 raise
         unfinished = trainer.run()
     finally:

@@ -80,8 +80,7 @@ class Trainer:
             self.recorder = all_or_none(opened, "{}: name another --record-precision")
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
-        seconds = 60 * config.parallel.distributed_timeout_minutes
-        self.watchdog = Watchdog(seconds, torch.distributed.get_rank(), torch.distributed.get_world_size())
+        self.watchdog = Watchdog.of(config)
 
     def _sample_counts(self) -> tuple[int, int, int]:
         """Sequences of training, validation and test data that the whole run reads."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from megatron.lm.config import Config
 from megatron.lm.processes.process_groups import device_waits
 from megatron.lm.shell.exit_codes import leave_at_once
 
@@ -63,6 +64,11 @@ class Watchdog:
         self._moves, self._since = 0, time.monotonic()
         self._ended, self._stalled, self._told = threading.Event(), threading.Event(), threading.Event()
         self._verdict = ""
+
+    @classmethod
+    def of(cls, config: Config) -> "Watchdog":
+        """That of this process, within `--distributed-timeout-minutes`."""
+        return cls(60 * config.parallel.distributed_timeout_minutes, dist.get_rank(), dist.get_world_size())
 
     def at(self, phase: str, iteration: int | None = None) -> None:
         """This rank has come to `phase` of an iteration (None: of the same as before)."""
