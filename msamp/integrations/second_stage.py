@@ -30,13 +30,13 @@ def former_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     """
     former = optimizers_of(model.parameters())
     names = " and ".join(sorted({repr(each.recipe.name) for each in former})) or "an earlier conversion"
-    held = [p for each in former for group in each.param_groups for p in group["params"]]
+    held = {id(p) for each in former for group in each.param_groups for p in group["params"]}
     for name, module in model.named_modules():
         weights = [p for p in module.parameters(recurse=False) if isinstance(p, ScalingTensor)]
         scaling = getattr(module, "scaling", None)
         if not isinstance(module, Loading) or not weights or not isinstance(scaling, LinearScaling):
             continue
-        if not weights[0].requires_grad and not any(weights[0] is p for p in held):
+        if not weights[0].requires_grad and id(weights[0]) not in held:
             continue  # a frozen base, converted by itself: no optimizer of this recipe touches its weights
         if weights[0].format != recipe.weight or scaling.gemm != recipe.gemm:
             raise ValueError(

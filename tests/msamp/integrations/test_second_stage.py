@@ -85,3 +85,14 @@ def test_an_optimizer_over_other_parameters_is_refused_with_the_list_form():
     with pytest.raises(ValueError, match=r"replaced by an earlier msamp\.initialize"):
         msamp.initialize(model, first, recipe="O2")
     train(model, low, 1)
+
+
+def test_a_frozen_base_that_was_converted_by_itself_takes_a_trained_layer_of_another_recipe():
+    """As adapters over a base of one byte: no optimizer holds its weights, so their format is nobody's to refuse."""
+    base = msamp.convert(mlp(), msamp.recipes.by_name("O3")).requires_grad_(False)
+    model = nn.Sequential(base, nn.Linear(32, 32))
+    before = [p.payload.view(torch.uint8).clone() for p in (base[0].weight, base[2].weight)]
+    model, optimizer = msamp.initialize(model, adamw(model[1]), recipe="O2")
+    train(model, optimizer)
+    for p, bits in zip((base[0].weight, base[2].weight), before, strict=True):
+        assert p.payload.view(torch.uint8).equal(bits)
