@@ -1,7 +1,6 @@
 """Saving on two ranks: each writes its share, and what fails on one is told by both. One launch serves all tests."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +8,11 @@ import pytest
 import torch
 
 from helpers import checkpoints, dist, tiny
-from helpers.checkpoints import pointed, tensors
+from helpers.checkpoints import tensors
 from helpers.kills import FULL, failing
 from megatron.lm.checkpoint import Saver, latest, load, load_for_inference, save, saving
 from megatron.lm.checkpoint.files.folder import INFO_FILE, iteration_of
-from megatron.lm.run.trainer import Trainer
 from megatron.lm.training.state import Training
-
-
-@pytest.fixture(scope="module")
-def trainer(prefix: Path) -> Iterator[Trainer]:
-    """One for all tests of this file, after 4 steps at O3; saving changes nothing about it."""
-    with tiny.trainer(tiny.config(prefix, opt_level="O3", train_iters=4)) as made:
-        made.run()
-        yield made
-
-
-@pytest.fixture
-def made(trainer: Trainer, tmp_path: Path) -> Iterator[Trainer]:
-    """The trainer, said to be at iteration 6, that is to save into `tmp_path`/save."""
-    training = trainer.training
-    training.iteration, training.consumed_samples, training.config = 6, 24, pointed(trainer.config, save=str(tmp_path / "save"))
-    yield trainer
-    training.iteration, training.consumed_samples, training.config = 4, 16, trainer.config
-
 
 SHARED: dict[str, Any] = {"train_iters": 6, "global_batch_size": 8, "micro_batch_size": 4, "ddp_bucket_size": 5000}
 O3: dict[str, Any] = {"opt_level": "O3", "grad_exchange": "nccl", "hidden_dropout": 0.1}  # with mu; rows of one tensor on two ranks
