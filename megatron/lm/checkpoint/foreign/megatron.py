@@ -54,7 +54,7 @@ def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[s
 
 
 def _loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The dynamic loss scale of FP16, as `msamp.fp16.scaler` has it; None where there is none."""
+    """The dynamic loss scale of FP16 in the form that `msamp.fp16.scaler` loads; None if the checkpoint has none."""
     optimizer = common.get("optimizer")
     match optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None:
         case {"scale": float(scale), "growth_tracker": int(good), "hysteresis_tracker": int(left)} if scale > 0 and min(good, left) >= 0:

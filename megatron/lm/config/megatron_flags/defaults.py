@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.lm.config.megatron_flags.in_context import Given
+from megatron.lm.config.megatron_flags.row import setting_of
 from megatron.lm.config.precision import OPT_LEVELS
 from megatron.lm.config.schema import LARGEST_COUNT
 
@@ -36,7 +37,7 @@ class Default:
 
     def differs(self, given: Given) -> bool:
         """Whether a run with these flags has the trainer's default."""
-        return self.where(given) and not any(flag in given.flags or flag[2:].replace("-", "_") in given.preset for flag in self.unless)
+        return self.where(given) and not any(flag in given.flags or setting_of(flag) in given.preset for flag in self.unless)
 
 
 def _dynamic_loss_scale(given: Given) -> bool:

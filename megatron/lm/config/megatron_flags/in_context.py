@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Verdict
+from megatron.lm.config.blend_file import number_of
+from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Verdict, setting_of
 
 Values = tuple[str, ...]
 
@@ -23,13 +24,13 @@ class Given:
     preset: Mapping[str, Any] = field(default_factory=dict)
 
     def __contains__(self, flag: str) -> bool:
-        return flag in self.flags or bool(self.preset.get(flag[2:].replace("-", "_")))
+        return flag in self.flags or bool(self.preset.get(setting_of(flag)))
 
     def value(self, flag: str) -> str | None:
         """The first value of a flag, or the preset's; None without both."""
         if flag in self.flags:
             return self.flags[flag][0] if self.flags[flag] else None
-        value = self.preset.get(flag[2:].replace("-", "_"))
+        value = self.preset.get(setting_of(flag))
         return None if value is None else str(value)
 
     def count(self, flag: str) -> int | None:
@@ -77,7 +78,7 @@ def _calculate_per_token_loss(given: Given, values: Values) -> Verdict | None:
 
 def _weight_decay_end(given: Given, values: Values) -> Verdict | None:
     ends = {given.value(flag) for flag in ("--weight-decay", "--start-weight-decay", "--end-weight-decay")}
-    if len({float(end) for end in ends if end is not None and _is_number(end)}) > 1:
+    if len({number_of(end) for end in ends if end is not None} - {None}) > 1:
         return Verdict(REFUSED, "weight decay is constant here: give --weight-decay alone")
     return None
 
@@ -101,14 +102,6 @@ def _virtual_stages(given: Given, values: Values) -> Verdict | None:
 def _decoder_seq_length(given: Given, values: Values) -> Verdict | None:
     same = values[0] == given.value("--seq-length")
     return Verdict(DROPPED, "GPT has one sequence, of --seq-length tokens") if same else None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyType(

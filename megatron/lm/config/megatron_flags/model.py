@@ -165,8 +165,8 @@ FLAGS = (
         "--delay-wgrad-compute",
     ),
     *refused(HYBRID, "--hybrid-*", "--mamba-*", "--disable-mamba-mem-eff-path", "--is-hybrid-model", "--linear-*"),
-    *dropped("hybrid models are not built here, and this share of their layers is none", "--hybrid-attention-ratio 0"),
-    *dropped("hybrid models are not built here, and this share of their layers is none", "--hybrid-mlp-ratio 0"),
+    *dropped("hybrid models are not supported, and a share of 0 adds no such layers", "--hybrid-attention-ratio 0"),
+    *dropped("hybrid models are not supported, and a share of 0 adds no such layers", "--hybrid-mlp-ratio 0"),
     *refused(
         OTHER_MODELS,
         "--decoder-num-layers N",

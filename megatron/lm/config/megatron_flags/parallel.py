@@ -26,12 +26,12 @@ FLAGS = (
     *translated("--tensor-model-parallel-size N", "--model-parallel-size N"),
     *translated("--num-layers-per-virtual-pipeline-stage N", "--num-virtual-stages-per-pipeline-rank N"),
     *dropped(
-        "context parallelism is not built here, and one process is none",
+        "context parallelism is not supported, and one process has none",
         "--context-parallel-size 1",
         "--cp-comm-type TEXT...",
     ),
     *dropped(
-        "expert parallelism is not built here, and one process is none",
+        "expert parallelism is not supported, and one process has none",
         "--expert-model-parallel-size 1",
         "--expert-tensor-parallel-size 1",
     ),

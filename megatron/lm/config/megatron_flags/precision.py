@@ -21,7 +21,7 @@ FLAGS = (
     *dropped(
         "gradients accumulate and are reduced in FP32, and at O1 to O3 as --grad-accum-dtype says", "--accumulate-allreduce-grads-in-fp32"
     ),
-    *dropped("scales of delayed scaling are made anew in each step, in Megatron-LM too", "--fp8-interval N"),
+    *dropped("delayed scaling recomputes its scales every step, in Megatron-LM too", "--fp8-interval N"),
     *dropped("gradients of FP8 weights accumulate in BF16 and travel in FP8; all others are reduced in FP32", "--grad-reduce-in-bf16"),
     *dropped(
         "states are FP32 unless the precision says otherwise",

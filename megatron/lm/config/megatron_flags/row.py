@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ACCEPTED, DROPPED, TRANSLATED, REFUSED = "accepted", "dropped", "translated", "refused"
-TREATMENTS = (ACCEPTED, TRANSLATED, DROPPED, REFUSED)
 PLACEHOLDERS = ("N", "X", "TEXT", "FILE", "FOLDER", "N...", "TEXT...")
 
 
@@ -18,7 +17,7 @@ class Verdict:
     """What happens to a flag on a command line.
 
     Attributes:
-        treatment: one of `TREATMENTS`.
+        treatment: `ACCEPTED`, `TRANSLATED`, `DROPPED` or `REFUSED`.
         says: dropped: why it has no effect here; translated: what it becomes; refused: the reason and the alternative; accepted: "".
         becomes: the words that replace it; of a dropped flag none.
     """
@@ -92,6 +91,11 @@ def translated(becomes: str, *lines: str) -> tuple[Row, ...]:
 def spelled(flag: str) -> str:
     """A flag with hyphens where a script writes underscores: `--micro_batch_size` -> `--micro-batch-size`."""
     return flag.replace("_", "-")
+
+
+def setting_of(flag: str) -> str:
+    """The field name of a flag: `--micro-batch-size` -> `micro_batch_size`."""
+    return flag[2:].replace("-", "_")
 
 
 def _same(one: str, other: str) -> bool:
