@@ -1,4 +1,4 @@
-"""Core attention over torch's scaled_dot_product_attention: no s x s matrix in memory, and the fastest kernel the machine has."""
+"""Core attention with torch's scaled_dot_product_attention: no s x s matrix in memory, and the fastest kernel of this machine."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -32,9 +32,9 @@ BACKENDS: dict[str, list[SDPBackend]] = {
 
 
 def check_backend(backend: str, dropout: float = 0.0) -> None:
-    """ValueError when `--attention-backend` is unknown, or asks of this machine what it does not have."""
+    """Raise a ValueError if `--attention-backend` is unknown or not available on this machine."""
     if backend == "flash" and dropout and not torch.cuda.is_available():
-        raise ValueError(f"--attention-backend flash has no --attention-dropout ({dropout:g}) on a CPU; choose auto or math")
+        raise ValueError(f"--attention-backend flash does not support --attention-dropout ({dropout:g}) on a CPU; choose auto or math")
     if backend not in BACKENDS:
         raise ValueError(f"--attention-backend {backend}: choose one of {', '.join(BACKENDS)}")
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
@@ -42,10 +42,10 @@ def check_backend(backend: str, dropout: float = 0.0) -> None:
 
 
 def check_precision(config: Config) -> None:
-    """Make what `--attention-precision fp8` needs for this run's shape on this machine; nothing without it.
+    """Prepare the kernels of `--attention-precision fp8` for this run's shape; do nothing without the flag.
 
     Raises:
-        ValueError: the machine does not compute FP8 attention of this shape.
+        ValueError: this machine does not support FP8 attention of this shape.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if config.precision.attention_precision != "fp8":
@@ -58,26 +58,26 @@ def check_precision(config: Config) -> None:
         raise ValueError(f"--attention-precision fp8: {error}") from error
 
 
-# By the angles, and no longer than they: a model keeps those of each length of a sequence, so that graphs find the tables where they
-# stood. Full recomputation brings another tensor for each unit, and these tables go with the unit.
+# Keyed by the angles, and freed with them: a model keeps the angles of each sequence length, so that CUDA graphs find the tables at the
+# same address. Full recomputation creates new angles per unit, and these tables are freed with the unit.
 _TABLES = WeakTensorKeyDictionary()
 
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 [s, r] of megatron-core's rotary angles [s, 1, 1, r]."""
+    """Return cos and sin, FP32 [s, r] each, of megatron-core's rotary angles [s, 1, 1, r]."""
     found = _TABLES.get(angles)
     if found is None:
-        with torch.inference_mode(False):  # what evaluation leaves over has to serve training
+        with torch.inference_mode(False):  # training reuses tables that evaluation created
             flat = angles.view(angles.shape[0], -1).float()
             found = _TABLES[angles] = flat.cos(), flat.sin()
     return found  # type: ignore[no-any-return]
 
 
 class Attention(SelfAttention):
-    """megatron-core's SelfAttention, its queries and keys rotated by one kernel and in FP32.
+    """megatron-core's SelfAttention with one kernel that rotates queries and keys in FP32.
 
-    megatron-core rotates by some ten operations of torch, in the compute dtype, and packs the gradients by three copies: 33 of the 173 ms
-    of a step of GPT-1.3B at O0 (H200). Where queries and keys are normalised it still does, for they are no longer packed then.
+    megatron-core rotates with about ten torch operations in the compute dtype, and packs the gradients with three copies: 33 of 173 ms/step
+    for GPT-1.3B at O0 (H200). With QK layernorm, queries and keys are not packed, so megatron-core's code still runs.
     """
 
     _angles: Tensor | None = None
@@ -96,28 +96,28 @@ class Attention(SelfAttention):
             self._angles = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [s, b, heads, d], key and value [s, b, query groups, d] of this rank, rotated where `forward` is to do so."""
+        """Query [s, b, heads, d], key and value [s, b, query groups, d] of this rank, rotated if `forward` requests it."""
         if self._angles is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         qkv, _ = self.linear_qkv(hidden_states)
         if self.linear_qkv._forward_hooks:
-            qkv = qkv.clone()  # a hook may have kept what is rotated where it lies
+            qkv = qkv.clone()  # the rotation is in place, and a hook may have kept the tensor
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         return RotaryFunction.apply(qkv, *cos_sin(self._angles), heads, groups)  # type: ignore[no-any-return]
 
 
 class SDPAttention(MegatronModule):
-    """Scaled dot product attention, causal or to both sides, for megatron-core's `core_attention` slot.
+    """Scaled dot-product attention, causal or bidirectional, for megatron-core's `core_attention` slot.
 
     Args:
         config: head counts, attention dropout and softmax scale come from here.
-        layer_number, attention_type, cp_comm_type: given by megatron-core, of no consequence here.
-        attn_mask_type: `causal`, or `no_mask`: every token sees all of its sequence but for what `forward` is told to hide.
+        layer_number, attention_type, cp_comm_type: passed by megatron-core, unused.
+        attn_mask_type: `causal`, or `no_mask`: every token attends to its whole sequence except for the mask that `forward` gets.
         softmax_scale: factor on the scores; None is 1 / sqrt(kv_channels).
-        backend: which kernels may serve, `auto | cudnn | flash | math`.
+        backend: the allowed kernels, `auto | cudnn | flash | math`.
 
     Raises:
-        ValueError: an unknown or unavailable backend, or another mask type.
+        ValueError: if the backend is unknown or unavailable, or the mask type is another.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SDPAttention(MegatronModule):
         super().__init__(config=config)
         check_backend(backend, config.attention_dropout)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            raise ValueError(f"attention mask {attn_mask_type}: this core attention is causal or without mask")
+            raise ValueError(f"attention mask type {attn_mask_type} is not supported: choose causal or no_mask")
         self.causal = attn_mask_type is AttnMaskType.causal
         self.backends = BACKENDS[backend]
         self.softmax_scale = softmax_scale
@@ -153,24 +153,25 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, query groups, d] -> [s, b, heads * d], all in the input's dtype.
 
-        attention_mask: bool, broadcast to [b, heads, s, s], True where a query (third dimension) does not see a key (fourth), as padding
-            wants it: [b, 1, 1, s]. Each query sees a key.
+        attention_mask: bool, broadcast to [b, heads, s, s], True where a query (third dimension) does not attend to a key (fourth);
+            [b, 1, 1, s] for padding. Each query must attend to at least one key.
 
         Raises:
-            ValueError: a bias or packed sequences are given, or a mask beside the causal one, or one that the backend does not take.
+            ValueError: if there is a bias, packed sequences, a mask in addition to the causal one, or one that the backend does not
+            support.
         """
         if attention_bias is not None or packed_seq_params is not None or (attention_mask is not None and self.causal):
             raise ValueError(
-                "core attention got a bias, packed sequences, or a mask beside the causal one: only the implied mask is served; pass None"
+                "core attention got a bias, packed sequences, or a mask in addition to the causal one, which are not supported; pass None"
             )
         if attention_mask is not None and self.backends == BACKENDS["flash"]:
-            raise ValueError("--attention-backend flash takes no padding mask; choose auto, cudnn or math")
+            raise ValueError("--attention-backend flash does not support a padding mask; choose auto, cudnn or math")
         sequence, batch, heads, channels = query.shape
         dtype = query.dtype
         # Views: the kernels read any strides of the first three dimensions.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if not query.is_cuda:
-            # torch's BF16 attention backward on a CPU is slower than FP32 even with BF16 instructions (3x), without them by far more.
+            # On a CPU torch's BF16 attention backward is 3x slower than FP32 with BF16 instructions, and far slower without.
             q, k, v = q.float(), k.float(), v.float()
         dropout = self.dropout if self.training else 0.0
         with sdpa_kernel(self.backends, set_priority=True), self._dropout_rng(dropout):
@@ -187,26 +188,27 @@ class SDPAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels).to(dtype)
 
     def _dropout_rng(self, dropout: float) -> AbstractContextManager[None]:
-        # Heads are split over tensor-parallel ranks: each drops out its own. Under sequence parallelism the block has forked already.
+        # Tensor-parallel ranks have different heads, so each needs its own dropout RNG. Under sequence parallelism the block forked
+        # already.
         if dropout and not self.config.sequence_parallel:
             return get_cuda_rng_tracker().fork()
         return nullcontext()
 
 
 class FP8CoreAttention(SDPAttention):
-    """`SDPAttention` in FP8 (`msamp.nn.fp8_attention`), without dropout, padding mask or a choice of kernels.
+    """`SDPAttention` in FP8 (`msamp.nn.fp8_attention`), without dropout, padding masks or a choice of kernels.
 
-    Generation computes with keys and values of its own (`megatron.lm.evaluation.decoding`), in the compute dtype.
+    Generation uses its own KV cache in the compute dtype (`megatron.lm.evaluation.decoding`).
 
     Args:
-        gemm: the casts of the model's linear layers, for the rule of the scales.
-        The others are SDPAttention's.
+        gemm: the casts of the model's linear layers, which define the scaling rule.
+        The others are those of SDPAttention.
 
     Attributes:
         scaling: the scales, saved and rolled with those of the linear layers.
 
     Raises:
-        ValueError: as SDPAttention; dropout, or heads of a width that no kernel takes.
+        ValueError: as SDPAttention, with dropout, or if no kernel supports the head size.
     """
 
     def __init__(self, *args: Any, gemm: Gemms, **kwargs: Any) -> None:
@@ -215,12 +217,14 @@ class FP8CoreAttention(SDPAttention):
         assert channels is not None
         check_width(channels)
         if self.dropout:
-            raise ValueError(f"FP8 attention has no dropout ({self.dropout:g}): give none, or keep the attention in BF16")
+            raise ValueError(
+                f"FP8 attention does not support dropout ({self.dropout:g}): set --attention-dropout 0, or keep attention in BF16"
+            )
         self.scaling = AttentionScaling(gemm, device=process_groups.device())
         self.scale = default_scale(channels) if self.softmax_scale is None else self.softmax_scale
 
     def now(self) -> FP8Attention:
-        """The attention with the scales of now."""
+        """Return the attention function with the current scales."""
         return FP8Attention.of(self.scaling, self.scale, causal=self.causal)
 
     def forward(
@@ -236,5 +240,5 @@ class FP8CoreAttention(SDPAttention):
     ) -> Tensor:
         """As `SDPAttention.forward`; ValueError with any mask, bias or packed sequences."""
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("FP8 attention got a mask, a bias or packed sequences: only the implied mask is served; pass None")
+            raise ValueError("FP8 attention got a mask, a bias or packed sequences, which are not supported; pass None")
         return self.now()(query, key, value)

@@ -1,9 +1,9 @@
-"""Which linear layers of an FP8 recipe run in FP8: those that gain by it on this GPU, by a table that is measured once a machine.
+"""Choose the linear layers of an FP8 recipe that run in FP8: those that are faster in FP8 on this GPU, by measurements cached per machine.
 
-A layer's gain is the time of its BF16 forward and backward over that of its FP8 ones with all their casts, at its own shape and number of
-tokens. Where a transformer layer is computed as two fused blocks its four linear layers are FP8 together or not at all, by the sum of
-their times. Rank 0 decides for all, and what was decided stands in the configuration (`--bf16-linears`), hence in the checkpoint: a resume
-on another machine computes what the run before it did. How operands are scaled is taken from the checkpoint in the same way (`decide`).
+A layer's gain is its BF16 time for forward and backward divided by its FP8 time including all casts, at its own shape and token count. If
+a transformer layer runs as two fused blocks, its four linear layers are all FP8 or all BF16, by the sum of their times. Rank 0 decides for
+all ranks. The configuration records the choice (`--bf16-linears`), and so does the checkpoint, so a resume on another machine computes the
+same. The operand scaling is taken from the checkpoint in the same way (`decide`).
 """
 
 import json
@@ -32,11 +32,11 @@ from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
 
 REPEATS = 20
-L2_BYTES = 256 * 2**20  # written before a launch, several times the L2: in a step operands come from memory
+L2_BYTES = 256 * 2**20  # written before each launch to flush the L2 cache: in a training step operands come from HBM
 
 
 class Shape(NamedTuple):
-    """Of a linear layer on one rank: rows of its input, and its two widths."""
+    """Shape of a linear layer on one rank: input rows, input features, output features."""
 
     tokens: int
     inputs: int
@@ -56,7 +56,8 @@ SavedPrecision = Callable[[], PrecisionConfig | None]
 
 @dataclass(frozen=True)
 class Fp8LayerChoice:
-    """Which linear layers of a transformer layer are BF16 (slots, in the order of `LINEARS`), why, and the gains that decided, by slot."""
+    """The linear layers of a transformer layer that are BF16 (slots in the order of `LINEARS`), the reason, and the measured gains by
+    slot."""
 
     bf16: tuple[str, ...] = ()
     reason: str = ""
@@ -64,12 +65,12 @@ class Fp8LayerChoice:
 
 
 def default_cache() -> Path:
-    """Where the gains of this machine are kept without `--fp8-gain-cache`: in XDG's cache folder."""
+    """Return the path of the gain cache without `--fp8-gain-cache`, in the XDG cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "msamp" / "fp8_gain.json"
 
 
 def read_table(path: Path) -> dict[str, Times]:
-    """The times in a cache file by key; nothing of a file that is missing, torn or not a table, and of a table what is none in it."""
+    """Read cached times by key. A missing or corrupt file reads as empty; invalid entries are skipped."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -83,18 +84,20 @@ def _is_times(value: object) -> bool:
 
 
 def write_table(path: Path, table: Mapping[str, Times]) -> None:
-    """Put the table in the file's place at once, so that no process reads half of it; a warning where that cannot be."""
+    """Replace the file atomically, so that no process reads half of it; warn if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as stream:
             json.dump(table, stream, indent=1, sort_keys=True)
         os.replace(stream.name, path)
     except OSError as error:
-        warnings.warn(f"gains of FP8 are not kept and will be measured again: {error}; name a file by --fp8-gain-cache", stacklevel=2)
+        warnings.warn(
+            f"FP8 gains could not be saved and will be measured again: {error}; choose a file with --fp8-gain-cache", stacklevel=2
+        )
 
 
 def layer_shapes(config: Config) -> dict[str, Shape]:
-    """The linear layers of a transformer layer by slot, on one tensor-parallel rank and for one micro-batch."""
+    """Return the shapes of a transformer layer's linear layers by slot, on one tensor-parallel rank for one micro-batch."""
     tokens = config.model.seq_length * config.training.micro_batch_size
     return {slot: Shape(tokens, inputs, outputs) for slot, (outputs, inputs) in linear_shapes(config).items()}
 
@@ -104,18 +107,18 @@ def _has_fp8() -> bool:
 
 
 def default_measure() -> Measure | None:
-    """`measure` where the hardware has FP8; elsewhere FP8 is emulated and there is no gain to look for."""
+    """Return `measure` on hardware with FP8, else None: emulated FP8 has no gain."""
     return measure if _has_fp8() else None
 
 
 def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] | None:
-    """From the cache file, measured and added to it where they are missing; None where they are missing and `measure` is None."""
+    """Return the times from the cache file; measure and add missing ones. None if some are missing and `measure` is None."""
     recipe = config.precision.recipe
     assert recipe.gemm is not None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     operand = recipe.gemm.input
     scaling = f"{operand.scaling}" if operand.granularity == TENSORWISE else f"{operand.scaling} {operand.granularity}"
-    # O1 and O2 cast the stored weight twice, O3 never.
+    # O1 and O2 cast the stored weight twice, O3 does not cast it.
     where = f"{gpu}, torch {torch.__version__}, weight {recipe.weight}, scaling {scaling}"
     keys = {slot: f"{where}, {s.tokens} x {s.inputs} x {s.outputs}" for slot, s in layer_shapes(config).items()}
     path = Path(config.precision.fp8_gain_cache or default_cache())
@@ -125,18 +128,18 @@ def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] |
         if measure is None:
             return None
         new = {key: measure(shape, recipe) for key, shape in missing.items()}
-        table = read_table(path) | new  # another run may have added its own in the meantime
+        table = read_table(path) | new  # another run may have added entries in the meantime
         write_table(path, table)
     return {slot: table[key] for slot, key in keys.items()}
 
 
 def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> Fp8LayerChoice:
-    """The choice for a run, on one process.
+    """Return the choice for a run, on one process.
 
     Args:
-        config: `--bf16-linears` decides, then `--fp8-min-gain` 0, then the checkpoint, then `--deterministic`, then the gains.
-        measure: seconds of a linear layer of a shape; None where nothing may or can be measured.
-        saved: of the run that is resumed; None without one.
+        config: the first of these decides: `--bf16-linears`, `--fp8-min-gain` 0, the checkpoint, `--deterministic`, the gains.
+        measure: returns the times of a linear layer; None to measure nothing.
+        saved: settings of the run that is resumed, or None.
     """
     precision = config.precision
     if not precision.named.fp8:
@@ -148,11 +151,11 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
     if saved is not None and saved.named.fp8:
         return Fp8LayerChoice(saved.bf16_linears or (), "as in the checkpoint")
     if config.training.deterministic:
-        return Fp8LayerChoice(reason="--deterministic: times are never the same")
+        return Fp8LayerChoice(reason="--deterministic: measured times are not reproducible")
     times = times_by_slot(config, measure)
     if times is None:
         return Fp8LayerChoice(
-            reason="not measured on this GPU" if _has_fp8() else "not measured: FP8 is emulated, the hardware here has none"
+            reason="not measured on this GPU" if _has_fp8() else "not measured: this hardware has no FP8, which is emulated"
         )
     groups = [LINEARS] if config.fuses_layers else [(slot,) for slot in LINEARS]
     gains = {slot: sum(times[s].bf16 for s in group) / sum(times[s].fp8 for s in group) for group in groups for slot in group}
@@ -161,17 +164,16 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
 
 
 def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
-    """What a run leaves open, decided on one process: how operands are scaled and states rounded, as in the checkpoint, and which linear
-    layers are FP8.
+    """Resolve the open precision settings on one process: operand scaling and state rounding from the checkpoint, and the FP8 layers.
 
     Args:
         config: of the run.
         measure: as in `choose`.
-        saved: gives the settings of the run that is resumed, None without one; asked where something is in FP8 or
-            optimizer states are narrower than FP32.
+        saved: returns the settings of the run that is resumed, or None; called if something is in FP8 or optimizer states are narrower
+            than FP32.
 
     Raises:
-        ValueError: the checkpoint scales operands otherwise than the flags ask.
+        ValueError: if the checkpoint's operand scaling contradicts the flags.
     """
     named = config.precision.named
     before = saved() if named.fp8 or any(named.states.rounded().values()) else None
@@ -181,23 +183,23 @@ def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lamb
 
 
 def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
-    """What rank 0 decides, on every rank; collective.
+    """Return rank 0's decision on every rank; collective.
 
     Raises:
-        ValueError: on every rank, where rank 0 could not decide (`saved` raised, the flags contradict the checkpoint, or a measurement
-            did not fit the GPU).
+        ValueError: on every rank, if rank 0 failed (`saved` raised, the flags contradict the checkpoint, or a measurement ran out of GPU
+            memory).
     """
     decided, choice = rank_0_decides(lambda: decide(config, default_measure(), saved))
     return replace(config, precision=decided.precision), choice
 
 
 def settled(config: Config, choice: Fp8LayerChoice) -> Config:
-    """The configuration with a choice in it."""
+    """Return the configuration with the choice applied."""
     return replace(config, precision=replace(config.precision, bf16_linears=choice.bf16)) if config.precision.named.fp8 else config
 
 
 def describe(config: Config, choice: Fp8LayerChoice) -> str:
-    """One line: how many linear layers of the whole model (the LM head apart) run in which precision, and why."""
+    """Return a line with the number of linear layers of the whole model (without the LM head) in each precision, and the reason."""
     counts = []
     for name, slots in (("FP8", [s for s in LINEARS if s not in choice.bf16]), ("BF16", choice.bf16)):
         gains = {slot: f"{choice.gains[slot]:.2f}" for slot in slots if slot in choice.gains}
@@ -211,9 +213,9 @@ def describe(config: Config, choice: Fp8LayerChoice) -> str:
 
 
 def measure(shape: Shape, recipe: Recipe) -> Times:
-    """Seconds of a linear layer alone on this GPU, without the host: forward and backward with all casts, medians of CUDA graphs."""
+    """Time one linear layer on this GPU, forward and backward with all casts, without host time: medians over CUDA graph replays."""
     device = torch.device("cuda", torch.cuda.current_device())
-    with torch.random.fork_rng([device]):  # a run that measures and one that finds the table draw the same dropout
+    with torch.random.fork_rng([device]):  # dropout must not depend on whether this run measures
         x = torch.randn(shape.tokens, shape.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn(shape.tokens, shape.outputs, device=device, dtype=torch.bfloat16)
         plain = nn.Linear(shape.inputs, shape.outputs, bias=False, device=device, dtype=torch.bfloat16)
@@ -223,18 +225,18 @@ def measure(shape: Shape, recipe: Recipe) -> Times:
     def both(layer: nn.Module) -> None:
         torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
 
-    for _ in range(low.scaling.window + 1):  # delayed scaling is just in time until its window is full
+    for _ in range(low.scaling.window + 1):  # delayed scaling uses just-in-time scales until its window is full
         both(low)
         state.roll()
     times = Times(_seconds(lambda: both(plain)), _seconds(lambda: both(low)))
-    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a GEMM has run on, some 64 MiB
+    torch._C._cuda_clearCublasWorkspaces()  # one per stream that ran a GEMM, about 64 MiB in all
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return times
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """Median of `REPEATS` replays of a CUDA graph of `run`, each with a cold L2."""
+    """Return the median time of `REPEATS` replays of a CUDA graph of `run`, each with a cold L2."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""GPT: megatron-core's GPTModel built from our configuration, with our layers in it."""
+"""GPT: megatron-core's GPTModel with our layers, built from our configuration."""
 
 import functools
 from collections.abc import Mapping
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 class GPT(GPTModel):
-    """GPTModel with the class of its output layer as an argument and the loss of `megatron.lm.model.loss`.
+    """GPTModel with a configurable output layer and the loss of `megatron.lm.model.loss`.
 
     `forward(tokens, position_ids, None)` takes [b, s] int64 and returns logits [b, s, padded vocabulary / tensor-parallel size]; with
     `labels` [b, s] int64 the loss of every token, [b, s] FP32; with `labels` and `loss_mask` [b, s] FP32 the sum of the losses times the
-    mask, FP32 0-dim, for which no more than a chunk of the logits is ever held. On a pipeline stage that is not the last it returns
-    hidden states [s, b, h].
+    mask, FP32 0-dim, computed in chunks so that the full logits are never in memory. Pipeline stages before the last return hidden states
+    [s, b, h].
 
     Args:
         output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
-        head_precision: of the head's products for a masked loss (`vocabulary_loss.PRECISIONS`); logits that are handed out are never FP8's.
-        The others are GPTModel's.
+        head_precision: of the LM head's GEMMs for a masked loss (`vocabulary_loss.PRECISIONS`); returned logits never use FP8.
+        The others are those of GPTModel.
     """
 
     output_layer: ColumnParallelLinear
@@ -60,7 +60,7 @@ class GPT(GPTModel):
         self.head_precision = head_precision
         self._angles: dict[int, Tensor] = {}
         if self.pre_process and hasattr(self.embedding, "position_embeddings"):
-            # The one layer that megatron-core makes in FP32 whatever params_dtype says, and on the CPU.
+            # megatron-core creates this layer in FP32, whatever params_dtype is, and on the CPU.
             self.embedding.position_embeddings.to(device(), self.config.params_dtype)
         if self.post_process and output_linear is not ColumnParallelLinear:
             weight: Tensor | None = self.output_layer.weight
@@ -71,16 +71,17 @@ class GPT(GPTModel):
                 init_method=self.config.init_method,
                 bias=False,
                 gather_output=not self.parallel_output,
-                # The weight GPTModel made moves over, marks and all: none is allocated or drawn twice.
+                # Reuse the weight that GPTModel created, with its attributes, instead of allocating and drawing another.
                 skip_weight_param_allocation=True,
                 tp_group=self.pg_collection.tp,
             )
             self.output_layer.weight = weight
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As megatron-core's; the rotary angles of a length [s, 1, 1, r] stay the same tensor for as long as the model is there.
+        """As megatron-core's, but the rotary angles [s, 1, 1, r] of a sequence length are the same tensor for the life of the model.
 
-        megatron-core keeps those of the last 32 calls of all models. The tables that graphs read live as long as their angles (`cos_sin`).
+        megatron-core only caches the last 32 calls over all models. The tables that CUDA graphs read live as long as their angles
+        (`cos_sin`).
         """
         embedded, rotary, *others = super()._preprocess(*args, **kwargs)
         if rotary is not None:
@@ -88,14 +89,14 @@ class GPT(GPTModel):
         return embedded, rotary, *others
 
     def hidden_states(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """What the output layer is given.
+        """Return the input of the output layer.
 
         Args:
             tokens, position_ids: [b, s] int64.
-            attention_mask: bool [b, 1, 1, s], True at the tokens that no other one sees, such as padding; for an encoder alone.
+            attention_mask: bool [b, 1, 1, s], True at tokens to ignore, such as padding; for encoders only.
 
         Returns:
-            [s, b, h] behind the final norm, on the last pipeline stage.
+            [s, b, h] after the final norm, on the last pipeline stage.
         """
         embedded, rotary, *_ = self._preprocess(input_ids=tokens, position_ids=position_ids)
         return self.decoder(hidden_states=embedded, attention_mask=attention_mask, rotary_pos_emb=rotary)
@@ -108,9 +109,10 @@ class GPT(GPTModel):
         return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
 
     def _loss_sum(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """hidden_states [s, b, h], with sequence parallelism a share of s, labels and loss_mask [b, s] -> the masked sum, FP32 0-dim."""
+        """hidden_states [s, b, h], with sequence parallelism this rank's slice of s, labels and loss_mask [b, s] -> the masked sum, FP32
+        0-dim."""
         head = self.output_layer
-        for hook in head._forward_pre_hooks.values():  # ZeRO's: the weight may still be on its way
+        for hook in head._forward_pre_hooks.values():  # ZeRO's: the weight may still be being gathered
             hook(head, (hidden_states,))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else head.weight
         rows = (labels.t().reshape(-1), loss_mask.t().reshape(-1))
@@ -128,7 +130,7 @@ class GPT(GPTModel):
 
 
 def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
-    """megatron-core's configuration of the model that `config` describes, its parameters in `recipe.compute_dtype`."""
+    """Return megatron-core's configuration of the model in `config`, with parameters in `recipe.compute_dtype`."""
     model, parallel = config.model, config.parallel
     interleaved = virtual_pipeline_size(config) is not None
     settings = functools.partial(
@@ -143,14 +145,14 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.swiglu,
-        # megatron-core asks for one of these by name; what is applied is the spec's, GELU in its tanh form.
+        # megatron-core requires one of these, but applies the spec's activation: GELU in its tanh form.
         activation_func=functional.silu if model.swiglu else functional.gelu,
-        # With this flag MLP applies the spec's activation to fc1's biased output, both halves at once.
+        # With this flag MLP applies the spec's activation to fc1's output with bias, both halves at once.
         use_te_activation_func=True,
         add_bias_linear=not model.disable_bias_linear,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
-        # `draw_weights` fills them, each by its name.
+        # `draw_weights` fills the weights instead.
         init_method=nn.init.zeros_,
         embedding_init_method=nn.init.zeros_,
         output_layer_init_method=nn.init.zeros_,
@@ -166,37 +168,37 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
         sequence_parallel=parallel.sequence_parallel,
-        # Interleaved stages over gloo get wrong gradients from batched point-to-point exchange.
+        # Over gloo, batched point-to-point communication gives interleaved stages wrong gradients.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         gradient_accumulation_fusion=False,
-        deterministic_mode=config.training.deterministic,  # the embedding's backward adds up in order
-        # torch.compile for the sake of one addition: it saves well under 1 % of a step on a GPU and wants a C compiler everywhere.
+        deterministic_mode=config.training.deterministic,  # the embedding's backward accumulates in a fixed order
+        # This would run torch.compile for one addition: it saves well under 1 % of a step on a GPU and requires a C compiler everywhere.
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        cuda_graph_scope=[],  # the whole layer; the default says so by a word that warns of itself
+        cuda_graph_scope=[],  # the whole layer; the default means the same but triggers a deprecation warning
     )
     return settings(**core_settings(recipe, model))
 
 
 def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None, sent: WireBytes | None = None) -> GPT:
-    """This rank's part of the model, on its device, with parameters in `recipe.compute_dtype`; needs `process_groups.initialize`.
+    """Build this rank's part of the model on its device; requires `process_groups.initialize`.
 
-    Weights depend on the seed and the model's shape, not on how it is spread over processes, nor on the recipe beyond
-    rounding. The vocabulary is padded (`Config.padded_vocab_size`).
+    Initial weights depend on the seed and the model's shape, not on the parallel layout, nor on the recipe beyond rounding. The vocabulary
+    is padded (`Config.padded_vocab_size`).
 
     Args:
-        recipe: its linear layers fill the block, `compute_dtype` is the parameters'.
-        vocab_size: the tokenizer's, not padded.
-        vp_stage: which chunk of an interleaved pipeline stage; None without interleaving.
-        sent: where tensor-parallel layers count the bytes that this rank sends.
+        recipe: defines the linear layers; parameters have its `compute_dtype`.
+        vocab_size: of the tokenizer, not padded.
+        vp_stage: index of the chunk of an interleaved pipeline stage; None without interleaving.
+        sent: counter of the bytes that this rank's tensor-parallel layers send.
 
     Raises:
-        ValueError: an attention backend that this machine does not have, an unknown norm, or a peer's recipe without its library or GPU.
+        ValueError: if the attention backend is not available, the norm is unknown, or a baseline's library or GPU is missing.
     """
     linears = layer_linears(recipe, config.precision.bf16_linears or ()) | {"output_layer": output_linear(recipe)}
     if isinstance(recipe, PeerRecipe):
-        check_available(recipe)  # megatron-core's configuration asks for it too, in other words
+        check_available(recipe)  # before megatron-core's configuration checks the same with another message
     core_config = transformer_config(config, recipe)
     layers = peer_block_spec(core_config, provider(), vp_stage) if isinstance(recipe, PeerRecipe) else None
     model = assemble(config, core_config, vocab_size, linears, vp_stage, layers, fused=config.fuses(recipe))
@@ -214,10 +216,10 @@ def assemble(
     *,
     fused: bool = False,
 ) -> GPT:
-    """`build_model` with megatron-core's configuration and the classes of the linear layers by slot given, not connected.
+    """`build_model` from megatron-core's configuration and the linear-layer classes by slot, without `connect`.
 
-    layers: those of the block and its final norm; None: ours, of `linears`.
-    fused: whether ours are fused (`Config.fuses`).
+    layers: spec of the transformer block and its final norm; None builds ours from `linears`.
+    fused: whether our layers are fused (`Config.fuses`).
     """
     check_backend(config.model.attention_backend, config.model.attention_dropout)
     model, grid = config.model, Grid.current()

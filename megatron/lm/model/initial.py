@@ -1,8 +1,8 @@
-"""Initial weights that depend on the seed and the model's shape alone: each is drawn by its name, and a rank keeps its part.
+"""Initial weights that depend only on the seed and the model's shape: each is drawn with a key from its name, and a rank keeps its part.
 
-So a model starts from the same numbers on one process and on any grid of tensor and pipeline parallelism, in any
-precision but for its rounding. Equal draws want equal devices, since a CPU and a GPU have different generators, and equal
-padding of the vocabulary, which is a multiple of `--make-vocab-size-divisible-by` x TP.
+So a model starts from the same numbers on one process and on any grid of tensor and pipeline parallelism, and in any precision up to
+rounding. The draws are only equal on the same kind of device, since CPU and GPU generators differ, and with the same padding of the
+vocabulary, which is a multiple of `--make-vocab-size-divisible-by` x TP.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from megatron.lm.model.linear import FP8Gemm
 if TYPE_CHECKING:
     from megatron.lm.config import Config
 
-_RESIDUAL = ("linear_proj", "linear_fc2")  # their outputs are added to the residual stream once a layer each
+_RESIDUAL = ("linear_proj", "linear_fc2")  # each adds its output to the residual stream once per layer
 
 
 @torch.no_grad()
 def draw_weights(model: GPTModel, config: "Config") -> None:
     """Fill every matrix of this rank's part of the model from N(0, std^2), drawn in FP32.
 
-    std is `--init-method-std`, for the layers that write to the residual stream divided by sqrt(2 x layers). Vectors stay as
-    their layers made them: biases 0, norms 1. The rows that pad the vocabulary are drawn like the others.
+    std is `--init-method-std`, divided by sqrt(2 x layers) in layers that write to the residual stream. Vectors keep their initial values:
+    biases 0, norms 1. The padding rows of the vocabulary are drawn like the others.
     """
     std, residual_std = config.model.init_method_std, config.model.init_method_std / math.sqrt(2 * config.model.num_layers)
     for name, module in named_globally(model):
@@ -36,7 +36,8 @@ def draw_weights(model: GPTModel, config: "Config") -> None:
                 continue
             whole = _draw(f"{name}.{key}", parameter, model.pg_collection.tp.size(), config.training.seed)
             whole *= residual_std if name.endswith(_RESIDUAL) else std
-            strips = 2 if config.model.swiglu and name.endswith("linear_fc1") else 1  # a rank has its part of the gate, then of the rest
+            # With SwiGLU a rank has its slice of the gate, then its slice of the other half.
+            strips = 2 if config.model.swiglu and name.endswith("linear_fc1") else 1
             part = _part(whole, parameter, strips, model.pg_collection.tp.rank(), model.pg_collection.tp.size())
             if isinstance(module, FP8Gemm):
                 module.start_from(part.to(parameter.dtype))
@@ -45,14 +46,14 @@ def draw_weights(model: GPTModel, config: "Config") -> None:
 
 
 def named_globally(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by the names that they would have in a model on one process."""
+    """Iterate over modules with the names that they have in a model on one process."""
     offset = model.decoder.layers[0].layer_number - 1
     for name, module in model.named_modules():
         if name.startswith("decoder.layers."):
             first, second, number, *rest = name.split(".")
             yield ".".join([first, second, str(int(number) + offset), *rest]), module
         elif name == "output_layer" and model.share_embeddings_and_output_weights:
-            # The last stage's own copy of the embedding; on one process it is the embedding, which has been drawn.
+            # The last stage's copy of the tied embedding; on one process it is the embedding itself, already drawn.
             if not model.pre_process:
                 yield "embedding.word_embeddings", module
         else:
@@ -60,8 +61,8 @@ def named_globally(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """This rank's parameters and their names in the whole model; those of a module around it, such as a classifier's head, have the names
-    that they have there. `model` may hold several chunks of a pipeline stage."""
+    """Return this rank's parameters and their names in the whole model. Parameters of a wrapping module, such as a classifier head, keep
+    their names there. `model` may contain several chunks of a pipeline stage."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     for inner in (module for module in model.modules() if isinstance(module, GPTModel)):
         for name, module in named_globally(inner):
@@ -70,7 +71,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _draw(name: str, parameter: Tensor, ranks: int, seed: int) -> Tensor:
-    """FP32 standard normal values of the whole tensor that `parameter` is a part of."""
+    """Draw FP32 standard normal values for the whole tensor that `parameter` is a part of."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= ranks  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One transformer layer: with FP8 linear layers two fused functions, else megatron-core's own composition of the same modules."""
+"""One transformer layer: two fused functions with FP8 linear layers, else megatron-core's composition of the same modules."""
 
 import functools
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from msamp.nn.saved_activations import AS_IT_IS, Saved
 
 
 class Layer(TransformerLayer):
-    """megatron-core's TransformerLayer with the parameters it makes, computed by `msamp.nn`'s blocks where they serve.
+    """megatron-core's TransformerLayer, with its parameters, computed by the fused blocks of `msamp.nn` where possible.
 
-    `Config.fuses` says for which models. They do not serve while one of the layer's linear layers is watched by a forward hook, since a
-    fused block never calls it, nor in generation with a cache.
+    `Config.fuses` defines for which models. The layer falls back to its modules while a linear layer has a forward hook, since a fused
+    block never calls that layer, and in generation with a cache.
 
     Attributes:
-        fused: whether the blocks serve this layer.
+        fused: whether this layer uses the fused blocks.
         saved: how the blocks keep the inputs of norms and activation for backward.
     """
 
@@ -43,11 +43,11 @@ class Layer(TransformerLayer):
 
     @property
     def ends(self) -> Ends:
-        """What the blocks do where rows come in and sums go out: nothing without tensor parallelism."""
+        """Return the communication at the ends of the blocks; none without tensor parallelism."""
         return self.self_attention.linear_qkv.converter or ALONE
 
     def weight_holders(self) -> Iterator[nn.Module]:
-        """The modules with weights that this layer computes with itself: what must be there before its forward."""
+        """Iterate over the modules whose weights this layer's own forward uses, so they must be gathered before it."""
         if self.fused:
             yield from (self.input_layernorm, self.pre_mlp_layernorm, *self._linears())
 

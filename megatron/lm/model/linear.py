@@ -33,11 +33,11 @@ from msamp.parallel.tensor_parallel import row_linear as fp8_row_linear
 
 
 class Counted(nn.Module):
-    """Mixed into a megatron-core linear layer: counts what megatron-core's collectives of it send, in the compute dtype.
+    """Mixin for a megatron-core linear layer that counts the bytes its megatron-core collectives send, in the compute dtype.
 
     Attributes:
-        sent: where; None without tensor parallelism, and where the layer's own collectives count for themselves.
-        what: goes before the names of the collectives.
+        sent: the counter; None without tensor parallelism, or if the layer's own collectives count.
+        what: prefix of the collectives' names.
         gathers_again: whether backward gathers the input a second time, as megatron-core's layers do.
     """
 
@@ -68,7 +68,7 @@ class Counted(nn.Module):
         if not self.sequence_parallel:
             self._add(sent, "output all-reduce", all_reduce_sent(y.nbytes, ranks))
             return
-        size = all_gather_sent(y.nbytes, ranks)  # of the reduce-scatter too: a slice to each of the others
+        size = all_gather_sent(y.nbytes, ranks)  # also the size of the reduce-scatter: a slice to each of the others
         self._add(sent, "output reduce-scatter", size)
         _after(y, lambda: self._add(sent, "grad_output all-gather", size))
 
@@ -77,25 +77,25 @@ class Counted(nn.Module):
 
 
 def _bias_to_add(bias: Tensor | None) -> Tensor | None:
-    """The bias that a layer returns for another module to add; a recomputed MLP's first forward would return the Parameter itself."""
+    """Return the bias for another module to add, not as the Parameter itself, which the first forward of a recomputed MLP would return."""
     return bias if bias is None or torch.is_grad_enabled() else bias.detach()
 
 
 def _after(x: Tensor, count: Callable[[], None]) -> None:
-    """Run `count` when the gradient of `x` has been computed."""
+    """Run `count` after the gradient of `x` was computed."""
     if torch.is_grad_enabled() and x.requires_grad:
         x.register_hook(lambda _: count())
 
 
 class FP8Gemm(Counted):
-    """Mixed into a megatron-core linear layer: its weight in the recipe's format, its three GEMMs in FP8.
+    """Mixin for a megatron-core linear layer with its weight in the recipe's format and its three GEMMs in FP8.
 
-    With tensor parallelism at O3 activations and their gradients travel in FP8 too (`converter`, FP8-LM Figure 2); at O1 and
-    O2 megatron-core's own collectives carry them in the compute dtype.
+    With tensor parallelism, O3 also sends activations and their gradients in FP8 (`converter`, FP8-LM Figure 2). O1 and O2 use
+    megatron-core's collectives in the compute dtype.
 
     Attributes:
         recipe: set by the subclass.
-        scaling: scales of input, grad_output and weight, and of what a tensor-parallel layer sends.
+        scaling: scales of input, grad_output and weight, and of the activations that a tensor-parallel layer sends.
         converter: set by `connect`.
     """
 
@@ -116,16 +116,16 @@ class FP8Gemm(Counted):
         self.start_from(self.weight.detach())
 
     def start_from(self, values: Tensor) -> None:
-        """Make `values`, in the compute dtype, the initial weight."""
+        """Set the initial weight to `values`, in the compute dtype."""
         marks = self.weight.__dict__
         self.weight = scaling_parameter(values, self.recipe)
-        for name in marks.keys() - self.weight.__dict__.keys():  # megatron-core's: how the weight is split
+        for name in marks.keys() - self.weight.__dict__.keys():  # megatron-core's attributes on how the weight is split
             setattr(self.weight, name, marks[name])
         own_master = self.recipe.weight == self.recipe.states.master
         self._initial_weight = None if own_master else values
 
     def take_initial_weight(self) -> Tensor | None:
-        """The weight as drawn, for a master that must not start from its FP8 rounding; handed out once, then forgotten."""
+        """Return the weight before FP8 rounding, for the master weight, and release it; None from the second call on."""
         values, self._initial_weight = self._initial_weight, None
         return values
 
@@ -152,10 +152,10 @@ class FP8Gemm(Counted):
 
 
 class WideGemm(Counted):
-    """Mixed into a megatron-core linear layer: its GEMMs in the compute dtype, by torch.
+    """Mixin for a megatron-core linear layer whose GEMMs run in the compute dtype with torch.
 
-    On one rank the GEMM adds the bias before it rounds, where megatron-core would add it behind, in a kernel more. A CPU that only
-    emulates BF16 multiplies the BF16 values in FP32 and rounds once, as tensor cores do it; its own BF16 products are tens of times slower.
+    On one rank the GEMM adds the bias before it rounds, which saves megatron-core's extra kernel. A CPU that only emulates BF16 multiplies
+    the BF16 values in FP32 and rounds once, as tensor cores do; its BF16 GEMM is tens of times slower.
     """
 
     bias: nn.Parameter | None
@@ -167,7 +167,7 @@ class WideGemm(Counted):
 
     @property
     def _adds_bias(self) -> bool:
-        """Whether the GEMM adds a bias that megatron-core would leave to the next module."""
+        """Return whether the GEMM adds the bias that megatron-core would leave to the next module."""
         return self.skip_bias_add and self.tp_group.size() == 1
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -184,10 +184,10 @@ class WideGemm(Counted):
 
 
 class HeadGemm(WideGemm):
-    """`WideGemm` of the LM head; its traffic is counted apart from that of the layers.
+    """`WideGemm` of the LM head, which counts its traffic separately.
 
     Attributes:
-        peers: the ranks that share the vocabulary, set by `connect`; None without tensor parallelism.
+        peers: the ranks over which the vocabulary is split, set by `connect`; None without tensor parallelism.
     """
 
     what = vocabulary.WHAT
@@ -196,43 +196,43 @@ class HeadGemm(WideGemm):
 
 @functools.cache
 def _bind(base: type[nn.Module], recipe: Recipe, wide: type[nn.Module] = WideGemm) -> type[nn.Module]:
-    """`base` with the GEMMs of `recipe`."""
+    """Return a subclass of `base` with the GEMMs of `recipe`."""
     if recipe.fp8:
         return type(f"FP8{base.__name__}", (FP8Gemm, base), {"recipe": recipe})
     return type(base.__name__, (wide, base), {})
 
 
 def column_linear(recipe: Recipe) -> type[nn.Module]:
-    """Class for the slots `linear_qkv` and `linear_fc1`, constructed as megatron-core's ColumnParallelLinear."""
+    """Return the class for the slots `linear_qkv` and `linear_fc1`, constructed as megatron-core's ColumnParallelLinear."""
     return _bind(ColumnParallelLinear, recipe)
 
 
 def row_linear(recipe: Recipe) -> type[nn.Module]:
-    """Class for the slots `linear_proj` and `linear_fc2`, constructed as megatron-core's RowParallelLinear."""
+    """Return the class for the slots `linear_proj` and `linear_fc2`, constructed as megatron-core's RowParallelLinear."""
     return _bind(RowParallelLinear, recipe)
 
 
 def layer_linears(recipe: Recipe, bf16: Collection[str] = ()) -> dict[str, type[nn.Module]]:
-    """The linear layers of a transformer layer by slot, those named in `bf16` with the GEMMs of O0."""
+    """Return the linear-layer classes of a transformer layer by slot; those in `bf16` have the GEMMs of O0."""
     classes = {"linear_qkv": column_linear, "linear_proj": row_linear, "linear_fc1": column_linear, "linear_fc2": row_linear}
     return {slot: make(BF16 if slot in bf16 else recipe) for slot, make in classes.items()}
 
 
 def output_linear(recipe: Recipe) -> type[nn.Module]:
-    """Class of the LM head, which stays in the compute dtype at every level."""
+    """Return the class of the LM head, which stays in the compute dtype in every recipe."""
     return _bind(ColumnParallelLinear, BF16, HeadGemm)
 
 
 def travels(model: nn.Module) -> str | None:
-    """How activations travel between tensor-parallel ranks, and why so; None where megatron-core's collectives carry them, or none do."""
+    """Describe how tensor-parallel ranks exchange activations, and why; None with megatron-core's collectives or without any."""
     return next((layer.converter.travels for layer in model.modules() if isinstance(layer, FP8Gemm) and layer.converter is not None), None)
 
 
 def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
-    """Give the tensor-parallel layers of a model what they share: at O3 the FP8 converter, else a counter of bytes in `sent`.
+    """Connect the tensor-parallel layers of a model to their shared FP8 converter (O3), or else to the byte counter `sent`.
 
     Raises:
-        ValueError: `--tp-transport copies` where there can be none.
+        ValueError: if `--tp-transport copies` is impossible on these ranks.
     """
     parallel, layers = config.parallel, list(model.modules())
     if parallel.tensor_model_parallel_size == 1:
@@ -262,7 +262,7 @@ def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
 
 
 def _count_embedding(sent: WireBytes, layer: VocabParallelEmbedding, _: Any, output: Tensor) -> None:
-    """A forward hook: every rank has some rows of the vocabulary, and zeros for the other tokens."""
+    """Forward hook: every rank has some rows of the vocabulary and zeros for the other tokens, which an all-reduce sums."""
     ranks = layer.tp_group.size()
     if not layer.reduce_scatter_embeddings:
         sent.add("activation", "embedding all-reduce", all_reduce_sent(output.nbytes, ranks))

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm for megatron-core's norm slots: usable under sequence parallelism, without Apex or Transformer Engine."""
+"""LayerNorm and RMSNorm for megatron-core's norm slots, with sequence parallelism and without Apex or Transformer Engine."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -9,12 +9,11 @@ from msamp.nn.saved_activations import AS_IT_IS, Saved
 
 
 class LayerNorm(norm.LayerNorm):
-    """Layer normalisation over the last dimension.
+    """Layer normalization over the last dimension.
 
-    Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are taken in FP32 whatever the input's dtype. The input
-    is kept for backward as `saved` says.
-    Both carry `sequence_parallel`: under sequence parallelism each rank sees a slice of the sequence, so that their gradients
-    must be summed over the tensor-parallel group (`megatron.lm.training.gradients`).
+    Weight and bias are [hidden_size] in the parameters' dtype; mean and variance are computed in FP32 whatever the input's dtype. `saved`
+    defines how the input is kept for backward. Weight and bias have the attribute `sequence_parallel`: with sequence parallelism each rank
+    sees a slice of the sequence, so their gradients must be summed over the tensor-parallel group (`megatron.lm.training.gradients`).
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, saved: Saved = AS_IT_IS) -> None:
@@ -23,7 +22,7 @@ class LayerNorm(norm.LayerNorm):
 
 
 class RMSNorm(norm.RMSNorm):
-    """Root-mean-square normalisation over the last dimension: no mean, no bias; otherwise as `LayerNorm`."""
+    """Root-mean-square normalization over the last dimension: no mean, no bias; otherwise as `LayerNorm`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, saved: Saved = AS_IT_IS) -> None:
         super().__init__(hidden_size, eps, saved, device=device(), dtype=config.params_dtype)
@@ -47,7 +46,7 @@ class HeadRMSNorm(RMSNorm):
 
 
 def norm_class(normalization: str) -> type[torch.nn.Module]:
-    """The norm called `normalization`; ValueError when there is none of that name."""
+    """Return the norm class of that name; raise a ValueError if the name is unknown."""
     classes = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     if normalization not in classes:
         raise ValueError(f"--normalization {normalization}: choose one of {', '.join(classes)}")
@@ -55,7 +54,7 @@ def norm_class(normalization: str) -> type[torch.nn.Module]:
 
 
 def head_norm_class(normalization: str) -> type[torch.nn.Module]:
-    """The norm of queries and keys called `normalization`; ValueError when there is none of that name."""
+    """Return the norm class of that name for queries and keys; raise a ValueError if the name is unknown."""
     return {LayerNorm: HeadLayerNorm, RMSNorm: HeadRMSNorm}[norm_class(normalization)]
 
 
@@ -65,7 +64,7 @@ def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) ->
 
 
 def _mark_head_norm(norm: torch.nn.Module, config: TransformerConfig) -> None:
-    """All heads share one weight, and a tensor-parallel rank has some of the heads: the parts of its gradient are summed over these ranks,
-    as those of other norms are under sequence parallelism, which `sequence_parallel` marks."""
+    """Mark the weight as `sequence_parallel`, so that its gradient is summed over tensor-parallel ranks: all heads share one weight, and
+    each rank has some of the heads."""
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]

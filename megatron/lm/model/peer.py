@@ -1,4 +1,4 @@
-"""The layers of a peer's recipe: megatron-core's modules around Transformer Engine's, as its own spec provider names them."""
+"""The layers of a baseline's recipe: megatron-core's modules with those of Transformer Engine, from its own spec provider."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -23,49 +23,51 @@ if TYPE_CHECKING:
 
 
 def check_available(recipe: PeerRecipe) -> None:
-    """ValueError where Transformer Engine is not installed, cannot be imported, or has no GPU to compute on."""
+    """Raise a ValueError if Transformer Engine is not installed, cannot be imported, or has no GPU."""
     if not installed():
-        raise ValueError(f"precision {recipe.name} wants Transformer Engine, which is not installed: {INSTALL}, or take --precision bf16")
+        raise ValueError(f"precision {recipe.name} requires Transformer Engine, which is not installed: {INSTALL}, or use --precision bf16")
     if not torch.cuda.is_available():
-        raise ValueError(f"precision {recipe.name}: Transformer Engine computes on NVIDIA GPUs, and there is none; take --precision bf16")
+        raise ValueError(
+            f"precision {recipe.name}: Transformer Engine requires an NVIDIA GPU, and this machine has none; use --precision bf16"
+        )
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError) as error:  # its compiled part, of another torch or CUDA
+    except (ImportError, OSError) as error:  # its extension was built for another torch or CUDA
         why = str(error).strip().partition("\n")[0]
-        raise ValueError(f"precision {recipe.name}: Transformer Engine is installed and does not load ({why}): {INSTALL}") from error
+        raise ValueError(f"precision {recipe.name}: Transformer Engine is installed but cannot be imported ({why}): {INSTALL}") from error
 
 
 @functools.cache
 def provider() -> BackendSpecProvider:
-    """megatron-core's provider of Transformer Engine's modules."""
+    """Return megatron-core's provider of Transformer Engine's modules."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()
 
 
 def fusions(model: "ModelConfig") -> dict[str, Any]:
-    """What Megatron-LM fuses by default beside Transformer Engine's layers: a peer is to be compared at its best."""
+    """Return the fusions that Megatron-LM enables by default with Transformer Engine, so that a baseline is compared at its best."""
     fused: dict[str, Any] = {"bias_dropout_fusion": True, "apply_rope_fusion": model.position_embedding_type == "rope"}
-    fused["use_te_activation_func"] = False  # that of our layers
+    fused["use_te_activation_func"] = False  # used by our layers only
     if model.swiglu:
         fused |= {"bias_activation_fusion": True, "activation_func": functional.silu}
     elif not model.disable_bias_linear:
-        fused |= {"bias_activation_fusion": True, "activation_func": functional.gelu}  # the fused one is the tanh form, as ours
+        fused |= {"bias_activation_fusion": True, "activation_func": functional.gelu}  # the fused kernel uses the tanh form, like ours
     else:
         fused["activation_func"] = functools.partial(functional.gelu, approximate="tanh")
     return fused
 
 
 def core_settings(recipe: object, model: "ModelConfig") -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that a peer's recipe sets; none for another recipe."""
+    """Return the fields of megatron-core's TransformerConfig that a baseline's recipe sets; empty for other recipes."""
     return fusions(model) | dict(recipe.core) if isinstance(recipe, PeerRecipe) else {}
 
 
 def block_spec(config: TransformerConfig, found: BackendSpecProvider, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this rank's (virtual) pipeline stage and the final norm, of the modules that a provider names.
+    """Return the spec of this rank's (virtual) pipeline stage and the final norm, with the provider's modules.
 
-    As megatron-core's `get_gpt_layer_with_transformer_engine_spec`, with the provider as an argument: norms are fused with the linear
-    layers behind them, so that a weight of the first norm is called `self_attention.linear_qkv.layer_norm_weight`.
+    Like megatron-core's `get_gpt_layer_with_transformer_engine_spec`, but with the provider as an argument. Norms are fused with the linear
+    layers after them, so the weight of the first norm is named `self_attention.linear_qkv.layer_norm_weight`.
     """
     attention = ModuleSpec(
         module=SelfAttention,

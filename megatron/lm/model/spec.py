@@ -1,4 +1,4 @@
-"""The layers of a GPT block as megatron-core's `ModuleSpec`: which class stands in which slot."""
+"""The layers of a GPT block as megatron-core's `ModuleSpec`: the class for each slot."""
 
 from collections.abc import Callable, Mapping
 
@@ -30,18 +30,19 @@ def layer_spec(
     fp8_attention: Gemms | None = None,
     fused: bool = False,
 ) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says), residual.
+    """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says),
+    residual.
 
     Args:
-        config: megatron-core's configuration; `normalization` and `qk_layernorm` are read here, everything else by the modules.
+        config: megatron-core's configuration; this function reads `normalization` and `qk_layernorm`, the modules read the rest.
         linears: classes of `linear_qkv` and `linear_fc1`, constructed as megatron-core's `ColumnParallelLinear`, and of `linear_proj` and
             `linear_fc2`, constructed as its `RowParallelLinear`.
         attention_backend: `--attention-backend`.
-        saved: how the inputs of norms and activations are kept for backward; `config.use_te_activation_func` must be set
+        saved: how the inputs of norms and activations are kept for backward; requires `config.use_te_activation_func`
             (`gpt.transformer_config`).
-        causal: a token sees those before it; else all of its sequence.
-        fp8_attention: the casts of the linear layers, where the core attention is in FP8 too.
-        fused: whether the blocks of `msamp.nn` compute the layer (`Config.fuses`); its linear layers are `FP8Gemm` then.
+        causal: whether a token attends to earlier tokens only, or to its whole sequence.
+        fp8_attention: the casts of the linear layers, if the core attention is in FP8 too.
+        fused: whether the fused blocks of `msamp.nn` compute the layer (`Config.fuses`), which requires `FP8Gemm` linear layers.
     """
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
     head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
@@ -76,7 +77,7 @@ def layer_spec(
 
 
 def _activation(kind: str, saved: Saved) -> Callable[[Tensor], Tensor]:
-    """A function, since megatron-core's MLP asks any module in it for a sharded state."""
+    """Return the activation as a function: megatron-core's MLP calls `sharded_state_dict` on all its submodules."""
 
     def activation(y: Tensor) -> Tensor:
         return ActivationFunction.apply(y, kind, saved)
@@ -94,7 +95,7 @@ def block_spec(
     fp8_attention: Gemms | None = None,
     fused: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
+    """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
     layer = layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm_class(config.normalization))

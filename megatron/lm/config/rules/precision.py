@@ -118,7 +118,7 @@ def peer_layers(config: Config, world_size: int) -> Problems:
     if not isinstance(named, PeerRecipe):
         return
     if not installed():
-        yield f"precision {named.name} wants Transformer Engine, which is not installed: {INSTALL}, or take bf16 or O1 to O3"
+        yield f"precision {named.name} requires Transformer Engine, which is not installed: {INSTALL}, or use bf16 or O1 to O3"
     for name in ("optimizer_state", "exp_avg_format", "exp_avg_sq_format"):
         value = getattr(precision, name)
         if value in (*COAT_FORMATS, *OPTIMIZER_STATES):  # every recipe without our FP8 refuses the other formats

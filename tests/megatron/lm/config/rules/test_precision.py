@@ -7,7 +7,7 @@ from megatron.lm.config.rules.precision import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
-    "peer that is not there": ("--precision te-delayed", 1, r"precision te-delayed wants Transformer Engine, which is not installed: pip"),
+    "peer that is not there": ("--precision te-delayed", 1, r"precision te-delayed requires Transformer Engine, which is not installed"),
     "peer with our scaling": (
         "--precision te-delayed --fp8-margin 1",
         1,
