@@ -56,6 +56,7 @@ LINES = {
 --train-data-path data/quickstart/train_text_document
 --data-cache-path x
 --data-args-path x
+--mock-data
 --split 949,50,1
 --split 99,1,0
 --reset-position-ids
@@ -216,7 +217,6 @@ LINES = {
 --tokenizer-type TikTokenizer --tokenizer-model x
 --tokenizer-type BertWordPieceLowerCase --vocab-file x
 --tokenizer-type Llama3Tokenizer --tokenizer-model x
---mock-data
 --per-split-data-args-path x
 --reset-attention-mask
 --use-checkpoint-args

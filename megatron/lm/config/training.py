@@ -78,6 +78,7 @@ class DataConfig:
     train_data_path: tuple[str, ...] = setting("training data by itself, written as --data-path", ())
     valid_data_path: tuple[str, ...] = setting("validation data beside --train-data-path", ())
     test_data_path: tuple[str, ...] = setting("test data beside --train-data-path", ())
+    mock_data: bool = setting("train on megatron-core's mock documents, which count 1, 2, 3, ..., in place of data", False)
     split: str = setting("shares of --data-path for training, validation and test", DEFAULT_SPLIT)
     data_cache_path: str | None = setting("folder for the index caches; derived: beside the data", None)
     override_data: bool = setting("resume with other data than the checkpoint's, or in another order", False)

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.blend_file import SPLITS, Blend, parse_blend, parse_split
 from megatron.lm.data.indexing import read_counts
-from megatron.lm.data.order import Builder, EpochDataset
+from megatron.lm.data.order import Builder, EpochDataset, MockDataset
 from megatron.lm.data.tokenizer import Tokenizer
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.shell.durable import written_aside
@@ -68,6 +68,11 @@ def build_datasets(
         ValueError: on every rank alike: data missing, empty, truncated, of a wrong form, with ids outside the vocabulary, or shorter
             than one sequence; bad counts beside it; contradictory or malformed `--data-path` or `--split`.
     """
+    if config.data.mock_data:
+        with _process_group():
+            mock_config = _gpt_config(config, tokenizer, [None] * len(SPLITS), list(sample_counts), None)
+            train, valid, test = Builder(MockDataset, list(sample_counts), lambda: True, mock_config).build()
+            return train, valid, test
     blends = split_blends(config.data)
     shares = parse_split(config.data.split) if config.data.data_path else [1.0 if blend else 0.0 for blend in blends]
     wanted = [count if share > 0 else 0 for count, share in zip(sample_counts, shares, strict=True)]
@@ -85,8 +90,11 @@ def build_datasets(
 
 
 def split_blends(data: DataConfig) -> list[Blend | None]:
-    """The blend of each split, from `--data-path` (one for all) or `--{train,valid,test}-data-path`; ValueError if neither or both."""
+    """The blend of each split, from `--data-path` (one for all) or `--{train,valid,test}-data-path`; none of mock data. ValueError if
+    there is no data, or both."""
     per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    if data.mock_data:
+        return [None] * len(SPLITS)
     if data.data_path:
         if any(per_split):
             raise ValueError("--data-path and --train/valid/test-data-path exclude each other: give one or the others")
@@ -260,9 +268,9 @@ def _read_note(note: Path) -> dict[str, Any]:
 
 
 def _gpt_config(
-    config: Config, tokenizer: Tokenizer, blends: list[tuple[list[str], list[float] | None] | None], wanted: list[int], cache: Path
+    config: Config, tokenizer: Tokenizer, blends: list[tuple[list[str], list[float] | None] | None], wanted: list[int], cache: Path | None
 ) -> GPTDatasetConfig:
-    shared = config.data.data_path is not None and len(config.data.data_path) > 0
+    shared = bool(config.data.data_path)
     used = [blend if count > 0 else None for blend, count in zip(blends, wanted, strict=True)]
     result = GPTDatasetConfig(
         random_seed=config.training.seed,
@@ -270,7 +278,7 @@ def _gpt_config(
         blend=blends[0] if shared else None,
         blend_per_split=None if shared else used,
         split=config.data.split if shared else None,
-        path_to_cache=str(cache),
+        path_to_cache=str(cache) if cache else None,
         mmap_bin_files=True,
         tokenizer=tokenizer,
         reset_position_ids=config.data.reset_position_ids,

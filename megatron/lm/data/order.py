@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
@@ -32,6 +32,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.data.cache import kept
 
+MOCK = "--mock-data"  # in the place of a prefix
 ORDER = "epochs apart"  # another name for every other way to draw it
 _PARTS, _PART_BYTES = 64, 4096  # of a dataset's tokens that are read for its digest
 _SURPLUS = 1.005  # megatron-core builds this many times the samples that a dataset of a blend has to give
@@ -63,6 +64,14 @@ class EpochDataset(GPTDataset):
         return joined, begins, shuffled.astype(np.uint32) if len(shuffled) < np.iinfo(np.uint32).max else shuffled
 
 
+class MockDataset(EpochDataset, MockGPTDataset):
+    """megatron-core's mock documents, in the order of `EpochDataset`: 100,000 of 1 to 4095 tokens, each counting 1, 2, 3, ... modulo the
+    vocabulary up to the end of document. Their lengths are drawn from a fixed seed; no file is read or written."""
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
+        return self._order()
+
+
 class EpochBlend(BlendedDataset):
     """megatron-core's blend of datasets, its indices kept by `cache`."""
 
@@ -92,7 +101,7 @@ def _cache_name(dataset: EpochDataset | EpochBlend, split: Split) -> str:
 def _datasets(config: Any, split: Split) -> int:
     """Samples that a dataset gives beyond its share at the most: 0 where it is alone."""
     blend = config.blend if config.blend_per_split is None else config.blend_per_split[split.value]
-    return len(blend[0]) + 1 if len(blend[0]) > 1 else 0
+    return len(blend[0]) + 1 if blend is not None and len(blend[0]) > 1 else 0
 
 
 def description(train: Dataset, seed: int) -> dict[str, Any]:
@@ -102,15 +111,21 @@ def description(train: Dataset, seed: int) -> dict[str, Any]:
 
 
 def _dataset(part: Any, weight: float) -> dict[str, Any]:
-    index, path = part.dataset.index, f"{part.dataset_path}.bin"
-    return {
-        "prefix": part.dataset_path,
+    if isinstance(part, MockDataset):
+        tokens = f"{part.dataset.vocab_size} ids, {part.dataset.eod_token} ends a document"
+        source = {"prefix": MOCK, "index": _digest(part.dataset.sequence_lengths.tobytes()), "content": _digest(tokens.encode())}
+    else:
+        index, content = _digest(part.dataset.index.bin_buffer), _content(Path(f"{part.dataset_path}.bin"))
+        source = {"prefix": part.dataset_path, "index": index, "content": content}
+    return source | {
         "weight": weight,
         "documents": [int(part.indices[0]), int(part.indices[-1]) + 1],
         "tokens": int(part.dataset.sequence_lengths[part.indices].sum(dtype=np.int64)),
-        "index": hashlib.sha256(index.bin_buffer).hexdigest(),
-        "content": _content(Path(path)),
     }
+
+
+def _digest(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _content(data: Path) -> str:

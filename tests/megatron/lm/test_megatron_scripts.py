@@ -15,7 +15,7 @@ DENSE = {
     "bert-340m": {"--lr-warmup-fraction"},
     "llama3-8b-fp8": {
         *("--train-samples", "--lr-decay-samples", "--lr-warmup-samples", "--decoupled-lr", "--decoupled-min-lr", "--fp8-format"),
-        *("--fp8-param-gather", "--mock-data", "--profile", "--profile-step-start", "--profile-step-end"),
+        *("--fp8-param-gather", "--profile", "--profile-step-start", "--profile-step-end"),
     },
     "llama3.1-8b": {"--use-rope-scaling"},
     "qwen3-8b": set(),

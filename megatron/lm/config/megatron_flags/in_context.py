@@ -63,8 +63,14 @@ def _vocab_size(given: Given, values: Values) -> Verdict | None:
     return Verdict(DROPPED, f"the vocabulary is that of --tokenizer-type {kind}")
 
 
+def _data_cache_path(given: Given, values: Values) -> Verdict | None:
+    return Verdict(DROPPED, "mock documents have no index caches") if "--mock-data" in given else None
+
+
 def _split(given: Given, values: Values) -> Verdict | None:
     """A script that expands an array without quotes leaves them around the value, where Megatron-LM looks for numbers alone."""
+    if "--mock-data" in given:
+        return Verdict(DROPPED, "mock documents are cut in three equal parts for training, validation and test, as in Megatron-LM")
     bare = tuple(value.strip("'\"") for value in values)
     return Verdict(ACCEPTED, becomes=("--split", *bare)) if bare != values else None
 
@@ -110,6 +116,7 @@ JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyTy
         "--num-query-groups": _num_query_groups,
         "--no-position-embedding": _no_position_embedding,
         "--vocab-size": _vocab_size,
+        "--data-cache-path": _data_cache_path,
         "--split": _split,
         "--calculate-per-token-loss": _calculate_per_token_loss,
         "--start-weight-decay": _weight_decay_end,

@@ -19,6 +19,12 @@ def datasets(config: Config, world_size: int) -> Problems:
     data = config.data
     per_split = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [flag(name) for name, words in per_split.items() if words]
+    if data.mock_data:
+        given += ["--data-path"] if data.data_path else []
+        given += [f"--split {data.split}"] if data.split != DEFAULT_SPLIT else []
+        if given:
+            yield f"--mock-data and {', '.join(given)} contradict each other: give one of them"
+        return
     if config.logging.dry_run and not data.data_path and not given:
         return
     if data.data_path and given:

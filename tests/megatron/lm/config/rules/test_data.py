@@ -18,6 +18,7 @@ REFUSALS = {
     "no data": ("--data-path", 1, "no training data: give --data-path PREFIX or --train-data-path PREFIX"),
     "no train data": ("--data-path --valid-data-path corpus", 1, "no training data beside --valid-data-path: give"),
     "data twice": ("--train-data-path corpus", 1, "--data-path and --train-data-path contradict each other: give --data-path with"),
+    "mock data beside data": ("--mock-data", 1, "--mock-data and --data-path contradict each other: give one of them"),
     "split alone": ("--data-path --train-data-path corpus --split 9,1", 1, "--split 9,1 has no effect on --train-data-path: drop it, or"),
     "split words": ("--split most,rest", 1, "--split most,rest: give one to three numbers.*such as 969,30,1"),
     "split four": ("--split 1,1,1,1", 1, "--split 1,1,1,1: give one to three numbers"),

@@ -1,0 +1,111 @@
+"""--mock-data in whole runs through the entry point: training, evaluation, resume bit for bit, two processes, and its refusals."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+from helpers import dist, tiny
+from megatron.lm import pretrain
+from megatron.lm.config import DEFAULT_SPLIT
+from megatron.lm.data.datasets import build_datasets
+from megatron.lm.data.tokenizer import NullTokenizer
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
+
+FLAGS = shlex.split(
+    "--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 5e-3 --eval-iters 1 --eval-interval 3 --log-interval 1 --opt-level O2 "
+    "--fp8-min-gain 0"
+)
+
+MOCK: dict[str, Any] = {"data_path": [], "mock_data": True, "split": DEFAULT_SPLIT}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with cpu_home():
+        yield
+        process_groups.shutdown()
+
+
+def run(folder: Path, *flags: str) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    file.unlink(missing_ok=True)
+    assert pretrain.main([*FLAGS, "--metrics-file", str(file), *flags]) == 0
+    process_groups.shutdown()
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def evaluations(rows: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    return [(row["split"], row["iteration"], row["loss"]) for row in rows if row["kind"] == "eval"]
+
+
+@pytest.mark.promise("Data", "`--mock-data` trains on megatron-core's mock documents and resumes bit for bit.")
+def test_it_trains_evaluates_and_resumes_bit_for_bit(tmp_path: Path):
+    whole = run(tmp_path)
+    saved = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    first = run(tmp_path, "--save", str(tmp_path / "saved"), "--exit-interval", "2")
+    second = run(tmp_path, *saved)
+    assert len(tiny.losses(whole)) == 6
+    assert tiny.losses(first) + tiny.losses(second) == tiny.losses(whole)
+    assert tiny.losses(whole)[-1] < tiny.losses(whole)[0] - 0.1
+    assert evaluations(second) == evaluations(whole)
+    assert not (tmp_path / "index_cache").exists()
+
+
+def trained() -> list[float]:
+    return tiny.losses(tiny.run(tiny.config("", **MOCK, train_iters=4, global_batch_size=16)))
+
+
+def test_two_processes_read_what_one_reads():
+    one = trained()
+    two = dist.run(trained, 2)
+    assert two[0] == pytest.approx(one, abs=0.02)
+
+
+def test_the_samples_are_windows_of_megatron_core_s_mock_documents():
+    """A document counts from 1, modulo the vocabulary, and its last token is the end of document, wherever that falls."""
+    source = MockGPTLowLevelDataset(NullTokenizer(60))
+    assert source[0][:-1].tolist() == [(i + 1) % 60 for i in range(len(source[0]) - 1)]
+    assert source[0][-1] == 59
+    settings = tiny.config("", **MOCK)
+    train, valid, test = build_datasets(settings, NullTokenizer(60), (50, 2, 0))
+    for i in range(50):
+        sample = train[i]
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+        steps = {(int(b) - int(a)) % 60 for a, b in zip(sample["tokens"], sample["labels"], strict=True) if b != 59 and a != 59}
+        assert steps <= {1}
+    assert train.indices[-1] == 33332  # a third of 100,000 documents: megatron-core cuts mock data so, whatever --split
+    assert valid.indices[0] == 33333
+    assert test is None
+
+
+def test_another_order_or_real_data_is_refused_at_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(tmp_path, "--save", str(tmp_path / "saved"), "--exit-interval", "2")
+    assert pretrain.main([*FLAGS, "--load", str(tmp_path / "saved"), "--seed", "5"]) == 2
+    assert "--seed 5 (saved: 1234)" in capsys.readouterr().err
+    process_groups.shutdown()
+    corpus = tiny.write_data(tmp_path)
+    assert pretrain.main([*FLAGS[1:], "--load", str(tmp_path / "saved"), "--data-path", str(corpus), "--split", "8,1,1"]) == 2
+    assert f"{corpus} is another dataset than --mock-data was" in capsys.readouterr().err
+
+
+def test_data_beside_it_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert pretrain.main([*FLAGS, "--data-path", "corpus"]) == 2
+    assert "--mock-data and --data-path contradict each other: give one of them" in capsys.readouterr().err
+
+
+def test_a_split_and_a_cache_folder_are_dropped_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(tmp_path, "--data-cache-path", str(tmp_path / "cache"), "--split", "'99,1,0'", "--train-iters", "1")
+    out = capsys.readouterr().out
+    assert "dropped: mock documents have no index caches" in out
+    assert "--split '99,1,0' dropped: mock documents are cut in three equal parts" in out
+    assert not (tmp_path / "cache").exists()
