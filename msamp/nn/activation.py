@@ -1,4 +1,4 @@
-"""GELU and SwiGLU that keep their input for backward as `msamp.nn.saved_activations` says, for use outside of a fused block."""
+"""GELU and SwiGLU for use outside a fused block; they save their input for backward as `msamp.nn.saved_activations` defines."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
 class ActivationFunction(torch.autograd.Function):
-    """(y [.., F], "gelu" or "swiglu", how y is kept) -> [.., F], of SwiGLU [.., F / 2]; see `msamp.kernels.reference.activate`."""
+    """(y [.., F], "gelu" or "swiglu", how y is saved) -> [.., F], or [.., F / 2] for SwiGLU; see `msamp.kernels.reference.activate`."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, kind: str, saved: Saved) -> torch.Tensor:  # type: ignore[override]
@@ -23,7 +23,7 @@ class ActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def saved_bytes(width: float, wide: int, saved: Saved) -> float:
-        """Bytes per token that backward keeps of an input of that width, `wide` bytes per element."""
+        """Return the bytes per token saved for backward, for an input of that width and `wide` bytes per element."""
         return width * saved.element_bytes(wide)
 
     @staticmethod
@@ -31,7 +31,7 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_a: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         dtype = grad_a.dtype
         y2d = ctx.saved.restore(ctx.saved_tensors, dtype)
-        unscaled = y2d.new_empty(0, dtype=torch.float32)  # no FP8 operand was made of the result
+        unscaled = y2d.new_empty(0, dtype=torch.float32)  # the result was not cast to an FP8 operand
         g2d = grad_a.reshape(-1, grad_a.shape[-1])
         options: dict[str, Any] = {"a_scale_inv": unscaled, "a_dtype": dtype, "scale": None, "amax_slot": None, "dtype": dtype}
         made = ActivationGradient(*ops.activate_backward(g2d, y2d, ctx.kind, **options))
@@ -39,16 +39,16 @@ class ActivationFunction(torch.autograd.Function):
 
 
 class Activation(nn.Module):
-    """GELU (tanh form) or SwiGLU; its input kept as `saved` says.
+    """GELU (tanh form) or SwiGLU.
 
     Args:
         kind: "gelu", or "swiglu": silu of the first half of the channels times the second half.
-        saved: how the input is kept for backward.
+        saved: how the input is saved for backward.
 
-    Shape: [.., F] -> [.., F], of SwiGLU [.., F / 2], in the input's dtype: FP32, BF16 or FP16.
+    Shape: [.., F] -> [.., F], or [.., F / 2] for SwiGLU, in the input's dtype: FP32, BF16 or FP16.
 
     Raises:
-        ValueError: another kind, or an odd F for SwiGLU (at the first call).
+        ValueError: at the first call, if `kind` is unknown, or F is odd for SwiGLU.
     """
 
     def __init__(self, kind: str, saved: Saved = IN_GROUPS) -> None:

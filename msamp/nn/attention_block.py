@@ -1,12 +1,12 @@
-"""The attention half of a transformer layer as one function: norm, QKV, rotary embedding, attention, projection, all casts fused.
+"""The attention half of a transformer layer as one autograd function: norm, QKV, rotary embedding, attention, projection, casts fused.
 
-One kernel stands between two GEMMs and leaves FP8 operands in the layout of the next GEMM. Backward keeps only the residual stream, as
-`msamp.nn.saved_activations` says, and in the compute dtype the rotated queries, keys and values, and the attention's output. The FP8
-operands of the weight gradients (normalised input, attention output) are made again from them, to the same bits where the stream is kept as
-it is. That reads 2 bytes an element in backward instead of writing 1 in forward.
+Between two GEMMs one kernel runs, and it writes FP8 operands in the layout of the next GEMM. Only these tensors are saved for backward:
+the residual stream (as `msamp.nn.saved_activations` defines), and in the compute dtype the rotated queries, keys and values and the
+attention output. Backward recomputes from them the FP8 operands of the weight gradients (normalized input, attention output), bit for bit
+if the stream is saved unrounded. This reads 2 bytes per element in backward instead of writing 1 byte in forward.
 
-With FP8 attention (`msamp.nn.fp8_attention`) the rotary embedding leaves FP8 queries, keys and values, and the attention's FP8 output is
-the projection's operand as it is. Backward keeps these four in place of the wide ones, and its rotary embedding reads FP8 gradients.
+With FP8 attention (`msamp.nn.fp8_attention`), the rotary embedding writes FP8 queries, keys and values, and the attention's FP8 output is
+already the projection's operand. These four are saved instead of the 16-bit ones, and the rotary embedding's backward reads FP8 gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,19 +38,19 @@ Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class AttentionSettings(NamedTuple):
-    """The arguments that are no tensors of the graph.
+    """The arguments of `AttentionBlock` that are not tensors of the autograd graph.
 
     Attributes:
         norm: of the input.
         qkv, proj: the two linear layers.
         core: differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
-        heads, groups: of queries, and of keys and values, on this rank.
+        heads, groups: number of heads of queries, and of keys and values, on this rank.
         cos, sin: FP32 [s, r]: rotary embedding of the first r channels of a head; r = 0 without one.
-        keep: whether backward will come.
-        recompute: forget the attention's output, and run the attention again in backward.
-        saved: how the norm's input is kept for backward.
-        ends: where rows come from and sums go.
-        fp8: the attention in FP8, in place of `core`.
+        keep: whether to save tensors for backward.
+        recompute: do not save the attention output; backward runs the attention again.
+        saved: how the norm's input is saved for backward.
+        ends: the communication of tensor parallelism at the block's input and output.
+        fp8: FP8 attention, used instead of `core`.
     """
 
     norm: Norm
@@ -77,9 +77,9 @@ class AttentionSettings(NamedTuple):
 
 
 class AttentionBlock(torch.autograd.Function):
-    """(x, norm weight and bias, QKV weight and bias, projection weight and bias, settings) -> (x, what attention adds to it).
+    """(x, norm weight and bias, QKV weight and bias, projection weight and bias, settings) -> (x, attention's update of x).
 
-    x is handed through so that its gradient along the residual path is added inside the norm's backward kernel.
+    It returns x so that the norm's backward kernel can add the gradient of the residual path.
     """
 
     @staticmethod
@@ -131,21 +131,21 @@ class AttentionBlock(torch.autograd.Function):
         recompute: bool = False,
         fp8: bool = False,
     ) -> SavedBytes:
-        """What backward keeps, see `SavedBytes`.
+        """Return the memory saved for backward, see `SavedBytes`.
 
         Args:
             hidden: of the residual stream.
             heads, groups, head_size: of this rank.
             wide: bytes per element of the stream.
-            saved, recompute: as of `AttentionSettings`.
-            ranks, gathered: over which the rows are spread, and whether the ends keep the gathered input.
-            fp8: attention in FP8.
+            saved, recompute: as in `AttentionSettings`.
+            ranks, gathered: number of ranks that share the rows, and whether the gathered input is saved.
+            fp8: whether the attention runs in FP8.
         """
         norm = saved.element_bytes(wide) * hidden / ranks + hidden * gathered
         if fp8:
             return SavedBytes(norm, FP8Attention.saved_bytes(heads, groups, head_size, output=not recompute))
         queries, keys = heads * head_size, groups * head_size
-        copied = queries if 1 < groups < heads else 0.0  # out of the projection's output, where they come in several groups
+        copied = queries if 1 < groups < heads else 0.0  # with several groups the queries are not contiguous in the QKV output
         return SavedBytes(norm, wide * (queries + 2 * keys + (0.0 if recompute else queries + copied)))
 
     @staticmethod
@@ -179,7 +179,7 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
 
 
 class _Wide:
-    """Attention of a packed projection by `how.core`, in the compute dtype; `qkv` [s, b, width] is rotated in place."""
+    """Attention by `how.core` in the compute dtype, from the packed projection `qkv` [s, b, width], which is rotated in place."""
 
     def __init__(self, qkv: torch.Tensor, how: AttentionSettings) -> None:
         ops.rotary_(qkv, how.cos, how.sin, how.heads, how.groups)
@@ -187,21 +187,21 @@ class _Wide:
         self.parts, self.attended = self._attend()
 
     def _attend(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Query, key and value, and attention's output with its own graph."""
+        """Return query, key and value, and the attention output with a graph of its own."""
         how = self.how
         with torch.set_grad_enabled(how.keep):
-            # A small graph of its own: any attention kernel serves, and its gradients come apart, not as one zero-filled QKV.
+            # A separate graph works with any attention kernel, and returns dq, dk and dv instead of one zero-filled QKV gradient.
             parts = tuple(part.detach().requires_grad_(how.keep) for part in split_heads(self.qkv, how.heads, how.groups))
             return parts, how.core(*parts)
 
     @property
     def _rows(self) -> torch.Tensor:
-        """The output [tokens of all ranks, channels]."""
+        """The attention output [tokens of all ranks, channels]."""
         assert self.attended is not None
         return self.attended.detach().view(self.qkv.shape[0] * self.qkv.shape[1], -1)
 
     def operand(self, scale_inv: torch.Tensor) -> Operand:
-        """The projection's input in FP8, its scale_inv left in the given slot."""
+        """Return the projection's input in FP8, with its scale_inv written to the given slot."""
         x, rows = self.how.proj.x, self._rows
         options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": self.how.proj.x_dtype, "scale_inv_slot": scale_inv}
         o8 = CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
@@ -210,22 +210,22 @@ class _Wide:
         return Operand.tensorwise(o8, scale_inv=scale_inv)
 
     def kept(self) -> "_Wide":
-        """This, with what backward needs."""
+        """Return this object, without the tensors that backward recomputes."""
         if self.how.recompute:
             self.parts, self.attended = (), None
         return self
 
     def again(self) -> None:
-        """Run the attention again where its output was forgotten."""
+        """Run the attention again if its output was not saved."""
         if self.attended is None:
             self.parts, self.attended = self._attend()
 
     def transposed(self, scale_inv: torch.Tensor) -> Operand:
-        """The projection's input for grad_weight."""
+        """Return the projection's input, transposed for grad_weight."""
         return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.cast_transposed(self._rows, scale_inv, self.how.proj.x_dtype))
 
     def gradients(self, grad_o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of query, key and value, and what they are to be multiplied by."""
+        """Return the gradients of query, key and value, and their scale_invs, if any."""
         assert self.attended is not None
         dq, dk, dv = torch.autograd.grad(self.attended, self.parts, grad_o.view(self.attended.shape))
         self.parts, self.attended = (), None
@@ -233,7 +233,7 @@ class _Wide:
 
 
 class _Narrow:
-    """Attention of a packed projection by `how.fp8`; `qkv` [s, b, width] stays as it is and is not kept. Methods as those of `_Wide`."""
+    """Attention by `how.fp8`, with the methods of `_Wide`; the packed projection `qkv` [s, b, width] is only read, and not saved."""
 
     def __init__(self, qkv: torch.Tensor, how: AttentionSettings) -> None:
         assert how.fp8 is not None
@@ -243,7 +243,7 @@ class _Narrow:
         self.attended: Attended | None = self.fp8.attend(self.operands)
 
     def _tell(self, qkv: torch.Tensor) -> None:
-        """What the casts saw, for their watches."""
+        """Call the watches of query, key and value with the values before and after the cast."""
         watches = self.fp8.scaling.slots(self.fp8.record)
         if any(watches[row].watch is not None for row in (Q, K, V)):
             wide = qkv.clone()
@@ -285,14 +285,14 @@ class _Narrow:
 
 
 def split_heads(qkv: torch.Tensor, heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query [s, b, heads, d], key and value [s, b, groups, d] of a projection in Megatron's order: for each group its queries, key, value.
+    """Split a QKV projection in Megatron's order (for each group its queries, key, value).
 
     Args:
         qkv: [s, b, (heads + 2 groups) * d].
-        heads, groups: of queries, and of keys and values.
+        heads, groups: number of heads of queries, and of keys and values.
 
     Returns:
-        Views; the query is a copy where a group has several heads.
+        Query [s, b, heads, d], key and value [s, b, groups, d]: views, except for the query if a group has several heads.
     """
     s, b, width = qkv.shape
     grouped = qkv.view(s, b, groups, heads // groups + 2, width // (heads + 2 * groups))

@@ -1,9 +1,9 @@
-"""The two ends of a fused block, which attention and MLP share: the norm before, and the end of backward; and what other layers share too.
+"""The steps that the fused attention and MLP blocks share, and the result types of the operators that other layers use too.
 
-forward    `NormWeights.cast`      norm -> the FP8 operand of the block's first GEMM
-backward   `start_grad_output`     the output's gradient -> the FP8 operand of the block's last GEMM
-           `first_grad_output`     what an operator makes of the last GEMM's result -> the first layer's FP8 grad_output
-           `finish_backward`       the first GEMM's FP8 grad_output -> gradients of that layer, the norm and the residual stream
+forward    `NormWeights.cast`      norm -> FP8 operand of the block's first GEMM
+backward   `start_grad_output`     gradient of the block's output -> FP8 operand of its last GEMM
+           `first_grad_output`     result of the last GEMM's grad_input, through one operator -> the first layer's FP8 grad_output
+           `finish_backward`       the first layer's FP8 grad_output -> gradients of that layer, the norm and the residual stream
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ from msamp.numerics.recipe import Cast
 
 
 class Norm(NamedTuple):
-    """How a block's norm computes: epsilon, and RMSNorm (no mean, no bias) instead of LayerNorm."""
+    """The settings of a block's norm: epsilon, and whether it is RMSNorm (no mean, no bias) instead of LayerNorm."""
 
     eps: float
     rms: bool
 
 
 def unviewed(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """`y` in another shape, as the output of an autograd function. A view would not do: autograd forbids every change in place of a view
-    made in the function (`ReLU(inplace=True)`, `y += x`). Only for a `y` that nothing else holds."""
+    """Reshape `y`, the output of an autograd function, without making it a view: autograd forbids in-place changes of a view that was
+    created in the function (`ReLU(inplace=True)`, `y += x`). Nothing else may hold `y`."""
     return torch.ops.aten._unsafe_view.default(y, shape)
 
 
 class BlockSettings(Protocol):
-    """What attention's and MLP's settings have in common."""
+    """The settings that the attention and MLP blocks share."""
 
     @property
     def norm(self) -> Norm: ...
@@ -56,8 +56,8 @@ class NormWeights(NamedTuple):
     """A block's norm and its parameters.
 
     Attributes:
-        norm: how it computes.
-        weight, bias: [h], bias None without one.
+        norm: its settings.
+        weight, bias: [h]; bias may be None.
     """
 
     norm: Norm
@@ -67,21 +67,21 @@ class NormWeights(NamedTuple):
     def cast(
         self, x: torch.Tensor, residual: torch.Tensor | None, slot: CastScales, cast: Cast, ends: Ends, scale_inv: torch.Tensor
     ) -> "Normalized":
-        """`norm(x + residual)` of this rank's rows as the FP8 operand of the block's first GEMM.
+        """Compute `norm(x + residual)` of this rank's rows as the FP8 operand of the block's first GEMM.
 
         Args:
             x, residual: [M, h]; residual None adds nothing.
-            slot: of the GEMM's input; its watch is told.
+            slot: of the GEMM's input; its watch is called.
             cast: of the GEMM's input.
-            ends: the ranks with rows that share the scale.
-            scale_inv: FP32 0-dim holding 0, where the cast leaves its own.
+            ends: gives access to the ranks whose rows share the scale.
+            scale_inv: FP32 0-dim containing 0; the cast writes its scale_inv here.
         """
 
         def run(scale: torch.Tensor | None, amax_slot: torch.Tensor | None, scale_inv_slot: torch.Tensor | None) -> Normalized:
             return self.run(x, residual, scale=scale, amax_slot=amax_slot, dtype=cast.format.dtype, scale_inv_slot=scale_inv_slot)
 
         def amax() -> torch.Tensor:
-            # Just in time over several ranks: the norm is computed once for its amax alone, as its kernel does on one.
+            # For a just-in-time scale over several ranks, compute the norm once for its amax alone, as the kernel does on one rank.
             found = scale_inv.new_zeros(())
             run(scale_inv.new_ones(()), found, None)
             return found
@@ -96,20 +96,20 @@ class NormWeights(NamedTuple):
         return made
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> "Normalized":
-        """`ops.normalize` of `x + residual`; `options` are its other arguments."""
+        """Call `ops.normalize` on `x + residual`; `options` are its other arguments."""
         return Normalized(*ops.normalize(x, residual, weight=self.weight, bias=self.bias, eps=self.norm.eps, rms=self.norm.rms, **options))
 
     def wide(self, total: torch.Tensor) -> torch.Tensor:
-        """FP32: the values before the cast."""
+        """Return the values before the cast, in FP32."""
         return self.run(total, scale=None, amax_slot=None, dtype=torch.float32).y
 
     def start_again(self, total: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype, ends: Ends) -> PendingRows:
-        """The payload of all rows, cast again in backward from the stream [M, h] with the scale of forward: the same codes."""
+        """In backward: cast the stream [M, h] again with the scale of forward, which gives the same codes, and gather all rows."""
         again = self.run(total, scale=scale_inv.reciprocal(), amax_slot=None, dtype=dtype).y
         return ends.start_gather(again, "input all-gather again")
 
     def transposed(self, total: torch.Tensor, kept: "KeptByBlock", dtype: torch.dtype) -> torch.Tensor:
-        """The transpose of `cast`'s payload, made again in backward: the same codes."""
+        """In backward: return the transpose of `cast`'s payload, with the same codes."""
         return ops.normalize_transposed(
             total, kept.mean, kept.rstd, self.weight, self.bias, scale_inv=kept.input_scale_inv, dtype=dtype, rms=self.norm.rms
         )
@@ -119,10 +119,10 @@ class Normalized(NamedTuple):
     """The results of `ops.normalize`.
 
     Attributes:
-        total: [M, h], the stream that was normalised, as stored.
+        total: [M, h], the input of the norm, in the stream's dtype.
         y: [M, h], FP8 or wide.
-        scale_inv: FP32 0-dim; empty where it has a slot.
-        mean, rstd: FP32 [M]; mean empty for RMSNorm.
+        scale_inv: FP32 0-dim; empty if a slot was given.
+        mean, rstd: FP32 [M]; mean is empty for RMSNorm.
     """
 
     total: torch.Tensor
@@ -133,13 +133,13 @@ class Normalized(NamedTuple):
 
 
 class KeptByBlock(NamedTuple):
-    """What a block keeps for backward beside its stream, in the order in which autograd saves it.
+    """The tensors that a block saves for backward besides its stream, in the order in which autograd saves them.
 
     Attributes:
         norm_weight, norm_bias: [h].
         mean, rstd: FP32 [M], see `Normalized`.
         input_scale_inv, last_scale_inv: FP32 0-dim, of the inputs of the first and of the last linear layer.
-        gathered: FP8 [M of all ranks, h], the first layer's input, where the ends keep it.
+        gathered: FP8 [M of all ranks, h], the first layer's input, if `Ends.keeps_gathered`.
         first_weight, last_weight: payloads as stored.
         first_bias, last_bias: [N] or None.
     """
@@ -158,18 +158,18 @@ class KeptByBlock(NamedTuple):
 
     @classmethod
     def of(cls, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], "KeptByBlock"]:
-        """The parts of the stream (`Saved.keep`), which come first, and the others."""
+        """Split autograd's saved tensors into the parts of the stream (`Saved.keep`), which come first, and the others."""
         return saved[: -len(cls._fields)], cls(*saved[-len(cls._fields) :])
 
 
 class Inner(NamedTuple):
-    """What backward has come to between a block's last layer and its first.
+    """The intermediate result of a block's backward, after its last layer and before its first.
 
     Attributes:
         grad: of the first layer's output, cast for both of its GEMMs.
-        first_sums, last_sums: FP32 [parts, N], column sums of the grad_outputs of both layers, for the biases' gradients; empty without.
-        last_weight: computes the gradient of the last layer's weight, where that can still wait; it is called once.
-        again: the first layer's input of all ranks' rows; None casts it again, transposed, from the stream.
+        first_sums, last_sums: FP32 [parts, N], column sums of both layers' grad_outputs, for the bias gradients; empty without a bias.
+        last_weight: returns the gradient of the last layer's weight, which may be computed lazily; called once.
+        again: the first layer's input for the rows of all ranks; None casts it again, transposed, from the stream.
     """
 
     grad: Operand
@@ -192,7 +192,7 @@ class BlockGradients(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """The results of `ops.normalize_backward`: of the input, FP32 [parts, h] sums for weight and bias, and maxima of `x`'s parts."""
+    """The results of `ops.normalize_backward`: gradient of the input, FP32 [parts, h] sums for weight and bias, partial maxima of `x`."""
 
     x: torch.Tensor
     weight_sums: torch.Tensor
@@ -201,7 +201,7 @@ class NormGradients(NamedTuple):
 
 
 class CastTransposed(NamedTuple):
-    """The results of `ops.cast_transpose`, and of other operators that cast for two GEMMs."""
+    """The results of `ops.cast_transpose` and of other operators that cast for two GEMMs."""
 
     payload: torch.Tensor
     payload_t: torch.Tensor
@@ -217,7 +217,7 @@ class Activated(NamedTuple):
 
 
 class ActivationGradient(NamedTuple):
-    """The results of `ops.activate_backward`: the input's gradient in both layouts, its scale_inv, the activation's transpose in FP8, and
+    """The results of `ops.activate_backward`: the input's gradient in both layouts, its scale_inv, the transposed activation in FP8, and
     column sums of the gradient."""
 
     payload: torch.Tensor
@@ -233,7 +233,7 @@ _Cast = TypeVar("_Cast", CastTransposed, ActivationGradient)
 def _scale(
     slot: CastScales, cast: Cast, ends: Ends, amax: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Scale and amax slot for a kernel that casts rows, and the ranks' amax where their rows share a scale just in time (else None)."""
+    """Return scale and amax slot for a kernel that casts rows, and the amax over ranks if they share a just-in-time scale (else None)."""
     if slot.scale is not None or not ends.spread:
         return slot.scale, slot.amax, None
     shared = ends.shared_amax(amax())
@@ -243,12 +243,12 @@ def _scale(
 
 
 class GradOutput(NamedTuple):
-    """The gradient of a block's output on its way to both GEMMs of the last layer.
+    """The cast gradient of a block's output, for both GEMMs of the last layer.
 
     Attributes:
-        operand: waits for all rows, in both layouts.
-        done: the row layout will not be read any more, see `PendingRows.done`.
-        sums: FP32 [parts, N], column sums of this rank's rows; empty where they were not asked for.
+        operand: waits for all rows and returns both layouts.
+        done: call it after the last read of the row layout, see `PendingRows.done`.
+        sums: FP32 [parts, N], column sums of this rank's rows; empty if not requested.
     """
 
     operand: Callable[[], Operand]
@@ -257,15 +257,14 @@ class GradOutput(NamedTuple):
 
 
 def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Tensor, ends: Ends, *, colsum: bool) -> GradOutput:
-    """The gradient of a block's output, cast once for both GEMMs of the linear layer that gave it, by the maxima that its producer has
-    left.
+    """Cast the gradient of a block's output once for both GEMMs of its last linear layer, using the maxima that its producer attached.
 
     Args:
         layer: the block's last linear layer.
-        grad: [..., N], as autograd hands it over: this rank's rows.
-        scale_inv: FP32 0-dim holding 0, where the cast leaves its own.
+        grad: [..., N] from autograd: this rank's rows.
+        scale_inv: FP32 0-dim containing 0; the cast writes its scale_inv here.
         ends: of the block.
-        colsum: give the column sums of this rank's rows too, of which the bias's gradient is made.
+        colsum: also return the column sums of this rank's rows, for the bias gradient.
     """
     rows, maxima = grad.reshape(-1, grad.shape[-1]), maxima_for(layer.grad, grad)
     scale, amax_slot, shared = _scale(layer.grad, layer.gemm.grad_output, ends, lambda: ops.amax(rows) if maxima is None else maxima.max())
@@ -293,8 +292,8 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
 def start_input_again(
     how: BlockSettings, stream: Sequence[torch.Tensor], kept: KeptByBlock, dtype: torch.dtype, *, asked: bool = False
 ) -> PendingRows | None:
-    """The first layer's input of all ranks' rows for backward: as kept, or cast again from the stream and gathered. None where this rank
-    has all rows, unless `asked`."""
+    """Return the first layer's input for the rows of all ranks, in backward: as saved, or cast again from the stream and gathered. None if
+    this rank has all rows, unless `asked`."""
     if kept.gathered is not None:
         return ReadyRows(kept.gathered)
     if not (asked or how.ends.spread):
@@ -304,16 +303,16 @@ def start_input_again(
 
 
 def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bool, device: torch.device) -> tuple[Operand, _Cast]:
-    """The grad_output of a block's first linear layer, computed and cast for both of its GEMMs by one operator.
+    """Compute the grad_output of a block's first linear layer and cast it for both of its GEMMs, with one operator.
 
     Args:
         layer: the block's first linear layer.
         run: the operator, called with its dtype, scale, amax_slot and flags.
-        colsum: give column sums too, of which the bias's gradient is made.
+        colsum: also return column sums, for the bias gradient.
         device: of the gradient.
 
     Returns:
-        The operand in both layouts, and all that the operator gave.
+        The operand in both layouts, and all results of the operator.
     """
     slot, scale_inv = layer.grad, scalar_pool.take(device)
     made = run(dtype=layer.grad_dtype, scale=slot.scale, amax_slot=slot.amax, colsum=colsum, scale_inv_slot=scale_inv)
@@ -331,14 +330,14 @@ def finish_backward(
     residual: torch.Tensor,
     weight_dtypes: tuple[torch.dtype, torch.dtype],
 ) -> BlockGradients:
-    """The end of a block's backward: its first linear layer, its norm and the residual stream.
+    """Run the end of a block's backward: its first linear layer, its norm and the residual stream.
 
     Args:
         how: of the block.
-        stream: the parts of the norm's input, as `how.saved` keeps it.
-        kept: the other tensors kept.
-        inner: what backward has come to. Only this call may hold it: its memory is freed before the norm's gradients need some.
-        residual: [..., h], the gradient along the residual path, which the norm's kernel adds.
+        stream: the saved parts of the norm's input (`how.saved`).
+        kept: the other saved tensors.
+        inner: the intermediate result. The caller must not hold it: its memory is freed before the norm's gradients are allocated.
+        residual: [..., h], the gradient of the residual path, which the norm's kernel adds.
         weight_dtypes: of the gradients of the first and the last weight.
     """
     first, dtype = how.first, residual.dtype
@@ -346,7 +345,7 @@ def finish_backward(
     del inner
     norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
     partial = first.grad_input(grad, first.weight(kept.first_weight, transpose=True), dtype)
-    grad_n = how.ends.start_sum_grad(partial, first)  # on its way while the weights' gradients are computed
+    grad_n = how.ends.start_sum_grad(partial, first)  # the collective overlaps with the weight gradients
     del partial
     grad = grad._replace(payload=None)
     grad_last = last_weight()
@@ -373,10 +372,10 @@ def finish_backward(
 
 
 def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The gradients of vectors (biases, norms), each in its vector's dtype, in one launch a dtype; None where there is no vector.
+    """Return the gradients of vectors (biases, norms), each in its vector's dtype, with one launch per dtype; None for a missing vector.
 
     Args:
-        found: for each vector [N] the partial column sums (FP32 [parts, N]), and the vector.
+        found: for each vector [N], the partial column sums (FP32 [parts, N]) and the vector.
     """
     gradients: list[torch.Tensor | None] = [None] * len(found)
     asked = [(i, parts, vector.dtype) for i, (parts, vector) in enumerate(found) if vector is not None]

@@ -1,4 +1,4 @@
-"""What one cast needs beside its tensor: its scale, where its amax goes, and who watches; and scales that are taken just in time."""
+"""The scale, amax slot and watch of one cast, and just-in-time scales."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,16 +9,16 @@ from msamp.kernels import ops
 from msamp.numerics.recipe import Cast
 from msamp.numerics.scaling import Current, inverse
 
-# Callback after a cast: the values before it, the payload, and scale_inv, 0-dim or for every element.
+# Callback after a cast: the values before it, the payload, and scale_inv, 0-dim or per element.
 Watch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class CastScales(NamedTuple):
-    """The inputs and outputs of one cast beside its tensor.
+    """The arguments of one cast besides its tensor.
 
     Attributes:
-        scale, scale_inv: FP32 0-dim, known beforehand; None takes the scale just in time.
-        amax: FP32 0-dim, where this step's amax goes; None takes none.
+        scale, scale_inv: FP32 0-dim, known before the cast; None uses a just-in-time scale.
+        amax: FP32 0-dim, receives this step's amax; None does not record it.
         watch: optional callback, called after the cast.
     """
 
@@ -29,23 +29,23 @@ class CastScales(NamedTuple):
 
 
 def own_rule(cast: Cast) -> bool:
-    """Whether a cast without history has a rule that the kernels do not know. They know `Current`."""
+    """Whether a cast without history has a scaling rule that the kernels do not implement. They implement `Current`."""
     return not cast.scaling.window and type(cast.scaling) is not Current
 
 
 def just_in_time_scale(cast: Cast, amax: torch.Tensor) -> torch.Tensor:
-    """The scale that follows from the tensor's own amax, FP32 0-dim; unless `own_rule`, [n] amaxes give the scales of n tensors."""
+    """Return the scale for a tensor's own amax, FP32 0-dim. Unless `own_rule`, [n] amaxes give the scales of n tensors."""
     if own_rule(cast):
         return cast.scaling.next_scale(amax.view(1), cast.format.max, 1.0)
     return ops.scale_from_amax(amax, cast.format.max, None, 1.0)
 
 
 def scales_of_weights(cast: Cast, amaxes: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What brings stored weights into FP8 and back.
+    """Return the scales between stored weights and their FP8 operands.
 
     Args:
         cast: of the weights, with one scale each.
-        amaxes: FP32 [n] or 0-dim, of the payloads as they are stored.
+        amaxes: FP32 [n] or 0-dim, of the stored payloads.
         stored: FP32 of the same shape, their scale_invs.
 
     Returns:

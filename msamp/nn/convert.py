@@ -1,7 +1,7 @@
-"""Conversion of any module tree: the linear layers that a filter accepts become FP8Linear, everything else stays as it is.
+"""Conversion of any module tree: linear layers that a filter accepts become FP8Linear, everything else is unchanged.
 
-Linear layers are torch.nn.Linear, the Conv1D of Hugging Face's GPT-2, and the projections of torch.nn.MultiheadAttention. `survey` says
-of every module that holds matrices whether it is one of them, and why not: it decides, and `convert` does what it has decided.
+Linear layers are torch.nn.Linear, the Conv1D of Hugging Face's GPT-2, and the projections of torch.nn.MultiheadAttention. `survey` lists
+every module with weight matrices and why it is or is not converted; `convert` follows the same decisions.
 """
 
 import copy
@@ -22,16 +22,16 @@ from msamp.numerics.recipe import O2, Recipe
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_SHOWN = 3  # names of a reason
+_SHOWN = 3  # names listed per reason
 
 
 class Holder(NamedTuple):
-    """A module that multiplies by weights of its own.
+    """A module with weight matrices of its own.
 
     Attributes:
         name: dotted.
-        elements: of these weights.
-        why: it stays as it is; "" where it is in FP8.
+        elements: number of elements of these weights.
+        why: the reason that it is not converted; "" if it is in FP8.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """Which modules of a model are in FP8, or will be, and why the others are not; `str` says it in a few lines.
+    """The modules of a model that are in FP8, or will be, and why the others are not; `str` prints a summary.
 
     Attributes:
-        holders: every module that multiplies by weights of its own.
-        parameters: elements of all parameters of the model, embeddings, norms and biases too.
+        holders: every module with weight matrices of its own.
+        parameters: number of elements of all parameters, including embeddings, norms and biases.
     """
 
     holders: tuple[Holder, ...]
@@ -53,23 +53,23 @@ class Survey:
 
     @property
     def converted(self) -> list[str]:
-        """The names of the layers in FP8."""
+        """Names of the layers in FP8."""
         return [holder.name for holder in self.holders if not holder.why]
 
     @property
     def left(self) -> dict[str, str]:
-        """Name of a module that stays as it is -> why."""
+        """Name of each module that is not converted -> reason."""
         return {holder.name: holder.why for holder in self.holders if holder.why}
 
     @property
     def parameter_share(self) -> float:
-        """Share of all parameters that is in FP8: 0 to 1."""
+        """Fraction of all parameters that is in FP8."""
         return self._elements / max(1, self.parameters)
 
     @property
     def flop_share(self) -> float:
-        """Share of the products with weights that is in FP8: 0 to 1. Each weight counts once: a convolution's many positions, and an
-        expert's few tokens, are unknown before a forward. Attention's own products do not count, since they have no weight."""
+        """Fraction of the weight GEMMs' FLOPs that is in FP8. Each weight counts once, because the positions of a convolution and the
+        tokens of an expert are unknown before a forward. Attention scores have no weight and do not count."""
         return self._elements / max(1, sum(holder.elements for holder in self.holders))
 
     @property
@@ -81,7 +81,7 @@ class Survey:
         lines = [f"{counted}: {self.parameter_share:.1%} of the parameters, {self.flop_share:.1%} of the FLOPs (each weight once)"]
         for why, names in self._reasons().items():
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            lines.append(f"  as they are, {why}: {', '.join(names[:_SHOWN])}{more}")
+            lines.append(f"  not converted, {why}: {', '.join(names[:_SHOWN])}{more}")
         return "\n".join(lines)
 
     def _reasons(self) -> dict[str, list[str]]:
@@ -92,8 +92,8 @@ class Survey:
 
 
 def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> Survey:
-    """What `convert` will do with a model. For a model with FP8 layers it says what each layer is now; a filter decides nothing there, and
-    only says why a layer may have been left out. Nothing changes.
+    """Report what `convert` will do with a model, without changing it. For a model that has FP8 layers it reports the current state, and
+    `accept` only serves to explain why a layer may have been left out.
 
     Args:
         model: any module tree.
@@ -104,9 +104,9 @@ def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> S
 
 
 def _survey(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "") -> Survey:
-    """As `survey`. A layer that `convert` would take gets the reason `left_out`, or "", which says that it is in FP8."""
+    """As `survey`. A layer that `convert` would take gets the reason `left_out`; "" means that it is in FP8."""
     shared = _shared(model)
-    within: set[int] = set()  # the projections inside of an attention module are told with it
+    within: set[int] = set()  # projections inside an attention module count as part of it
     holders = []
     for name, module in model.named_modules():
         weights = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
@@ -123,7 +123,7 @@ def _survey(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = ""
 
 
 def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: Filter) -> str:
-    """Why a module that multiplies by weights of its own, plain ones, will not be in FP8; "" where it will."""
+    """Return why a module with plain weight matrices will not be converted; "" if it will."""
     if isinstance(module, _CONVOLUTIONS):
         return "a convolution"
     if type(module) is nn.Linear or _is_conv1d(module) or type(module) is nn.MultiheadAttention:
@@ -145,18 +145,18 @@ def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: 
 
 
 def _reads_otherwise(module: nn.Module) -> str:
-    """Why a module of a class that can be converted does not compute what its class does; "" where it does."""
+    """Return why a module of a convertible class does not compute what its class does; "" if it does."""
     parts = [("in_proj_weight", module), ("weight", module.out_proj)] if isinstance(module, nn.MultiheadAttention) else [("weight", module)]
     for attribute, part in parts:
         if attribute not in part._parameters:
             return "its weight is computed from other parameters (weight_norm, spectral_norm, pruning)"
         if "forward" in vars(part):
-            return "its forward was replaced, by hooks of accelerate or by hand, and may read the weight in its own way"
+            return "its forward was replaced (accelerate hooks, or by hand) and may read the weight directly"
     return ""
 
 
 def _shared(model: nn.Module) -> set[int]:
-    """id of each parameter that two modules hold, or that has memory in common with another parameter of the model."""
+    """Return the id of each parameter that two modules hold, or that shares memory with another parameter of the model."""
     held = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     shared = {each for each, count in held.items() if count > 1}
     spans = sorted((*_span(p), id(p)) for p in model.parameters() if type(p) in PLAIN and p.numel() and not p.is_meta)
@@ -170,19 +170,19 @@ def _shared(model: nn.Module) -> set[int]:
 
 
 def _span(p: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind its last."""
+    """Return the addresses of a tensor's first byte and after its last."""
     last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
     return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()
 
 
 def _in_fp8(module: nn.Module) -> bool:
-    if isinstance(module, FP8Linear):  # pruning and torch's parametrizations put a plain tensor there, computed from the stored weight
+    if isinstance(module, FP8Linear):  # pruning and torch's parametrizations replace `weight` by a plain tensor
         return isinstance(module.weight, ScalingTensor)
     return isinstance(module, Loading) and any(isinstance(p, ScalingTensor) for p in module.parameters(recurse=False))
 
 
 def _as_linear(module: nn.Module) -> nn.Linear | None:
-    """A module as the linear layer that filters see; None where it cannot be converted."""
+    """Return a module as the linear layer that filters see; None if it cannot be converted."""
     if type(module) is nn.Linear:
         return module
     if _is_conv1d(module):
@@ -192,7 +192,7 @@ def _as_linear(module: nn.Module) -> nn.Linear | None:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is Hugging Face's Conv1D, recognised by name, since transformers may not be installed."""
+    """Whether a module is Hugging Face's Conv1D, recognized by name, since transformers may not be installed."""
     kind = type(module)
     return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
@@ -200,29 +200,29 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _what_else(module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.Linear):
-        return f"{kind}, a subclass of Linear that may read its weight in its own way"
+        return f"{kind}, a subclass of Linear that may read its weight directly"
     own = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters(recurse=False) if p.dim() >= 2]
     return f"{kind} reads its own parameters ({', '.join(own[:_SHOWN])}), and only linear layers are converted"
 
 
 def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Module:
-    """Turn linear layers into FP8Linear, in place: layers and Parameters stay the objects that they are, with their hooks and attributes.
+    """Convert linear layers to FP8Linear in place. Layers and Parameters remain the same objects, with their hooks and attributes.
 
-    Only a plain `torch.nn.Linear`, a Conv1D of Hugging Face and a plain `torch.nn.MultiheadAttention` are converted: a subclass may read
-    its weight in its own way. A weight that two modules share (an LM head tied to its embedding) stays as it is, because the other module
-    could not read it. `survey` tells what stays as it is, and why.
+    Only a plain `torch.nn.Linear`, Hugging Face's Conv1D and a plain `torch.nn.MultiheadAttention` are converted: a subclass may read its
+    weight directly. A weight that two modules share (an LM head tied to its embedding) is not converted, because the other module could
+    not read it. `survey` lists what is not converted, and why.
 
     Args:
-        model: any module tree, or itself a Linear.
-        recipe: with FP8 GEMMs; any other leaves the model as it is.
-        accept: predicate over (dotted name, layer), see `msamp.nn.filters`; of a MultiheadAttention it must admit `in_proj` and `out_proj`.
+        model: any module tree, or a single Linear.
+        recipe: with FP8 GEMMs; any other leaves the model unchanged.
+        accept: predicate over (dotted name, layer), see `msamp.nn.filters`; a MultiheadAttention requires `in_proj` and `out_proj`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: naming the weight with NaN or infinity, or one of which a view is alive, and who holds the view
-            (`msamp.nn.parameter_swap`); nothing has been converted then.
+        ValueError: before any conversion, if a weight has NaN or Inf, or a view of it is alive; the message names the weight, and who
+            holds the view (`msamp.nn.parameter_swap`).
     """
     conversions = plan_conversions(model, recipe, accept)
     for module, planned in conversions.items():
@@ -232,13 +232,13 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
 
 
 class Conversion(NamedTuple):
-    """What a module becomes.
+    """The planned conversion of one module.
 
     Attributes:
-        kind: its class.
-        attribute: of the weight.
-        name: of the weight in the model.
-        scaling: of its casts.
+        kind: its new class.
+        attribute: the attribute that holds the weight.
+        name: the weight's name in the model.
+        scaling: the scales of its casts.
     """
 
     kind: type[Loading]
@@ -248,7 +248,7 @@ class Conversion(NamedTuple):
 
 
 def plan_conversions(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> dict[nn.Module, Conversion]:
-    """What `convert` will change, once nothing but its values speaks against it. Changes nothing; arguments and errors as of `convert`."""
+    """Return the conversions that `convert` will do, without checking that weights are finite. Arguments and errors as in `convert`."""
     conversions: dict[nn.Module, Conversion] = {}
 
     def plan(module: nn.Module, kind: type[Loading], attribute: str, name: str) -> None:
@@ -275,9 +275,9 @@ def carry_out(
     conversions: Mapping[nn.Module, Conversion],
     former: dict[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Convert what `plan_conversions` has planned; the weights are finite.
+    """Do the conversions of `plan_conversions`; the weights must be finite.
 
-    former: takes the values of each Parameter before they were rounded, [outputs, inputs], for masters; None frees them layer by layer.
+    former: receives each Parameter's values before rounding, [outputs, inputs], for master weights; None frees them layer by layer.
     """
     for module, (kind, attribute, name, scaling) in conversions.items():
         p, turned = module.get_parameter(attribute), kind is FP8Conv1D
@@ -285,16 +285,16 @@ def carry_out(
         swap_contents_(p, scaling_parameter(values, recipe, p.requires_grad, name), transposed=turned)
         if former is not None:
             former[p] = values
-        # The object stays, so that hooks on it and other references to it stay valid; only its class changes.
+        # Change the class of the existing object, so that its hooks and other references to it stay valid.
         module.__class__ = kind
         if issubclass(kind, FP8Linear):
             module.out_features, module.in_features = p.shape  # type: ignore[assignment]
         if turned:
-            p.stored_transposed = True  # type: ignore[attr-defined]  # for the states of an optimizer from before
+            p.stored_transposed = True  # type: ignore[attr-defined]  # for the states of an existing optimizer
         module.add_module("scaling", scaling)
         module.watch_weights()  # type: ignore[operator]
     for parent in model.modules():
-        # Torch's fused inference path, and the nested tensors that it takes, would read weights as plain tensors.
+        # torch's fused inference path, and the nested tensors that it uses, would read weights as plain tensors.
         if isinstance(parent, nn.TransformerEncoderLayer) and any(isinstance(m, Loading) for m in (parent.linear1, parent.self_attn)):
             parent.activation_relu_or_gelu = 0
         if isinstance(parent, nn.TransformerEncoder) and any(isinstance(m, Loading) for m in parent.modules()):
@@ -313,10 +313,10 @@ def _low_precision(model: nn.Module) -> Iterator[tuple[nn.Module, str, ScalingTe
 
 
 def float_copy(model: nn.Module) -> nn.Module:
-    """A deep copy with plain FP32 parameters in place of low-precision weights; its layers multiply as torch's do.
+    """Return a deep copy with plain FP32 parameters instead of low-precision weights; its layers compute as torch's do.
 
-    For averages of weights, which need more bits than FP8 has: `AveragedModel(msamp.float_copy(model), ...)`. Parameters and buffers are
-    in number and order those of the model, so that `update_parameters(model)` finds them.
+    Use it to average weights, which needs more bits than FP8 has: `AveragedModel(msamp.float_copy(model), ...)`. Parameters and buffers
+    have the same number and order as in the model, as `update_parameters(model)` requires.
     """
     wide = copy.deepcopy(model)
     for module, name, p in list(_low_precision(wide)):

@@ -1,9 +1,9 @@
-"""`differentiable_once`: a backward that refuses to be differentiated again, always.
+"""`differentiable_once`: a decorator for backwards that must not be differentiated again.
 
-Torch's `once_differentiable` refuses only where the gradient that comes in requires one itself. With an FP8 layer last it does not: the
-gradient of the input depends on the weight, which is a saved tensor, and a gradient penalty or a Hessian product would come out as None or
-zero without an error. A gradient that raises where it is differentiated would not help either, since `torch.autograd.grad` never asks a
-gradient that has no path to its inputs. So a backward under `create_graph=True` is refused when it reaches the layer.
+torch's `once_differentiable` raises only if the incoming gradient requires a gradient. If an FP8 layer is last, it does not: the gradient
+of the input depends on the weight, which is a saved tensor, so a gradient penalty or a Hessian product would silently be None or zero. A
+gradient that raises when it is differentiated would not help either, since `torch.autograd.grad` ignores gradients without a path to its
+inputs. So this decorator raises as soon as a backward with `create_graph=True` reaches the layer.
 """
 
 import functools
@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 
 def check_transforms(label: str, *xs: torch.Tensor | None) -> None:
-    """RuntimeError naming a layer that is called or differentiated within a transform of torch.func (vmap, jvp, jacrev, ..), or with a
-    forward-mode derivative.
+    """Raise a RuntimeError naming the layer if it is called or differentiated under a torch.func transform (vmap, jvp, jacrev, ..), or in
+    forward mode.
 
     Args:
         label: of the layer's weight; may be "".
@@ -30,16 +30,16 @@ def check_transforms(label: str, *xs: torch.Tensor | None) -> None:
     if forward_mode or batched:
         how = "a forward-mode derivative" if forward_mode else "a torch.func transform"
         raise RuntimeError(
-            f"{label or 'a low-precision layer'} was called with {how} (vmap, jvp, jacrev, vectorize=True, is_grads_batched=True), for "
-            "which FP8 layers have no rule; use backward() and a loop, or keep the layer as it is: msamp.initialize(..., "
+            f"{label or 'a low-precision layer'} was called under {how} (vmap, jvp, jacrev, vectorize=True, is_grads_batched=True), which "
+            "FP8 layers do not support; use backward() and a loop, or do not convert the layer: msamp.initialize(..., "
             "accept=msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r'...')))"
         )
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the backward of an autograd function that has a first derivative alone. Put it under `@staticmethod`.
+    """Decorate the backward of an autograd function that only has a first derivative. Put it under `@staticmethod`.
 
-    A name of the layer in `ctx.label` is part of the message.
+    The error message names the layer if `ctx.label` does.
 
     Raises:
         RuntimeError: in a backward with `create_graph=True`.
@@ -50,8 +50,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         check_transforms(getattr(ctx, "label", ""), *grads)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses second derivatives itself
             raise RuntimeError(
-                f"a backward with create_graph=True has reached {getattr(ctx, 'label', '') or 'a low-precision layer'}, whose gradients "
-                "cannot be differentiated twice (gradient penalties, Hessian products); keep the layers that it reaches as they are: "
+                f"a backward with create_graph=True reached {getattr(ctx, 'label', '') or 'a low-precision layer'}, which has no second "
+                "derivative (gradient penalties and Hessian products require one); do not convert the layers that it reaches: "
                 "msamp.initialize(..., accept=msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r'...')))"
             )
         with torch.no_grad():

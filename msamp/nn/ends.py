@@ -1,18 +1,18 @@
-"""The two ends of a fused block or a linear layer, where tensor parallelism enters it.
+"""The input and output end of a fused block or a linear layer, where tensor parallelism communicates.
 
-A block takes rows of the residual stream [M, h] and gives rows back. Tensor parallelism splits the features between its first and its last
-GEMM: each rank has the heads, or the part of the MLP, that belong to its shards of the weights. So only the ends differ from a block on one
-GPU (FP8-LM section 2.3, Figure 2; Korthikanti et al. 2022, section 4.2):
+A block maps rows of the residual stream [M, h] to rows. Tensor parallelism splits the features between its first and its last GEMM: each
+rank computes the heads, or the part of the MLP, of its weight shards. So only the two ends differ from a block on one GPU (FP8-LM section
+2.3, Figure 2; Korthikanti et al. 2022, section 4.2):
 
-    forward   first GEMM's input    cast by the norm's kernel on this rank's rows -> FP8 rows gathered -> the GEMM's operand
-              last GEMM's output    partial sums of all ranks added up -> this rank's rows
-    backward  last GEMM's grad      cast on this rank's rows -> FP8 rows gathered -> both GEMMs' operand
+    forward   first GEMM's input    the norm's kernel casts this rank's rows -> all-gather in FP8 -> the GEMM's operand
+              last GEMM's output    partial sums of all ranks are reduced -> this rank's rows
+    backward  last GEMM's grad      cast this rank's rows -> all-gather in FP8 -> operand of both GEMMs
               first GEMM's input    cast again from the stream, gathered again -> transposed -> grad_weight's operand
-              its grad_input        partial sums cast to FP8, exchanged, added up in FP32 -> this rank's rows
+              its grad_input        partial sums are cast to FP8, exchanged, summed in FP32 -> this rank's rows
 
-`Ends` is the interface that a block calls there. `ALONE` is a block on one GPU: nothing is gathered and nothing added. `msamp.parallel` has
-the implementation for a tensor-parallel group. A collective starts as soon as its input is there and is waited for where its result is
-needed, so that casts of weights and GEMMs run beside it.
+`Ends` is the interface that a block calls at its ends. `ALONE` implements it for one GPU, without communication, and `msamp.parallel` for a
+tensor-parallel group. Each collective starts as soon as its input is ready and is waited for only when its result is needed, so that weight
+casts and GEMMs overlap with it.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,20 @@ from msamp.nn.gemm import LayerGemm
 
 
 class PendingRows(Protocol):
-    """Rows on their way. `rows()` waits for them, on a GPU in the stream alone."""
+    """Rows that a collective is still delivering."""
 
     def __call__(self) -> torch.Tensor:
-        """The rows, valid until `done`."""
+        """Wait for the rows (on a GPU only the stream waits) and return them; they are valid until `done`."""
 
     def keep(self) -> torch.Tensor:
-        """The rows in memory of their own, as what is kept for backward must be; `done` does nothing then."""
+        """Return the rows in memory of their own, as saving them for backward requires; `done` then does nothing."""
 
     def done(self) -> None:
-        """The current stream has every kernel that reads the rows: the next collective may write their memory."""
+        """Release the rows: every kernel that reads them is in the current stream, and the next collective may overwrite their memory."""
 
 
 class ReadyRows:
-    """Rows that are there already, in memory of their own: a `PendingRows` of a tensor."""
+    """A `PendingRows` for a tensor that is already available, in memory of its own."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
@@ -53,13 +53,13 @@ class ReadyRows:
 
 
 class Ends(Protocol):
-    """Where a block's rows come from, and where its partial sums go.
+    """The communication at a block's ends: gathers of its rows and reductions of its partial sums.
 
     Attributes:
-        ranks: of the group.
-        spread: whether a rank has only its own rows of the stream, M / ranks of them (sequence parallelism).
-        adds_bias: whether the bias of the last GEMM enters this rank's partial sum; true on one rank of the group.
-        keeps_gathered: keep the gathered input for backward instead of gathering it again; only where `spread`.
+        ranks: number of ranks in the group.
+        spread: whether a rank has only its own M / ranks rows of the stream (sequence parallelism).
+        adds_bias: whether this rank adds the bias of the last GEMM to its partial sum; true on one rank of the group.
+        keeps_gathered: save the gathered input for backward instead of gathering it again; only if `spread`.
     """
 
     ranks: int
@@ -68,21 +68,21 @@ class Ends(Protocol):
     keeps_gathered: bool
 
     def shared_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """The largest amax (FP32, 0-dim) of the ranks that gather their rows, for one scale; `amax` itself where no rows are gathered."""
+        """Return the maximum of `amax` (FP32, 0-dim) over the ranks that gather their rows; `amax` itself if no rows are gathered."""
 
     def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
-        """All ranks' rows [M, N] of this rank's [M / ranks, N], where `spread`; bytes are counted as `label`. The caller gives them back by
-        `done` before it returns: no gathered rows outlive the forward or backward of a layer."""
+        """Gather [M, N] from every rank's [M / ranks, N] if `spread`; bytes are counted as `label`. The caller releases the rows by `done`
+        before its forward or backward returns."""
 
     def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
-        """The sum of the ranks' partial sums [M, N], of which this rank gets its rows where `spread`; may be `partial` itself."""
+        """Sum the ranks' partial sums [M, N]; return this rank's rows if `spread`. The result may be `partial` itself."""
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
-        """As `sum_output`, for a grad_input; what is returned waits for it."""
+        """Start `sum_output` for a grad_input; the returned function waits for the result."""
 
 
 class _Alone:
-    """One GPU has all rows and all sums."""
+    """One GPU, which has all rows and all sums."""
 
     ranks, spread, adds_bias, keeps_gathered = 1, False, True, False
 

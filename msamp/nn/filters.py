@@ -11,7 +11,7 @@ Filter = Callable[[str, nn.Linear], bool]
 
 @dataclass(frozen=True)
 class Named:
-    """A filter that says why it refuses."""
+    """A filter with a reason for what it rejects."""
 
     accepts: Filter
     why: str
@@ -22,7 +22,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Every:
-    """Accepts what each of its filters accepts."""
+    """Accepts a layer if all of its filters do."""
 
     filters: tuple[Filter, ...]
 
@@ -31,7 +31,7 @@ class Every:
 
 
 def why_refused(accept: Filter, name: str, layer: nn.Linear) -> str:
-    """Why a filter refuses a layer, "" where it accepts it."""
+    """Return why a filter rejects a layer; "" if it accepts it."""
     if isinstance(accept, Every):
         return next((why for f in accept.filters if (why := why_refused(f, name, layer))), "")
     if accept(name, layer):
@@ -40,27 +40,27 @@ def why_refused(accept: Filter, name: str, layer: nn.Linear) -> str:
 
 
 def exclude_names(*patterns: str) -> Filter:
-    """Refuses layers where a regular expression is found in the dotted name."""
+    """Reject layers whose dotted name contains a match of any of the regular expressions."""
     compiled = [re.compile(p) for p in patterns]
     return Named(lambda name, layer: not any(p.search(name) for p in compiled), "its name is excluded")
 
 
 def include_names(*patterns: str) -> Filter:
-    """Accepts only layers where a regular expression is found in the dotted name."""
+    """Accept only layers whose dotted name contains a match of any of the regular expressions."""
     refuse = exclude_names(*patterns)
     return Named(lambda name, layer: not refuse(name, layer), "its name is not included")
 
 
 def min_features(size: int) -> Filter:
-    """Accepts layers with at least `size` input and output features: narrower GEMMs gain nothing and are mostly padding."""
+    """Accept layers with at least `size` input and output features: narrower GEMMs gain nothing and are mostly padding."""
     return Named(lambda name, layer: min(layer.in_features, layer.out_features) >= size, f"it has fewer than {size} features")
 
 
 def all_of(*filters: Filter) -> Filter:
-    """Accepts what every filter accepts."""
+    """Accept a layer if every filter does."""
     return Every(filters)
 
 
-# The LM head stays in 16 bits: its gradient is the widest in range and its logits the most sensitive. So do adapters (`lora_A`, `lora_B`):
-# they are small, and their library saves and merges them itself.
+# The LM head stays in 16 bits: its gradient has the widest range and its logits are the most sensitive. Adapters (`lora_A`, `lora_B`) do
+# too: they are small, and their library saves and merges them itself.
 DEFAULT: Filter = all_of(exclude_names(r"(^|\.)(lm_head|output_layer|embed_out)$", r"(^|\.)lora_"), min_features(16))

@@ -1,27 +1,28 @@
-"""Attention in FP8: the core between QKV's rotary embedding and the output projection, forward and backward.
+"""FP8 attention: the core between the rotary embedding and the output projection, forward and backward.
 
-Attention has two products of FP8 tensors forward and five backward. The tensors, their formats, and where each scale comes from:
+Attention has two FP8 GEMMs in forward and five in backward. Their tensors, formats, and the source of each amax:
 
-    queries, keys, values    E4M3    cast behind the rotary embedding; their amaxes come from that cast
-    S, the softmax           E4M3    lives inside the kernel; no element is above 1, so that its scale is 256 and needs no amax
-    O, the output            E4M3    cast in the kernel, which gives its amax; the projection's GEMM takes it as it is
-    dO, O's gradient         E5M2    cast from the projection's grad_input; its amax comes from that cast
-    dP, the scores' gradient E5M2    lives inside the kernel, which gives its amax
-    dQ, dK, dV               E5M2    cast in the kernel, which gives their amaxes; the rotary embedding's backward reads them
+    queries, keys, values    E4M3    cast after the rotary embedding, which measures their amaxes
+    S, the softmax           E4M3    stays inside the kernel; no element is above 1, so its scale is 256 and needs no amax
+    O, the output            E4M3    cast in the kernel, which returns its amax; it is the projection GEMM's operand
+    dO, the gradient of O    E5M2    cast from the projection's grad_input, which measures its amax
+    dP, the scores' gradient E5M2    stays inside the kernel, which returns its amax
+    dQ, dK, dV               E5M2    cast in the kernel, which returns their amaxes; the rotary embedding's backward reads them
 
-All these scales but S's are delayed, nine rows of one `TensorScales` a layer. They are saved with the model, rolled once a step and
-reduced over ranks as those of linear layers are. They are delayed with every recipe: a kernel has to know the scale of what it makes
-before it makes it. A recipe that is delayed itself brings its rule, another one the default, 16 steps. A delayed scale may be too large
-for a step; the cast saturates then.
+All scales but that of S are delayed, in nine rows of one `TensorScales` per layer. They are saved with the model, rolled once per step and
+reduced over ranks like those of linear layers. Attention uses delayed scales with every recipe, since a kernel must know the scale of its
+output before it computes it. The rule is the recipe's if that is delayed, otherwise the default with 16 steps. If a delayed scale is too
+large for a step, the cast saturates.
 
-Until the window is filled the scales are just in time, as those of linear layers. Queries, keys, values and dO are cast with the scale of
-their own amax. O takes the scale of the values: a mean of values is no larger than the largest of them. Backward runs twice: once with
-a bound for the scale of dP, for the amaxes, and once with the scales that follow from them.
+Until the window is filled, the scales are just-in-time, as in linear layers. Queries, keys, values and dO use the scale of their own amax.
+O uses the scale of the values, since a mean of values is no larger than the largest of them. Backward runs twice: first with an upper
+bound for dP, to measure the amaxes, then with the scales that follow from them.
 
-Backward keeps queries, keys, values and O in FP8, a byte each, and FP32 statistics of the softmax, one number a row. Recomputation
-keeps no O and no statistics and runs the forward kernel again, to the same bits. An amax that is taken twice changes nothing.
+Queries, keys, values and O are saved for backward in FP8, 1 byte per element, with FP32 softmax statistics, one number per row. With
+recomputation, O and the statistics are not saved, and backward runs the forward kernel again, with the same bits. Recording an amax twice
+changes nothing.
 
-What is not finite shows: in a scale_inv that is NaN, or in an amax that is infinite.
+A non-finite value shows as a scale_inv of NaN or as an infinite amax.
 
 Speed and losses: `docs/guide/choosing.md`.
 """
@@ -41,14 +42,14 @@ from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Delayed, inverse
 
 Q, K, V, O, GRAD, DP, DQ, DK, DV = range(9)  # noqa: E741  # rows of a layer's arrays
-CASTS_HERE = {Q: "query", K: "key", V: "value", GRAD: "grad_attention"}  # rows with a watch: the kernel's own casts have none
+CASTS_HERE = {Q: "query", K: "key", V: "value", GRAD: "grad_attention"}  # rows with a watch; casts inside the kernel have none
 
 
 class AttentionScaling(TensorScales):
     """Scales of one attention core, rows `Q` to `DV`.
 
     Args:
-        gemm: the casts of the model's linear layers, for the rule of the input's.
+        gemm: the casts of the model's linear layers; a delayed rule of the input is used here too.
         device: of the buffers.
     """
 
@@ -70,10 +71,10 @@ class Operands(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The output of attention, [s, b, heads, d] E4M3, with what backward needs beside the operands.
+    """The result of attention: what backward needs besides the operands.
 
     Attributes:
-        o: the output.
+        o: the output, E4M3 [s, b, heads, d].
         o_scale_inv: FP32 0-dim.
         stats: FP32 [b, heads, s, 1].
         amax: FP32 0-dim, of the output before its cast.
@@ -90,9 +91,9 @@ class FP8Attention(NamedTuple):
 
     Attributes:
         scaling: its scales.
-        softmax_scale: factor on the scores.
-        causal: a token sees those before it; else all of its sequence.
-        record: whether amaxes enter the scaling state.
+        softmax_scale: factor of the scores.
+        causal: whether a token attends only to itself and earlier tokens.
+        record: whether to record amaxes in the scaling state.
     """
 
     scaling: AttentionScaling
@@ -102,21 +103,21 @@ class FP8Attention(NamedTuple):
 
     @classmethod
     def of(cls, scaling: AttentionScaling, softmax_scale: float, *, causal: bool) -> "FP8Attention":
-        """With the scales of now; amaxes are recorded while gradients are enabled."""
+        """Take the current scales; amaxes are recorded while gradients are enabled."""
         return cls(scaling, softmax_scale, causal, torch.is_grad_enabled())
 
     @staticmethod
     def saved_bytes(heads: float, groups: float, head_size: int, *, output: bool) -> float:
-        """Bytes per token that backward keeps of a rank's heads: the operands, and with `output` the attention's output and each head's
-        statistic."""
+        """Return the bytes per token saved for backward for a rank's heads: the operands, and with `output` also the attention output and
+        one statistic per head."""
         return head_size * (heads + 2 * groups) + ((head_size + 4) * heads if output else 0.0)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d], of the query's dtype."""
+        """Differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d] in the query's dtype."""
         return _Attention.apply(query, key, value, self)
 
     def rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> Operands:
-        """The operands from the packed projection, queries and keys rotated: see `ops.rotary_cast`."""
+        """Rotate queries and keys of the packed projection and cast the operands, see `ops.rotary_cast`."""
         scaling = self.scaling
         scales = scaling.scale[:O] if scaling.delayed else None
         slots, amaxes = scalar_pool.take(qkv.device, 3), scaling.amax[:O] if self.record else None
@@ -124,13 +125,13 @@ class FP8Attention(NamedTuple):
         return Operands(query, key, value, slots)
 
     def cast(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:
-        """The operands from queries, keys and values as they are, in the compute dtype."""
+        """Cast queries, keys and values from the compute dtype to the operands."""
         made = [self.cast_one(x, row) for x, row in ((query, Q), (key, K), (value, V))]
         (q, of_q), (k, of_k), (v, of_v) = made
         return Operands(q, k, v, torch.stack([of_q, of_k, of_v]))
 
     def cast_one(self, x: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Payload in the shape of `x` [s, b, n, d], and scale_inv."""
+        """Cast `x` [s, b, n, d] with the scale of that row; return the payload in its shape, and scale_inv."""
         slot, fmt = self.scaling.slots(self.record)[row], self.scaling.casts[row].format
         x2d = x.reshape(x.shape[0] * x.shape[1], -1)
         scale_inv = scalar_pool.take(x.device)
@@ -140,7 +141,7 @@ class FP8Attention(NamedTuple):
         return payload.view(x.shape), scale_inv
 
     def attend(self, of: Operands) -> Attended:
-        """Attention of these operands."""
+        """Run the forward kernel."""
         scaling = self.scaling
         if scaling.delayed:
             o_scale, o_scale_inv = scaling.scale[O], scaling.scale_inv[O]
@@ -155,7 +156,7 @@ class FP8Attention(NamedTuple):
         return Attended(o, o_scale_inv, stats, amax)
 
     def gradients(self, of: Operands, attended: Attended, grad_o: torch.Tensor) -> Operands:
-        """The gradients of the operands, E5M2, from that of the output in the compute dtype, [s, b, heads * d]."""
+        """Return the gradients of the operands, E5M2, for the output's gradient [s, b, heads * d] in the compute dtype."""
         scaling = self.scaling
         grad, of_grad = self.cast_one(grad_o.view(attended.o.shape), GRAD)
         if scaling.delayed:
@@ -164,7 +165,7 @@ class FP8Attention(NamedTuple):
             scale_invs = scaling.scale_inv[DQ:]
         else:
             scales = self._bounds(of, of_grad)
-            for _ in range(2):  # for the amaxes, and with their scales
+            for _ in range(2):  # first to measure the amaxes, then with their scales
                 given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scales, inverse(scales[0]))
                 *made, amaxes = self.backward(of, attended, grad, given)
                 used, scales = scales, ops.scale_from_amax(amaxes, E5M2.max, None, 1.0)
@@ -172,18 +173,18 @@ class FP8Attention(NamedTuple):
         if self.record:
             raise_amax(scaling.amax[DP:], amaxes)
         dq, dk, dv = made
-        return Operands(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN where an amax is infinite
+        return Operands(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN if an amax is infinite
 
     def backward(self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales) -> tuple[torch.Tensor, ...]:
-        """The kernel alone: dQ, dK and dV in E5M2, and the amaxes of dP, dQ, dK and dV."""
+        """Run the backward kernel: return dQ, dK and dV in E5M2, and the amaxes of dP, dQ, dK and dV."""
         return kernels.attention_backward(
             of.query, of.key, of.value, attended.o, grad, attended.stats, scales, self.softmax_scale, causal=self.causal
         )
 
     def _bounds(self, of: Operands, of_grad: torch.Tensor) -> torch.Tensor:
-        """FP32 [4]: a scale of dP that cannot overflow, and 1 for what is made from it.
+        """Return FP32 [4]: a scale with which dP cannot overflow, and 1 for dQ, dK and dV.
 
-        dP = S (dO V^T - rowsum(dO O)) softmax_scale, and each of the two is at most d times the largest dO times the largest value.
+        dP = S (dO V^T - rowsum(dO O)) softmax_scale, and each of the two terms is at most d times the largest dO times the largest value.
         """
         most = 2 * self.softmax_scale * of.value.shape[3] * E4M3.max * E5M2.max
         scale = ops.scale_from_amax((of.scale_invs[2] * of_grad * most).view(1), E5M2.max, None, 1.0)
@@ -191,12 +192,12 @@ class FP8Attention(NamedTuple):
 
 
 def raise_amax(slot: torch.Tensor, amax: torch.Tensor) -> None:
-    """Raise FP32 `slot` in place to `amax` of its shape."""
+    """Set FP32 `slot` to the maximum of itself and `amax`, in place."""
     torch.maximum(slot, amax, out=slot)
 
 
 class _Attention(torch.autograd.Function):
-    """(query, key, value, FP8Attention) -> output, in the compute dtype."""
+    """(query, key, value, FP8Attention) -> output in the compute dtype."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: FP8Attention) -> torch.Tensor:  # type: ignore[override]

@@ -1,9 +1,9 @@
-"""An FP8 linear layer in inference: the weight in its stored FP8, and inputs with scales that depend on their own row alone.
+"""Batch-invariant FP8 linear layers for inference: the weight in its stored FP8 format, and input scales that depend on one row only.
 
-In training a tensor has one scale, so that the result of a row depends on the other rows of the batch. In generation and evaluation it must
-not: a sequence has the same result as alone. So the input is cast in blocks of a row, 1 x 128, with powers of two as scales, by the kernels
-of the blockwise recipes. A power of two changes no rounding of an FP8 value above the subnormal range. Against one scale for the tensor,
-small rows keep bits which they would have lost.
+In training a tensor has one scale, so the result of a row depends on the other rows of the batch. In generation and evaluation it must not:
+a sequence must have the same result in any batch. So the kernels of the blockwise recipes cast the input in 1 x 128 blocks with
+power-of-two scales. A power of two does not change how an FP8 value above the subnormal range is rounded, and compared with one scale per
+tensor, small rows keep bits that they would lose.
 """
 
 import torch
@@ -16,30 +16,30 @@ from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Current
 from msamp.numerics.tensor import ScalingTensor
 
-# In place of a recipe's casts that share scales between rows: blocks that Hopper multiplies itself.
+# Used instead of casts that share scales between rows: block shapes that Hopper's GEMMs support.
 _INPUT, _WEIGHT = Cast(E4M3, Current(), Block(1, 128)), Cast(E4M3, Current(), Block(128, 128))
 _NOTHING = CastScales(None, None, None)
 
 
 def row_casts(gemm: Gemms) -> tuple[Cast, Cast]:
-    """How input and weight are cast in inference: as the recipe says where its scales stay within a row, else in blocks."""
+    """Return the casts of input and weight for inference: the recipe's if its scales stay within a row, otherwise blocks."""
     share = gemm.input.granularity
     within_a_row = isinstance(share, Group) or (isinstance(share, Block) and share.rows == 1)
     return (gemm.input, gemm.weight) if within_a_row and not gemm.input.scaling.window else (_INPUT, _WEIGHT)
 
 
 class InferenceGemm:
-    """y = x W^T + b, each row of x by itself.
+    """y = x W^T + b, where each row of y depends on its own row of x only.
+
+    Later changes of an FP8 weight's payload take effect; changes of its scale, or of an FP16 weight, do not: call `renew` after an
+    optimizer step.
 
     Args:
-        weight: [outputs, inputs]. An FP8 payload is taken as it is, without a copy; an FP16 one is cast once, here.
+        weight: [outputs, inputs]. An FP8 payload is used without a copy; an FP16 payload is cast once, here.
         gemm: the casts of the recipe that the layer was trained with.
 
     Attributes:
         weight: the operand.
-
-    It sees later changes of an FP8 weight's payload, and none of its scale or of an FP16 weight: after a step of the optimizer call
-    `renew`.
     """
 
     def __init__(self, weight: ScalingTensor, gemm: Gemms) -> None:
@@ -49,7 +49,7 @@ class InferenceGemm:
 
     @torch.no_grad()
     def _taken(self, weight: ScalingTensor) -> tuple[Operand, tuple[bool, bool]]:
-        """The operand, and whether its payload and its scales are copies."""
+        """Return the operand, and whether its payload and its scales are copies."""
         cast, scales = self._weight_cast, (weight.scale_inv, weight.scale_inv)
         made = kernels_of(cast.granularity).weight(weight.payload, scales, cast, False)
         pairs = ((made.codes, weight.payload), (made.scale_inv, weight.scale_inv))
@@ -58,13 +58,10 @@ class InferenceGemm:
 
     @torch.no_grad()
     def renew(self, weight: ScalingTensor) -> None:
-        """Take the weight as it is now, or another one of its shape.
+        """Take the weight's current values, or another weight of its shape [outputs, inputs].
 
-        A copy that the operand has made keeps its address, so that a CUDA graph reads the new one; a payload that is taken as it is stands
-        where the weight's stands now.
-
-        Args:
-            weight: [outputs, inputs].
+        A payload that was copied keeps its address, so that a CUDA graph reads the new values; one that was not copied has the address of
+        the weight's current payload.
         """
         made, copied = self._taken(weight)
         before = (self.weight.codes, self.weight.scale_inv)
@@ -76,7 +73,7 @@ class InferenceGemm:
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [.., inputs] BF16, FP16 or FP32, bias [outputs] of its dtype or None -> [.., outputs] of the dtype of x."""
+        """x [.., inputs] BF16, FP16 or FP32, bias [outputs] of its dtype or None -> [.., outputs] in the dtype of x."""
         rows = x.reshape(-1, x.shape[-1])
         operand = self._kernels.cast(rows, _NOTHING, self._cast, True, False, None)
         y = self._kernels.multiply(operand, self.weight, bias, x.dtype, False)

@@ -1,11 +1,12 @@
-"""An FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 forward, E5M2 backward. Its GEMMs are those of `msamp.nn.gemm`.
+"""An FP8 linear layer as one autograd function (FP8-LM section 2): E4M3 in forward, E5M2 in backward, with the GEMMs of `msamp.nn.gemm`.
 
-The same function serves a layer on one GPU and both kinds of tensor-parallel layers. They differ only at its two ends (`msamp.nn.ends`):
+The same function implements a layer on one GPU and both kinds of tensor-parallel layers. They differ only at the two ends
+(`msamp.nn.ends`):
 
-    layer             input end                                     output end
-    on one GPU        `ALONE`                                       `ALONE`
-    column-parallel   rows gathered; sums of grad_input added up    `ALONE`
-    row-parallel      `ALONE`                                       sums of the output added up; rows of grad_output gathered
+    layer             input end                               output end
+    on one GPU        `ALONE`                                 `ALONE`
+    column-parallel   all-gather of x, sum of grad_input      `ALONE`
+    row-parallel      `ALONE`                                 sum of y, all-gather of grad_output
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 class LinearSettings(NamedTuple):
-    """The arguments that are no tensors of the graph: the layer's GEMMs, and where its rows come from and its sums go."""
+    """The arguments that are not tensors of the autograd graph: the layer's GEMMs, and the communication at its two ends."""
 
     layer: LayerGemm
     input_end: Ends = ALONE
@@ -33,9 +34,9 @@ class LinearSettings(NamedTuple):
 class LinearFunction(torch.autograd.Function):
     """y = x W^T + b with FP8 operands.
 
-    Backward keeps the FP8 input, 1 byte per element: transposed as grad_weight's GEMM reads it, or, where the input end gathers rows, this
-    rank's rows or all of them. It also keeps the weight's stored payload, which is cast again to the same bits. No FP8 or transposed copy
-    of a weight outlives its GEMM.
+    Saved for backward is the FP8 input, 1 byte per element: transposed, as grad_weight's GEMM reads it, or, if the input end gathers rows,
+    this rank's rows or all of them. The weight's stored payload is saved too, and cast again to the same bits. No FP8 or transposed copy of
+    a weight outlives its GEMM.
     """
 
     @staticmethod
@@ -65,7 +66,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def saved_bytes(inputs: float, cast: Cast) -> float:
-        """Bytes per token that backward keeps: the input of that width, cast."""
+        """Return the bytes per token saved for backward: the cast input of that width."""
         return inputs * cast.element_bytes
 
     @staticmethod
@@ -89,7 +90,7 @@ class LinearFunction(torch.autograd.Function):
         if needs_x:
             partial = layer.grad_input(g, w, grad_output.dtype)
             del w
-            summed = ins.start_sum_grad(partial, layer)  # on its way while the weight's gradient is computed
+            summed = ins.start_sum_grad(partial, layer)  # the collective overlaps with the weight gradient
         if needs_w:
             g = g._replace(payload_t=ops.transpose(g.codes)) if outs.spread else g
             x8_t = ops.transpose(x8()) if ins.spread else saved
@@ -98,7 +99,7 @@ class LinearFunction(torch.autograd.Function):
         if needs_x or needs_w:
             gathered.done()
         if needs_b and ctx.bias_dtype is not None:
-            # Either way torch adds up in FP32; into its own dtype it is one launch less.
+            # torch accumulates in FP32 either way; a sum in the gradient's own dtype saves a launch.
             grad_b = g2d.sum(0, dtype=None if g2d.dtype == ctx.bias_dtype else torch.float32).to(ctx.bias_dtype)
         if needs_x:
             grad_x = summed().view(ctx.shape)
@@ -106,14 +107,14 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _rows(shape: torch.Size, ins: Ends, outs: Ends) -> tuple[int, ...]:
-    """The output's shape without its last dimension: dim 0 is gathered at the input end, and spread at the output end."""
+    """Return the output's shape without its last dimension: dim 0 is gathered at the input end and scattered at the output end."""
     if ins.spread:
         return (shape[0] * ins.ranks, *shape[1:-1])
     return (shape[0] // outs.ranks, *shape[1:-1]) if outs.spread else shape[:-1]
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:
-    """The input of a linear layer, under autocast in the autocast dtype; ValueError where a layer does not take its dtype."""
+    """Return the input of a linear layer, cast to the autocast dtype under autocast; ValueError for an unsupported dtype."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -122,10 +123,10 @@ def activation(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
-    """FP8 linear `x @ weight.T + bias`; with a plain weight, as a float copy of a model has it, torch's own.
+    """Compute `x @ weight.T + bias` in FP8, or by torch.nn.functional.linear if the weight is plain, as in a float copy of a model.
 
     Args:
-        x: [..., K] BF16, FP16 or FP32; under autocast it is taken in the autocast dtype.
+        x: [..., K] BF16, FP16 or FP32; under autocast it is cast to the autocast dtype.
         weight: [N, K] FP16-scaled or E4M3; or plain.
         bias: [N] or None.
         scaling: the layer's scales; histories are recorded while gradients are enabled.

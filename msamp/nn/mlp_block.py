@@ -1,7 +1,7 @@
-"""The MLP half of a transformer layer as one function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, all casts fused.
+"""The MLP half of a transformer layer as one autograd function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, casts fused.
 
-Backward keeps only the residual stream and FC1's output, as `msamp.nn.saved_activations` says. The FP8 operands of the weight gradients
-(normalised input, activation) are made again from them, to the same bits where both are kept as they are.
+Only the residual stream and FC1's output are saved for backward, as `msamp.nn.saved_activations` defines. Backward recomputes from them the
+FP8 operands of the weight gradients (normalized input, activation), bit for bit if both are saved unrounded.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 class MLPSettings(NamedTuple):
-    """The arguments that are no tensors of the graph.
+    """The arguments of `MLPBlock` that are not tensors of the autograd graph.
 
     Attributes:
         norm: of the input.
         fc1, fc2: the two linear layers.
         activation: "gelu" (tanh form) or "swiglu".
-        recompute: forget FC1's output too, and run FC1 again in backward.
-        saved: how the inputs of norm and activation are kept for backward.
-        ends: where rows come from and sums go.
+        recompute: do not save FC1's output; backward runs FC1 again.
+        saved: how the inputs of norm and activation are saved for backward.
+        ends: the communication of tensor parallelism at the block's input and output.
     """
 
     norm: Norm
@@ -106,14 +106,14 @@ class MLPBlock(torch.autograd.Function):
     def saved_bytes(
         hidden: float, width: float, wide: int, saved: Saved, *, ranks: int = 1, gathered: bool = False, recompute: bool = False
     ) -> SavedBytes:
-        """What backward keeps, see `SavedBytes`.
+        """Return the memory saved for backward, see `SavedBytes`.
 
         Args:
             hidden: of the residual stream.
             width: FC1's outputs on this rank.
             wide: bytes per element of the stream.
-            saved, recompute: as of `MLPSettings`.
-            ranks, gathered: over which the rows are spread, and whether the ends keep the gathered input.
+            saved, recompute: as in `MLPSettings`.
+            ranks, gathered: number of ranks that share the rows, and whether the gathered input is saved.
         """
         size = saved.element_bytes(wide)
         return SavedBytes(size * hidden / ranks + hidden * gathered, 0.0 if recompute else size * width)
@@ -131,7 +131,7 @@ class MLPBlock(torch.autograd.Function):
 
 
 def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, grad_output: torch.Tensor, fc2_dtype: torch.dtype) -> Inner:
-    """Backward through FC2 and the activation; `parts` are those of the stream, then those of FC1's output."""
+    """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then those of FC1's output."""
     fc1, fc2, ends, device, dtype = how.fc1, how.fc2, how.ends, grad_output.device, grad_output.dtype
     stream = parts if how.recompute else parts[: len(parts) // 2]
     grad_y = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)

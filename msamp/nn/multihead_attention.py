@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention with FP8 layers as projections; the attention between them stays in the input's dtype."""
+"""torch.nn.MultiheadAttention with FP8 projections; the attention between them runs in the input's dtype."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 def why_not(module: nn.MultiheadAttention) -> str:
-    """Why the projections of an attention module cannot be in FP8; "" where they can."""
+    """Return why the projections of an attention module cannot be converted; "" if they can."""
     if module.in_proj_weight is None:
-        return "an attention with keys or values of another width (kdim, vdim)"
+        return "attention with keys or values of another width (kdim, vdim)"
     if module.bias_k is not None or module.add_zero_attn:
-        return "an attention with add_bias_kv or add_zero_attn"
+        return "attention with add_bias_kv or add_zero_attn"
     return ""
 
 
 class _Rows(torch.autograd.Function):
-    """Rows `start` to `stop` of a weight, as a weight that shares its payload and its scale. Read only."""
+    """Rows `start` to `stop` of a weight, as a read-only weight that shares its payload and its scale."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, start: int, stop: int) -> torch.Tensor:  # type: ignore[override]
@@ -41,12 +41,12 @@ class _Rows(torch.autograd.Function):
 class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
     """A converted torch.nn.MultiheadAttention, with the same arguments, shapes and results.
 
-    One GEMM projects query, key and value of self-attention; otherwise there is one for each different input. They share the scales in
+    Self-attention projects query, key and value with one GEMM; otherwise each distinct input has its own. All share the scales in
     `scaling`. `out_proj` is an FP8Linear.
     """
 
     def _projected(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Project query, key and value [B, .., E] by their thirds of the weight; neighbours that are one tensor share a GEMM."""
+        """Project query, key and value [B, .., E] by their thirds of the weight; neighbors that are the same tensor share a GEMM."""
         size, start = self.embed_dim, 0
         made: list[torch.Tensor] = []
         while start < 3:
@@ -73,10 +73,10 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if is_causal and attn_mask is None:
-            raise ValueError("is_causal is True and attn_mask None; it only says of a mask that it is causal: give the mask")
+            raise ValueError("is_causal is True, but attn_mask is None; is_causal only declares that the mask is causal: pass the mask too")
         batched = query.dim() == 3
         found: dict[int, torch.Tensor] = {}
-        for x in (query, key, value):  # inputs that are one tensor stay one tensor
+        for x in (query, key, value):  # inputs that are the same tensor remain the same tensor
             found.setdefault(id(x), x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1))
         parts = self._projected([found[id(x)] for x in (query, key, value)])
         q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
@@ -95,7 +95,7 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
 
 
 def _merged(attn: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """One mask to add to the scores [B, H, L, S], from torch's two: bool, where True hides, or float."""
+    """Merge torch's two masks (float, or bool where True masks out) into one that is added to the scores [B, H, L, S]."""
     batch, heads, length = q.shape[:3]
 
     def added(mask: torch.Tensor) -> torch.Tensor:

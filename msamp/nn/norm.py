@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm that keep their input for backward as `msamp.nn.saved_activations` says, for use outside of a fused block."""
+"""LayerNorm and RMSNorm for use outside a fused block; they save their input for backward as `msamp.nn.saved_activations` defines."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
 class NormFunction(torch.autograd.Function):
-    """(x [.., N], weight [N], bias [N] or None, eps, rms, how x is kept) -> y as x; beside x one or two FP32 a row are kept."""
+    """(x [.., N], weight [N], bias [N] or None, eps, rms, how x is saved) -> y like x; it also saves one or two FP32 numbers per row."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -26,7 +26,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def saved_bytes(hidden: float, wide: int, saved: Saved) -> float:
-        """Bytes per token that backward keeps of an input of that width, `wide` bytes per element, but for the statistics (8 bytes)."""
+        """Return the bytes per token saved for backward, without the statistics (8 bytes), for `wide` bytes per element of the input."""
         return hidden * saved.element_bytes(wide)
 
     @staticmethod
@@ -41,11 +41,11 @@ class NormFunction(torch.autograd.Function):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm over the last dimension, with weight (and bias); its input kept as `saved` says.
+    """torch.nn.LayerNorm over the last dimension, with weight (and bias).
 
     Args:
         size: of the last dimension.
-        saved: how the input is kept for backward.
+        saved: how the input is saved for backward.
         settings: torch.nn.LayerNorm's eps, bias, device and dtype.
 
     Shape: [.., size] -> the same, in the input's dtype: FP32, BF16 or FP16.
@@ -60,9 +60,9 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm over the last dimension; its input kept as `saved` says. Arguments and shape as `LayerNorm`'s.
+    """torch.nn.RMSNorm over the last dimension, with the arguments and shape of `LayerNorm`.
 
-    Without `eps` torch takes the epsilon of the input's dtype; here it must be given.
+    `eps` is required; torch would default to the epsilon of the input's dtype.
     """
 
     def __init__(self, size: int, eps: float, saved: Saved = IN_GROUPS, **settings: Any) -> None:

@@ -1,18 +1,18 @@
-"""Give a Parameter new contents and keep the Python object.
+"""Replace the contents of a Parameter and keep the Python object.
 
-A loop takes lists of parameters before it converts the model: to clip, to average, to freeze, for a second optimizer. Conversion changes
-the class, the format and the memory of a weight. If it made a new Parameter, all these lists would hold a weight that nothing reads. So
-the contents of two tensors are exchanged and the objects stay, as `torch.utils.swap_tensors` does it. That function alone is not enough:
+A training loop may collect parameters before it converts the model: to clip, average or freeze them, or for a second optimizer. Conversion
+changes the class, format and memory of a weight. If it created a new Parameter, all these lists would hold a weight that nothing reads. So
+conversion swaps the contents of two tensors and keeps the objects, as `torch.utils.swap_tensors` does. That function alone is not enough:
 
-- Python attributes move with the contents: they are copied to the new contents first.
-- Hooks (`register_hook`, `register_post_accumulate_grad_hook`) stay listed and never fire: setting the list again registers it.
-- A gradient belongs to the contents: it is put back.
-- It refuses weak references, which stay valid here, and graphs that an earlier forward has left. Such a graph keeps the former contents,
-  and its backward raises.
+- Python attributes move with the contents, so this module first copies them to the new contents.
+- Hooks (`register_hook`, `register_post_accumulate_grad_hook`) stay listed but never fire; assigning the list again registers them.
+- A gradient moves with the contents, so this module puts it back.
+- It rejects weak references, which stay valid here, and graphs of an earlier forward. Such a graph keeps the former contents, and its
+  backward raises.
 
-What cannot follow is a view (`p.view(-1)`, `p[0]`) and an autograd node with hooks of its own. `check_swappable` finds both before
-anything has changed, and names who holds them. A detached copy (`p.detach()`, `p.data`, `model.state_dict()`) cannot be found: it keeps
-the former values.
+A view (`p.view(-1)`, `p[0]`) and an autograd node with hooks of its own cannot follow the swap. `check_swappable` finds both before
+anything changes, and names who holds them. A detached copy (`p.detach()`, `p.data`, `model.state_dict()`) cannot be found: it keeps the
+former values.
 """
 
 import gc
@@ -35,37 +35,37 @@ def check_swappable(params: Mapping[str, torch.Tensor]) -> None:
         params: by name in the model, for the message.
 
     Raises:
-        ValueError: naming the first parameter of which a view or the autograd node is alive, and who holds that.
+        ValueError: if a view or the autograd node of a parameter is alive; names the first one, and who holds it.
     """
     if not any(map(_is_referenced, params.values())):
         return
-    gc.collect()  # what is only held by a cycle of garbage is nobody's
+    gc.collect()  # references from garbage cycles do not count
     held = {id(p): name for name, p in params.items() if _is_referenced(p)}
     found = (_held_view(held) or _held_node(held, params)) if held else None
     if found is not None:
         name, what, holder = found
         raise ValueError(
             f"{name} cannot be converted in place: {what} is alive, held by {holder}, and would keep the unconverted weight; delete it "
-            "before the conversion and make it again afterwards (a copy by p.detach().clone() may stay)"
+            "before the conversion and recreate it afterwards (a copy by p.detach().clone() may stay)"
         )
 
 
 def _held_view(held: Mapping[int, str]) -> tuple[str, str, str] | None:
-    """A live view of a parameter: the parameter's name, what it is, its holder. Nothing that would hold the view stays behind: an exception
-    keeps the variables of the functions that it has passed."""
+    """Find a live view of a parameter; return the parameter's name, a description and the holder. It does not return the view itself, since
+    an exception keeps the variables of the functions that it passes through."""
     view = _live_view(held)
     return None if view is None else (held[id(view._base)], "a view of it", _holder(view) or "an object that Python does not list")
 
 
 def _live_view(ids: Container[int]) -> torch.Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        # By type: isinstance would wake lazy proxies.
+        # Not isinstance, which would instantiate lazy proxies.
         alive = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
         return next((x for x in alive if x._base is not None and id(x._base) in ids), None)
 
 
 def _held_node(held: Mapping[int, str], params: Mapping[str, torch.Tensor]) -> tuple[str, str, str] | None:
-    """As `_held_view`, for the autograd node of a parameter where something in Python holds it."""
+    """As `_held_view`, for a parameter's autograd node that some Python object holds."""
     for name, p in params.items():
         holder = _holder(torch.autograd.graph.get_gradient_edge(p).node) if id(p) in held and p.requires_grad else None
         if holder is not None:
@@ -74,17 +74,17 @@ def _held_node(held: Mapping[int, str], params: Mapping[str, torch.Tensor]) -> t
 
 
 def _is_referenced(p: torch.Tensor) -> bool:
-    """Whether a view or a graph, and not only Python's object, points to the contents of `p`."""
+    """Whether a view or a graph references the contents of `p`, besides the Python object."""
     return bool(p._use_count() > 1)  # type: ignore[attr-defined]
 
 
 def swap_contents_(p: torch.Tensor, new: torch.Tensor, *, transposed: bool = False) -> None:
-    """Give `p` the contents of `new`. The object, its Python attributes, its hooks and its gradient stay; `new` takes the former contents.
+    """Swap the contents of `p` and `new`. `p` remains the same object, with its Python attributes, hooks and gradient.
 
     Args:
         p: a leaf that `check_swappable` accepts.
-        new: a Parameter that nobody else holds; its own attributes win over those of `p`.
-        transposed: whether the rows of `new` are the columns of `p`: the gradient is turned with it.
+        new: a Parameter that nothing else holds; its own attributes override those of `p`.
+        transposed: whether `new` is the transpose of `p`; then the gradient is transposed too.
     """
     gradient, p.grad = p.grad, None
     if p.requires_grad and _is_referenced(p):
@@ -100,7 +100,7 @@ def swap_contents_(p: torch.Tensor, new: torch.Tensor, *, transposed: bool = Fal
 
 
 def register_hooks_again(p: torch.Tensor) -> None:
-    """Let the hooks of a parameter fire that was swapped, here or by torch in `model.to`. Their handles stay valid."""
+    """Register the hooks of a parameter again after a swap, here or by torch in `model.to`. Their handles stay valid."""
     for name in _HOOKS:
         listed = getattr(p, name)
         if listed is not None:
@@ -109,12 +109,12 @@ def register_hooks_again(p: torch.Tensor) -> None:
 
 def _refuse_backward(*_: Any) -> None:
     raise RuntimeError(
-        "this graph is of a forward before msamp converted the model, and its gradients would reach no parameter; run the forward again"
+        "this graph is from a forward before msamp converted the model, and its gradients would reach no parameter; run the forward again"
     )
 
 
 def _holder(x: Any) -> str | None:
-    """Who holds an object, in words: a variable, an attribute or an entry of a container; None where it is nobody in Python."""
+    """Describe who holds an object: a variable, an attribute or a container; None if no Python object does."""
     frame = sys._getframe(1)
     while frame is not None:
         found = None
@@ -136,7 +136,7 @@ def _holder(x: Any) -> str | None:
 
 
 def _described(container: Any, x: Any) -> str:
-    """A container that holds `x`, with the attribute or variable that it is where one is found."""
+    """Describe a container that holds `x`, by its attribute or variable if there is one."""
     key = _key(container, x) if isinstance(container, dict) else None
     for owner in gc.get_referrers(container):
         names = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})

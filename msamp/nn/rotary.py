@@ -1,4 +1,4 @@
-"""Rotary embedding of a packed QKV projection as a function of autograd, for use outside of a fused block."""
+"""Rotary embedding of a packed QKV projection as an autograd function, for use outside a fused block."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from msamp.nn.differentiable_once import differentiable_once
 class RotaryFunction(torch.autograd.Function):
     """(qkv [s, b, (heads + 2 groups) * d], cos and sin FP32 [s, r], heads, groups) -> query [s, b, heads, d], key, value [s, b, groups, d].
 
-    Queries and keys are rotated as `ops.rotary_` says, in the memory of `qkv`, which must be contiguous: the three are views of it, but
-    for the query where a group has several heads. The version of `qkv` counts the change, so that autograd refuses a graph that has kept
-    it as it was. Backward keeps the angles alone and writes the gradient of `qkv` at once.
+    It rotates queries and keys in the memory of `qkv` by `ops.rotary_`. The three results are views of `qkv`, except for the query if a
+    group has several heads. The version counter of `qkv` is incremented, so that autograd raises if another function saved it before. Only
+    the angles are saved for backward, which writes the whole gradient of `qkv` with one kernel.
 
     Raises:
-        ValueError: for shapes that do not fit together, and where `qkv` is not contiguous.
+        ValueError: if shapes do not match, or `qkv` is not contiguous.
     """
 
     @staticmethod
@@ -26,10 +26,10 @@ class RotaryFunction(torch.autograd.Function):
         ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if not qkv.is_contiguous():
-            raise ValueError(f"qkv has strides {qkv.stride()}; it is rotated where it lies and must be contiguous: call contiguous() first")
+            raise ValueError(f"qkv has strides {qkv.stride()}; it is rotated in place and must be contiguous: call contiguous() first")
         rotated = qkv.detach()
         ops.rotary_(rotated, cos, sin, heads, groups)
-        torch.autograd.graph.increment_version(qkv)  # the kernel writes behind torch's back
+        torch.autograd.graph.increment_version(qkv)  # torch does not see the kernel's write
         ctx.save_for_backward(cos, sin)
         return split_heads(rotated, heads, groups)
 

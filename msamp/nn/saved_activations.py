@@ -1,9 +1,9 @@
-"""How the input of a non-linear layer (norm, GELU, SwiGLU) is kept for backward: as it is, or in FP8 as COAT does.
+"""Formats in which the input of a non-linear layer (norm, GELU, SwiGLU) is saved for backward: unchanged, or in FP8 groups as in COAT.
 
-Forward computes with the input itself; only the copy for backward is rounded. This file does not keep the inputs of linear layers: a fused
-block makes them again from what is kept here, and another layer keeps them in FP8 with one scale a tensor. Made again from groups of 16
-they are rounded twice, which takes about 1 dB of the 24 dB that a weight's gradient has (`tools/reproduce/coat_activations.py`); COAT keeps
-them, which in a fused block would take 6 bytes a token and channel of a GPT, all that the groups save.
+Forward computes with the unrounded input; only the copy for backward is rounded. The inputs of linear layers are not saved here: a fused
+block recomputes them from these copies, and other linear layers save them in FP8 with one scale per tensor. Recomputed from groups of 16
+they are rounded twice, which costs about 1 dB of a weight gradient's 24 dB (`tools/reproduce/coat_activations.py`). COAT saves them
+instead; in a fused block of a GPT that would take 6 bytes per token and channel, all that the groups save.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ Parts = Sequence[torch.Tensor]
 
 
 class Saved(Protocol):
-    """The seam for other ways to keep an activation."""
+    """The interface of a format for saved activations."""
 
     def element_bytes(self, wide: int) -> float:
-        """Bytes that an element takes as it is kept, for a tensor of `wide` bytes an element."""
+        """Return the saved bytes per element, for a tensor with `wide` bytes per element."""
 
     def keep(self, x: torch.Tensor) -> Parts:
-        """The tensors for `save_for_backward` in place of `x` [M, N], BF16, FP16 or FP32; their number never changes."""
+        """Return the tensors to save for backward instead of `x` [M, N] BF16, FP16 or FP32; always the same number of tensors."""
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """[M, N] of `dtype`, that of `x`, from the tensors of `keep`."""
+        """Return [M, N] in `dtype`, the dtype of `x`, from the tensors of `keep`."""
 
 
 class SavedBytes(NamedTuple):
-    """What a fused block keeps for backward, in bytes per token: for its norm, but for the statistics (8 bytes), and for the rest."""
+    """Bytes per token that a fused block saves for backward: for its norm, without the statistics (8 bytes), and for the rest."""
 
     norm: float
     inner: float
@@ -40,33 +40,30 @@ class SavedBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class AsItIs:
-    """The tensor itself."""
+    """Save the tensor unchanged."""
 
     def element_bytes(self, wide: int) -> float:
-        """`wide`."""
         return wide
 
     def keep(self, x: torch.Tensor) -> Parts:
-        """(x,)"""
         return (x,)
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """x"""
         return parts[0]
 
 
 @dataclass(frozen=True)
 class GroupedFP8:
-    """FP8 with a power-of-two scale_inv, as one exponent byte, for every `size` neighbours (COAT: mixed granularity).
+    """Save in FP8 with a power-of-two scale_inv, stored as one exponent byte, for every group of `size` elements (COAT: mixed granularity).
 
     Attributes:
         format: E4M3 or E5M2.
-        size: elements of a group, a power of two; COAT's paper takes 16.
-        axis: along which they are neighbours: 1, the channels of a token; 0, the tokens of a channel, which COAT's page finds to cost
-            accuracy at a norm's input.
+        size: elements per group, a power of two; 16 in COAT's paper.
+        axis: the axis of a group: 1, the channels of a token; 0, the tokens of a channel, which costs accuracy at a norm's input according
+            to COAT's project page.
 
     Raises:
-        ValueError: an axis other than 0 and 1.
+        ValueError: if `axis` is not 0 or 1.
     """
 
     format: Format = E4M3
@@ -75,18 +72,18 @@ class GroupedFP8:
 
     def __post_init__(self) -> None:
         if self.axis not in (0, 1):
-            raise ValueError(f"axis {self.axis}: groups lie along 1, the channels, or 0, the tokens")
+            raise ValueError(f"axis is {self.axis}; choose 1 (groups along the channels) or 0 (along the tokens)")
 
     def element_bytes(self, wide: int) -> float:
-        """One, and its share of the exponent."""
+        """Return 1 byte plus the element's share of the exponent."""
         return self.format.bytes + 1 / self.size
 
     def keep(self, x: torch.Tensor) -> Parts:
-        """(payload, exponents), both transposed with axis 0; see `ops.group_cast`."""
+        """Return (payload, exponents), both transposed with axis 0; see `ops.group_cast`."""
         return ops.group_cast(x if self.axis else x.t(), self.size, self.format.dtype)
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """The values kept, NaN in a group that was not finite."""
+        """Return the dequantized values, NaN in a group that was not finite."""
         payload, exponents = parts
         x = ops.group_decode(payload, exponents, self.size, dtype)
         return x if self.axis else x.t()

@@ -1,4 +1,4 @@
-"""The scales of a model's FP8 tensors between steps: delayed scaling kept on the device, rolled once a step."""
+"""Delayed scaling: the amax histories and scales of a model's FP8 tensors, stored on the device and rolled once per step."""
 
 import weakref
 from collections.abc import Mapping
@@ -18,38 +18,38 @@ from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling, check_rule, inverse
 from msamp.numerics.tensor import ScalingTensor
 
-INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's arrays
+INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's buffers
 
 
 def check_gemm(gemm: Gemms) -> None:
-    """ValueError naming the tensor, its cast and the remedy where a linear layer does not serve it."""
+    """Raise a ValueError naming the tensor, its cast and a fix if a linear layer does not support it."""
     for what, cast in gemm.casts.items():
         check_rule(cast.scaling, what)
         lacking = [name for name in ("maxima", "spread", "scales_shape") if not callable(getattr(cast.granularity, name, None))]
         if lacking:
             raise ValueError(
-                f"{what} has granularity {cast.granularity!r}, which is none: it lacks {', '.join(lacking)}; see msamp.numerics.granularity"
+                f"{what} has granularity {cast.granularity!r}, which does not define {', '.join(lacking)}; see msamp.numerics.granularity"
             )
         if not (cast.format.scaled and cast.format.bytes == 1):
-            raise ValueError(f"{what} is cast into {cast.format}; an FP8 GEMM takes fp8-e4m3 or fp8-e5m2")
+            raise ValueError(f"{what} is cast to {cast.format}; an FP8 GEMM requires fp8-e4m3 or fp8-e5m2")
         if cast.scaling.window and (what == "weight" or cast.granularity != TENSORWISE):
             why = (
-                "its amax is known when it changes"
+                "a weight's scale comes from its own amax, once per step"
                 if what == "weight"
-                else f"a history has one amax a tensor, not one a {cast.granularity}"
+                else f"a history records one amax per tensor, not per {cast.granularity}"
             )
-            raise ValueError(f"{what} has scaling {cast.scaling}, and {why}: give it Current()")
+            raise ValueError(f"{what} has scaling {cast.scaling}, but {why}; use Current()")
     for what, first, again in (
         ("input", gemm.output.left, gemm.grad_weight.right),
         ("weight", gemm.output.right, gemm.grad_input.right),
         ("grad_output", gemm.grad_input.left, gemm.grad_weight.left),
     ):
         if first != again:
-            raise ValueError(f"{what} is cast as {first} for one GEMM and as {again} for the other; a layer casts it alike for both")
+            raise ValueError(f"{what} is cast as {first} for one GEMM and as {again} for the other; use the same cast for both")
 
 
 def _check_device(gemm: Gemms, device: torch.device) -> None:
-    """ValueError where a torch too old for blocks would multiply them on `device`; says once where their products are emulated."""
+    """Raise a ValueError if this torch is too old for block-scaled GEMMs on `device`; warn once if they are emulated."""
     for cast in gemm.casts.values():
         if isinstance(cast.granularity, Block):
             check_blockwise(device)
@@ -57,34 +57,34 @@ def _check_device(gemm: Gemms, device: torch.device) -> None:
 
 
 def _wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
-    """The cast of partial sums that travel in `wire`: that of the operand with this format."""
+    """Return the cast of partial sums that are sent in `wire`: that of the operand with this format."""
     cast = next((cast for cast in operands if cast.format == wire), None)
     if cast is None:
         formats = " or ".join(str(cast.format) for cast in operands)
-        raise ValueError(f"partial sums in {wire} are unknown; choose {formats}, the formats of the layer's casts")
+        raise ValueError(f"partial sums cannot be sent in {wire}; choose {formats}, the formats of the layer's casts")
     if cast.granularity != TENSORWISE:
         raise ValueError(
-            f"partial sums travel with one scale a tensor, and the recipe casts {wire} by {cast.granularity}; let them travel in the "
-            "compute dtype: a recipe with fp8_wire False"
+            f"partial sums are sent with one scale per tensor, but the recipe casts {wire} by {cast.granularity}; send them in the "
+            "compute dtype: use a recipe with fp8_wire=False"
         )
     return cast
 
 
 class TensorScales(nn.Module):
-    """Scales of some tensors of one layer, a row each.
+    """The scales of some tensors of one layer, one row per tensor.
 
-    Buffers (FP32, saved with the model): `amax` [rows] of the step so far, `history` [rows, window], `scale` and `scale_inv`
-    [rows]; `seen` (int64) steps recorded, without skipped ones. `window` is the longest of the rows' rules. Until a rule's window is
-    filled, and for a rule without one, casts are just-in-time.
+    Buffers (FP32, saved with the model): `amax` [rows] of the current step, `history` [rows, window], `scale` and `scale_inv` [rows], and
+    `seen` (int64), the number of recorded steps, without skipped ones. `window` is the longest of the rows' rules. Until a rule's window is
+    full, and for a rule without a window, casts use just-in-time scales.
 
     Args:
         casts: by row.
         device: of the buffers.
 
     Attributes:
-        steps: `seen` as far as the host knows it: never less, exact wherever a window may have filled, and at most `window`.
-        delayed: whether every window is filled: from here on no cast is just-in-time for lack of history.
-        watches: callbacks after the casts of a training step, by row; fused layers make the values before the cast only for them.
+        steps: the host's copy of `seen`, at most `window`: never smaller than `seen`, and equal to it when a window may have filled.
+        delayed: whether every window is full, so that no cast is just-in-time for lack of history.
+        watches: callbacks after the casts of a training step, by row; fused layers compute the values before the cast only for them.
     """
 
     amax: torch.Tensor
@@ -106,8 +106,8 @@ class TensorScales(nn.Module):
         self.register_buffer("scale", torch.ones(rows, device=device, dtype=torch.float32))
         self.register_buffer("scale_inv", torch.ones(rows, device=device, dtype=torch.float32))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64, device=device))
-        # `seen` is kept on the host too, since asking the device would be a sync in every forward. Full windows are flags of their own:
-        # torch.compile would make a new graph for every value of a counter.
+        # The host keeps its own count, since reading `seen` would be a sync in every forward. Full windows are separate flags, since
+        # torch.compile would compile a new graph for every value of a counter.
         self._count(0)
         self.watches: dict[int, Watch] = {}
         self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[CastScales, ...]]] = {}
@@ -115,9 +115,9 @@ class TensorScales(nn.Module):
     def _count(self, steps: int) -> None:
         steps = min(steps, self.window)
         filled = tuple(0 < cast.scaling.window <= steps for cast in self.casts)
-        own = vars(self)  # past Module.__setattr__, which took every layer 8 us a step
+        own = vars(self)  # Module.__setattr__ would take 8 us per layer and step
         own["steps"], own["delayed"] = steps, 0 < self.window <= steps
-        if own.get("_filled") != filled:  # the same object, by which kept slots are known
+        if own.get("_filled") != filled:  # keep the object: `_kept_slots` compares its identity
             own["_filled"] = filled
 
     @property
@@ -127,7 +127,7 @@ class TensorScales(nn.Module):
 
     @property
     def described(self) -> str:
-        """How the rows that every layer of this class has are cast."""
+        """The casts of the rows that every layer of this class has, as text."""
         return ", ".join(str(cast) for cast in self.casts)
 
     @property
@@ -136,14 +136,14 @@ class TensorScales(nn.Module):
         return tuple(cast.format for cast in self.casts)
 
     def slots(self, record: bool) -> tuple[CastScales, ...]:
-        """The slots by row; `record` False (evaluation) leaves no trace in the history."""
+        """Return the slots by row. With `record=False` (evaluation) amaxes are not recorded."""
         slots = self._slots(record) if torch.compiler.is_compiling() else self._kept_slots(record)
         if record and self.watches:
             return tuple(slot._replace(watch=self.watches.get(row)) for row, slot in enumerate(slots))
         return slots
 
     def _kept_slots(self, record: bool) -> tuple[CastScales, ...]:
-        # Kept, since each of the six views of a layer takes the host 4 us in every forward.
+        # Cached, since creating each of a layer's six views costs the host 4 us in every forward.
         made_of = self.amax, self.scale, self.scale_inv
         known = self._known_slots.get(record)
         if known is None or known[0] is not self._filled or any(old is not now for old, now in zip(known[1], made_of, strict=True)):
@@ -159,11 +159,11 @@ class TensorScales(nn.Module):
         return tuple(slot(row) for row in range(len(self.casts)))
 
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Check buffers that were saved.
+        """Check saved buffers.
 
         Raises:
-            ValueError: naming the first that no run can have had: of another dtype, out of its range, a scale that is no power of two
-                where the rule gives those alone, or one that is not the inverse of its own.
+            ValueError: naming the first buffer that no run can have written: a wrong dtype, a value out of range, a scale that is not a
+                power of two although the rule requires it, or a scale_inv that is not the inverse of its scale.
         """
         for name, x in state.items():
             if x.dtype != getattr(self, name).dtype:
@@ -171,13 +171,13 @@ class TensorScales(nn.Module):
             low, high = (2.0**-MAX_EXPONENT, 2.0**MAX_EXPONENT) if name in ("scale", "scale_inv") else (0.0, FP32.max)
             wrong = x[~((x >= low) & (x <= high))]
             if len(wrong):
-                raise ValueError(f"{name} holds {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
+                raise ValueError(f"{name} contains {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
         scale, by_powers = state["scale"], [isinstance(cast.scaling, Current | Delayed) for cast in self.casts]
         odd = scale[torch.tensor(by_powers) & (torch.frexp(scale).mantissa != 0.5)]
         if len(odd):
-            raise ValueError(f"scale holds {float(odd[0]):g}; it must be a power of two")
+            raise ValueError(f"scale contains {float(odd[0]):g}; it must be a power of two")
         if ((state["scale_inv"] * scale - 1).abs() > 2.0**-20).any():
-            raise ValueError(f"scale_inv holds {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
+            raise ValueError(f"scale_inv is {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "watches": {}, "_known_slots": {}}
@@ -193,7 +193,7 @@ class TensorScales(nn.Module):
         self._count(int(self.seen))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # model.bfloat16() must move these arrays with the model and leave their precision alone.
+        # model.bfloat16() must move these buffers with the model but keep their dtype.
         def keep_dtype(x: torch.Tensor) -> torch.Tensor:
             moved = fn(x)
             return moved if moved.dtype == x.dtype else x.to(moved.device)
@@ -203,19 +203,16 @@ class TensorScales(nn.Module):
 
 
 class LinearScaling(TensorScales):
-    """Scales of one linear layer: its input's and its grad_output's history, and the FP8 scale of its weight.
-
-    Row 0 is the input, row 1 the grad_output.
+    """The scales of one linear layer: histories of its input (row 0) and grad_output (row 1), and the FP8 scale of its weight.
 
     Args:
-        gemm: how the operands are cast.
+        gemm: the casts of the operands.
         device: of the buffers.
-        wire: the format in which partial sums of this layer travel between tensor-parallel ranks, the input's or the
-            grad_output's. The sums follow that format's rule and get row 2. None: there are two rows.
+        wire: the format in which tensor-parallel ranks send partial sums of this layer, the input's or the grad_output's. The sums follow
+            that format's rule and get row 2. None: there are two rows.
 
     Raises:
-        ValueError: a cast that no layer serves, by name (`check_gemm`), or partial sums in a format that is no operand's or that are cast
-            in blocks.
+        ValueError: if a cast is not supported (`check_gemm`), or `wire` is not the format of an operand or has block scales.
     """
 
     def __init__(self, gemm: Gemms, device: torch.device | str | None = None, wire: Format | None = None) -> None:
@@ -225,7 +222,7 @@ class LinearScaling(TensorScales):
         super().__init__(operands if wire is None else (*operands, _wire_cast(wire, operands)), device)
         self.gemm = gemm
         self._weight_refs: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None  # payload and scale_inv
-        self._weight_seen = 0  # version of the payload that the weight's scales were taken from
+        self._weight_seen = 0  # version of the payload for which `_weight_scales` was computed
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -233,37 +230,36 @@ class LinearScaling(TensorScales):
         return f"input {self.gemm.input}, grad_output {self.gemm.grad_output}"
 
     def weight_was_written(self) -> None:
-        """Begin the windows anew, because the layer's weight was written from outside: amaxes under other weights say nothing about the
-        inputs of this one. Averages of a model (torch's AveragedModel with `use_buffers`) mix `scale` and `history` of several moments
-        too."""
+        """Restart the windows, because something other than the optimizer wrote the layer's weight: amaxes measured with other weights do
+        not predict the amaxes with this one. Averaged models (torch's AveragedModel with `use_buffers`) also mix `scale` and `history` of
+        several steps."""
         self.seen.zero_()
         self._count(0)
 
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(multiplier from `weight.payload` into FP8, scale_inv of the FP8 weight), both FP32 0-dim; an FP8 payload is taken as it is.
+        """Return the multiplier from `weight.payload` to FP8 and the scale_inv of the FP8 weight, both FP32 0-dim.
 
-        For a weight that is not cast with one scale, both are its stored scale_inv, from the payload to the values.
+        For an FP8 payload, and for a weight that is not cast with one scale, both are the stored scale_inv.
 
-        The weight's own amax decides, taken anew whenever the weight has changed: that is once a step, and the payload's
-        version counter tells without a sync. `ScalingState.measure_weights` takes those of all layers together. A graph (torch.compile's,
-        a CUDA graph) would take the version for a constant: there the amax is taken in every forward, a read of the weights.
+        The scale comes from the weight's own amax. It is measured again when the payload's version counter shows that the weight changed,
+        once per step and without a sync. `ScalingState.measure_weights` does it for all layers together. A graph (torch.compile or a CUDA
+        graph) would treat the version as a constant, so there every forward reads the weight to measure its amax.
         """
         if weight.payload.dtype == self.gemm.weight.format.dtype or self.gemm.weight.granularity != TENSORWISE:
             return weight.scale_inv, weight.scale_inv
         payload = weight.payload
         in_graph = torch.compiler.is_compiling() or (payload.is_cuda and torch.cuda.is_current_stream_capturing())
-        if in_graph or payload.is_inference():  # such a tensor counts no versions
+        if in_graph or payload.is_inference():  # inference tensors have no version counter
             return self._fresh_weight_scales(weight)
         known = self._weight_seen == payload._version and self._weight_refs is not None and self._weight_refs[0]() is payload
         if self._weight_scales is None or not known:
-            with torch.inference_mode(False), torch.no_grad():  # evaluation must not leave scales that training cannot save
+            with torch.inference_mode(False), torch.no_grad():  # evaluation must not leave inference tensors, which training cannot save
                 self._weight_scales = self._fresh_weight_scales(weight)
             self._weight_refs, self._weight_seen = (weakref.ref(payload), weakref.ref(weight.scale_inv)), payload._version
         return self._weight_scales
 
     def stale_weight(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Payload and scale_inv of the weight that the last forward took, where it has been written since; None where there is nothing to
-        take anew, or none was taken."""
+        """Return payload and scale_inv of the last forward's weight if it was written since; None if it was not, or there is no forward."""
         if self._weight_refs is None:
             return None
         payload, scale_inv = (ref() for ref in self._weight_refs)
@@ -272,7 +268,7 @@ class LinearScaling(TensorScales):
         return payload, scale_inv
 
     def set_weight_scales(self, version: int, multiplier: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Take `weight_scales` for this version of the payload of `stale_weight`."""
+        """Set `weight_scales` for this version of the payload of `stale_weight`."""
         self._weight_seen, self._weight_scales = version, (multiplier, scale_inv)
 
     def _fresh_weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,7 +278,7 @@ class LinearScaling(TensorScales):
         return ops.weight_scales(weight.payload, weight.scale_inv, cast.format.max)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_weight_refs": None, "_weight_scales": None}  # a copy looks at its own weight
+        return {**super().__getstate__(), "_weight_refs": None, "_weight_scales": None}  # a copy measures its own weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._weight_refs = self._weight_scales = None
@@ -296,10 +292,10 @@ class LinearScaling(TensorScales):
 
 
 class ScalingState:
-    """All the TensorScales of a model, rolled together once a step.
+    """All `TensorScales` of a model, rolled together once per step.
 
     Args:
-        model: the module tree to look through.
+        model: the module tree to search.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -311,10 +307,10 @@ class ScalingState:
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
         self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
-        self._may_skip = False  # whether a roll has left it to the device whether the step counts
+        self._may_skip = False  # whether a roll was given `usable`, so that only the device knows which steps count
 
     def _all(self, name: str) -> torch.Tensor:
-        """The rows of every layer, one layer after the other."""
+        """Concatenate the rows of all layers."""
         return torch.cat([getattr(layer, name) for layer in self.layers.values()])
 
     def _store(self, name: str, values: torch.Tensor) -> None:
@@ -322,7 +318,7 @@ class ScalingState:
         torch._foreach_copy_(stored, values.split([len(rows) for rows in stored]))
 
     def _rows_alike(self, device: torch.device) -> dict[tuple[Scaling, float], torch.Tensor]:
-        """Rule and largest value of the format -> int64, the rows that follow them. Cached, since making it is a host sync."""
+        """Map (rule, largest value of the format) to the rows that use them, int64. Cached, since creating the tensors is a host sync."""
         if self._alike is None or any(rows.device != device for rows in self._alike.values()):
             alike: dict[tuple[Scaling, float], list[int]] = {}
             for row, cast in enumerate(cast for layer in self.layers.values() for cast in layer.casts):
@@ -333,13 +329,13 @@ class ScalingState:
 
     @torch.no_grad()
     def roll(self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None) -> None:
-        """End a step: its amaxes enter the histories, and the next scales follow from them.
+        """End a step: record its amaxes in the histories and compute the next scales.
 
         Args:
-            group: ranks that combine their amaxes (MAX, one small all-reduce for the whole model), so that every rank
-                keeps the same histories and any rank's checkpoint serves all.
-            usable: bool 0-dim, whether the step counts (`FP8AdamW.usable`), alike on all ranks of `group`. Where it does not,
-                histories, scales and `seen` stay exactly as they were. None: it counts.
+            group: ranks that combine their amaxes (MAX, one small all-reduce for the whole model), so that every rank has the same
+                histories and any rank's checkpoint works for all.
+            usable: bool 0-dim, whether the step counts (`FP8AdamW.usable`), the same on all ranks of `group`. If not, histories, scales
+                and `seen` do not change. None: it counts.
         """
         self.roll_on_device(group, usable)
         self.count()
@@ -347,13 +343,13 @@ class ScalingState:
     def count(self) -> None:
         """Count one more step on the host. Call it after a replay of a CUDA graph that contains `roll_on_device`.
 
-        The host counts every step, and the device leaves skipped ones out. Where the host's count would fill a window, it reads the
-        device's, unless no roll was given `usable`: one sync for the whole model, and at most one more for each step skipped before.
+        The host counts every step; the device does not count skipped ones. When the host's count would fill a window, the host reads the
+        device's count, unless no roll was given `usable`. This is one sync for the whole model, plus at most one per skipped step before.
         """
         counting = [layer for layer in self.layers.values() if layer.steps < layer.window]
         asked = [layer for layer in counting if layer.may_fill] if self._may_skip else []
         if asked and asked[0].seen.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # nothing has run yet, and its casts are captured just-in-time
+            return  # nothing has run yet, and the casts are captured with just-in-time scales
         steps = {layer: layer.steps + 1 for layer in counting}
         if asked:
             steps |= zip(asked, torch.stack([layer.seen for layer in asked]).tolist(), strict=True)
@@ -362,9 +358,10 @@ class ScalingState:
 
     @torch.no_grad()
     def measure_weights(self) -> None:
-        """After an update on the compute stream: the scales of all weights that layers cast, in a few launches for all of them.
+        """Compute the FP8 scales of all layers' weights with a few launches. Call it after an update, on the compute stream.
 
-        Each layer would take its own in its next forward. Without effect while a CUDA graph is captured: its forwards measure weights anew.
+        Otherwise each layer would compute its own in its next forward. It does nothing while a CUDA graph is captured, since the forwards
+        in a graph measure their weights themselves.
         """
         alike: dict[tuple[Cast, torch.device, torch.dtype], list[tuple[LinearScaling, torch.Tensor, torch.Tensor]]] = {}
         for layer in self._linears:
@@ -381,7 +378,7 @@ class ScalingState:
 
     @torch.no_grad()
     def roll_on_device(self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None) -> None:
-        """The device's part of `roll`; never waits for the device, so that a CUDA graph may hold it."""
+        """Run the device's part of `roll`. It never waits for the device, so it can be captured in a CUDA graph."""
         if not self.layers:
             return
         layers = list(self.layers.values())
@@ -389,7 +386,7 @@ class ScalingState:
         amax, last = self._all("amax"), {name: self._all(name) for name in ("history", "scale", "scale_inv")}
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-        # A cast saturates an infinite value, so that a step with one may count; in the history it would hold the scale for a window.
+        # A step with an infinite value may count, since a cast saturates it; in the history it would freeze the scale for a whole window.
         amax = torch.where(amax < float("inf"), amax, 0.0)
         recorded = torch.ones((), dtype=torch.bool, device=amax.device) if usable is None else usable.to(amax.device)
         history = torch.cat([last["history"][:, 1:], amax.unsqueeze(-1)], dim=-1)
@@ -404,15 +401,15 @@ class ScalingState:
 
     @torch.no_grad()
     def abandon(self, finite: torch.Tensor) -> None:
-        """Keep the amaxes of a backward from the histories when its gradients were dropped before any step took them.
+        """Limit or drop the recorded amaxes after a backward whose gradients were dropped without a step.
 
         A loop may drop gradients in every step on purpose, with one backward for each of several losses of one forward. If their amaxes
-        were always dropped, the scales of such a loop would never follow its values. So finite gradients leave their amaxes, limited to
-        twice the largest in the history, and one bit of the format is the most that they cost. A row without a history is not limited.
-        The amaxes of a forward that has already run for the next step share the slots, and are treated alike.
+        were always dropped, the scales of such a loop would never follow its values. So the amaxes of finite gradients are kept, but
+        limited to twice the largest one in the history: they cost at most one bit of the format. A row without a history is not limited.
+        The amaxes of a forward that already ran for the next step share the slots and are treated the same.
 
         Args:
-            finite: bool 0-dim, whether the gradients were finite. Where they were not, all amaxes since the last step are dropped.
+            finite: bool 0-dim, whether the gradients were finite. If not, all amaxes since the last step are dropped.
         """
         if self.layers:
             amax, known = self._all("amax"), self._all("history").amax(-1)

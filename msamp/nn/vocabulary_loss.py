@@ -1,13 +1,14 @@
-"""The LM head and its cross entropy as one autograd function, which never holds the logits of more than a chunk of tokens.
+"""The LM head and its cross entropy as one autograd function, which holds the logits of only one chunk of tokens at a time.
 
-Gradients are computed in forward, chunk by chunk, while the logits are there: the loss is a weighted sum with weights known in forward,
-so that backward only multiplies by the gradient of the sum. Between the two stand gradients in FP32: [T, h] and [V, h] instead of logits
-[T, V] and their FP32 copy. (For 8,192 tokens, a vocabulary of 50,304 and h = 2,048: 0.48 GB, and a chunk of 0.21, instead of 2.47.)
+Forward computes the gradients too, chunk by chunk, while it has the logits: the loss is a weighted sum with weights known in forward, so
+backward only multiplies by the gradient of the sum. Between forward and backward, FP32 gradients [T, h] and [V, h] are saved instead of the
+logits [T, V] and their FP32 copy. (For 8,192 tokens, a vocabulary of 50,304 and h = 2,048: 0.48 GB plus a chunk of 0.21 GB, instead of
+2.47 GB.)
 
-The head has three products, and `PRECISIONS` says which run in FP8. With "fp8" it is the one that makes the logits, a third of the work:
-input and weight in E4M3 with a scale each, just in time. The gradients are those of these logits, by 16-bit products of the unrounded
-input and weight. With "fp8-all" it is all three, and the weight's gradient is made in backward from the gradients of the
-logits, which are kept in its place (`_AllInFP8`).
+The head has three GEMMs, and `PRECISIONS` selects which run in FP8. With "fp8" it is the one that computes the logits, a third of the work:
+input and weight in E4M3 with one just-in-time scale each. The gradients are those of these logits, by 16-bit GEMMs with the unrounded input
+and weight. With "fp8-all" it is all three; the gradients of the logits are saved instead of the weight gradient, which backward computes
+from them (`_AllInFP8`).
 """
 
 from collections.abc import Callable
@@ -24,20 +25,20 @@ from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.recipe import Cast, Gemms, Product
 from msamp.numerics.scaling import Current
 
-CHUNK_BYTES = 256 * 2**20  # of logits, at least: some 2,000 tokens of GPT-2's vocabulary
-FP16_FACTOR = 2.0**12  # of the logits' gradients, which are at most the loss mask: in FP16 those below 2^-24 would vanish
-ROWS = 128  # a chunk is a multiple of so many tokens: tiles of a GEMM
-CODES = 2  # bytes of a logit's gradient in E5M2, by rows and by columns
+CHUNK_BYTES = 256 * 2**20  # minimum size of a chunk of logits: about 2,000 tokens with GPT-2's vocabulary
+FP16_FACTOR = 2.0**12  # scales up the gradients of the logits, which the loss mask bounds: in FP16 those below 2^-24 would vanish
+ROWS = 128  # a chunk is a multiple of this number of tokens, a GEMM tile
+CODES = 2  # bytes of a logit's gradient in E5M2, in both layouts
 
-# Which products run in FP8: none, that of the logits, all three.
+# The GEMMs that run in FP8: none, that of the logits, all three.
 PRECISIONS = COMPUTE, LOGITS, ALL = ("bf16", "fp8", "fp8-all")
 
 _CAST = Cast(E4M3, Current())
 _GEMMS = Gemms.of(_CAST, _CAST, Cast(E5M2, Current()))
-_LOGITS = Product(_CAST, _CAST)  # the full sum: rounding errors of logits enter the loss as they are
+_LOGITS = Product(_CAST, _CAST)  # full accumulation: rounding errors of logits enter the loss directly
 _UNSCALED = CastScales(None, None, None)
 
-# (logits [M, V], labels [M], weights [M]) -> losses [M]; the gradient takes the place of the logits. As `ops.cross_entropy_`.
+# (logits [M, V], labels [M], weights [M]) -> losses [M]; overwrites the logits with their gradient, as `ops.cross_entropy_` does.
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -51,31 +52,29 @@ def linear_cross_entropy(
     *,
     precision: str = COMPUTE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of `hidden @ weight.T`, logits rounded once to the inputs' dtype, everything behind them in FP32.
+    """Return the cross entropy of `hidden @ weight.T`. Logits are rounded once to the inputs' dtype; everything after them is FP32.
 
     Args:
         hidden: [T, h] FP32, BF16 or FP16.
         weight: [V, h], of the same dtype.
-        labels: [T] int64, 0 to V - 1; another makes the loss and the gradients NaN.
-        weights: [T] FP32, the loss mask; in FP16 at most 15 (the gradients of more overflow).
-        chunk_bytes: about so many bytes of logits are held at a time; None: as `chunk_rows` says, or `CHUNK_BYTES` where the weight gets
-            no gradient.
-        cross_entropy: of a chunk. Where `weight` is a shard of the vocabulary, it exchanges the ranks' parts
-            (`msamp.parallel.vocabulary`), and the gradient of `hidden` is this rank's summand.
-        precision: one of `PRECISIONS`; FP8 products are accumulated in full. With "fp8-all" T V bytes are kept for backward: the
-            gradients of the logits.
+        labels: [T] int64, 0 to V - 1; any other makes the loss and the gradients NaN.
+        weights: [T] FP32, the loss mask; in FP16 at most 15 (larger ones overflow the gradients).
+        chunk_bytes: approximate size of a chunk of logits; None: the default of `chunk_rows`, or `CHUNK_BYTES` without a weight gradient.
+        cross_entropy: the loss of a chunk. If `weight` is a shard of the vocabulary, it combines the ranks' results
+            (`msamp.parallel.vocabulary`), and the gradient of `hidden` is this rank's partial sum.
+        precision: one of `PRECISIONS`; FP8 GEMMs use full accumulation. "fp8-all" saves the logits' gradients for backward, T V bytes.
 
     Returns:
-        The sum of `weights * losses`, FP32 0-dim, with gradient to `hidden` and `weight`; and the losses [T] FP32 in nats, without.
+        The sum of `weights * losses`, FP32 0-dim, differentiable in `hidden` and `weight`; and the losses in nats, [T] FP32, detached.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together, or an unknown precision.
+        ValueError: if shapes or dtypes do not match, or the precision is unknown.
     """
     _check(hidden, weight, labels, weights)
     _check_precision(precision, hidden.dtype)
     to_hidden, to_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     if chunk_bytes is None and not to_weight:
-        chunk_bytes = CHUNK_BYTES  # no gradient of the weight will take the place of the logits
+        chunk_bytes = CHUNK_BYTES  # there is no weight gradient whose memory the logits could use
     trained = to_hidden or to_weight
     itemsize = hidden.element_size() + (CODES if trained and precision == ALL else 0)
     rows = chunk_rows(hidden.shape[0], weight.shape[0], weight.shape[1], hidden.element_size(), chunk_bytes, itemsize)
@@ -91,16 +90,17 @@ def linear_cross_entropy(
 def chunk_rows(
     tokens: int, vocabulary: int, features: int, itemsize: int, chunk_bytes: int | None = None, logit_bytes: int | None = None
 ) -> int:
-    """Tokens of a chunk: chunks of equal size, a multiple of 128 unless there is only one, about `chunk_bytes` of logits each.
+    """Return the number of tokens per chunk: chunks have equal size, a multiple of 128 unless there is only one.
+
+    The default `chunk_bytes` is the size of the weight gradient in the compute dtype, but at least `CHUNK_BYTES`. Backward allocates that
+    gradient after the logits are freed, so the logits add nothing to the peak, except that an FP8 GEMM also holds the weight in FP8, V h
+    bytes. A chunk then has about as many tokens as there are features: with a vocabulary of 128,256 and 4,096 features, chunks of 1,024
+    tokens took 10 % longer than chunks of 4,096 (H200), because of short GEMMs and more FP32 accumulations of the weight gradient.
 
     Args:
-        itemsize: of the compute dtype.
-        logit_bytes: of a logit and of what is made of it, where that is more than `itemsize`.
-
-    By default those of the weight's gradient in the compute dtype, which backward holds in their place, so that they cost no memory; only
-    an FP8 product holds the weight in FP8 beside them, V h bytes. `CHUNK_BYTES` where that is less. A chunk then has about as many tokens
-    as there are features: with a vocabulary of 128,256 and 4,096 features, chunks of 1,024 tokens took 10 % longer than chunks of 4,096
-    (H200), in GEMMs of few rows and in sums of the weight's gradient in FP32.
+        itemsize: bytes per element of the compute dtype.
+        chunk_bytes: approximate size of a chunk of logits.
+        logit_bytes: bytes per logit, including its gradient, if more than `itemsize`.
     """
     size = max(CHUNK_BYTES, vocabulary * features * itemsize) if chunk_bytes is None else chunk_bytes
     chunks = -(-tokens * vocabulary * (logit_bytes or itemsize) // size)
@@ -139,13 +139,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _AllInFP8(torch.autograd.Function):
-    """All three products in FP8: input and weight in E4M3, the gradient of the logits in E5M2.
+    """All three GEMMs in FP8: input and weight in E4M3, the gradient of the logits in E5M2.
 
-    That gradient, weight (softmax - onehot), is at most the loss mask, so that its scale is known before it is: that of the largest weight.
-    Below it E5M2 reaches to 2^-31 of the largest. Equal logits of a vocabulary of 100,000 have a softmax of 2^-17. The gradient of a logit
-    some 21 nats below its row's largest becomes zero, which is nothing beside the row's others. Tokens of a small weight have less room.
-    Forward keeps the gradient by columns, T V bytes, for the product that makes the weight's gradient: it runs in backward, over all
-    tokens at once, and its scale takes the gradient of the sum. So there is no gradient [V, h] in FP32 between the two.
+    That gradient, weights * (softmax - onehot), is bounded by the loss mask, so its scale is known in advance: that of the largest weight.
+    E5M2 reaches down to 2^-31 of the largest value, while equal logits over a vocabulary of 100,000 have a softmax of 2^-17. The gradient
+    of a logit about 21 nats below its row's largest becomes zero, which is negligible against the rest of the row. Tokens with a small
+    weight have less range. Forward saves the transposed gradient, T V bytes, for the GEMM of the weight gradient. That GEMM runs in
+    backward over all tokens at once, and its scale includes the gradient of the sum. So no FP32 gradient [V, h] is kept between forward and
+    backward.
     """
 
     @staticmethod
@@ -172,7 +173,7 @@ class _AllInFP8(torch.autograd.Function):
             losses.append(cross_entropy(logits, labels[part], weights[part]))
             g = cast_operand(logits, slot, _GEMMS.grad_output, row=to_hidden, col=to_weight)
             del logits  # before the next product allocates
-            scale_inv = torch.maximum(scale_inv, g.scale_inv)  # the same for each chunk, or NaN of one that is not finite
+            scale_inv = torch.maximum(scale_inv, g.scale_inv)  # the same for each chunk, or NaN for a non-finite one
             if grad_hidden is not None:
                 grad_hidden[part] = multiply(g, w.transposed(), None, torch.float32, _GEMMS.grad_input)
             if columns is not None:
@@ -199,10 +200,10 @@ class _AllInFP8(torch.autograd.Function):
 
 
 def _times(g: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP32 `g` times a factor, rounded once: the factor is not rounded to BF16 as it would be beside a BF16 tensor."""
+    """Return FP32 `g` times a factor, rounded once; torch would first round the factor to BF16 for a BF16 result."""
     if dtype == torch.bfloat16:
         return ops.cast(g, factor, dtype)
-    return torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))  # in FP16 what overflows has to be seen: no cast that saturates
+    return torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))  # no saturating cast in FP16: an overflow must stay visible
 
 
 def _in_chunks(
@@ -216,7 +217,7 @@ def _in_chunks(
     grad_hidden: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The losses [T] FP32; writes the gradients of their weighted sum into `grad_hidden` [T, h] and `grad_weight` [V, h], FP32."""
+    """Return the losses [T] FP32; write the gradients of their weighted sum to `grad_hidden` [T, h] and `grad_weight` [V, h], FP32."""
     logits = None if fp8 else hidden.new_empty(rows, weight.shape[0])
     narrow = cast_operand(weight, _UNSCALED, _CAST) if fp8 else None
     losses = []
@@ -224,7 +225,7 @@ def _in_chunks(
         part = slice(start, start + rows)
         x = hidden[part]
         if narrow is not None:
-            chunk = multiply(cast_operand(x, _UNSCALED, _CAST), narrow, None, hidden.dtype, _LOGITS).contiguous()  # padding may be cut off
+            chunk = multiply(cast_operand(x, _UNSCALED, _CAST), narrow, None, hidden.dtype, _LOGITS).contiguous()  # maybe a view
         else:
             assert logits is not None
             chunk = logits[: x.shape[0]]
@@ -239,16 +240,16 @@ def _in_chunks(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
-    """`a @ b` into `out`, or added to it, without a second tensor of its size on a GPU."""
+    """Write `a @ b` to `out`, or add it, without a second tensor of that size on a GPU."""
     if not native_bf16(a.device) or (a.dtype == torch.float16 and not a.is_cuda):  # FP16 would round the FP32 results, and overflow
         a, b = a.float(), b.float()
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
-    elif not a.is_cuda:  # torch has no 16-bit product with FP32 result there
+    elif not a.is_cuda:  # torch has no 16-bit GEMM with FP32 output on the CPU
         out.add_(a @ b) if accumulate else out.copy_(a @ b)
     elif not accumulate:
         torch.mm(a, b, out.dtype, out=out)
-    elif torch.__version__ < "2.10":  # its addmm takes no FP32 summand
+    elif torch.__version__ < "2.10":  # its addmm does not accept an FP32 input to add
         out.add_(torch.mm(a, b, out.dtype))
     else:
         torch.addmm(out, a, b, out.dtype, out=out)
@@ -263,11 +264,11 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wei
         raise ValueError(f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; they must be [T, h], T at least 1, and [V, h]")
     for name, x, dtype in (("labels", labels, torch.int64), ("weights", weights, torch.float32)):
         if x.shape != hidden.shape[:1] or x.dtype != dtype:
-            raise ValueError(f"{name} is {list(x.shape)} {x.dtype}; it must be [{hidden.shape[0]}] {dtype}, one a row of hidden")
+            raise ValueError(f"{name} is {list(x.shape)} {x.dtype}; it must be [{hidden.shape[0]}] {dtype}, one per row of hidden")
 
 
 def _check_precision(precision: str, dtype: torch.dtype) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
-    if precision == ALL and dtype == torch.float16:  # its products saturate, and an overflow would pass for a gradient
-        raise ValueError(f"precision {ALL} goes with torch.bfloat16 and torch.float32, and hidden is torch.float16: choose {LOGITS}")
+    if precision == ALL and dtype == torch.float16:  # the saturating cast would hide an overflow
+        raise ValueError(f"precision {ALL} requires torch.bfloat16 or torch.float32, but hidden is torch.float16; choose {LOGITS}")

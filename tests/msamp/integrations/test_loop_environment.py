@@ -38,7 +38,7 @@ TRANSFORMS = {
 def test_a_transform_names_the_layer(name):
     model = converted()
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(RuntimeError, match=r"^[02]\.weight was called with a .*exclude_names"):
+        with pytest.raises(RuntimeError, match=r"^[02]\.weight was called under a .*exclude_names"):
             TRANSFORMS[name](each, make("normal", (4, 32)))
     assert torch.func.functional_call(model, dict(model.named_parameters()), make("normal", (4, 32))).shape == (4, 32)
 

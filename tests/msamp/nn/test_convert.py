@@ -282,8 +282,8 @@ def test_a_survey_s_shares_are_of_all_parameters_and_of_the_products():
     assert found.flop_share == pytest.approx(1 / 3)
     text = str(found)
     assert text.startswith("1 of 3 layers with weights are in FP8: 24.7% of the parameters, 33.3% of the FLOPs")
-    assert "as they are, its name is excluded: 2" in text
-    assert "as they are, a convolution: 3" in text
+    assert "not converted, its name is excluded: 2" in text
+    assert "not converted, a convolution: 3" in text
     nothing = survey(nn.ReLU())
     assert (nothing.flop_share, nothing.parameter_share, nothing.holders) == (0, 0, ())
 

@@ -230,9 +230,9 @@ def test_blocks_follow_a_channel_that_one_scale_drowns():
     [
         (Gemms.of(Cast(E4M3, object()), Cast(E4M3, Current()), Cast(E5M2)), "input has scaling rule"),
         (Gemms.of(Cast(E4M3), Cast(E4M3, Current()), Cast(E5M2, Current(), "rows")), "grad_output has granularity 'rows'"),
-        (Gemms.of(Cast(E4M3, Delayed(), Group(8)), Cast(E4M3, Current()), Cast(E5M2)), r"input .* group\(8\): give it Current\(\)"),
+        (Gemms.of(Cast(E4M3, Delayed(), Group(8)), Cast(E4M3, Current()), Cast(E5M2)), r"input .* group\(8\); use Current\(\)"),
         (Gemms.of(Cast(E4M3), Cast(E4M3, Delayed()), Cast(E5M2)), r"weight has scaling delayed\(16\)"),
-        (Gemms.of(Cast(BF16), Cast(E4M3, Current()), Cast(E5M2)), "input is cast into bf16"),
+        (Gemms.of(Cast(BF16), Cast(E4M3, Current()), Cast(E5M2)), "input is cast to bf16"),
         (
             replace(recipe.O2.gemm, grad_weight=Product(Cast(E4M3), Cast(E4M3))),
             "grad_output is cast as fp8-e5m2 .* for one GEMM and as fp8-e4m3 .* for the other",
@@ -246,5 +246,5 @@ def test_what_a_layer_cannot_cast_is_refused_where_it_is_built(gemm, word):
 
 
 def test_partial_sums_in_blocks_are_refused():
-    with pytest.raises(ValueError, match=r"partial sums travel with one scale a tensor.*fp8_wire False"):
+    with pytest.raises(ValueError, match=r"partial sums are sent with one scale per tensor.*fp8_wire=False"):
         LinearScaling(GROUPS, wire=E5M2)

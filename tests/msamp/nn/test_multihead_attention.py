@@ -101,7 +101,7 @@ def test_a_float_copy_attends_in_full_precision():
 
 def test_a_causal_hint_without_a_mask_is_refused():
     x = make("normal", (LONG, BATCH, SIZE))
-    with pytest.raises(ValueError, match="is_causal is True and attn_mask None"):
+    with pytest.raises(ValueError, match="is_causal is True, but attn_mask is None"):
         pair()[1](x, x, x, is_causal=True)
 
 

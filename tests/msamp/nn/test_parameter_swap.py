@@ -167,7 +167,7 @@ def test_a_graph_of_a_forward_before_the_conversion_raises_in_its_backward():
     convert(model, recipe.O2)
     loss_of(model).backward()
     expected = model["fc"].weight.grad.clone()
-    with pytest.raises(RuntimeError, match="this graph is of a forward before msamp converted the model"):
+    with pytest.raises(RuntimeError, match="this graph is from a forward before msamp converted the model"):
         before.backward()
     assert model["fc"].weight.grad.equal(expected)
 

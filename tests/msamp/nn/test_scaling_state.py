@@ -60,16 +60,16 @@ def rolled(layers: list[LinearScaling], amaxes: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("name", "bad", "said"),
     {
-        "zero": ("scale", 0.0, r"scale holds 0; it must be in \[1.17549e-38, 8.50706e\+37\]"),
-        "infinite": ("scale", float("inf"), "scale holds inf"),
-        "NaN": ("scale", float("nan"), "scale holds nan"),
-        "negative": ("scale", -2.0, "scale holds -2"),
-        "beyond the rule": ("scale", 2.0**127, "scale holds 1.70141e"),
-        "no power of two": ("scale", 3.0, "scale holds 3; it must be a power of two"),
-        "another's inverse": ("scale_inv", 2.0**-20, "scale_inv holds .*; it must be the inverse of scale"),
-        "an infinite amax": ("amax", float("inf"), "amax holds inf; it must be in"),
-        "a negative amax": ("history", -1.0, "history holds -1; it must be in"),
-        "a negative count": ("seen", -1, "seen holds -1; it must be in"),
+        "zero": ("scale", 0.0, r"scale contains 0; it must be in \[1.17549e-38, 8.50706e\+37\]"),
+        "infinite": ("scale", float("inf"), "scale contains inf"),
+        "NaN": ("scale", float("nan"), "scale contains nan"),
+        "negative": ("scale", -2.0, "scale contains -2"),
+        "beyond the rule": ("scale", 2.0**127, "scale contains 1.70141e"),
+        "no power of two": ("scale", 3.0, "scale contains 3; it must be a power of two"),
+        "another's inverse": ("scale_inv", 2.0**-20, "scale_inv is .*; it must be the inverse of scale"),
+        "an infinite amax": ("amax", float("inf"), "amax contains inf; it must be in"),
+        "a negative amax": ("history", -1.0, "history contains -1; it must be in"),
+        "a negative count": ("seen", -1, "seen contains -1; it must be in"),
     }.values(),
 )
 def test_a_saved_state_that_no_run_can_have_had_is_refused(name: str, bad: float, said: str):
@@ -116,7 +116,7 @@ def test_partial_sums_are_saved_and_copied_with_the_rest():
 
 
 def test_partial_sums_in_a_format_of_neither_operand_are_refused():
-    with pytest.raises(ValueError, match="partial sums in fp16 are unknown; choose fp8-e4m3 or fp8-e5m2"):
+    with pytest.raises(ValueError, match="partial sums cannot be sent in fp16; choose fp8-e4m3 or fp8-e5m2"):
         scaling(wire=FP16)
 
 

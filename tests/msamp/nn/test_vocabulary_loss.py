@@ -351,7 +351,7 @@ def test_chunks_grow_with_the_weight_only_where_its_gradient_takes_their_place(m
     ("precision", "dtype", "message"),
     [
         ("fp16", torch.bfloat16, "precision is 'fp16'; choose one of bf16, fp8, fp8-all"),
-        ("fp8-all", torch.float16, "precision fp8-all goes with torch.bfloat16 and torch.float32, and hidden is torch.float16: choose fp8"),
+        ("fp8-all", torch.float16, "precision fp8-all requires torch.bfloat16 or torch.float32, but hidden is torch.float16; choose fp8"),
     ],
 )
 def test_a_precision_that_the_head_has_not_is_refused(precision: str, dtype: torch.dtype, message: str):

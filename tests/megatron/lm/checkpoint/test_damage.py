@@ -182,7 +182,7 @@ SOUND = {  # in its digests
     "more than one step": Fault(changed(of("step"), lambda x: x.expand(2).clone()), rf"step/{FC1} is \[.*\]; it must be one"),
     **{
         f"{name} of {value:g} in the scaling of a layer": Fault(
-            changed(f"model/{SCALING}.{name}", first(value)), rf"{SCALING}\.{name} holds {value:g}; it must be in"
+            changed(f"model/{SCALING}.{name}", first(value)), rf"{SCALING}\.{name} contains {value:g}; it must be in"
         )
         for name, values in {"scale": (0, INFINITE, NAN), "history": (-1,)}.items()
         for value in values
