@@ -94,9 +94,7 @@ class BucketSender:
                 self._add(bucket, flat, factor, proposals)
                 bucket.forget()
                 return
-            self.statistics.observe_packed(
-                self._scaled_places[bucket].start, bucket, gradients, flat, factor, self.wires[bucket.format].format
-            )
+            self.statistics.observe_packed(self._scaled_places[bucket].start, bucket, gradients, flat, factor)
             del gradients
             reduced, proposals = self.reduce(bucket, flat, factor, proposals)
             # Only a rank without a gradient checks whether the others had one. That is a host sync, but not in a usual step.

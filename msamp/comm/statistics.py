@@ -8,20 +8,9 @@ from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.exchange import Reduced
 from msamp.kernels import ops
-from msamp.numerics.formats import Format
 from msamp.numerics.metrics import TALLY
 
 NONZERO, SATURATED, VANISHED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED = range(6)
-
-
-def saturated(payload: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Count the elements of a payload at the format's largest magnitude, int64 0-dim."""
-    return (payload.float().abs() == fmt.max).sum()
-
-
-def vanished(values: torch.Tensor, payload: torch.Tensor) -> torch.Tensor:
-    """Count the elements that are zero in the payload but not in `values`, int64 0-dim."""
-    return ((values != 0) & (payload.float() == 0)).sum()
 
 
 class Statistics:
@@ -46,7 +35,7 @@ class Statistics:
         self.numel = list(numel)
         self.always = always
         self.active = always
-        self.counts = torch.zeros(6, len(self.numel), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(len(self.numel), 6, dtype=torch.int64, device=device).T  # a tensor's three counts lie in a row
         self.recording = False
         self.tallies = torch.zeros(2, len(self.numel), len(TALLY), dtype=torch.float64, device=device)
 
@@ -62,7 +51,7 @@ class Statistics:
             self.tallies.zero_()
 
     def observe_packed(
-        self, first: int, bucket: Bucket, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor, factor: torch.Tensor, fmt: Format
+        self, first: int, bucket: Bucket, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor, factor: torch.Tensor
     ) -> None:
         """Measure a bucket before the exchange, if this step is counted and the bucket's format has scales.
 
@@ -71,12 +60,11 @@ class Statistics:
             gradients: of this rank; None where it has none.
             flat: the payloads.
             factor: FP32 [parameters], from gradients to payloads.
-            fmt: of the payloads.
         """
         if not (self.active and bucket.format.scaled):
             return
         payloads = bucket.unflatten(flat)
-        self.count_packed(first, gradients, payloads, fmt)
+        self.count_packed(first, gradients, payloads)
         if self.recording:
             self.record_packed(first, gradients, payloads, factor)
 
@@ -95,21 +83,17 @@ class Statistics:
             before = reduced.before if fp32_sum else None
             self.record_reduced(first, bucket, reduced.own, reduced.scale_inv, before, factor)
 
-    def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], fmt: Format) -> None:
+    def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor]) -> None:
         """Count one bucket's payloads before the exchange; `first`: index of its first tensor."""
         for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True), first):
             if g is not None:
-                self.counts[NONZERO, i] = (g != 0).sum()
-                self.counts[SATURATED, i] = saturated(payload, fmt)
-                self.counts[VANISHED, i] = vanished(g, payload)
+                ops.count_(self.counts[:SUM_NONZERO, i], g, payload)
 
     def count_reduced(self, first: int, bucket: Bucket, own: torch.Tensor, before: torch.Tensor) -> None:
         """Count this rank's slice of the sum; `before`: flat reference values for counting underflow."""
         for segment in bucket.owned:
-            payload, values = bucket.part(segment, own), bucket.part(segment, before)
-            self.counts[SUM_NONZERO, first + segment.index] += (values != 0).sum()
-            self.counts[SUM_SATURATED, first + segment.index] += saturated(payload, bucket.format)
-            self.counts[SUM_VANISHED, first + segment.index] += vanished(values, payload)
+            row = self.counts[SUM_NONZERO:, first + segment.index]
+            ops.count_(row, bucket.part(segment, before), bucket.part(segment, own))
 
     def record_packed(
         self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor

@@ -58,7 +58,7 @@ from msamp.comm.counters import WireBytes
 from msamp.comm.exchange import FP32SumWire, Reduced, pack_scaled
 from msamp.comm.grad_scaling import GROWTH, MU_MAX, exceeds, next_mu, propose_scales, scales_of
 from msamp.comm.partition import Piece
-from msamp.comm.statistics import saturated, vanished
+from msamp.kernels import ops
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from tools.bench import rows
@@ -197,6 +197,13 @@ def shared_scales(gradients: Sequence[Tensor]) -> list[Tensor]:
     return [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
 
 
+def counted(values: Tensor, payload: Tensor) -> Tensor:
+    """Return what `ops.count_` counts, int64 [3]: non-zero, at the maximum, vanished."""
+    row = torch.zeros(3, dtype=torch.int64, device=values.device)
+    ops.count_(row, values, payload)
+    return row
+
+
 def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN) -> Tensor:
     """The mu of each weight of a block above which too much saturates in a sum of this order, FP64 [n]."""
     ranks = len(gradients[0])
@@ -204,7 +211,7 @@ def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN) -> Tensor:
     def threshold(g: Tensor, scale: Tensor) -> float:
         def exceeded(mu: float) -> bool:
             reduced, payloads = exchange(OrderedWire(E4M3, order), g, scale * mu)
-            counts = torch.stack([torch.stack([saturated(q, E4M3) for q in payloads]).amax(), saturated(reduced.own, E4M3)])
+            counts = torch.stack([torch.stack([counted(q, q)[1] for q in payloads]).amax(), counted(reduced.own, reduced.own)[1]])
             return bool(exceeds(counts, torch.tensor(g[0].numel(), device=counts.device)).any())
 
         return mu_threshold(exceeded, ranks)
@@ -238,10 +245,10 @@ def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_ste
             assert reduced.scale_inv is not None
             values.append(reduced.own.float() * reduced.scale_inv)
             for x, q in zip(g, payloads, strict=True):
-                counts[:3] += torch.stack([(x != 0).sum(), vanished(x.flatten(), q), saturated(q, E4M3)])
-            counts[3] += saturated(reduced.own, E4M3)
+                counts[:3] += counted(x, q)
+            counts[3] += counted(reduced.own, reduced.own)[1]
         approx = torch.cat(values)
-        nonzero, lost, at_max_local, at_max = counts.tolist()
+        nonzero, at_max_local, lost, at_max = counts.tolist()
         row = {"strategy": strategy, "order": order, "snr_db": sqnr_db(mean, approx), "underflow": underflow_frac(mean, approx)}
         row |= {"underflow_local": lost / max(1, nonzero), "overflow": at_max / mean.numel()}
         row |= {"overflow_local": at_max_local / (ranks * mean.numel())}

@@ -1,10 +1,26 @@
-"""How well a payload represents its values, and how much of an update arrives: sums that the precision recorder reads."""
+"""How well a payload represents its values, and how much of an update arrives: sums for the log line and for the precision recorder."""
 
 import torch
 
 from msamp.numerics.formats import of_dtype
 
 CHUNK = 2**23  # elements looked at in one go: three FP64 temporaries of 64 MiB
+
+
+@torch.no_grad()
+def count_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor) -> None:
+    """Add to `row` the elements of `x` that are not zero, those of `payload` at its format's maximum, and those that are zero in `payload`
+    alone: one read of both, without a host sync. A NaN counts as an element that is not zero.
+
+    Args:
+        row: int64 [3], contiguous, changed in place.
+        x: any format, of any shape.
+        payload: any format, as many elements in the same order.
+    """
+    limit = of_dtype(payload.dtype).max
+    for part, stored in zip(x.reshape(-1).split(CHUNK), payload.reshape(-1).split(CHUNK), strict=True):
+        nonzero, codes = part.float() != 0, stored.float()
+        row += torch.stack([nonzero.sum(), (codes.abs() == limit).sum(), (nonzero & (codes == 0)).sum()])
 
 
 @torch.no_grad()

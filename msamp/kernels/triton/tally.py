@@ -1,6 +1,6 @@
 """Sums over a tensor and its payload, one read of each. Twin: `msamp.kernels.reference.tally`.
 
-Each program leaves its own sums, and a second launch adds them in their order: a graph and an eager step give the same bits.
+Programs leave their own sums in FP64, and a second launch adds them in their order: a graph and an eager step give the same bits.
 """
 
 import torch
@@ -15,6 +15,30 @@ TALLY_SUMS, UPDATE_SUMS = 6, 7
 FINISH = 1024
 # A recorded step that is captured must find every variant compiled, and its scales stand elsewhere than those of the eager one before.
 EVERYWHERE = ["row", "scale_inv", "programs"]
+
+
+@triton.jit(do_not_specialize=EVERYWHERE[:1])
+def _count_kernel(
+    row, x, payload, numel,
+    FROM: tl.constexpr, TO: tl.constexpr, LIMIT: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sums of integers have no order, so programs add theirs at once."""
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    left = tl.minimum(numel - first, CHUNK).to(tl.int32)
+    nonzero = tl.zeros((BLOCK,), tl.int32)
+    saturated = tl.zeros((BLOCK,), tl.int32)
+    vanished = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, left, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = first + at < numel
+        v = _value(tl.load(x + first + at, mask=inside, other=0), FROM, HARDWARE)
+        code = _value(tl.load(payload + first + at, mask=inside, other=0), TO, HARDWARE)
+        nonzero += (v != 0).to(tl.int32)
+        saturated += (tl.abs(code) == LIMIT).to(tl.int32)
+        vanished += ((v != 0) & (code == 0)).to(tl.int32)
+    tl.atomic_add(row, tl.sum(nonzero, 0).to(tl.int64))
+    tl.atomic_add(row + 1, tl.sum(saturated, 0).to(tl.int64))
+    tl.atomic_add(row + 2, tl.sum(vanished, 0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=EVERYWHERE[1:])
@@ -123,6 +147,16 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
 
 def _mantissa(x: torch.Tensor) -> int:
     return of_dtype(x.dtype).mantissa_bits
+
+
+def count_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor) -> None:
+    """See the reference twin."""
+    if x.numel():
+        _count_kernel[(triton.cdiv(x.numel(), CHUNK),)](
+            row, _raw(x), _raw(payload), x.numel(),
+            FROM=_mantissa(x), TO=_mantissa(payload), LIMIT=of_dtype(payload.dtype).max,
+            HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8,
+        )  # fmt: skip
 
 
 def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:

@@ -1,7 +1,5 @@
 """Counts of saturation and underflow against a count element by element."""
 
-import math
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.partition import Piece
-from msamp.comm.statistics import NONZERO, SATURATED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics, saturated, vanished
+from msamp.comm.statistics import NONZERO, SATURATED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.metrics import judge, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import quantize
@@ -31,29 +29,11 @@ def by_hand(values: list[float], payload: list[float], fmt: Format) -> tuple[int
 
 
 @scaled
-def test_elements_are_counted_one_by_one(fmt):
-    values = planted(fmt)
-    payload = quantize(values, 1.0, fmt)
-    assert by_hand(values.tolist(), payload.float().tolist(), fmt) == (9, 3, 2)
-    assert saturated(payload, fmt).item() == 3
-    assert vanished(values, payload).item() == 2
-    assert saturated(payload, fmt).dtype is torch.int64
-    assert vanished(values.view(3, 4).bfloat16(), payload.view(3, 4)).dim() == 0
-
-
-@scaled
-def test_nan_is_neither(fmt):
-    payload = quantize(torch.tensor([math.nan, 1.0]), 1.0, fmt)
-    assert saturated(payload, fmt).item() == 0
-    assert vanished(torch.tensor([math.nan, 1.0]), payload).item() == 0
-
-
-@scaled
 def test_a_packed_bucket_is_counted_in_its_place_and_absent_tensors_are_not(fmt):
     statistics = Statistics([1, 12, 12, 12], CPU, always=False)
     payload = quantize(planted(fmt), 1.0, fmt)
     zeros = torch.zeros(12).to(fmt.dtype)
-    statistics.count_packed(1, [planted(fmt), None, torch.zeros(12)], [payload, payload, zeros], fmt)
+    statistics.count_packed(1, [planted(fmt), None, torch.zeros(12)], [payload, payload, zeros])
     assert statistics.counts[:, 1].tolist() == [9, 3, 2, 0, 0, 0]
     assert not statistics.counts[:, [0, 2, 3]].any()
     statistics.clear()

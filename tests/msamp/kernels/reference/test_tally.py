@@ -7,8 +7,8 @@ import torch
 
 from helpers.numerics import make
 from msamp.kernels.reference import tally
-from msamp.kernels.reference.tally import tally_, tally_update_
-from msamp.numerics.formats import E4M3
+from msamp.kernels.reference.tally import count_, tally_, tally_update_
+from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.metrics import (
     TALLY,
     add_tallies,
@@ -101,3 +101,23 @@ def test_an_update_s_sums_are_the_definitions(monkeypatch):
     tally_update_(same, before, wanted, before, torch.ones(()))
     assert same[4] == (wanted != before).sum()
     assert same[6] == 0
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
+def test_elements_are_counted_one_by_one(fmt, monkeypatch):
+    """3 at the maximum (two beyond it), 2 that vanish, 3 zeros (one negative), 4 in between, and NaN; added to what is there."""
+    top, small = fmt.max, fmt.smallest
+    values = torch.tensor([top, -2 * top, 1e30, small / 2, -small / 4, 0.0, 0.0, -0.0, 1.0, -1.0, small, top / 2])
+    payload = quantize(values, 1.0, fmt)
+    row = torch.tensor([1, 10, 100])
+    count_(row, values, payload)
+    assert row.tolist() == [10, 13, 102]
+    monkeypatch.setattr(tally, "CHUNK", 5)
+    count_(row, values.view(3, 4), payload.view(3, 4))
+    assert row.tolist() == [19, 16, 104]
+    count_(row, payload, payload)  # the sum where no rank has it in FP32
+    assert row.tolist() == [26, 19, 104]
+    bad = torch.tensor([math.nan, 1.0])
+    count_(row, bad, quantize(bad, 1.0, fmt))
+    count_(row, bad[:0], quantize(bad[:0], 1.0, fmt))
+    assert row.tolist() == [28, 19, 104]

@@ -89,3 +89,24 @@ def test_an_update_s_sums_are_its_twins(name, triton_device):
         got = kernel("tally_update_", start.clone(), before, wanted, stored, scale_inv)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
         assert got[[0, 4]].equal(want[[0, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3.dtype], ids=str)
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "fp16"])
+def test_counts_are_their_twins(name, dtype, triton_device):
+    """Of several programs too; counts of a column of a larger table."""
+    fmt, table = FORMATS[name], torch.ones(3, 6, dtype=torch.int64, device=triton_device).T
+    for i, shape in enumerate([*SHAPES, LONG, (0, 4)]):
+        x = make("log-normal", shape, i, device=triton_device)
+        x.view(-1)[::9] = 0
+        x.view(-1)[::7] *= 2.0**-30
+        x.view(-1)[::11] *= 1e6
+        x.view(-1)[::101] = math.nan
+        payload = cast(x * 8.0, fmt)
+        x = cast(x.clamp(-400, 400), E4M3) if dtype is E4M3.dtype else x.to(dtype)
+        want, before = table[:3, 1].clone(), table.clone()
+        twin.count_(want, x, payload)
+        kernel("count_", table[:3, 1], x, payload)
+        assert table[:3, 1].equal(want)
+        before[:3, 1] = want
+        assert table.equal(before)
