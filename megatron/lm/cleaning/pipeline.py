@@ -21,6 +21,7 @@ from typing import Any
 from megatron.lm.cleaning import code, duplicates, quality
 from megatron.lm.data import rows
 from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.opening import own_folder
 
 PART_BYTES = 1 << 24  # of input in a part: what a kill may cost each worker
 LANGUAGE_LETTERS = 10_000  # of a document that its language is told by
@@ -149,7 +150,7 @@ def _begin(parts: Path, plan: dict[str, Any]) -> None:
         if file.read_text(encoding="utf-8") != text:
             raise ValueError(f"{parts} is left by a run on other input or with other rules: delete it, or name another output")
         return
-    parts.mkdir(parents=True, exist_ok=True)
+    own_folder(parts)
     with written_aside(file) as stream:
         stream.write(text.encode())
 

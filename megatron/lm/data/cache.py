@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.opening import read_text, to_write
 
 LOCK_FILE = ".lock"
 Arrays = tuple[np.ndarray, ...]
@@ -59,7 +60,7 @@ def kept(folder: Path, name: str, arrays: tuple[str, ...], make: Callable[[], Ar
 
 def _read(folder: Path, name: str, arrays: tuple[str, ...]) -> Arrays:
     """FileNotFoundError where nothing was kept; another OSError, or ValueError, where it is not what was written."""
-    entries = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    entries = json.loads(read_text(folder / f"{name}.json"))
     files = {array: folder / f"{name}-{array}.npy" for array in arrays}
     if not isinstance(entries, dict) or entries.keys() != files.keys():
         raise ValueError(f"{name}.json does not list {', '.join(arrays)}")
@@ -70,7 +71,7 @@ def _read(folder: Path, name: str, arrays: tuple[str, ...]) -> Arrays:
 
 
 def _write(folder: Path, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-    with (folder / LOCK_FILE).open("w") as lock:
+    with to_write(folder / LOCK_FILE) as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another job that starts now writes the same: it is left to it
         entries = {}
         for array, values in arrays.items():

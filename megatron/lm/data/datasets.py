@@ -29,6 +29,7 @@ from megatron.lm.data.order import Builder, EpochDataset, MockDataset
 from megatron.lm.data.tokenizer import Tokenizer
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.opening import own_folder, read_text
 
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -81,7 +82,7 @@ def build_datasets(
     with _process_group():
         files = all_or_none(lambda: _open_all(blends, wanted, shares, config))
         cache = _cache_folder(config.data, files)
-        all_or_none(lambda: _prepare_cache(cache, files, tokenizer))
+        all_or_none(lambda: _prepare_cache(config.data, cache, files, tokenizer))
         weighted = [_weighted(blend, files, i, shares, config.data) for i, blend in enumerate(blends)]
         dataset_config = _gpt_config(config, tokenizer, weighted, wanted, cache)
         built = Builder(EpochDataset, list(wanted), lambda: True, dataset_config).build()
@@ -235,7 +236,7 @@ def _cache_folder(data: DataConfig, files: dict[str, IndexedFile]) -> Path:
     return root / digest[:16]
 
 
-def _prepare_cache(cache: Path, files: dict[str, IndexedFile], tokenizer: Tokenizer) -> None:
+def _prepare_cache(config: DataConfig, cache: Path, files: dict[str, IndexedFile], tokenizer: Tokenizer) -> None:
     """On rank 0: check the token ids, and make the cache folder. Data found in range is noted there, by its size and time."""
     if dist.get_rank() != 0 or not files:
         return
@@ -248,17 +249,19 @@ def _prepare_cache(cache: Path, files: dict[str, IndexedFile], tokenizer: Tokeni
         if seen.get(prefix) != found[prefix]:
             check_token_range(prefix, file.dtype, tokenizer.vocab_size)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        if not config.data_cache_path:  # a folder beside the data, which may come from elsewhere
+            own_folder(cache.parent)
+        own_folder(cache)
         with written_aside(note) as stream:
             stream.write(json.dumps(seen | found).encode())
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"index caches cannot be written to {cache} ({error}): name a writable folder with --data-cache-path") from None
 
 
 def _read_note(note: Path) -> dict[str, Any]:
     """The data found in range before; empty where the note is damaged, so that the data is checked again."""
     try:
-        seen = json.loads(note.read_text(encoding="utf-8"))
+        seen = json.loads(read_text(note))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:

@@ -30,6 +30,7 @@ from megatron.lm.data import rows
 from megatron.lm.data.progress import Progress
 from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
 from megatron.lm.shell.durable import flush
+from megatron.lm.shell.opening import read_text, to_write
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -177,7 +178,7 @@ def read_counts(prefix: str) -> DatasetCounts | None:
         return None
     remedy = "make the dataset anew with megatron.lm.tools.preprocess_data, or delete the file: then evaluations tell no bits per byte"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"dataset {prefix}: {file} cannot be read ({error}); {remedy}") from None
     wanted = {field.name: field.type for field in dataclasses.fields(DatasetCounts)}
@@ -209,7 +210,7 @@ class Writer:
         try:
             self._made = [folder for folder in self._prefix.parents if not folder.exists()]
             self._prefix.parent.mkdir(parents=True, exist_ok=True)
-            left = [path for path in map(self._name, _PARTIALS) if path.exists()]
+            left = [path for path in map(self._name, _PARTIALS) if os.path.lexists(path)]
             self._hold()
             self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
             for path in left:
@@ -231,7 +232,7 @@ class Writer:
         """Lock `.bin.partial`; BlockingIOError where another process holds it."""
         partial = self._name(".bin.partial")
         while not self._mine:
-            self._held = partial.open("ab")  # which changes nothing of another's
+            self._held = to_write(partial)  # which changes nothing of another's
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by a kill; spawned workers do not inherit it
             # Another may have given the file its own name, or removed it, between the two.
             self._mine = partial.exists() and os.path.samestat(partial.stat(), os.fstat(self._held.fileno()))
@@ -281,7 +282,8 @@ class Writer:
             dtype=np.dtype(self._dtype).name,
         )
         self._builder.finalize(str(self._name(".idx.partial")))
-        self._name(".json.partial").write_text(json.dumps(dataclasses.asdict(counts), indent=2) + "\n", encoding="utf-8")
+        with to_write(self._name(".json.partial"), "wb") as stream:
+            stream.write((json.dumps(dataclasses.asdict(counts), indent=2) + "\n").encode())
         for suffix in (".bin", ".json", ".idx"):
             flush(self._name(suffix + ".partial"))
         # The index goes first and comes last: without it the rest is not opened.

@@ -18,6 +18,7 @@ from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, Wr
 from megatron.lm.data.progress import Progress
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.opening import own_folder
 
 PART_BYTES = 1 << 28  # of input: half a minute of one process
 _PLAN = "plan.json"
@@ -89,7 +90,7 @@ def _begin(folder: Path, plan: str) -> None:
             if file.read_text(encoding="utf-8") != plan:
                 raise ValueError(f"{folder} is left by a run on other input or with other settings: delete it, or name another prefix")
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
         with written_aside(file) as stream:
             stream.write(plan.encode())
     except OSError as error:

@@ -3,25 +3,28 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from megatron.lm.shell.opening import new_file, to_write
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of a file system that has none, such as Lustre mounted without them
 
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A stream to `path.partial`, which takes the name `path` once it is on the disk; where the block fails, nothing of it stays.
+    """A stream to a temporary file, which takes the name `path` once it is on the disk; where the block fails, nothing of it stays.
 
-    Processes and threads that write one path at once do so one after the other, and the last one's file stays: one that waits says so.
-    The lock that orders them is gone with a process that is killed, unless a child that it forked inside the block lives on, and the next
-    writer overwrites what that one left. A block inside another of the same path waits for ever. On a file system without locks writers are
-    not ordered: the file can be a mixture, or one of them fail with FileNotFoundError.
+    Processes and threads may write one path at once: each has a file of its own, and the last one to end gives `path` its content. What a
+    killed process has left of a write to `path` is deleted; its lock, which the file system frees, tells it from the file of one that
+    still writes.
     """
-    partial = path.with_name(path.name + ".partial")
-    with _opened(partial) as stream:
+    _clear(path)
+    partial, stream = _locked(path)
+    with stream:
         try:
             yield stream
             stream.flush()
@@ -30,36 +33,31 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        flush(path.parent)  # the name `partial` may be another writer's by now
+        flush(path.parent)
 
 
-def _opened(partial: Path) -> BinaryIO:
-    """The empty file, locked. A writer that waited holds the file of the one before it, which has its own name by then: it opens anew."""
+def _locked(path: Path) -> tuple[Path, BinaryIO]:
+    """A new temporary file, locked where the file system has locks; where it has none, what a kill leaves stays."""
     while True:
-        stream = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o666), "wb")
+        partial, stream = new_file(path)
         try:
-            _lock(stream, partial)
-            # Opened anew, not asked by its name alone: NFS may remember the name of the file before.
-            with contextlib.suppress(FileNotFoundError), partial.open("rb") as found:
-                if os.path.samestat(os.fstat(found.fileno()), os.fstat(stream.fileno())):
-                    stream.truncate(0)
-                    return stream
-        except BaseException:
-            stream.close()
-            raise
-        stream.close()
-
-
-def _lock(stream: BinaryIO, partial: Path) -> None:
-    try:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{partial} is being written by another process: waiting for it", flush=True)
             fcntl.flock(stream, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                stream.close()
+                partial.unlink(missing_ok=True)
+                raise
+        if partial.exists():
+            return partial, stream
+        stream.close()  # before it was locked, another writer took it for what a kill had left
+
+
+def _clear(path: Path) -> None:
+    """Delete the temporary files of killed writes to `path`."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"):
+        with contextlib.suppress(OSError, ValueError), to_write(left) as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def flush(path: Path) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron.lm.shell.exit_codes import flush_or_close
+from megatron.lm.shell.opening import to_write
 
 
 class Unwritten:
@@ -105,7 +106,7 @@ class LogFile:
     def __init__(self, path: Path, where: str, unwritten: Unwritten) -> None:
         self.path, self._where, self._unwritten = path, where, unwritten
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file = to_write(path, "ab", device=True)
         if _ends_inside_a_line(path):
             self.write(b"\n")
 
@@ -164,7 +165,8 @@ def cut_after(path: Path, iteration: int) -> None:
                     started = end
     keep = reached if reached is not None else started
     if keep is not None and keep < end:
-        os.truncate(path, keep)
+        with to_write(path) as stream:
+            stream.truncate(keep)
 
 
 class EventFile:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder, read_text
 
 if TYPE_CHECKING:
@@ -284,12 +285,14 @@ def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out
             if figure is not None:
                 picture = io.BytesIO()
                 figure.savefig(picture, format="png")
-                (out / f"{name}.png").write_bytes(picture.getvalue())
+                with written_aside(out / f"{name}.png") as stream:
+                    stream.write(picture.getvalue())
                 parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>')
         page = out / "precision.html"
         head = f'<meta charset="utf-8"><title>Precision</title><style>{STYLE}</style>'
         body = "\n".join(parts)
-        page.write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n', encoding="utf-8")
+        with written_aside(page) as stream:
+            stream.write(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'.encode())
     return page
 
 

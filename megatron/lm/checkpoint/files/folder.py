@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from megatron.lm.checkpoint.files.versions import files_of, upgraded
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.shell.durable import flush, written_aside
+from megatron.lm.shell.opening import read_text, to_write
 from megatron.lm.training import health, identity
 from megatron.lm.training.identity import Run
 
@@ -51,7 +52,7 @@ def iteration_of(folder: Path) -> int | None:
 def marked_iteration(root: Path) -> int | None:
     """The iteration that the marker file names; None where it is missing or names none."""
     try:
-        return int((root / LATEST_CHECKPOINT_FILE).read_text(encoding="utf-8").strip())
+        return int(read_text(root / LATEST_CHECKPOINT_FILE).strip())
     except (OSError, ValueError):
         return None
 
@@ -95,8 +96,8 @@ def new_partial_folder(folder: Path) -> Path:
 def write_info(folder: Path, info: dict[str, Any]) -> None:
     """Write `checkpoint.json` and its seal through to the disk: from here on the folder is whole."""
     file = folder / INFO_FILE
-    with file.open("w", encoding="utf-8") as stream:
-        json.dump(info | {"seal": _seal(info)}, stream, indent=1)
+    with to_write(file, "wb") as stream:
+        stream.write(json.dumps(info | {"seal": _seal(info)}, indent=1).encode())
         stream.flush()
         os.fsync(stream.fileno())
     flush(folder)
@@ -202,7 +203,7 @@ def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = Fa
 def _is_release(root: Path) -> bool:
     """Whether the marker names Megatron-LM's checkpoint of weights to hand out, which stands at no iteration."""
     try:
-        return (root / LATEST_CHECKPOINT_FILE).read_text(encoding="utf-8").strip() == RELEASE and (root / RELEASE).is_dir()
+        return read_text(root / LATEST_CHECKPOINT_FILE).strip() == RELEASE and (root / RELEASE).is_dir()
     except (OSError, ValueError):
         return False
 

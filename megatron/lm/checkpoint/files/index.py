@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron.lm.shell.opening import to_write
+
 PLAN_FILE = "plan.json"
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -75,8 +77,8 @@ def write_plan(file: Path, plan: Mapping[str, Entry]) -> None:
         }
         for key, entry in plan.items()
     }
-    with file.open("w", encoding="utf-8") as stream:
-        json.dump(said, stream)
+    with to_write(file, "wb") as stream:
+        stream.write(json.dumps(said).encode())
         stream.flush()
         os.fsync(stream.fileno())
 

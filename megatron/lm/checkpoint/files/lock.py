@@ -11,7 +11,9 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
+
+from megatron.lm.shell.opening import to_write
 
 LOCK_FILE = ".lock"
 
@@ -19,7 +21,7 @@ LOCK_FILE = ".lock"
 class FolderLock:
     """A folder of checkpoints that this process holds; see `locked`."""
 
-    def __init__(self, root: Path, folder: int, stream: IO[str]) -> None:
+    def __init__(self, root: Path, folder: int, stream: BinaryIO) -> None:
         self.root, self._folder, self._stream = root, folder, stream
 
     def check(self) -> None:
@@ -49,7 +51,7 @@ def locked(root: Path) -> Iterator[FolderLock]:
             root.mkdir(parents=True, exist_ok=True)
             folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             open_files.callback(os.close, folder)
-            stream = open_files.enter_context((root / LOCK_FILE).open("a+", encoding="utf-8"))
+            stream = open_files.enter_context(to_write(root / LOCK_FILE))
         except OSError as error:
             raise ValueError(
                 f"--save {root} cannot be written ({error.strerror}); give another folder, or the right to write there"
@@ -57,14 +59,12 @@ def locked(root: Path) -> Iterator[FolderLock]:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not held on by the data loader's forks after a kill
         except BlockingIOError:
-            stream.seek(0)
+            holder = stream.read().decode("utf-8", "replace") or "another job"
             raise ValueError(
-                f"--save {root} is in use by {stream.read() or 'another job'}; two jobs in one folder would lose checkpoints: end "
-                "it, or give another --save"
+                f"--save {root} is in use by {holder}; two jobs in one folder would lose checkpoints: end it, or give another --save"
             ) from None
         stream.truncate(0)
-        stream.write(me)
-        stream.flush()
+        stream.write(me.encode())
         held = FolderLock(root, folder, stream)
         held.check()  # the name may have gone to another file between opening and locking it
         yield held

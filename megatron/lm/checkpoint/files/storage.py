@@ -28,6 +28,7 @@ from megatron.lm.checkpoint.files.index import (
     regular_file,
     write_plan,
 )
+from megatron.lm.shell.opening import to_write
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ def _write_items(file: Path, items: Iterable[Item]) -> Plan:
     """Write one rank's chunks, and say where they lie."""
     plan: Plan = {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as stream:
+    with to_write(file, "wb") as stream:
         for item in items:
             if item.tensor.dtype not in DTYPES.values():
                 raise ValueError(f"{item.key} is {item.tensor.dtype}; a checkpoint holds {', '.join(DTYPES)}")

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, FORMAT_FILE
+from megatron.lm.shell.opening import to_write
 
 FILES = (PLAN_FILE, COMMON_FILE, FORMAT_FILE)  # those of the first rank, beside its data
 BACKEND = "torch_dist"
@@ -53,7 +54,7 @@ def write(folder: Path, items: Iterable[Item], common: Mapping[str, Any], object
     except dcp.CheckpointException as error:
         raise RuntimeError(next(iter(error.failures.values()))[0]) from None
     if first:
-        with (folder / COMMON_FILE).open("wb") as stream:
+        with to_write(folder / COMMON_FILE, "wb") as stream:
             torch.save(dict(common), stream)
             stream.flush()
             os.fsync(stream.fileno())

@@ -20,6 +20,8 @@ SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError where the file is missing, damaged or holds something else."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file: put the file itself there")
     text = read_text(path, "a folder as `save_pretrained` of transformers writes it")
     try:
         content = json.loads(text)
@@ -77,6 +79,8 @@ class Tensors(Mapping[str, Tensor]):
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} cannot be read (it is missing, or no regular file): restore it")
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened

@@ -4,9 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
@@ -49,83 +46,58 @@ def test_two_processes_that_write_one_path_at_once_leave_one_whole_file(tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
 
 
-def test_a_writer_waits_for_the_one_before_it_and_its_own_file_stays(tmp_path):
+def test_writers_at_once_have_files_of_their_own_and_the_last_one_to_end_stays(tmp_path):
     path = tmp_path / "note"
-    began = threading.Event()
-
-    def second():
-        began.set()
-        with written_aside(path) as stream:
-            assert path.read_bytes() == b"first"  # it waited
-            stream.write(b"2")
-
-    with ThreadPoolExecutor(1) as pool:
-        with written_aside(path) as stream:
-            waiting = pool.submit(second)
-            began.wait()
-            with pytest.raises(FutureTimeout):
-                waiting.result(timeout=0.2)
-            stream.write(b"first")
-        waiting.result(timeout=60)
-    assert path.read_bytes() == b"2"
-
-
-def test_a_writer_that_waits_says_so_and_goes_on_where_the_first_fails(tmp_path, capsys):
-    path = tmp_path / "note"
-
-    def second():
-        with written_aside(path) as stream:
-            stream.write(b"2")
-
-    def first(pool):
-        with written_aside(path) as stream:
-            waiting.append(pool.submit(second))
-            with pytest.raises(FutureTimeout):
-                waiting[0].result(timeout=0.2)
-            stream.write("no bytes")
-
-    waiting = []
-    with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(TypeError):
-            first(pool)
-        waiting[0].result(timeout=60)
-    assert path.read_bytes() == b"2"
-    assert f"{path}.partial is being written by another process: waiting for it" in capsys.readouterr().out
+    with written_aside(path) as first:
+        with written_aside(path) as second:
+            second.write(b"2")
+        assert path.read_bytes() == b"2"
+        first.write(b"first")
+    assert path.read_bytes() == b"first"
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
 
 
-def test_a_failure_after_the_rename_leaves_the_next_writers_file(tmp_path, monkeypatch):
-    """The name of the partial file is the next writer's by then."""
-    path, plain = tmp_path / "note", durable.flush
-    other = []
-
-    def flush(folder):
-        if not other:
-            other.append(written_aside(path))
-            other[0].__enter__().write(b"2")
-            raise OSError(errno.EIO, "the disk fails")
-        plain(folder)
-
-    monkeypatch.setattr(durable, "flush", flush)
-    monkeypatch.setattr(durable.fcntl, "flock", lambda *_: None)  # in one thread it would wait for itself
-    with pytest.raises(OSError, match="the disk fails"), written_aside(path) as stream:
-        stream.write(b"1")
-    other[0].__exit__(None, None, None)
-    assert path.read_bytes() == b"2"
-
-
-def test_what_a_killed_writer_left_is_overwritten(tmp_path):
+def test_what_a_killed_writer_left_is_deleted_by_the_next_one(tmp_path):
     path = tmp_path / "note"
     context = multiprocessing.get_context("spawn")
     writer = context.Process(target=write_and_die, args=(path,))
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
-    assert (tmp_path / "note.partial").read_bytes() == b"half of a long file"
+    (left,) = tmp_path.glob("note.*.partial")
+    assert left.read_bytes() == b"half of a long file"
     with written_aside(path) as stream:
         stream.write(b"whole")
     assert path.read_bytes() == b"whole"
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
+
+
+def test_a_file_taken_for_a_killed_writers_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
+    plain, calls = durable.fcntl.flock, []
+
+    def flock(stream, operation):
+        if not calls:
+            (left,) = tmp_path.glob("note.*.partial")
+            left.unlink()
+        calls.append(operation)
+        plain(stream, operation)
+
+    monkeypatch.setattr(durable.fcntl, "flock", flock)
+    with written_aside(tmp_path / "note") as stream:
+        stream.write(b"whole")
+    assert (tmp_path / "note").read_bytes() == b"whole"
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
+def test_a_link_in_the_way_is_replaced_and_what_it_leads_to_stays(tmp_path, link):
+    (tmp_path / "precious").write_bytes(b"precious")
+    link(tmp_path / "precious", tmp_path / "note")
+    link(tmp_path / "precious", tmp_path / "note.0123abcd.partial")
+    with written_aside(tmp_path / "note") as stream:
+        stream.write(b"whole")
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+    assert (tmp_path / "note").read_bytes() == b"whole"
 
 
 def write_and_die(path):

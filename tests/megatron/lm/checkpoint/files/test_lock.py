@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.lm.checkpoint.files import lock
 from megatron.lm.checkpoint.files.lock import LOCK_FILE, locked
 
 
@@ -63,7 +64,7 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*args: object, **options: object) -> None:  # by hand, because root may write everywhere
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(lock, "to_write", refuse)
     with pytest.raises(ValueError, match=r"cannot be written \(Permission denied\)"), locked(tmp_path):
         pass
 

@@ -1,0 +1,103 @@
+"""Opens files in folders that may come from elsewhere: no link leads a write out of the folder, and no pipe makes a read wait.
+
+A folder from elsewhere, such as a checkpoint or a dataset, may contain a link where a run writes: opened by name, the file that the link
+leads to would be overwritten. So a run writes only to regular files with one name, whose name is no symbolic link (`to_write`), and to
+temporary files that it creates itself, under random names (`new_file`). A read takes a regular file alone, wherever a link to it leads
+(`read_bytes`): opening a named pipe waits for a writer that never comes.
+"""
+
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import BinaryIO, cast
+
+_NEVER_WAITS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def to_write(path: Path, mode: str = "r+b", *, device: bool = False) -> BinaryIO:
+    """Open a file for writing; a missing one is created.
+
+    Args:
+        path: of the file.
+        mode: "r+b" leaves the content and begins at its start, "ab" appends, both unbuffered; "wb" empties the file.
+        device: whether a character device, such as /dev/null or a terminal, will do too, also through a link.
+
+    Raises:
+        ValueError: it is a link, a pipe or a folder, or a file with other names beside this one (hard links). Nothing has changed then.
+        OSError: it cannot be opened.
+    """
+    links = 0
+    if device and path.exists() and stat.S_ISCHR(path.stat().st_mode):
+        links = os.O_NOFOLLOW
+    flags = {"r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND, "wb": os.O_WRONLY}[mode] | os.O_CREAT | _NEVER_WAITS & ~links
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise ValueError(_refused(path)) from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not (links and stat.S_ISCHR(found.st_mode)) and not (stat.S_ISREG(found.st_mode) and found.st_nlink <= 1):
+            raise ValueError(_refused(path))
+        if mode == "wb":
+            os.ftruncate(descriptor, 0)
+        return cast("BinaryIO", os.fdopen(descriptor, mode, buffering=-1 if mode == "wb" else 0))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def new_file(path: Path) -> tuple[Path, BinaryIO]:
+    """Create a temporary file beside `path`, `NAME.RANDOM.partial`, which no other process opens; its path, and a stream to it."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    return partial, os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NEVER_WAITS, 0o666), "w+b")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file, to which links may lead.
+
+    Raises:
+        ValueError: it is a pipe, a device or a folder.
+        OSError: it is missing, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise ValueError(f"{path} is {_KINDS.get(kind, 'no file')}: put the file itself there")
+    with os.fdopen(descriptor, "rb") as stream:
+        return stream.read()
+
+
+def read_text(path: Path) -> str:
+    """As `read_bytes`, decoded; UnicodeDecodeError, a ValueError, where it is not UTF-8."""
+    return read_bytes(path).decode("utf-8")
+
+
+def own_folder(path: Path) -> None:
+    """Create a folder for files of a run, with those above it, where it is missing; ValueError where it is a link to one elsewhere."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, and files would be written where it leads: delete the link, or name another place")
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _refused(path: Path) -> str:
+    found = path.lstat()
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFREG:
+        names = f"{found.st_nlink} names (hard links)"
+        return f"{path} is a file with {names}, and writing would change all of them: delete it, or put a copy there"
+    what = _KINDS.get(kind, "no file")
+    leads = f" to {os.readlink(path)}" if kind == stat.S_IFLNK else ""
+    return f"{path} is {what}{leads}, and only a regular file is written to: delete it, or name another place"
