@@ -73,6 +73,11 @@ LINES = {
 --no-load-rng
 --finetune
 --ckpt-step 10
+--use-checkpoint-args
+--no-save-optim
+--no-save-rng
+--exit-on-missing-checkpoint
+--non-persistent-save-interval 10
 --log-interval 1
 --tensorboard-dir x
 --exit-interval 100
@@ -219,13 +224,8 @@ LINES = {
 --tokenizer-type Llama3Tokenizer --tokenizer-model x
 --per-split-data-args-path x
 --reset-attention-mask
---use-checkpoint-args
---no-save-optim
---no-save-rng
 --override-opt_param-scheduler
 --use-checkpoint-opt_param-scheduler
---exit-on-missing-checkpoint
---non-persistent-save-interval 10
 --log-params-norm
 --log-num-zeros-in-grad
 --wandb-project p

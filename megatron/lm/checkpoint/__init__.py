@@ -4,7 +4,7 @@
 """
 
 from megatron.lm.checkpoint.files.folder import exists, iteration_folder, latest
-from megatron.lm.checkpoint.loading import load, saved_precision
+from megatron.lm.checkpoint.loading import load, saved_precision, saved_settings
 from megatron.lm.checkpoint.reader import CheckpointReader, load_for_inference
 from megatron.lm.checkpoint.saving import Saver, save
 from megatron.lm.checkpoint.write_weights import write_weights
@@ -19,5 +19,6 @@ __all__ = [
     "load_for_inference",
     "save",
     "saved_precision",
+    "saved_settings",
     "write_weights",
 ]

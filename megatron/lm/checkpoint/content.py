@@ -27,7 +27,8 @@ from megatron.lm.config.cli import config_to_dict
 from megatron.lm.processes.grid import Grid, Ranks
 from megatron.lm.training.state import Training
 from msamp.optim.kept_states import update_of
-from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv
+from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv, weight_format
+from msamp.optim.updates import MASTER, WEIGHT, remainders
 
 
 def at(key: str, offset: Sequence[int]) -> str:
@@ -57,11 +58,11 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
 
 def info(training: Training, spoiled: Sequence[str] = ()) -> dict[str, Any]:
     """What is not a tensor, as JSON takes it; waits for the last step. `spoiled`: tensors that hold NaN or infinity."""
-    scaler = training.loss_scaler
+    scaler, without_states = training.loss_scaler, training.config.checkpoint.no_save_optim
     return description(training.config, training.vocab_size, dist.get_world_size()) | {
         "run": training.run.entry(),
         "health": training.health.entry(spoiled),
-        "loss_scale": scaler.state_dict() if scaler is not None and scaler.dynamic else None,
+        "loss_scale": scaler.state_dict() if scaler is not None and scaler.dynamic and not without_states else None,
         "iteration": training.iteration,
         "consumed_samples": training.consumed_samples,
         "passed_over": training.passed_over,
@@ -92,6 +93,32 @@ def items(training: Training) -> list[Item]:
         marks = [Item.whole(at(f"mu/{place.name}", place.offset), mu) for place in where[name] if place.first]
         found += share.mine(marks)
     return found
+
+
+def left_in(training: Training, items: Sequence[Item]) -> list[Item]:
+    """Those of `items` that `--no-save-optim` and `--no-save-rng` leave in a checkpoint.
+
+    Without the optimizer: the weights with their remainders, the scales of casts, and the masters of FP8 weights, since such a weight is
+    its master rounded, and whoever loads the checkpoint starts from the better of both.
+    """
+    settings, where = training.config.checkpoint, places(training.model)
+    rounded = {place.name for name, p in training.model.named_parameters() if weight_format(p).scaled for place in where[name]}
+    parts_of_weights = {key for key, first in remainders().items() if first == WEIGHT}
+
+    def is_left(item: Item) -> bool:
+        prefix, _, rest = item.key.partition("/")
+        if prefix == "rng":
+            return not settings.no_save_rng
+        if prefix == MASTER.key:
+            return not settings.no_save_optim or _name_of(rest) in rounded
+        return not settings.no_save_optim or prefix == "model" or prefix in parts_of_weights
+
+    return [item for item in items if is_left(item)]
+
+
+def _name_of(rest: str) -> str:
+    """`NAME.scale_inv@0,0` -> `NAME`."""
+    return rest.partition("@")[0].removesuffix(".scale_inv") if "@" in rest else rest
 
 
 class _Share:

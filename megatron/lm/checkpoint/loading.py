@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.content import at
-from megatron.lm.checkpoint.files.folder import INFO_FILE, candidates, check_files, latest, no_checkpoint, read_info
+from megatron.lm.checkpoint.files import non_persistent
+from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.files.versions import check_info
 from megatron.lm.checkpoint.foreign import megatron
@@ -22,6 +23,7 @@ from megatron.lm.checkpoint.tensor_reader import TensorReader, check_number
 from megatron.lm.checkpoint.values import chunk_offsets
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
+from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.data.order import check_same
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none
@@ -65,8 +67,8 @@ class _Taken:
 
 
 def load(training: Training) -> None:
-    """Resume from `--load`: the marked checkpoint there, or that of `--ckpt-step`; with `--finetune` the weights alone, at iteration 0.
-    Collective.
+    """Resume from `--load`: the marked checkpoint there, a newer one of `--non-persistent-save-interval`, or that of `--ckpt-step`; with
+    `--finetune` the weights alone, at iteration 0. Collective.
 
     A checkpoint that is damaged, unhealthy or holds impossible numbers is passed over for an older one of the same run, with a line that
     says so; one that `--ckpt-step` names is not passed over.
@@ -80,7 +82,7 @@ def load(training: Training) -> None:
     settings = training.config.checkpoint
     assert settings.load is not None
     root, iteration = Path(settings.load), settings.ckpt_step
-    offered: list[Any] = [all_or_none(lambda: candidates(root, iteration, unhealthy=settings.load_unhealthy))]
+    offered: list[Any] = [all_or_none(lambda: non_persistent.candidates_of(settings))]
     dist.broadcast_object_list(offered, 0)  # the others may see another moment of the folder
     problems: list[str] = []
     for folder in offered[0].folders:
@@ -104,6 +106,8 @@ def load(training: Training) -> None:
     _apply(training, taken, info)
     if not settings.finetune:
         _say_what_changed(training, taken, info)
+        if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and info["iteration"]:
+            print(f"{folder} was saved with --no-save-optim: the optimizer's state starts anew", flush=True)
 
 
 def _opened(folder: Path, training: Training) -> tuple[dict[str, Any], Stored]:
@@ -202,9 +206,16 @@ def _with_states(settings: CheckpointConfig, stored: Stored, info: dict[str, Any
     if isinstance(stored, TorchDist) and stored.moments_refused is not None:
         raise ValueError(stored.moments_refused)
     held = any(key.partition("/")[0] in updates.own_keys() for key in stored.tensors)
+    if not held and saved_without(info, "no_save_optim"):
+        return False
     if not held and info["iteration"]:
         raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune, or resume without states by --no-load-optim")
     return held
+
+
+def saved_without(info: dict[str, Any], name: str) -> bool:
+    """Whether the run that wrote a checkpoint left something out of it: `name` is `no_save_optim` or `no_save_rng`."""
+    return info["config"].get("checkpoint", {}).get(name, False) is True
 
 
 def _take_weights(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:
@@ -353,8 +364,17 @@ def saved_precision(config: Config) -> PrecisionConfig | None:
     settings = config.checkpoint
     if settings.load is None or settings.finetune:
         return None
-    offered = candidates(Path(settings.load), settings.ckpt_step, unhealthy=settings.load_unhealthy).folders
+    offered = non_persistent.candidates_of(settings).folders
     if offered and is_foreign(offered[0]):
         return None
-    folder = latest(Path(settings.load), settings.ckpt_step, unhealthy=settings.load_unhealthy, say=False)  # loading will say
-    return config_from_dict(read_info(folder)["config"]).precision
+    return config_from_dict(read_info(non_persistent.newest(settings))["config"]).precision
+
+
+def saved_settings(settings: CheckpointConfig) -> Saved:
+    """The settings of the checkpoint in `--load`, by section; of one of Megatron-LM what its arguments say in ours. ValueError where it
+    cannot be read."""
+    offered = non_persistent.candidates_of(settings).folders
+    if offered and is_foreign(offered[0]):
+        return megatron.settings(megatron.arguments(read_common(offered[0])))
+    saved: Saved = read_info(non_persistent.newest(settings))["config"]
+    return saved

@@ -29,6 +29,7 @@ from msamp.optim.updates import MASTER, formats_of
 
 _STATES = {MASTER.key: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_OPTIMIZER = "optimizer.state."
 _EXTRA = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2", "self_attention.core_attention")
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
@@ -54,14 +55,19 @@ def check_states(training: Training) -> None:
 
 
 def of_training(training: Training, items: Sequence[Item], info: Mapping[str, Any]) -> MegatronContent:
-    """What Megatron-LM would store of a run with these `content.items` and this `content.info`. Collective."""
+    """What Megatron-LM would store of a run with these `content.items` and this `content.info`; with `--no-save-optim` the weights alone.
+    Collective.
+    """
     steps = [int(state["step"]) for state in training.optimizer.state.values() if "step" in state]
     found: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, max(steps, default=None))
     step = max((x for x in found if x is not None), default=None)
     layers = training.config.model.num_layers
     own, rounded = _by_master(training) if step is not None else (set(), set())
-    return MegatronContent(list(megatron_items(items, own, rounded, layers)), common(info, step), extra_states(layers))
+    chunks = list(megatron_items(items, own, rounded, layers))
+    if training.config.checkpoint.no_save_optim:
+        chunks, step = [chunk for chunk in chunks if not chunk.key.startswith(_OPTIMIZER)], None
+    return MegatronContent(chunks, common(info, step), extra_states(layers))
 
 
 def _by_master(training: Training) -> tuple[set[str], set[str]]:
@@ -97,7 +103,7 @@ def megatron_items(
         item = replace(item, tensor=item.tensor.detach().cpu())  # the host has room for FP32
         values = _values(item, beside)
         if prefix in _STATES:
-            yield _stacked(f"optimizer.state.{_STATES[prefix]}.", name, item, values, num_layers)
+            yield _stacked(f"{_OPTIMIZER}{_STATES[prefix]}.", name, item, values, num_layers)
             if prefix == MASTER.key and name in rounded_masters:
                 yield _stacked("", name, item, values.bfloat16(), num_layers)
             continue
@@ -105,7 +111,7 @@ def megatron_items(
             continue
         yield _stacked("", name, item, values.bfloat16() if scaled else item.tensor, num_layers)
         if name in own_masters:
-            yield _stacked(f"optimizer.state.{_STATES[MASTER.key]}.", name, item, values, num_layers)
+            yield _stacked(f"{_OPTIMIZER}{_STATES[MASTER.key]}.", name, item, values, num_layers)
 
 
 def _values(item: Item, beside: Mapping[str, Tensor]) -> Tensor:

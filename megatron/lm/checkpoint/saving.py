@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.lm.checkpoint import content, megatron_content
-from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files import non_persistent, storage
 from megatron.lm.checkpoint.files.folder import (
     condemn,
     digest_entries,
@@ -61,7 +61,7 @@ def _contents(training: Training) -> tuple[list[Item], dict[str, Any], MegatronC
     items = content.items(training)
     info = content.info(training, _spoiled(items))
     if training.config.checkpoint.ckpt_format == "own":
-        return items, info, None
+        return content.left_in(training, items), info, None
     foreign = megatron_content.of_training(training, items, info)
     return foreign.items, info | {"format": write_torch_dist.BACKEND}, foreign
 
@@ -136,8 +136,28 @@ def _write(
         raise
 
 
+@dataclasses.dataclass
+class _Root:
+    """A folder that a run saves in.
+
+    Attributes:
+        folder: of its checkpoints.
+        keep_last: as `--keep-last`.
+        lock: rank 0's, while the `Saver` is entered.
+        newest: the newest checkpoint, if it is healthy and this process saved it.
+    """
+
+    folder: Path
+    keep_last: int | None
+    lock: FolderLock | None = None
+    newest: Path | None = None
+
+
 class Saver:
     """Saves one run's checkpoints into its `--save`, and holds this folder against other jobs while entered.
+
+    With `--non-persistent-save-interval` it holds the folder of those too, and keeps only the newest there. What that folder holds of
+    iterations that the run went back behind is deleted on entering, and by `forget_undone`.
 
     A save that fails, because the disk is full or the folder was taken away, goes to `--emergency-save` if that is given, and raises all
     the same.
@@ -160,7 +180,9 @@ class Saver:
         assert settings.save is not None
         if settings.ckpt_format != "own":
             megatron_content.check_states(training)
-        self.training, self.root, self.keep_last = training, Path(settings.save), settings.keep_last
+        self.training, self.root = training, _Root(Path(settings.save), settings.keep_last)
+        beside = non_persistent.folder_of(settings, settings.save)
+        self.non_persistent = None if beside is None else _Root(beside, 1)
         self.elsewhere = Path(settings.emergency_save) if settings.emergency_save else None
         self.background = settings.async_save
         timeout = datetime.timedelta(minutes=training.config.parallel.distributed_timeout_minutes)
@@ -168,23 +190,24 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=timeout) if apart else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._newest: Path | None = None  # healthy, saved by this process
         self._staged: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._held = contextlib.ExitStack()
-        self._lock: FolderLock | None = None  # rank 0's
 
     def __enter__(self) -> "Saver":
         def lock() -> None:
             if dist.get_rank() == 0:
-                self._lock = self._held.enter_context(locked(self.root))
-                refuse_other_run(self.root, self.training.run)
+                for root in self._roots:
+                    root.lock = self._held.enter_context(locked(root.folder))
+                    refuse_other_run(root.folder, self.training.run)
                 if self.elsewhere is not None:
                     refuse_other_run(self.elsewhere, self.training.run)
-                for line in tidy(self.root):
-                    print(line, flush=True)
+                for root in self._roots:
+                    for line in tidy(root.folder):
+                        print(line, flush=True)
 
         try:
             all_or_none(lock)
+            self.forget_undone()
         except BaseException:
             self._held.close()
             raise
@@ -199,27 +222,51 @@ class Saver:
         finally:
             self._held.close()
 
-    def save(self) -> bool:
+    @property
+    def _roots(self) -> tuple[_Root, ...]:
+        return (self.root,) if self.non_persistent is None else (self.root, self.non_persistent)
+
+    def forget_undone(self) -> None:
+        """Delete the non-persistent checkpoints of iterations that the run is not at any more; waits for a save in the background.
+        Collective.
+
+        Raises:
+            ValueError: on every rank, where they cannot be deleted, or the save in the background failed.
+        """
+        self.finish()
+
+        def forget() -> None:
+            if self.non_persistent is not None and self.non_persistent.lock is not None:
+                self.non_persistent.lock.check()
+                for line in non_persistent.forget(self.non_persistent.folder, self.training.iteration):
+                    print(line, flush=True)
+
+        all_or_none(forget)
+
+    def save(self, *, persistent: bool = True) -> bool:
         """Save the current iteration, and say whether it is healthy; collective.
+
+        Args:
+            persistent: into `--save`; False: into the folder of `--non-persistent-save-interval`.
 
         Raises:
             ValueError: on every rank: this save, or the one in the background before it, could not be written.
         """
         self.finish()
-        folder = iteration_folder(self.root, self.training.iteration)
+        root = self.root if persistent else self.non_persistent
+        assert root is not None
+        folder = iteration_folder(root.folder, self.training.iteration)
         items, info, foreign = _contents(self.training)
-        stepped = (
-            self._newest is not None and (iteration_of(self._newest) or 0) < self.training.iteration
-        )  # some iteration has been done since
-        settled = self._newest if stepped and self.training.health.failed == 0 else None
-        self._newest = folder if health.problem_of(info) is None else None
+        stepped = root.newest is not None and (iteration_of(root.newest) or 0) < self.training.iteration  # since it was saved
+        settled = root.newest if stepped and self.training.health.failed == 0 else None
+        root.newest = folder if health.problem_of(info) is None else None
         if self.background:
             self._thread = threading.Thread(
-                target=self._write_staged, args=(folder, self._stage(items), info, settled, foreign), name="save"
+                target=self._write_staged, args=(root, folder, self._stage(items), info, settled, foreign), name="save"
             )
             self._thread.start()
         else:
-            self._write(folder, items, info, settled, foreign)
+            self._write(root, folder, items, info, settled, foreign)
         return health.problem_of(info) is None
 
     def doubt(self, saved: int) -> bool:
@@ -228,16 +275,24 @@ class Saver:
         Raises:
             ValueError: on every rank, where it cannot be written.
         """
+        return self._doubt(self.root, saved)
+
+    def doubt_non_persistent(self) -> bool:
+        """As `doubt`, of the newest non-persistent checkpoint that this process saved; False where there is none."""
+        root = self.non_persistent
+        return root is not None and root.newest is not None and self._doubt(root, iteration_of(root.newest) or 0)
+
+    def _doubt(self, root: _Root, saved: int) -> bool:
         problem = self.training.health.against(saved)
         if problem is None:
             return False
         self.finish()
-        self._newest = None
-        folder = iteration_folder(self.root, saved)
+        root.newest = None
+        folder = iteration_folder(root.folder, saved)
 
         def write() -> None:
-            if self._lock is not None:  # on rank 0
-                self._lock.check()
+            if root.lock is not None:  # on rank 0
+                root.lock.check()
                 print(f"{folder} is unhealthy: {problem}; the newest healthy one is {condemn(folder, problem) or 'none'}", flush=True)
 
         all_or_none(write, f"{folder} is unhealthy, and cannot be marked so: {{}}")
@@ -258,19 +313,25 @@ class Saver:
             raise error
 
     def _write_staged(
-        self, folder: Path, items: list[Item], info: dict[str, Any], settled: Path | None, foreign: MegatronContent | None
+        self, root: _Root, folder: Path, items: list[Item], info: dict[str, Any], settled: Path | None, foreign: MegatronContent | None
     ) -> None:
         try:
-            self._write(folder, items, info, settled, foreign)
+            self._write(root, folder, items, info, settled, foreign)
         except BaseException as error:
             self._error = error
             print(f"saving in the background failed: {error}", flush=True)
 
     def _write(
-        self, folder: Path, items: Sequence[Item], info: dict[str, Any], settled: Path | None, foreign: MegatronContent | None
+        self,
+        root: _Root,
+        folder: Path,
+        items: Sequence[Item],
+        info: dict[str, Any],
+        settled: Path | None,
+        foreign: MegatronContent | None,
     ) -> None:
         try:
-            _write(folder, items, info, self.keep_last, self.group, self._lock, settled, doubted=True, foreign=foreign)
+            _write(folder, items, info, root.keep_last, self.group, root.lock, settled, doubted=True, foreign=foreign)
         except ValueError as error:
             if self.elsewhere is None:
                 raise

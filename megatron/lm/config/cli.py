@@ -14,9 +14,12 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron.lm.config.blend_file import read_blend
+from megatron.lm.config.from_checkpoint import Saved, taken
 from megatron.lm.config.megatron_flags.apply import apply, given_by
 from megatron.lm.config.megatron_flags.defaults import described, differing, megatron_settings, null_vocabulary
+from megatron.lm.config.megatron_flags.in_context import Given
 from megatron.lm.config.megatron_flags.listing import help_sections
+from megatron.lm.config.outputs import CheckpointConfig
 from megatron.lm.config.presets import PRESETS, preset, published_vocabulary
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
@@ -52,10 +55,18 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     return parse(argv).config
 
 
-def parse(argv: Sequence[str] | None = None) -> Parsed:
+def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig], Saved | None] | None = None) -> Parsed:
     """Flags (default: those of the process) -> settings. A usage error leaves with exit code 2 and a message on stderr.
 
     Values are only parsed here; `check.check` judges them.
+
+    Args:
+        argv: the words of the command line.
+        saved: reads the settings of the checkpoint that flags about loading name, None where there is none; for `--use-checkpoint-args`,
+            which is refused without.
+
+    Raises:
+        ValueError: by `saved`, for a checkpoint that cannot be read.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
@@ -64,14 +75,22 @@ def parse(argv: Sequence[str] | None = None) -> Parsed:
     defaults, megatron_defaults = differing(given), "--megatron-defaults" in given.flags
     if megatron_defaults:
         settings = megatron_settings(defaults) | settings
+    about = _about_loading(given)
+    from_checkpoint = taken(about, saved(about)) if saved is not None and about.use_checkpoint_args and about.load is not None else None
+    if from_checkpoint is not None:
+        settings = settings | dict(from_checkpoint.settings)
     parser = _parser(settings)
+    if about.use_checkpoint_args and saved is None:
+        parser.error("--use-checkpoint-args reads a checkpoint, as only training does: give the flags of the model")
     try:
         applied = apply(argv, _options(parser), settings)
     except ValueError as error:
         parser.error(str(error))
     argv = list(applied.argv)
-    values = vars(parser.parse_args(argv))
-    if megatron_defaults:
+    values, lines = vars(parser.parse_args(argv)), [*applied.lines]
+    if from_checkpoint is not None:
+        lines += filter(None, (from_checkpoint.line, from_checkpoint.override(values, frozenset(given.flags))))
+    if megatron_defaults and (from_checkpoint is None or "vocab_size" not in from_checkpoint.settings):
         null_vocabulary(values)
     if values["data_args_path"] is not None:
         if values["data_path"]:
@@ -83,7 +102,20 @@ def parse(argv: Sequence[str] | None = None) -> Parsed:
     if chosen and values["dry_run"] and values["vocab_size"] is None and values["tokenizer_type"] is None:
         values["vocab_size"] = published_vocabulary(chosen)  # a dry run without a tokenizer, which would bring it
     config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
-    return Parsed(config, applied.lines if megatron_defaults or not defaults else (*applied.lines, described(defaults)))
+    return Parsed(config, tuple(lines) if megatron_defaults or not defaults else (*lines, described(defaults)))
+
+
+def _about_loading(given: Given) -> CheckpointConfig:
+    """The flags that say which checkpoint is loaded, and what `--use-checkpoint-args` takes of it, before the others are parsed."""
+    switches: dict[str, Any] = {f.name: flag(f.name) in given.flags for f in fields(CheckpointConfig) if f.default is False}
+    return CheckpointConfig(
+        load=given.value("--load"),
+        save=given.value("--save"),
+        ckpt_step=given.count("--ckpt-step"),
+        non_persistent_save_interval=given.count("--non-persistent-save-interval"),
+        non_persistent_global_ckpt_dir=given.value("--non-persistent-global-ckpt-dir"),
+        **switches,
+    )
 
 
 def known_flags() -> frozenset[str]:

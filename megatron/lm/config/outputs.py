@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Interval, setting
 
 LATEST_CHECKPOINT_FILE = "latest_checkpointed_iteration.txt"
+NON_PERSISTENT = "non_persistent"
 SPIKE_ACTIONS = ("warn", "rollback")
 
 
@@ -45,6 +46,18 @@ class CheckpointConfig:
         choices=("own", "torch_dist"),
     )
     save_interval: int | None = setting("iterations between checkpoints; derived: only one, at the end", None, legal=COUNT)
+    no_save_optim: bool = setting(
+        "save no moments and steps of the optimizer, and masters only of weights in FP8: a resume starts the optimizer's state anew", False
+    )
+    no_save_rng: bool = setting("save no states of the random generators: a resume starts them from --seed", False)
+    non_persistent_save_interval: int | None = setting(
+        "iterations between checkpoints of which only the newest is kept, beside those of --save-interval; a start takes the newer of both",
+        None,
+        legal=COUNT,
+    )
+    non_persistent_global_ckpt_dir: str | None = setting(
+        "folder of the checkpoints of --non-persistent-save-interval; derived: non_persistent in --save", None
+    )
     async_save: bool = setting("write checkpoints in the background, from a copy in the host's memory, while training goes on", False)
     keep_last: int | None = setting("newest checkpoints to keep in --save; derived: all", None, legal=COUNT)
     emergency_save: str | None = setting("folder for a last checkpoint where --save cannot be written any more", None)
@@ -53,6 +66,20 @@ class CheckpointConfig:
     finetune: bool = setting("load only the weights and start at iteration 0", False)
     no_load_optim: bool = setting("do not load the optimizer's state", False)
     no_load_rng: bool = setting("do not load the state of the random generators", False)
+    exit_on_missing_checkpoint: bool = setting("end the run where --load, the folder of --save, holds no checkpoint yet", False)
+    use_checkpoint_args: bool = setting(
+        "take the flags of the model and of its tokenizer from the checkpoint in --load, even where the command line has others; those "
+        "that Megatron-LM does not override, such as --num-layers, stay as they are given",
+        False,
+    )
+    use_mp_args_from_checkpoint_args: bool = setting("take the flags of TP and PP too, with --use-checkpoint-args", False)
+    no_use_tokenizer_model_from_checkpoint_args: bool = setting("take no flags of the tokenizer, with --use-checkpoint-args", False)
+
+    def non_persistent_folder(self, root: str) -> str | None:
+        """The folder of non-persistent checkpoints beside those in `root`; None without `--non-persistent-save-interval`."""
+        if self.non_persistent_save_interval is None:
+            return None
+        return self.non_persistent_global_ckpt_dir or os.path.join(root, NON_PERSISTENT)
 
     @property
     def resumes_itself(self) -> bool:

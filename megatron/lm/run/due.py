@@ -13,6 +13,7 @@ class Due(NamedTuple):
         last: nothing of what follows, but the end of training (`--train-iters`).
         evaluation: an evaluation (`--eval-interval`).
         save: a checkpoint (`--save-interval`).
+        save_non_persistent: one that the next one replaces (`--non-persistent-save-interval`), where no other is due.
         leave: the run stops (`--exit-interval`).
         comparison: data-parallel copies of the weights are compared (`--check-weight-hash-across-dp-replicas-interval`).
     """
@@ -21,6 +22,7 @@ class Due(NamedTuple):
     last: bool
     evaluation: bool
     save: bool
+    save_non_persistent: bool
     leave: bool
     comparison: bool
 
@@ -31,13 +33,14 @@ class Due(NamedTuple):
         intervals = (
             training.eval_interval,
             config.checkpoint.save_interval,
+            config.checkpoint.non_persistent_save_interval,
             training.exit_interval,
             training.check_weight_hash_across_dp_replicas_interval,
         )
-        evaluation, save, leave, comparison = (interval is not None and iteration % interval == 0 for interval in intervals)
-        return cls(iteration, iteration == training.train_iters, evaluation, save, leave, comparison)
+        evaluation, save, passing, leave, comparison = (interval is not None and iteration % interval == 0 for interval in intervals)
+        return cls(iteration, iteration == training.train_iters, evaluation, save, passing and not save, leave, comparison)
 
     @property
     def verdict(self) -> bool:
         """Whether the step must be judged now and not when the next one has been launched: its result is about to be used."""
-        return self.last or self.evaluation or self.save or self.leave
+        return self.last or self.evaluation or self.save or self.save_non_persistent or self.leave

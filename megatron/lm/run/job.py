@@ -3,8 +3,9 @@
 import os
 from collections.abc import Sequence
 
-from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig
 from megatron.lm.config.cli import parse
+from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.rules.check import check
 from megatron.lm.shell.exit_codes import command
 from megatron.lm.shell.interrupt import LeavingAtOnce
@@ -41,7 +42,7 @@ def job(argv: Sequence[str] | None = None) -> int:
 
 def _judged(argv: Sequence[str] | None) -> Config | None:
     """What is asked for, once it can be; None where it was a dry run."""
-    parsed = parse(argv)
+    parsed = parse(argv, _saved)
     config, world_size = parsed.config, _world_size()
     check(config, world_size)
     if os.environ.get("RANK", "0") == "0" and parsed.lines:
@@ -51,6 +52,13 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
         return None
     _check_resources(config, world_size)
     return config
+
+
+def _saved(settings: CheckpointConfig) -> Saved | None:
+    """The settings of the checkpoint that a start loads."""
+    from megatron.lm.run.start import saved_settings  # megatron-core, for seconds
+
+    return saved_settings(settings)
 
 
 def _dry_run(config: Config, world_size: int) -> None:

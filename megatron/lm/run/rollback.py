@@ -58,7 +58,7 @@ class Rollback:
                 "data. Nothing was saved since. Go on from an older checkpoint, with a lower --lr, or raise --loss-spike-threshold"
             )
         whole = replace(config.checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
-        source = replace(whole, load=folder, ckpt_step=None, load_unhealthy=False)
+        source = replace(whole, load=folder, ckpt_step=None, load_unhealthy=False, non_persistent_save_interval=None)
         training.config = replace(config, checkpoint=source)
         try:
             checkpoint.load(training)

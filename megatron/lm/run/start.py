@@ -12,8 +12,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.lm import checkpoint
-from megatron.lm.checkpoint.files.folder import owner, refuse_other_run
+from megatron.lm.checkpoint.files import non_persistent
+from megatron.lm.checkpoint.files.folder import refuse_other_run
 from megatron.lm.config import CheckpointConfig, Config
+from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.processes.agreement import rank_0_decides
 from megatron.lm.training import identity
 from megatron.lm.training.identity import Run
@@ -29,7 +31,7 @@ def settled(config: Config) -> tuple[Config, str | None]:
     asked = config.checkpoint
     settings, line = rank_0_decides(lambda: _settled(asked))
     if dist.is_initialized() and asked.load is not None:
-        _check_seen(settings.load or asked.load)
+        _check_seen(settings, settings.load or asked.load)
     return replace(config, checkpoint=settings), line
 
 
@@ -37,26 +39,44 @@ def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
     """On rank 0: the settings, and a line for the log."""
     load, save = settings.load, settings.save
     if load is not None and settings.resumes_itself:
-        if checkpoint.exists(Path(load)):
+        if non_persistent.any_in(settings, Path(load)):
             return settings, None
+        if settings.exit_on_missing_checkpoint:
+            raise ValueError(
+                f"--load {load} holds no checkpoint: name the folder of one, or drop --exit-on-missing-checkpoint to start anew"
+            )
         if settings.ckpt_step is not None:
             raise ValueError(
                 f"--ckpt-step {settings.ckpt_step}: --load {load} holds no checkpoint; name its folder, or drop --ckpt-step to start anew"
             )
         line = f"warning: --load {load} holds no checkpoint, and is the folder of --save: training starts anew"
         return replace(settings, load=None, no_load_optim=False, no_load_rng=False), line
-    if save is None or not checkpoint.exists(Path(save)):
+    if save is None or not non_persistent.any_in(settings, Path(save)):
         return settings, None
     if load is not None and _is_the_child(settings, Path(load), Path(save)):
         there = replace(settings, load=save, finetune=False, no_load_optim=False, no_load_rng=False, ckpt_step=None, load_unhealthy=False)
         return there, f"--save {save} holds this run, which began from --load {load}: it goes on from there"
-    refuse_other_run(Path(save), Run())
+    for folder in (Path(save), non_persistent.folder_of(settings, save)):
+        if folder is not None:
+            refuse_other_run(folder, Run())
     return settings, None
+
+
+def saved_settings(asked: CheckpointConfig) -> Saved | None:
+    """The settings in the checkpoint that a start with these flags loads; None where it starts with fresh weights.
+
+    Raises:
+        ValueError: as `settled`, and where the checkpoint cannot be read.
+    """
+    settings, _ = _settled(asked)
+    if settings.load is None or not non_persistent.any_in(settings, Path(settings.load)):
+        return None
+    return checkpoint.saved_settings(settings)
 
 
 def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
     """Whether the run in `save` began from the one in `load`, as these settings would have it begin."""
-    info, parent = owner(save), owner(load)
+    info, parent = non_persistent.owner_of(settings, save), non_persistent.owner_of(settings, load)
     found = identity.of(info) if info is not None else None
     if found is None or found.parent is None or parent is None:
         return False
@@ -67,10 +87,10 @@ def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
     )
 
 
-def _check_seen(folder: str) -> None:
+def _check_seen(settings: CheckpointConfig, folder: str) -> None:
     """ValueError on every rank where some see a checkpoint in the folder and others do not."""
     answers = [True] * dist.get_world_size()
-    dist.all_gather_object(answers, checkpoint.exists(Path(folder)))
+    dist.all_gather_object(answers, non_persistent.any_in(settings, Path(folder)))
     if len(set(answers)) > 1:
         raise ValueError(
             f"rank {answers.index(True)} sees a checkpoint in --load {folder}, rank {answers.index(False)} does not: "

@@ -268,6 +268,8 @@ class Trainer:
         saved = self.rollback.iteration
         if self.saver is not None and saved is not None and self.saver.doubt(saved):
             self.rollback.forget()
+        if self.saver is not None:
+            self.saver.doubt_non_persistent()
         return verdict
 
     def _after_step(self, due: Due, verdict: StepVerdict) -> str | None:
@@ -275,6 +277,8 @@ class Trainer:
         why = verdict.leave or (f"--exit-interval {self.config.training.exit_interval}" if due.leave else None)
         if due.save or verdict.save or why:
             self._save()  # before the evaluation, so that nothing that fails there costs it
+        elif due.save_non_persistent:
+            self._save(persistent=False)
         if due.evaluation:
             self._evaluate("valid", self.valid_data)
         if verdict.save and self.metrics.main and not self.config.checkpoint.save:
@@ -295,6 +299,8 @@ class Trainer:
             print(line, flush=True)
         if self.training.iteration == was:
             return False
+        if self.saver is not None:
+            self.saver.forget_undone()
         self.step_watch.undone()
         self.lost_updates.undone()
         self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
@@ -322,8 +328,8 @@ class Trainer:
         counts = read_counts(blend.prefixes[0])
         return loss / math.log(2) * counts.tokens / counts.text_bytes if counts is not None else None
 
-    def _save(self) -> None:
+    def _save(self, *, persistent: bool = True) -> None:
         if self.saver is not None:
             self.watchdog.at("saving")
-            if self.saver.save():
+            if self.saver.save(persistent=persistent) and persistent:
                 self.rollback.saved(self.training.iteration)

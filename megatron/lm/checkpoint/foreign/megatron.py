@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from megatron.lm.checkpoint.files.folder import RELEASE
 from megatron.lm.checkpoint.files.index import natural
 from megatron.lm.checkpoint.foreign.names import layer_of
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, TorchDist, names_of_weights, read_common
-from megatron.lm.config import Config, ModelConfig
+from megatron.lm.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.config.schema import flag
 
@@ -83,6 +84,23 @@ def _configuration(args: Mapping[str, Any], config: Config) -> dict[str, Any]:
         if type(args.get(name)) is type(found[section].get(name)):
             found[section][name] = args[name]
     return found
+
+
+def settings(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The flags of model, tokenizer and grid, by section, that describe the model of Megatron-LM's arguments."""
+    renamed = dict(args)
+    if isinstance(bias := args.get("add_bias_linear"), bool):
+        renamed["disable_bias_linear"] = not bias
+    if "norm_epsilon" not in args and "layernorm_epsilon" in args:
+        renamed["norm_epsilon"] = args["layernorm_epsilon"]
+    if args.get("group_query_attention") is False:
+        renamed["num_query_groups"] = None
+    sections = {"model": ModelConfig, "data": DataConfig, "parallel": ParallelConfig}
+    of_the_run = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
+    return {
+        section: {f.name: renamed[f.name] for f in fields(cls) if renamed.get(f.name) is not None and f.name not in of_the_run}
+        for section, cls in sections.items()
+    }
 
 
 def differing(args: Mapping[str, Any], model: ModelConfig) -> list[str]:

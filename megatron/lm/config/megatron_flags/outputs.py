@@ -7,7 +7,7 @@ METRICS = "it is always written, to --tensorboard-dir and --metrics-file"
 TIMERS = "the log has time, throughput and bytes of each step; there are no timers of its parts"
 PROFILE = "profiles are not built into the trainer yet: use `python -m tools.bench.profile_step`"
 WANDB = "wandb is not built here yet: use --tensorboard-dir or --metrics-file"
-LOCAL = "it is not built here yet: save by --save-interval, --async-save and --keep-last"
+LOCAL = "non-persistent checkpoints are in one folder for all ranks: drop it, or name a fast disk by --non-persistent-global-ckpt-dir"
 
 FLAGS = (
     *accepted(
@@ -20,10 +20,20 @@ FLAGS = (
         "--finetune",
         "--no-load-optim",
         "--no-load-rng",
+        "--no-save-optim",
+        "--no-save-rng",
+        "--exit-on-missing-checkpoint",
+        "--use-checkpoint-args",
+        "--use-mp-args-from-checkpoint-args",
+        "--no-use-tokenizer-model-from-checkpoint-args",
+        "--non-persistent-save-interval N",
+        "--non-persistent-global-ckpt-dir FOLDER",
         "--log-interval N",
         "--tensorboard-dir FOLDER",
     ),
     *translated("--save-interval N", "--persistent-save-interval N"),
+    *translated("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
+    *dropped("it is the type that is built", "--non-persistent-ckpt-type global"),
     *dropped(
         FORMAT,
         "--ckpt-format torch",
@@ -90,35 +100,20 @@ FLAGS = (
         "--save-dgrads-interval N",
     ),
     *refused(
-        "a checkpoint holds all that a resume needs: `python -m megatron.lm.tools.convert_checkpoint` writes weights alone",
-        "--no-save-optim",
-        "--no-save-rng",
-    ),
-    *refused(
-        "give the model's flags: a checkpoint of another shape is refused by name",
-        "--use-checkpoint-args",
-        "--use-mp-args-from-checkpoint-args",
-        "--no-use-tokenizer-model-from-checkpoint-args",
-        "--disable-use-tokenizer-model-from-checkpoint-args",
-    ),
-    *refused("a missing checkpoint ends the run, unless --load is the folder of --save: drop it", "--exit-on-missing-checkpoint"),
-    *refused(
         "a resume takes the schedule of the flags: give those of the run before",
         "--override-opt_param-scheduler",
         "--use-checkpoint-opt_param-scheduler",
     ),
     *refused(
         LOCAL,
-        "--non-persistent-save-interval N",
         "--non-persistent-ckpt-type TEXT",
-        "--non-persistent-global-ckpt-dir FOLDER",
         "--non-persistent-local-ckpt-dir FOLDER",
         "--non-persistent-local-ckpt-algo TEXT",
         "--replication",
         "--replication-jump N",
         "--replication-factor N",
-        "--save-retain-interval N",
     ),
+    *refused("all checkpoints of --save-interval stay, or the last of them: use --keep-last", "--save-retain-interval N"),
     *refused("name the checkpoint by --load, with --finetune", "--pretrained-checkpoint FOLDER", "--load-main-params-from-ckpt"),
     *refused("convert by `python -m megatron.lm.tools.convert_checkpoint`", "--ckpt-convert-format TEXT", "--ckpt-convert-save FOLDER"),
     *refused(

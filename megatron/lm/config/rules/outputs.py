@@ -5,7 +5,7 @@ import stat
 from dataclasses import fields
 from pathlib import Path
 
-from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE
+from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig
 from megatron.lm.config.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -15,8 +15,11 @@ def loading(config: Config, world_size: int) -> Problems:
     checkpoint = config.checkpoint
     if checkpoint.load_unhealthy and checkpoint.ckpt_step is None:
         yield "--load-unhealthy has no effect by itself: name the checkpoint by --ckpt-step N, or drop it"
+    for name in ("use_mp_args_from_checkpoint_args", "no_use_tokenizer_model_from_checkpoint_args"):
+        if getattr(checkpoint, name) and not checkpoint.use_checkpoint_args:
+            yield f"{flag(name)} has no effect without --use-checkpoint-args: add it, or drop this"
     if checkpoint.load is None:
-        for name in ("finetune", "no_load_optim", "no_load_rng"):
+        for name in ("finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             if getattr(checkpoint, name):
                 yield f"{flag(name)} has no effect without a checkpoint: add --load FOLDER, or drop it"
         if checkpoint.ckpt_step is not None:
@@ -27,8 +30,44 @@ def loading(config: Config, world_size: int) -> Problems:
     folder = Path(checkpoint.load)
     if not os.path.isdir(folder):  # unlike Path.is_dir, no exception where a folder above may not be entered
         yield f"--load {folder} is no folder: name one that a run with --save wrote, or drop --load to start afresh"
-    elif not os.path.isfile(folder / LATEST_CHECKPOINT_FILE) and not any(folder.glob("iter_*")):
+    elif not any(_holds_checkpoints(Path(root)) for root in (folder, checkpoint.non_persistent_folder(str(folder))) if root is not None):
         yield f"--load {folder} holds no checkpoint (nor {LATEST_CHECKPOINT_FILE}): name another, or drop --load to start afresh"
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    return os.path.isfile(folder / LATEST_CHECKPOINT_FILE) or any(folder.glob("iter_*"))
+
+
+def saving(config: Config, world_size: int) -> Problems:
+    """Flags about saving come with a folder to save in, and each with those that it depends on."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        yield from _without_folder(checkpoint)
+        return
+    elsewhere, beside = checkpoint.emergency_save, checkpoint.non_persistent_folder(checkpoint.save)
+    for name, folder in (("emergency_save", elsewhere), ("non_persistent_global_ckpt_dir", beside)):
+        if folder is not None and os.path.realpath(folder) == os.path.realpath(checkpoint.save):
+            other = "one on another disk" if name == "emergency_save" else "another"
+            yield f"{flag(name)} {folder} is the folder of --save: name {other}"
+    if beside is None and checkpoint.non_persistent_global_ckpt_dir is not None:
+        given = f"--non-persistent-global-ckpt-dir {checkpoint.non_persistent_global_ckpt_dir}"
+        yield f"{given} has no effect without --non-persistent-save-interval: add it, or drop the folder"
+    if checkpoint.no_save_optim and config.faults.loss_spike_threshold and config.faults.loss_spike_action == "rollback":
+        yield "--loss-spike-action rollback goes back to a checkpoint with the optimizer's state: drop --no-save-optim, or choose warn"
+
+
+def _without_folder(checkpoint: CheckpointConfig) -> Problems:
+    for name in ("save_interval", "keep_last", "non_persistent_save_interval"):
+        value = getattr(checkpoint, name)
+        if value is not None:
+            yield f"{flag(name)} {value} has no effect without a folder: add --save FOLDER, or drop it"
+    for name in ("emergency_save", "non_persistent_global_ckpt_dir"):
+        value = getattr(checkpoint, name)
+        if value is not None:
+            yield f"{flag(name)} {value} has no effect without --save: add --save FOLDER, or drop it"
+    for name in ("async_save", "no_save_optim", "no_save_rng"):
+        if getattr(checkpoint, name):
+            yield f"{flag(name)} has no effect without a folder: add --save FOLDER, or drop it"
 
 
 def faults(config: Config, world_size: int) -> Problems:
@@ -49,20 +88,10 @@ def outputs(config: Config, world_size: int) -> Problems:
     """Every output can be written; flags of a dry run come with a dry run."""
     if config.logging.device_memory_gib is not None and not config.logging.dry_run:
         yield f"--device-memory-gib {config.logging.device_memory_gib:g} has no effect without --dry-run: add it, or drop the memory"
-    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
-        yield f"--save-interval {config.checkpoint.save_interval} has no effect without a folder: add --save FOLDER, or drop it"
-    if config.checkpoint.keep_last is not None and config.checkpoint.save is None:
-        yield f"--keep-last {config.checkpoint.keep_last} has no effect without a folder: add --save FOLDER, or drop it"
-    elsewhere = config.checkpoint.emergency_save
-    if elsewhere is not None and config.checkpoint.save is None:
-        yield f"--emergency-save {elsewhere} has no effect without --save: add --save FOLDER, or drop it"
-    elif elsewhere is not None and os.path.realpath(elsewhere) == os.path.realpath(config.checkpoint.save or ""):
-        yield f"--emergency-save {elsewhere} is the folder of --save: name one on another disk"
-    if config.checkpoint.async_save and config.checkpoint.save is None:
-        yield "--async-save has no effect without a folder: add --save FOLDER, or drop it"
     folders = {
         "save": config.checkpoint.save,
         "emergency_save": config.checkpoint.emergency_save,
+        "non_persistent_global_ckpt_dir": config.checkpoint.non_persistent_global_ckpt_dir,
         "tensorboard_dir": config.logging.tensorboard_dir,
         "data_cache_path": config.data.data_cache_path,
     }
@@ -107,6 +136,7 @@ def _writable(what: str, folder: Path) -> Problems:
 
 RULES: Rules = {
     loading: ("checkpoint",),
+    saving: ("checkpoint", "faults"),
     faults: ("faults", "checkpoint"),
     outputs: ("checkpoint", "logging", "data", "precision"),
 }

@@ -37,6 +37,38 @@ REFUSALS = {
     "unhealthy": ("--load-unhealthy --load folder", 1, "--load-unhealthy has no effect by itself: name the checkpoint by --ckpt-step N"),
     "keep": ("--keep-last 2", 1, "--keep-last 2 has no effect without a folder: add --save FOLDER, or drop it"),
     "background": ("--async-save", 1, "--async-save has no effect without a folder: add --save FOLDER, or drop it"),
+    "no states": ("--no-save-optim", 1, "--no-save-optim has no effect without a folder: add --save FOLDER, or drop it"),
+    "no generators": ("--no-save-rng", 1, "--no-save-rng has no effect without a folder: add --save FOLDER, or drop it"),
+    "no states to roll back to": (
+        "--save new --save-interval 2 --no-save-optim --loss-spike-threshold 2 --loss-spike-action rollback",
+        1,
+        "--loss-spike-action rollback goes back to a checkpoint with the optimizer's state: drop --no-save-optim, or choose warn",
+    ),
+    "non-persistent": (
+        "--non-persistent-save-interval 2",
+        1,
+        "--non-persistent-save-interval 2 has no effect without a folder: add --save FOLDER, or drop it",
+    ),
+    "folder of no non-persistent ones": (
+        "--save new --non-persistent-global-ckpt-dir fast",
+        1,
+        "--non-persistent-global-ckpt-dir fast has no effect without --non-persistent-save-interval: add it, or drop the folder",
+    ),
+    "non-persistent in --save": (
+        "--save new --non-persistent-save-interval 2 --non-persistent-global-ckpt-dir ./new",
+        1,
+        "--non-persistent-global-ckpt-dir ./new is the folder of --save: name another",
+    ),
+    "missing": (
+        "--exit-on-missing-checkpoint",
+        1,
+        "--exit-on-missing-checkpoint has no effect without a checkpoint: add --load FOLDER, or drop it",
+    ),
+    "arguments of no checkpoint": (
+        "--use-mp-args-from-checkpoint-args --load folder",
+        1,
+        "--use-mp-args-from-checkpoint-args has no effect without --use-checkpoint-args: add it, or drop this",
+    ),
     "save": ("--save corpus.bin", 1, "--save corpus.bin: .*corpus.bin is a file, not a folder; name another place"),
     "save below": ("--save corpus.bin/a/b", 1, "--save corpus.bin/a/b: .*corpus.bin is a file, not a folder; name another place"),
     "metrics": ("--metrics-file folder", 1, "--metrics-file folder is a folder: name a file in it"),

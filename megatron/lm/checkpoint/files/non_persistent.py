@@ -1,0 +1,101 @@
+"""The second folder of checkpoints, that of `--non-persistent-save-interval`, and the choice between both folders at a start.
+
+A non-persistent checkpoint is whole and in the same format, but only the newest is kept. It is in `--non-persistent-global-ckpt-dir`, or in
+`non_persistent` below `--save`. A start takes the newer of both folders. Such a checkpoint of an iteration that the run went back behind,
+by `--ckpt-step` or by a rollback, belongs to steps that are undone; `forget` deletes it before it could be taken for the newest.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.lm.checkpoint.files.folder import (
+    INFO_FILE,
+    Candidates,
+    candidates,
+    exists,
+    iteration_of,
+    no_checkpoint,
+    owner,
+    read_info,
+    remove,
+    sealed_info,
+    tidy,
+)
+from megatron.lm.config import LATEST_CHECKPOINT_FILE, CheckpointConfig
+from megatron.lm.training import identity
+from megatron.lm.training.identity import Run
+
+
+def folder_of(settings: CheckpointConfig, root: str | Path) -> Path | None:
+    """The folder of non-persistent checkpoints beside those in `root`; None without `--non-persistent-save-interval`."""
+    name = settings.non_persistent_folder(str(root))
+    return None if name is None else Path(name)
+
+
+def any_in(settings: CheckpointConfig, root: Path) -> bool:
+    """Whether `root`, or its folder of non-persistent checkpoints, holds a checkpoint."""
+    beside = folder_of(settings, root)
+    return exists(root) or (beside is not None and exists(beside))
+
+
+def owner_of(settings: CheckpointConfig, root: Path) -> dict[str, Any] | None:
+    """`checkpoint.json` of a checkpoint that identifies the run in `root`; None where no checkpoint can be read."""
+    beside = folder_of(settings, root)
+    return owner(root) or (None if beside is None else owner(beside))
+
+
+def candidates_of(settings: CheckpointConfig) -> Candidates:
+    """The checkpoints that `--load` may take, best first: those of both folders by their iteration, of one run."""
+    assert settings.load is not None
+    root = Path(settings.load)
+    found, beside = candidates(root, settings.ckpt_step, unhealthy=settings.load_unhealthy), folder_of(settings, root)
+    if beside is None:
+        return found
+    others = candidates(beside, settings.ckpt_step, unhealthy=settings.load_unhealthy)
+    run, folders, remarks = owner(root), list(found.folders), [*found.remarks, *others.remarks]
+    for folder in others.folders:
+        if run is None or _is_of(run, folder):
+            folders.append(folder)
+        else:
+            remarks.append(f"passed over: {folder} is a checkpoint of another run")
+    # A release of Megatron-LM has no iteration. Sorting keeps the order within a folder, where a replaced one follows its replacement.
+    folders.sort(key=lambda folder: -(iteration_of(folder) or 0))
+    return Candidates(folders, remarks)
+
+
+def _is_of(run: dict[str, Any], folder: Path) -> bool:
+    """Whether a checkpoint is of the run of another, or cannot be read, which its reader reports."""
+    try:
+        info = sealed_info(folder)
+    except ValueError:
+        return True
+    known: Run | None = identity.of(run)
+    return identity.of(info) is None if known is None else known.holds(info)
+
+
+def newest(settings: CheckpointConfig) -> Path:
+    """The first of `candidates_of` that looks whole; ValueError where there is none."""
+    assert settings.load is not None
+    offered, problems = candidates_of(settings), list[str]()
+    for folder in offered.folders:
+        try:
+            read_info(folder)
+        except ValueError as problem:
+            problems.append(f"passed over: {problem}")
+            continue
+        return folder
+    raise no_checkpoint(Path(settings.load), settings.ckpt_step, [*offered.remarks, *problems])
+
+
+def forget(folder: Path, after: int) -> list[str]:
+    """Delete the checkpoints of a run behind iteration `after`, where it is now; returns lines that say so."""
+    lines = []
+    for path in sorted(folder.glob("iter_*")):
+        number = iteration_of(path)
+        if number is not None and number > after and (path / INFO_FILE).is_file():
+            remove(path)
+            lines.append(f"deleted {path}: the run went back behind it, to iteration {after}")
+    if lines:
+        (folder / LATEST_CHECKPOINT_FILE).unlink(missing_ok=True)
+        tidy(folder)  # writes it anew where a checkpoint is left
+    return lines

@@ -1,0 +1,78 @@
+"""The folder of non-persistent checkpoints beside `--save`, and which of both a start takes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import of, published
+from megatron.lm.checkpoint.files import non_persistent
+from megatron.lm.checkpoint.files.folder import iteration_folder, read_info
+from megatron.lm.config import CheckpointConfig
+from megatron.lm.training.identity import Run
+
+RUN = Run()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run with persistent checkpoints of 10 and 20, and a non-persistent one of 25."""
+    for iteration in (10, 20):
+        published(tmp_path, iteration, **of(RUN))
+    published(tmp_path / "non_persistent", 25, **of(RUN))
+    return tmp_path
+
+
+def settings(root: Path, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(load=str(root), save=str(root), **{"non_persistent_save_interval": 5} | more)
+
+
+def offered(settings: CheckpointConfig) -> list[int]:
+    return [read_info(folder)["iteration"] for folder in non_persistent.candidates_of(settings).folders]
+
+
+def test_the_newer_of_both_folders_comes_first(root: Path):
+    assert offered(settings(root)) == [25, 20, 10]
+    published(root, 30, **of(RUN))
+    assert offered(settings(root)) == [30, 25, 20, 10]
+    assert non_persistent.newest(settings(root)) == iteration_folder(root, 30)
+
+
+def test_without_the_interval_the_second_folder_is_not_read(root: Path):
+    assert offered(settings(root, non_persistent_save_interval=None)) == [20, 10]
+    assert non_persistent.folder_of(settings(root, non_persistent_save_interval=None), root) is None
+
+
+def test_a_named_iteration_is_found_in_either(root: Path):
+    assert offered(settings(root, ckpt_step=25)) == [25]
+    assert offered(settings(root, ckpt_step=10)) == [10]
+    with pytest.raises(ValueError, match="holds no checkpoint of iteration 7"):
+        non_persistent.newest(settings(root, ckpt_step=7))
+
+
+def test_another_folder_by_name_and_one_of_another_run(root: Path, tmp_path: Path):
+    elsewhere = tmp_path / "fast"
+    published(elsewhere, 40, **of(Run()))
+    found = non_persistent.candidates_of(settings(root, non_persistent_global_ckpt_dir=str(elsewhere)))
+    assert found.folders == [iteration_folder(root, 20), iteration_folder(root, 10)]
+    assert found.remarks == [f"passed over: {elsewhere}/iter_0000040 is a checkpoint of another run"]
+
+
+def test_a_run_that_has_saved_none_for_good_is_found_by_the_other(tmp_path: Path):
+    published(tmp_path / "non_persistent", 5, **of(RUN))
+    assert non_persistent.any_in(settings(tmp_path), tmp_path)
+    assert not non_persistent.any_in(settings(tmp_path, non_persistent_save_interval=None), tmp_path)
+    assert (non_persistent.owner_of(settings(tmp_path), tmp_path) or {})["run"]["id"] == RUN.id
+    assert offered(settings(tmp_path)) == [5]
+
+
+def test_a_damaged_one_is_passed_over_for_an_older_one_of_the_other_folder(root: Path):
+    (root / "non_persistent" / "iter_0000025" / "checkpoint.json").write_text("{")
+    assert non_persistent.newest(settings(root)) == iteration_folder(root, 20)
+
+
+def test_what_the_run_went_back_behind_is_deleted(root: Path):
+    assert non_persistent.forget(root / "non_persistent", 25) == []
+    lines = non_persistent.forget(root / "non_persistent", 20)
+    assert lines == [f"deleted {root}/non_persistent/iter_0000025: the run went back behind it, to iteration 20"]
+    assert offered(settings(root)) == [20, 10]

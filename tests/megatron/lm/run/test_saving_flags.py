@@ -1,0 +1,150 @@
+"""Megatron-LM's flags about saving and loading, through the command: what stands on the disk, and that a resume keeps every bit."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import checkpoints, dist, tiny
+from helpers.checkpoints import tensors
+from megatron.lm import pretrain
+from megatron.lm.checkpoint import latest
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
+RUN = (
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 6 --lr 1e-3 --split 80,15,5 --log-interval 1 --fp8-min-gain 0 --opt-level O3 "
+    "--eval-interval 4 --eval-iters 1 --hidden-dropout 0.1 --make-vocab-size-divisible-by 32 --deterministic "
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with cpu_home():
+        yield
+        process_groups.shutdown()
+
+
+@pytest.fixture
+def start(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs the command in this process: `start(flags)` returns the training losses, stdout and stderr."""
+
+    def run(flags: str, code: int = 0, model: str = MODEL) -> tuple[list[float], str, str]:
+        metrics = tmp_path / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        try:
+            left = pretrain.main(shlex.split(f"{model} {RUN} {flags} --data-path {prefix} --metrics-file {metrics}"))
+        except SystemExit as leaving:  # argparse
+            left = int(leaving.code or 0)
+        said = capsys.readouterr()
+        assert left == code, said.err
+        return (tiny.losses(tiny.read(metrics)) if metrics.exists() else []), said.out, said.err
+
+    return run
+
+
+def iterations(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+
+
+@pytest.mark.promise(
+    "Checkpoints", "A run killed after a non-persistent checkpoint resumes from it bit for bit; only the newest of them is kept."
+)
+@pytest.mark.parametrize("async_save", ["", "--async-save"])
+def test_a_run_resumes_from_the_newer_of_both_folders(start, tmp_path: Path, async_save: str):
+    straight, _, _ = start("")
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    saving = f"--save {run} --load {run} --save-interval 3 --non-persistent-save-interval 2 --non-persistent-global-ckpt-dir {fast}"
+    start(f"{saving} --exit-interval 5 {async_save}")
+    assert (iterations(run), iterations(fast)) == ([3, 5], [2, 4])  # two until steps have shown that the newest is sound
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    for path in (run / "iter_0000005").iterdir():  # as if the last save had not come to be
+        path.unlink()
+    (run / "iter_0000005").rmdir()
+    resumed, said, _ = start(f"{saving} {async_save}")
+    assert f"resumed from {run} at iteration 4" in said
+    assert resumed == straight[4:]
+    assert iterations(fast) == [2, 4]
+
+
+def test_what_a_run_went_back_behind_is_not_resumed(start, tmp_path: Path):
+    saving = f"--save {tmp_path}/run --load {tmp_path}/run --save-interval 3 --non-persistent-save-interval 4"
+    beside = tmp_path / "run" / "non_persistent"
+    first, _, _ = start(f"{saving} --exit-interval 5")
+    assert (iterations(tmp_path / "run"), iterations(beside)) == ([3, 5], [4])
+    again, said, _ = start(f"{saving} --ckpt-step 3 --exit-interval 5")
+    assert f"deleted {beside}/iter_0000004: the run went back behind it, to iteration 3" in said
+    assert again == first[3:]
+    assert iterations(beside) == [4]
+
+
+@pytest.mark.parametrize("flag", ["--no-save-optim", "--no-save-rng"])
+def test_what_is_left_out_starts_anew_and_the_log_says_so(start, tmp_path: Path, flag: str):
+    run = tmp_path / "run"
+    straight, _, _ = start("")
+    start(f"--save {run} --exit-interval 4 {flag}")
+    held = {key.partition("/")[0] for key in tensors(latest(run))}
+    assert held == ({"model", "master", "rng"} if flag == "--no-save-optim" else {"model", "master", "exp_avg", "exp_avg_sq", "step"})
+    resumed, said, _ = start(f"--load {run} {flag.replace('no-save', 'no-load')}")
+    again, told, _ = start(f"--load {run}")
+    assert again == resumed
+    assert again != straight[4:]
+    assert (
+        f"{run}/iter_0000004 was saved with --no-save-optim: the optimizer's state starts anew"
+        if flag == "--no-save-optim"
+        else f"{run} has no random states for 1 of 1 places in the grid: dropout there starts from --seed"
+    ) in told
+    assert f"resumed from {run} at iteration 4" in said
+
+
+def test_weights_alone_in_megatron_s_format(start, tmp_path: Path):
+    run = tmp_path / "run"
+    start(f"--save {run} --exit-interval 4 --ckpt-format torch_dist --no-save-optim")
+    resumed, said, _ = start(f"--load {run}")
+    assert "was saved with --no-save-optim: the optimizer's state starts anew" in said
+    assert len(resumed) == 2
+
+
+def test_a_missing_checkpoint_ends_the_run_on_demand(start, tmp_path: Path):
+    run = tmp_path / "run"
+    _, _, error = start(f"--save {run} --load {run} --exit-on-missing-checkpoint", code=2)
+    assert error == (
+        f"error: --load {run} holds no checkpoint: name the folder of one, or drop --exit-on-missing-checkpoint to start anew\n"
+    )
+    assert not run.exists()
+
+
+@pytest.mark.promise("Megatron flags", "`--use-checkpoint-args` resumes a run without the flags of its model, bit for bit.")
+def test_the_model_of_the_checkpoint(start, tmp_path: Path):
+    run = tmp_path / "run"
+    straight, _, _ = start("")
+    start(f"--save {run} --exit-interval 3")
+    resumed, said, _ = start(f"--load {run} --use-checkpoint-args", model="")
+    assert resumed == straight[3:]
+    assert f"from the checkpoint in --load {run}: --num-layers 2, --hidden-size 32, " in said
+    _, _, error = start(f"--load {run} --use-checkpoint-args --num-layers 4", code=2, model="")
+    assert "--num-layers 4 (saved: 2)" in error
+
+
+TWO: dict[str, Any] = {"train_iters": 6, "global_batch_size": 8, "micro_batch_size": 2, "opt_level": "O3", "hidden_dropout": 0.1}
+
+
+def two_ranks(prefix: str, folder: str) -> list[Any]:
+    saving = {"save": folder, "load": folder, "save_interval": 2, "non_persistent_save_interval": 3}
+    straight = checkpoints.trained(tiny.config(prefix, **TWO))
+    checkpoints.trained(tiny.config(prefix, **TWO, **saving, exit_interval=4))
+    kept = iterations(Path(folder)), iterations(Path(folder) / "non_persistent")
+    resumed = checkpoints.trained(tiny.config(prefix, **TWO, **saving, ckpt_step=3))
+    return [straight, kept, resumed]
+
+
+def test_two_processes_save_and_resume_both_kinds(gloo_prefix: Path, tmp_path: Path):
+    for straight, kept, resumed in dist.run(two_ranks, 2, str(gloo_prefix), str(tmp_path / "run")):
+        assert kept == ([2, 4], [3])
+        assert resumed[0] == straight[0][3:]
+        assert tiny.same(resumed[1], straight[1])
