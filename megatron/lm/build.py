@@ -1,4 +1,4 @@
-"""Builds what is trained: everything that a step works on, of one configuration, on this rank."""
+"""Build the training state of this rank from a configuration."""
 
 from collections.abc import Callable
 
@@ -23,21 +23,21 @@ from msamp.nn.scaling_state import ScalingState
 
 
 def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module], nn.Module] | None = None) -> Training:
-    """Model, optimizer, schedule and gradient synchroniser for this rank; needs `process_groups.initialize`. Collective.
+    """Build model, optimizer, schedule and gradient synchronizer of this rank; requires `process_groups.initialize`. Collective.
 
     Args:
-        config: it may leave open which linear layers are FP8; this is decided here, and `Training.config` has the result.
-        vocab_size: the tokenizer's (the model pads it).
-        around: puts a module with parameters of its own around the model, such as a classifier; they are trained with it, and no
-            checkpoint of the training holds them. The module has the model's `config`.
+        config: if it does not define which linear layers are FP8, this function decides, and `Training.config` has the result.
+        vocab_size: of the tokenizer (the model pads it).
+        around: wraps the model in a module with parameters of its own, such as a classifier. They are trained too, but checkpoints do not
+            contain them. The module must have the model's `config`.
 
     Raises:
-        ValueError: on every rank, where the checkpoint to resume from is damaged, a linear layer cannot be measured, or CUDA graphs or
-            FP8 attention are asked for and impossible.
+        ValueError: on every rank, if the checkpoint to resume from is damaged, a linear layer cannot be measured, or the flags request
+            CUDA graphs or FP8 attention where they are impossible.
     """
     check_precision(config)
     config, linears = fp8_layers.settle(config, lambda: checkpoint.saved_precision(config))
-    step_graph.choose(config)  # refuses what cannot be, before there is a model
+    step_graph.choose(config)  # raises before the model is built
     recipe = build_recipe(config.precision)
     if recipe.fp8:
         warn_if_emulated(process_groups.device())

@@ -1,4 +1,4 @@
-"""The errors of the trainer that are no ValueError, and how the processes of a job report one error once."""
+"""The trainer's error besides ValueError, and reporting of an error that all processes of a job have only once."""
 
 import contextlib
 import json
@@ -10,35 +10,35 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# The processes of a job find the error that they all have within this time of each other: they import the same packages from one disk.
+# An error that all processes of a job have appears within this time on all of them: they import the same packages from one disk.
 FIRST_RANK_SECONDS = 10.0
 
 
 class RunStopped(RuntimeError):
-    """A run that cannot go on; says why, and what to do."""
+    """A run cannot continue; the message has the reason and the fix."""
 
 
 def report(line: str, message: str) -> None:
     """Print `line` to stderr, unless the first process of this machine prints the same error.
 
-    Under torchrun each process leaves its error in the file in which torchrun looks for it (as torch's `record` does). The first one prints
-    at once. The others wait until it has left one: the same error is not printed again, another one is. They stop to wait after
-    `FIRST_RANK_SECONDS`, and when torchrun ends them.
+    Under torchrun each process writes its error to the file that torchrun reads (as torch's `record` does). The first process prints at
+    once. The others wait for its file and print their error only if it is different. They stop waiting after `FIRST_RANK_SECONDS`, and
+    when torchrun terminates them.
 
     Args:
-        message: what is wrong, without what differs between processes; numbers do not count where two are compared.
+        message: the error without details that differ between processes; numbers are ignored when two messages are compared.
     """
     if not _first_rank_reports(message):
-        with contextlib.suppress(OSError):  # stderr may be what is full
+        with contextlib.suppress(OSError):  # the disk of stderr may be full
             print(line, file=sys.stderr, flush=True)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": {"message": message, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
-        with contextlib.suppress(OSError):  # it is printed all the same
+        with contextlib.suppress(OSError):  # it was printed anyway
             Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
 def missing(package: str) -> str:
-    """What to do where the interpreter lacks `package`."""
+    """Return the error message for an interpreter without `package`."""
     return (
         f"{sys.executable} has no {package}: activate the environment with it (`source .venv/bin/activate` after `make venv`), or install "
         "msamp there (`pip install -e .`)"
@@ -54,7 +54,7 @@ def _first_rank_reports(message: str) -> bool:
     with _terminated() as ended:
         while True:
             last = bool(ended) or time.monotonic() > deadline
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there yet, or not whole
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # missing or incomplete so far
                 return _plain(json.loads(first.read_text(encoding="utf-8"))["message"]["message"]) == _plain(message)
             if last:
                 return False
@@ -67,11 +67,11 @@ def _plain(message: str) -> str:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[list[int]]:
-    """A list that is no longer empty once SIGTERM has come; where another thread reports, SIGTERM ends the process as before."""
+    """Yield a list that is non-empty after SIGTERM. Outside the main thread SIGTERM ends the process as before."""
     ended: list[int] = []
     try:
         before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
-    except ValueError:  # only the main thread may
+    except ValueError:  # only the main thread may set handlers
         yield ended
         return
     try:

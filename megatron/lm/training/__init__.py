@@ -1,1 +1,1 @@
-"""What is trained besides the model: the state of a run, its optimizer, the gradient all-reduce, its health and its identity."""
+"""The training state around the model: optimizer and schedule, gradient all-reduce, health and identity of a run."""

@@ -1,4 +1,4 @@
-"""Gradients on the grid: which one travels where in which format, and what pipeline stages send each other."""
+"""Build the gradient synchronizer of a run on the grid of ranks, and count the traffic between pipeline stages."""
 
 from collections.abc import Sequence
 
@@ -16,21 +16,21 @@ from msamp.parallel.data_parallel import grad_sync
 
 
 def chunks(model: nn.Module) -> list[GPTModel]:
-    """What a rank has of the model: one part of it, or several that take turns (interleaved pipeline stages)."""
+    """Return this rank's chunks of the model: several with interleaved pipeline stages, else one."""
     return list(model) if isinstance(model, nn.ModuleList) else [model]  # type: ignore[arg-type, list-item]
 
 
 def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: WireBytes | None = None, grid: Grid | None = None) -> GradSync:
-    """The synchroniser of this rank's gradients, told by megatron-core's schedule which micro-batch is the last.
+    """Build this rank's gradient synchronizer. megatron-core's schedule tells it which micro-batch is the last.
 
     Args:
-        model: this rank's.
+        model: of this rank.
         config, recipe: of the run.
-        sent: where the bytes that this rank sends are counted.
-        grid: the ranks that average and those that sum; None: the current one.
+        sent: counter of the bytes that this rank sends.
+        grid: defines the ranks that average and those that sum; None is the current grid.
 
     Raises:
-        ValueError: a grid on which not all gradients are averaged over the same ranks.
+        ValueError: if not all gradients are averaged over the same ranks.
     """
     communication = config.communication
     sent = WireBytes() if sent is None else sent
@@ -38,8 +38,8 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
     average, *others = {grid.gradients(p) for p in model.parameters()}
     if others:
         raise ValueError(
-            f"the parameters' gradients are averaged over {1 + len(others)} groups of ranks, and a GradSync takes one: use a grid on which "
-            "all parameters have the same copies"
+            f"gradients are averaged over {1 + len(others)} different groups of ranks, but GradSync supports one: use a grid on which "
+            "all parameters have the same replicas"
         )
     sync = grad_sync(
         model,
@@ -55,7 +55,7 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         seed=config.training.seed,
         sums=[(Peers(ranks.group, sent), params) for ranks, params in grid.sums(model.parameters())],
         sent=sent,
-        heed_zero_grad=False,  # this loop clears by `clear` alone
+        heed_zero_grad=False,  # this loop clears gradients only with `clear`
     )
     for chunk in chunks(model):
         chunk.config.no_sync_func = sync.no_sync
@@ -63,7 +63,7 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
 
 
 def count_pipeline_traffic(sent: WireBytes, config: Config, parts: Sequence[GPTModel], micro_batches: int) -> None:
-    """Count what this rank sends other pipeline stages in a step: an activation a micro-batch onward, its gradient back."""
+    """Count the bytes that this rank sends to other pipeline stages in a step: per micro-batch an activation forward, a gradient back."""
     model, parallel = config.model, config.parallel
     if parallel.pipeline_model_parallel_size == 1:
         return

@@ -1,21 +1,20 @@
-"""Whether a checkpoint is worth going on from: the definition, and what of it a run keeps from step to step.
+"""Health of a checkpoint: the definition, and the state that a run keeps for it from step to step.
 
-A run that has diverged writes checkpoints as any other does: whole, with sound digests, and worth nothing. `--keep-last` would delete the
-good ones before them, and a resume would go on from the dead. So each checkpoint says when it is saved whether it is healthy. It is not
-where
+A diverged run writes checkpoints with valid digests that are worth nothing. `--keep-last` would delete the good ones before them, and a
+resume would continue from a bad one. So every checkpoint records whether it is healthy. It is unhealthy if
 
-1. a tensor of it holds NaN or infinity;
-2. the last step was skipped, and not in search of a loss scale. Such a search is a step that overflowed under FP16's dynamic loss scale
-   with a finite loss: a smaller scale cures it. No scale cures a loss that is not finite itself;
-3. the last step's loss was more than `FACTOR` times the running mean of the losses before it. The mean is over about the last `WINDOW`
-   healthy ones, so that a run that stays where it diverged to does not become healthy by habit; a mean below `LEAST` nats counts as that,
-   since a loss near 0 doubles by chance. The mean goes on through checkpoints.
+1. a tensor in it contains NaN or infinity;
+2. the last step was skipped, other than in the search for a loss scale. In that search, a step overflows under FP16's dynamic loss scale
+   although its loss is finite, and a smaller scale fixes it. No scale fixes a non-finite loss;
+3. the last step's loss was more than `FACTOR` times the running mean of earlier losses. The mean covers about the last `WINDOW` healthy
+   losses, so that a run that stays at a high loss after diverging does not become healthy again. A mean below `LEAST` nats counts as
+   `LEAST`, since a loss near 0 doubles by chance. Checkpoints save the mean.
 
-A loss is of the weights before the step, so that the step that ruins them looks well itself. Where the `DOUBTED` steps right after a
-checkpoint all have a problem, it is the checkpoint's, which is marked unhealthy then.
+A loss belongs to the weights before the step, so the step that ruins them looks healthy itself. If all of the `DOUBTED` steps right after
+a checkpoint have a problem, the checkpoint is marked unhealthy.
 
-An unhealthy checkpoint is written and says why. The marker stays at the newest healthy one, `--keep-last` never deletes that one, and
-loading passes over the others, unless `--ckpt-step` names one and `--load-unhealthy` stands beside it.
+An unhealthy checkpoint is written with the reason. The marker stays at the newest healthy checkpoint, which `--keep-last` never deletes.
+Loading skips unhealthy ones, unless `--ckpt-step` names one and `--load-unhealthy` is set.
 """
 
 import math
@@ -30,20 +29,20 @@ FACTOR = 2.0
 WINDOW = 100
 LEAST = 1.0  # nats
 DOUBTED = 2  # one bad batch is no proof
-NAMED = 3  # tensors that a message names
-_BLOCK = 2**24  # elements that are looked at in FP32 at a time
+NAMED = 3  # tensors that a message names at most
+_BLOCK = 2**24  # elements to check in FP32 at a time
 
 
 @dataclass
 class Health:
-    """How the last step of a run went.
+    """The health of a run after its last step.
 
     Attributes:
-        mean_loss: running mean of the healthy losses, nats a token; None before the first.
-        losses: how many it has counted, up to WINDOW.
-        problem: why a checkpoint of now is unhealthy whatever it holds; None where nothing speaks against it.
-        failed: steps in a row, up to this one, that had a problem.
-        since: the iteration of the first of them; 0 where there is none.
+        mean_loss: running mean of the healthy losses, nats per token; None before the first.
+        losses: number of losses in it, up to WINDOW.
+        problem: why a checkpoint written now is unhealthy whatever its tensors contain, or None.
+        failed: number of consecutive steps with a problem, up to this one.
+        since: the iteration of the first of them; 0 if there is none.
     """
 
     mean_loss: float | None = None
@@ -53,7 +52,7 @@ class Health:
     since: int = 0
 
     def stepped(self, iteration: int, loss: float) -> None:
-        """The step was done, with this loss in nats a token."""
+        """Record a step with this loss, in nats per token."""
         mean, self.problem = self.mean_loss, None
         if not math.isfinite(loss):
             self.problem = f"the loss of iteration {iteration} is {loss}"
@@ -65,8 +64,8 @@ class Health:
         self._count(iteration)
 
     def skipped(self, iteration: int, searches_scale: bool) -> None:
-        """The step was skipped; `searches_scale`: a smaller loss scale may cure it."""
-        self.problem = None if searches_scale else f"iteration {iteration} was skipped: its loss or gradient was not finite"
+        """Record a skipped step; `searches_scale`: a smaller loss scale may fix it."""
+        self.problem = None if searches_scale else f"iteration {iteration} was skipped: its loss or gradient was non-finite"
         self._count(iteration)
 
     def _count(self, iteration: int) -> None:
@@ -77,19 +76,19 @@ class Health:
             self.since = self.since or iteration
 
     def against(self, saved: int) -> str | None:
-        """Why the checkpoint of iteration `saved` is unhealthy after all, as the steps since show; None where they do not."""
+        """Return why the steps since show that the checkpoint of iteration `saved` is unhealthy, or None."""
         shown = self.failed >= DOUBTED and self.since == saved + 1
-        return f"all steps from it on failed: {self.problem}" if shown else None
+        return f"all steps after it failed: {self.problem}" if shown else None
 
     def entry(self, spoiled: Sequence[str]) -> dict[str, Any]:
-        """For `checkpoint.json`; `spoiled`: names of tensors in the checkpoint that are not finite."""
+        """Return the entry for `checkpoint.json`; `spoiled`: names of non-finite tensors in the checkpoint."""
         more = f" and {len(spoiled) - NAMED} more" if len(spoiled) > NAMED else ""
-        problem = f"{', '.join(spoiled[:NAMED])}{more} hold NaN or infinity" if spoiled else self.problem
+        problem = f"{', '.join(spoiled[:NAMED])}{more} contain NaN or infinity" if spoiled else self.problem
         return {"problem": problem, "mean_loss": self.mean_loss, "losses": self.losses}
 
 
 def of(info: Mapping[str, Any]) -> Health:
-    """The health with which a run goes on from a checkpoint, from its `checkpoint.json`; a fresh one after an unhealthy checkpoint."""
+    """Return the health with which a run resumes, from `checkpoint.json`; a new one after an unhealthy checkpoint."""
     entry = info.get("health", {})
     if entry.get("problem") is not None:
         return Health()
@@ -97,13 +96,13 @@ def of(info: Mapping[str, Any]) -> Health:
 
 
 def problem_of(info: Mapping[str, Any]) -> str | None:
-    """Why a checkpoint is unhealthy, from its `checkpoint.json`; None for a healthy one, and for those that do not say."""
+    """Return why a checkpoint is unhealthy, from its `checkpoint.json`; None for a healthy one, and if it has no entry."""
     problem: str | None = info.get("health", {}).get("problem")
     return problem
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors, of any dtype and device, that hold NaN or infinity; waits for the device."""
+    """Return the names of tensors, of any dtype and device, that contain NaN or infinity; waits for the device."""
     return [name for name, x in tensors if x.dtype.is_floating_point and not _is_finite(x)]
 
 

@@ -1,9 +1,8 @@
-"""Which run a checkpoint is of.
+"""Identity of a run: an ID that every checkpoint records.
 
-A run gets its identity when it starts anew, and writes it into every checkpoint. A job that resumes from a folder into the same
-folder is the same run. A job that loads from elsewhere, or takes the weights alone, begins a child, which names the checkpoint that it
-came from. A checkpoint without an identity is older than identities: its seal stands for it as a parent, and a run that resumes in its
-folder adopts it.
+A run gets its ID when it starts from scratch. A job that resumes from a folder and saves to the same folder is the same run. A job that
+loads from another folder, or loads only the weights, starts a child run, which records the checkpoint that it started from. A checkpoint
+without an ID was written before IDs existed: its seal identifies it as a parent, and a run that resumes in its folder adopts it.
 """
 
 import uuid
@@ -14,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint from which a run began: `run` is its identity; `finetune`: whether the weights alone were taken."""
+    """The checkpoint from which a run started: `run` is its identity; `finetune`: whether only the weights were loaded."""
 
     run: str
     iteration: int
@@ -23,12 +22,12 @@ class Parent:
 
 @dataclass(frozen=True)
 class Run:
-    """One run, however often it was started again.
+    """One run, however often it was restarted.
 
     Attributes:
-        id: made once, unlike any other.
-        parent: None for one that began with fresh weights.
-        adopted: whether checkpoints without identity in its folder are its own.
+        id: unique, generated once.
+        parent: None for a run that started from initial weights.
+        adopted: whether checkpoints without an ID in its folder belong to it.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -36,25 +35,25 @@ class Run:
     adopted: bool = False
 
     def holds(self, info: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint with this `checkpoint.json` is of this run."""
+        """Return whether the checkpoint with this `checkpoint.json` belongs to this run."""
         found = of(info)
         return self.adopted if found is None else found.id == self.id
 
     def resumed(self, info: Mapping[str, Any]) -> "Run":
-        """The run that goes on in the folder of this checkpoint: its own, or where it has none this one, which adopts it."""
+        """Return the run that resumes in the checkpoint's folder: the checkpoint's own, or if it has none this one, which adopts it."""
         return of(info) or replace(self, adopted=True)
 
     def child_of(self, info: Mapping[str, Any], finetune: bool) -> "Run":
-        """This run, begun from a checkpoint of another."""
+        """Return this run as a child of the run that wrote the checkpoint."""
         return replace(self, parent=Parent(name(info), info["iteration"], finetune))
 
     def entry(self) -> dict[str, Any]:
-        """For `checkpoint.json`."""
+        """Return the entry for `checkpoint.json`."""
         return asdict(self)
 
 
 def of(info: Mapping[str, Any]) -> Run | None:
-    """The run of a checkpoint, from its `checkpoint.json`; None where it names none."""
+    """Return the run that wrote a checkpoint, from its `checkpoint.json`, or None."""
     entry = info.get("run")
     if entry is None:
         return None
@@ -62,6 +61,6 @@ def of(info: Mapping[str, Any]) -> Run | None:
 
 
 def name(info: Mapping[str, Any]) -> str:
-    """What stands for the run of a checkpoint: its identity, or the checkpoint's seal."""
+    """Return the name of a checkpoint's run: its ID, or else the checkpoint's seal."""
     found = of(info)
     return found.id if found is not None else info["seal"]

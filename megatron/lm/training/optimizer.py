@@ -1,4 +1,4 @@
-"""The trainer's optimizer and learning-rate schedule: which parameter gets which formats, and decay or none."""
+"""The trainer's optimizer and learning-rate schedule: formats and weight decay of each parameter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,9 +27,9 @@ from msamp.parallel.greedy_zero import ZeRO
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """Up to three groups: linear weights, other matrices (embeddings, LM head), vectors (norms, biases).
+    """Return up to three groups: linear weights, other matrices (embeddings, LM head), vectors (norms, biases).
 
-    Matrices decay; vectors do not (as in Megatron-LM). Their formats: `Recipe.formats_of`.
+    Matrices have weight decay, vectors do not, as in Megatron-LM. Formats come from `Recipe.formats_of`.
     """
     by_kind: dict[str, list[nn.Parameter]] = {kind: [] for kind in KINDS}
     for p in model.parameters():
@@ -39,17 +39,17 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
-    """The key of every parameter's thresholds for stochastic rounding, by its name in the whole model and, where it is a tensor-parallel
-    shard, by its rank. Copies of a parameter have one key: those of data-parallel ranks, norms under tensor parallelism, and a tied
-    embedding on the first and the last stage."""
+    """Return each parameter's key for the thresholds of stochastic rounding, from its name in the whole model and, for a tensor-parallel
+    shard, its rank. Copies of a parameter share a key: those of data-parallel ranks, norms under tensor parallelism, and a tied embedding
+    on the first and last stage."""
     rank, names = Grid.current().tensor.rank, parameter_names(model)
     return {p: tensor_key(seed, name, rank if getattr(p, "tensor_model_parallel", False) else 0) for p, name in names.items()}
 
 
 def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
-    """The loss scale of FP16, constant with `--loss-scale`; None for a recipe that needs none.
+    """Build FP16's loss scaler, constant with `--loss-scale`; None for a recipe without loss scaling.
 
-    A dynamic one may fall below `--min-loss-scale` by one halving, which ends the run.
+    A dynamic scale may fall below `--min-loss-scale` by one halving, which ends the run.
     """
     if not recipe.scales_loss:
         return None
@@ -68,7 +68,7 @@ def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
 def build_optimizer(
     model: nn.Module, config: Config, recipe: Recipe, grad_sync: GradSync, loss_scaler: LossScaler | None = None
 ) -> FP8AdamW:
-    """The optimizer of this rank: all states, or under ZeRO those of the tensors it owns; `loss_scaler` as `build_loss_scaler` gives it."""
+    """Build this rank's optimizer, with all states, or under ZeRO those of the tensors it owns; `loss_scaler` from `build_loss_scaler`."""
     optim = config.optimizer
     settings: dict[str, Any] = {
         "lr": optim.lr,
@@ -92,7 +92,7 @@ def build_optimizer(
 
 
 def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """For an optimizer of `params`: their FP64 [n] gradient norms -> the norm over the whole grid, every tensor counted once."""
+    """Return a function from the gradient norms of `params`, FP64 [n], to the norm over the whole grid, counting every tensor once."""
     grid = Grid.current()
     peers = Peers(grid.model.group, WireBytes())
     counts = [grid.counts(p, every_copy=True) for p in params]
@@ -101,8 +101,8 @@ def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     def combine(norms: Tensor) -> Tensor:
         if peers.ranks == 1:
             return torch.linalg.vector_norm(norms)
-        # Not selected but multiplied: a copy that is not finite shows as well. Gathered and added in rank order: data-parallel copies
-        # of the grid must come to the same bits, over whatever rings their sums would have gone.
+        # Multiplying by 0 instead of selecting keeps non-finite copies visible. An all-gather and a sum in rank order gives all
+        # data-parallel replicas the same bits, which an all-reduce may not.
         total = (norms.square() * counted).sum().reshape(1)
         return peers.all_gather(total, [1] * peers.ranks, "the gradient norm of the grid").sum().sqrt()
 
@@ -110,18 +110,18 @@ def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class Schedule(OptimizerParamScheduler):
-    """megatron-core's schedule, which does not wait to hear whether a step counts."""
+    """megatron-core's schedule, without waiting for the device to report whether a step was skipped."""
 
-    _skipped: bool | DeviceFlag = True  # the last step that `advance_unless` has told of and `settle` has not
+    _skipped: bool | DeviceFlag = True  # of the last step that `advance_unless` recorded and `settle` has not applied
 
     def advance_unless(self, skipped: bool | DeviceFlag) -> None:
-        """Move on by one step unless `skipped`: at once where that is known, else with the next `settle`."""
+        """Advance by one step unless `skipped`: at once if that is known, else in the next `settle`."""
         self._skipped = skipped
         if isinstance(skipped, bool):
             self.settle()
 
     def settle(self) -> None:
-        """Be where the steps so far have led to; waits for the last one's flag."""
+        """Apply the last recorded step; waits for its flag."""
         skipped, self._skipped = self._skipped, True
         if not skipped:
             self.step(1)
@@ -132,7 +132,7 @@ class Schedule(OptimizerParamScheduler):
 
 
 def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
-    """megatron-core's schedule, counted in iterations: linear warm-up from 0, then the decay of `--lr-decay-style`."""
+    """Build megatron-core's schedule, counted in iterations: linear warm-up from 0, then the decay of `--lr-decay-style`."""
     optim = config.optimizer
     return Schedule(
         optimizer,
@@ -150,11 +150,11 @@ def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
 
 
 def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
-    """Mean bytes a parameter of the model that each kind of state takes on this rank, by its format.
+    """Return the mean bytes per parameter of each kind of state on this rank, from their formats.
 
-    Keys: weight, master (0 where the weight is its own), grad: the gradient that the optimizer takes (while several micro-batches are
-    summed it is wider where it will be FP8), and the columns of the update's states, such as m and v; a remainder counts with its first
-    component. Under ZeRO a rank has master, gradient and states of what it owns, and all weights.
+    Keys: weight; master (0 if the weight is its own master); grad, the gradient that the optimizer reads (an FP8 gradient is wider while
+    micro-batches accumulate); and the columns of the update's states, such as m and v, where a remainder counts with its first component.
+    Under ZeRO a rank has all weights, but master, gradient and states only of the tensors it owns.
     """
     total = dict.fromkeys((WEIGHT, MASTER.column, "grad"), 0)
     params = [p for group in optimizer.param_groups for p in group["params"]]

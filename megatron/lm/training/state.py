@@ -1,6 +1,6 @@
-"""What a training is: the state that a step works on and that a checkpoint keeps, and what a step tells.
+"""The training state that a step updates and a checkpoint saves, and the result of a step.
 
-Whatever only watches or speeds up the steps (CUDA graphs, the recorder, the watches of a run) holds a `Training` and stands outside it.
+Code that only observes or accelerates steps (CUDA graphs, the recorder, the watches of a run) refers to a `Training` and is not part of it.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ Batches = Iterator[dict[str, Tensor]]
 
 @dataclass(kw_only=True)
 class Training:
-    """What a step works on.
+    """The state that a step updates.
 
-    `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which of its linear layers
-    are BF16 in an FP8 recipe, as in `config`, and why. `passed_over`: samples that were read and undone by rollbacks; those of the next
-    step begin at `consumed_samples + passed_over`. `loss_scaler`: FP16's, which multiplies the loss in megatron-core's schedule and in
-    the graphs, and which the optimizer divides out and updates. `data`: what fixes the order of the training data (`data.order`); None
-    where there is none. `run`: its identity, of which rank 0's counts. `health`: how the last step went, as `run.step_watch` saw it.
+    `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which linear layers are BF16 in
+    an FP8 recipe, as in `config`, and why. `passed_over`: samples that were read and then undone by rollbacks; the next step reads from
+    `consumed_samples + passed_over`. `loss_scaler`: for FP16; megatron-core's schedule and the graphs multiply the loss by its scale, and
+    the optimizer divides by it and updates it. `data`: what determines the order of the training data (`data.order`), or None. `run`: the
+    run's identity; rank 0's is saved. `health`: of the last step, set by `run.step_watch`.
     """
 
     config: Config
@@ -56,9 +56,9 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """`loss_sum` and `tokens`: of this rank, on the device, 0 off the last pipeline stage. `grad_norm`: before clipping, FP64.
+    """`loss_sum` and `tokens`: of this rank, on the device, 0 before the last pipeline stage. `grad_norm`: before clipping, FP64.
 
-    `skipped`: on a GPU a flag on its way, which `bool` waits for. `loss_scale`: what the next step takes; None without one.
+    `skipped`: on a GPU an asynchronous flag; `bool` waits for it. `loss_scale`: of the next step; None without loss scaling.
     """
 
     loss_sum: Tensor

@@ -84,7 +84,7 @@ def test_an_expert_axis_answers_by_parameter_and_one_synchroniser_for_two_averag
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model[1].weight.allreduce = False  # type: ignore[assignment, union-attr]
     config = tiny.config("corpus", precision="bf16")
-    with pytest.raises(ValueError, match="averaged over 2 groups of ranks, and a GradSync takes one"):
+    with pytest.raises(ValueError, match="averaged over 2 different groups of ranks, but GradSync supports one"):
         build_grad_sync(model, config, build_recipe(config.precision), grid=grid)
 
 

@@ -58,7 +58,7 @@ def test_a_skipped_step_is_a_problem_unless_a_scale_is_searched():
     found.skipped(2, searches_scale=True)
     assert found.problem is None
     found.skipped(3, searches_scale=False)
-    assert found.problem == "iteration 3 was skipped: its loss or gradient was not finite"
+    assert found.problem == "iteration 3 was skipped: its loss or gradient was non-finite"
     found.stepped(4, 4.0)
     assert found.problem is None
 
@@ -68,7 +68,7 @@ def test_steps_that_all_fail_speak_against_the_checkpoint_before_them():
     found.skipped(3, searches_scale=False)
     assert found.against(2) is None  # one bad batch
     found.stepped(4, math.nan)
-    assert found.against(2) == "all steps from it on failed: the loss of iteration 4 is nan"
+    assert found.against(2) == "all steps after it failed: the loss of iteration 4 is nan"
     assert found.against(1) is None
     found.stepped(5, 3.0)
     assert found.against(2) is None
@@ -80,7 +80,7 @@ def test_what_is_written_is_what_the_next_run_goes_on_from():
     assert health.of({"health": entry}) == found
     assert health.problem_of({"health": entry}) is None
     spoiled = found.entry(["model/a", "model/b", "master/a", "exp_avg/a"])
-    assert health.problem_of({"health": spoiled}) == "model/a, model/b, master/a and 1 more hold NaN or infinity"
+    assert health.problem_of({"health": spoiled}) == "model/a, model/b, master/a and 1 more contain NaN or infinity"
     assert health.of({"health": spoiled}) == Health()
     assert health.of({}) == Health()  # of a version that said nothing
     assert health.problem_of({}) is None
@@ -142,7 +142,7 @@ def test_a_checkpoint_right_after_the_step_that_ruined_it_is_condemned(prefix: P
     tiny.run(tiny.config(prefix, opt_level="O2", train_iters=7, lr=1e20, **shared))
     assert (folder / MARKER).read_text() == "3"
     assert latest(folder).name == "iter_0000003"
-    assert "iter_0000004 is unhealthy: all steps from it on failed: iteration 6 was skipped" in capsys.readouterr().out
+    assert "iter_0000004 is unhealthy: all steps after it failed: iteration 6 was skipped" in capsys.readouterr().out
 
 
 @pytest.mark.promise("Checkpoints", "A checkpoint with NaN or infinity in a tensor is unhealthy.")
@@ -156,7 +156,7 @@ def test_a_checkpoint_with_one_nan_is_labelled_and_passed_over(prefix: Path, tmp
         with made.saver as saver:
             assert saver.save() is False
     dead = tmp_path / "run" / "iter_0000003"
-    assert f"saved {dead}, which is unhealthy: model/decoder.final_layernorm.weight hold" in capsys.readouterr().out
+    assert f"saved {dead}, which is unhealthy: model/decoder.final_layernorm.weight contain" in capsys.readouterr().out
     assert latest(tmp_path / "run").name == "iter_0000002"
     with pytest.raises(ValueError, match="iter_0000003 is unhealthy: model"):
         latest(tmp_path / "run", 3)
