@@ -1,1 +1,1 @@
-"""CUDA graphs of a training step, whole or by pipeline stage, and what they can capture."""
+"""CUDA graphs of a training step, of the whole model or of a pipeline stage."""

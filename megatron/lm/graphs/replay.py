@@ -1,11 +1,11 @@
-"""What all CUDA graphs of a training step have in common: when they can begin, how one is captured, and what stands beside a replay.
+"""Common code of the CUDA graphs of a training step: when capture starts, how a graph is captured, and what Python repeats per replay.
 
-What a step needs lives on the device: scales and amax histories, mu, FP16's loss scale, the gradients' buckets, learning rates, whether
-the step is skipped. A replay runs no Python, so what Python did while the graph was captured is repeated around it: bytes sent are
-counted again, and the averaged gradients, which stand at the same addresses in every replay, are handed to the optimizer again.
+The state of a step is on the device: scales and amax histories, mu, FP16's loss scale, gradient buckets, learning rates, the skip flag.
+A replay runs no Python, so the side effects of Python during capture are repeated at each replay: bytes sent are counted again, and the
+optimizer gets the averaged gradients again, which have the same addresses in every replay.
 
-`megatron.lm.graphs.step_graph` has the graphs of a whole model: its micro-batches follow each other. `megatron.lm.graphs.stage_graph` has
-those of a pipeline stage: there megatron-core's schedule has several micro-batches under way.
+`megatron.lm.graphs.step_graph` has the graphs of a whole model, where micro-batches run one after another. `megatron.lm.graphs.stage_graph`
+has those of a pipeline stage, where megatron-core's schedule has several micro-batches in flight.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -19,14 +19,14 @@ from megatron.lm.training.state import Training
 from msamp.kernels import scalar_pool
 from msamp.numerics.tensor import ScalingTensor
 
-WARM_UP = 3  # eager steps as they will be captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs, communicators exist
+WARM_UP = 3  # eager steps before capture, to compile kernels, let cuDNN and cuBLAS choose theirs, and create communicators
 UPDATE = "update"
 
 
 class Captured(NamedTuple):
-    """A graph, and what Python did beside it: bytes sent by kind and collective; whether it left averaged gradients, and, where Python
-    looks at them after every replay (an eager update, the recorder), where they stand; else `borrowed`, the same without owning the memory.
-    """
+    """A graph and Python's side effects during its capture: bytes sent by kind and collective; whether the graph ends with averaged
+    gradients; `averages`, their location if Python reads them after every replay (an eager update, the recorder); else `borrowed`, the same
+    without owning the memory."""
 
     graph: torch.cuda.CUDAGraph
     sent: dict[tuple[str, str], int]
@@ -36,27 +36,27 @@ class Captured(NamedTuple):
 
 
 class Replays:
-    """Graphs by name, and the optimizer's among them.
+    """The graphs of a training step by name, including the optimizer's.
 
-    A step that counts its gradients (`Statistics.active`) has graphs of its own, and so has one that is recorded
-    (`Statistics.recording`): its forward and backward hold what the watches do. With mode "step" the gradients of all but the recorded one
-    stand in the same memory. Capture waits until delayed scaling has filled its window, since casts are just in time until then, and
-    until every weight has been updated once; after the first capture no step is eager. Under ZeRO all weights are there before the next
-    step begins: `--overlap-param-gather` overlaps in eager steps only.
+    Steps that count gradient statistics (`Statistics.active`) and recorded steps (`Statistics.recording`) have their own graphs, which
+    contain the measuring kernels. In mode "step" all graphs but the recorded one share the memory of the gradients. Capture waits until
+    delayed scaling has filled its window, since casts use just-in-time scales until then, and until every weight was updated once. No step
+    is eager after the first capture. Under ZeRO all weights are gathered before the next step starts: `--overlap-param-gather` only
+    overlaps in eager steps.
 
     Args:
-        training: what is trained.
-        mode: "micro-batch" or "step", which has the update too.
+        training: the training state.
+        mode: "micro-batch", or "step", which includes the update.
 
     Attributes:
-        captured: graphs so far.
+        captured: number of graphs so far.
     """
 
     def __init__(self, training: Training, mode: str) -> None:
         self.training, self.mode = training, mode
         self._eager_steps = 0
         self._graphs: dict[Hashable, Captured] = {}
-        self._new: set[Hashable] = set()  # captured, and before their first replay
+        self._new: set[Hashable] = set()  # captured but not replayed yet
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -65,14 +65,14 @@ class Replays:
         return len(self._graphs)
 
     def release(self) -> None:
-        """Destroy the graphs, for good: NCCL waits for those that hold its collectives before it lets a communicator go."""
+        """Destroy the graphs. NCCL cannot destroy a communicator while a graph contains its collectives."""
         for done in self._graphs.values():
             done.graph.reset()
         self._graphs.clear()
         self._new.clear()
 
     def ready(self) -> bool:
-        """Whether the step that begins is to be replayed; counts the eager steps before the first one."""
+        """Return whether graphs run the next step; counts the eager steps before the first capture."""
         if self._graphs:
             return True
         if not all(layer.delayed for layer in self.training.scaling.layers.values()):
@@ -84,7 +84,7 @@ class Replays:
         return False
 
     def update(self) -> Tensor:
-        """The optimizer's step, and the new scales. The gradient's norm, FP64 0-dim."""
+        """Run the optimizer's step and set the new scales; return the gradient norm, FP64 0-dim."""
         self.training.optimizer.refresh()
         self._record(UPDATE, self._update)
         self._launch(UPDATE)
@@ -94,10 +94,10 @@ class Replays:
 
     @contextmanager
     def gradients_in_sight(self) -> Iterator[None]:
-        """Between the forward and backward of a step and its update: in this block Python finds the averaged gradients of this step.
+        """Make this step's averaged gradients visible to Python inside the block, between backward and the update.
 
-        With mode "step" it finds those of the graph that was captured last, and another graph may have been replayed. What it finds here
-        does not own the memory, which graphs of other kinds of steps use too: it is right until the next graph runs.
+        Otherwise, in mode "step", Python sees the gradients of the graph that was captured last, which may not be the one that was
+        replayed. The tensors do not own their memory, which other graphs share: they are valid until the next graph runs.
         """
         current = [done for key, done in self._graphs.items() if done.finishes and key[1:] == self._key(None)[1:]]  # type: ignore[index]
         borrowed = [] if not self._known(UPDATE) else [average for done in current for average in done.borrowed]
@@ -122,21 +122,21 @@ class Replays:
         return (name, statistics.active, statistics.recording)
 
     def _known(self, name: Hashable) -> bool:
-        """Whether a step like this one has captured what is called `name`."""
+        """Return whether `name` is captured for this kind of step."""
         return self._key(name) in self._graphs
 
     def _record(self, name: Hashable, run: Callable[[], None], pool: Any = None, *, finishes: bool = False) -> None:
-        """Capture what `run` launches, unless a step like this one has. Nothing of it is computed until `_launch`.
+        """Capture the kernels of `run`, unless they are captured for this kind of step. They only run in `_launch`.
 
-        pool: of the memory; None: the one that all graphs share that are never under way together.
-        finishes: whether it ends with the averaged gradients.
+        pool: memory pool; None is the pool of all graphs that never run concurrently.
+        finishes: whether the graph ends with averaged gradients.
         """
         if not self._known(name):
             self._graphs[self._key(name)] = self._capture(run, self._pool if pool is None else pool, finishes)
             self._new.add(self._key(name))
 
     def _launch(self, name: Hashable) -> None:
-        """Replay what was captured, and repeat what Python did then; the first time it has just done it."""
+        """Replay a graph and repeat Python's side effects, except right after capture, which has just had them."""
         sync, key = self.training.grad_sync, self._key(name)
         done = self._graphs[key]
         done.graph.replay()
@@ -155,7 +155,7 @@ class Replays:
         with scalar_pool.captured(), self._capturing(graph, pool):
             run()
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
-        # The update's graph knows the addresses by itself, so that a second variant may have the first one's memory.
+        # The update's graph contains the addresses of the gradients, so a second variant may reuse the first one's memory.
         handed_over = finishes and (self.mode == "micro-batch" or sync.statistics.recording)
         lent = finishes and not handed_over
         borrowed = tuple((holder, name, alias(average)) for holder, name, average in sync.averages()) if lent else ()
@@ -166,35 +166,34 @@ class Replays:
 
 
 def alias(x: Any) -> Any:
-    """`x`, or of a tensor on a GPU another one in its memory that does not keep the memory from being reused; a ScalingTensor's payload and
-    scale alike."""
+    """Return a tensor with the memory of `x` that does not own it, for GPU tensors and ScalingTensors; else `x`."""
     if isinstance(x, ScalingTensor):
         return ScalingTensor(alias(x.payload), alias(x.scale_inv), x.dtype)
     if x is None or not x.is_cuda or not x.numel():
         return x
     storage = x.untyped_storage()
     size = storage.nbytes() // x.element_size() * x.element_size()
-    # As bytes: the interface of torch's tensors knows no FP8 and no BF16.
+    # As bytes, because __cuda_array_interface__ does not support FP8 and BF16.
     owning = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (size,), (1,))
     memory = torch.as_tensor(_Address(owning.__cuda_array_interface__), device=x.device)
     return memory.view(x.dtype).as_strided(x.size(), x.stride(), x.storage_offset())
 
 
 class _Address:
-    """Memory by its address, as torch takes it from other libraries."""
+    """A memory address in the form that `torch.as_tensor` accepts from other libraries."""
 
     def __init__(self, interface: Any) -> None:
         self.__cuda_array_interface__ = interface
 
 
 class Inputs:
-    """Where a graph reads its micro-batch: tensors that stay where they are."""
+    """Static tensors from which a graph reads its micro-batch."""
 
     def __init__(self) -> None:
         self.batch: dict[str, Tensor] = {}
 
     def fill(self, batch: dict[str, Tensor]) -> None:
-        """Bring a micro-batch there."""
+        """Copy a micro-batch into them."""
         if not self.batch:
             self.batch = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in batch.items()}
         for name, x in batch.items():

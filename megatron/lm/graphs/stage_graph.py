@@ -1,33 +1,32 @@
-"""CUDA graphs of a pipeline stage: forward and backward of each micro-batch, between what the stages send each other.
+"""CUDA graphs of a pipeline stage: forward and backward of each micro-batch, between the sends and receives of the stages.
 
-What: megatron-core's schedule decides when a stage runs which forward and which backward, and sends and receives between them. It asks
-for a chunk's output and later for its gradient. Here both are one launch: a graph of the forward, and a graph of the backward that belongs
-to it.
+megatron-core's schedule decides when a stage runs which forward and which backward, and sends and receives between them. It calls for a
+chunk's output and later for its gradient. Here each of the two is one launch: a graph of the forward, and a graph of its backward.
 
-    received ->  input  --[ forward ]-->  output  -> sent on
+    received ->  input  --[ forward ]-->  output  -> sent to the next stage
     batch    ->  batch        |
-                              | what backward needs stays in the slot's pool
+                              | tensors for backward stay in the slot's pool
                               v
     sent back <- grad_input <--[ backward ]--  grad_output <- received
 
-Why slots: several micro-batches are under way at once, and each has its own input, batch and memory. A micro-batch takes the first slot
-that is free and gives it back after its backward, so that a chunk has as many as it ever has under way: on stage p of P, P - p without
-interleaving. A slot's graphs share a memory pool of its own, since they never overlap each other. So the number of graphs does not grow
-with the micro-batches of a step: for each slot a pair that adds to the gradients, and one pair more, of a chunk's first micro-batch, which
-begins their sums.
+Several micro-batches are in flight at once, so each has a slot with its own input, batch and memory. A micro-batch takes the first free
+slot and returns it after its backward, so a chunk has as many slots as micro-batches in flight: P - p on stage p of P without interleaving.
+The graphs of a slot never run concurrently and share its memory pool. So the number of graphs does not grow with the number of
+micro-batches: each slot has a pair of graphs that accumulates gradients, and one more pair, of a chunk's first micro-batch, starts the
+sums.
 
-Why both are captured when the forward is first asked for: nothing is computed in a capture, and backward directly after forward finds the
-memory of the slot's pool as every replay will. Its hooks see the micro-batches in the order of their forwards, which per chunk is that of
-their backwards.
+Forward and backward are both captured at the first request for the forward: a capture computes nothing, and backward directly after forward
+sees the memory of the slot's pool as in every replay. Gradient hooks see micro-batches in the order of their forwards, which within a chunk
+is the order of their backwards.
 
-Why gradients leave behind the pipeline, in a graph of their own (`FINISH`), and not during the last backward as in eager steps: a graph
-ends when all of it has ended, so that an exchange inside the last backward would hold up the gradient that the stage before waits for, and
-one with other stages would never end. Stages that are done early exchange while others still compute.
+Gradients are sent after the pipeline has drained, by a graph of their own (`FINISH`), not during the last backward as in eager steps. A
+graph completes as a whole: an all-reduce inside the last backward would delay the gradient that the previous stage waits for, and a
+collective with other stages would deadlock. Stages that finish early exchange gradients while others still compute.
 
-Why capture does not wait for the device, as `torch.cuda.graph` does: with interleaved stages a receive may be under way, and its sender
-may wait for this rank.
+Unlike `torch.cuda.graph`, capture does not synchronize the device: with interleaved stages a receive may be pending whose sender waits for
+this rank.
 
-Same bits as eager steps: the work is the same, in the same order.
+The bits are those of eager steps: the same work in the same order.
 """
 
 import contextlib
@@ -51,13 +50,13 @@ FORWARD, BACKWARD, FINISH = "forward", "backward", "finish"
 
 
 class MicroBatchBuffers(Inputs):
-    """Where the graphs of one micro-batch under way read and write.
+    """The static tensors of one slot, which its graphs read and write.
 
     Attributes:
-        input: hidden states of the stage before, [s, b, h] with sequence parallelism a share of s; None on the first chunk of all.
+        input: hidden states from the previous stage, [s, b, h], with sequence parallelism a slice of s; None on the model's first chunk.
         output: hidden states for the next stage, or the sum of losses, FP32 0-dim.
-        made: what the forward returned, until its backward has been captured.
-        pool: memory of the slot's graphs.
+        made: the result of forward, until its backward is captured.
+        pool: memory pool of the slot's graphs.
     """
 
     def __init__(self, number: int, input_like: Tensor | None, output_like: Tensor) -> None:
@@ -70,13 +69,13 @@ class MicroBatchBuffers(Inputs):
 
 
 class Chunk:
-    """A part of the model on this stage, and the slots of its micro-batches.
+    """A chunk of the model on this stage, and the slots of its micro-batches.
 
     Attributes:
-        begun: forwards of this step.
-        grad_output: gradient of the output, which a backward reads.
-        grad_input: gradient of the input, which it leaves; None on the first chunk of all.
-        source: stands for the input of the first chunk, so that autograd comes back.
+        begun: number of forwards in this step.
+        grad_output: gradient of the output, the input of backward.
+        grad_input: gradient of the input, the result of backward; None on the model's first chunk.
+        source: placeholder input of the first chunk, so that autograd calls its backward.
     """
 
     def __init__(self, number: int, model: GPT, config: Config) -> None:
@@ -93,12 +92,12 @@ class Chunk:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: no micro-batch is under way."""
+        """Start a step, with no micro-batch in flight."""
         self.begun, self._free = 0, list(self.slots)
         self._under_way: list[MicroBatchBuffers] = []
 
     def take(self) -> MicroBatchBuffers:
-        """The first free slot, for the next forward."""
+        """Take the first free slot for the next forward."""
         self.begun += 1
         if not self._free:
             self._free = [MicroBatchBuffers(len(self.slots), self.grad_input, self._output_like)]
@@ -107,25 +106,25 @@ class Chunk:
         return self._under_way[-1]
 
     def give_back(self, slot: MicroBatchBuffers) -> None:
-        """After its backward.
+        """Return a slot after its backward.
 
         Raises:
-            RuntimeError: an earlier micro-batch's is still to come. The graph of the first one begins the sums that others add to.
+            RuntimeError: if an earlier micro-batch has not run its backward. The first micro-batch's graph must start the sums.
         """
         if self._under_way.pop(0) is not slot:
-            raise RuntimeError("a pipeline schedule that runs backwards in another order than forwards does not go with --cuda-graph")
+            raise RuntimeError("--cuda-graph requires a pipeline schedule that runs backwards in the order of the forwards")
         self._free = sorted([*self._free, slot], key=lambda each: each.number)
 
 
 class StageGraphs(Replays):
-    """The graphs of a training step on a stage of a pipeline, interleaved or not.
+    """The graphs of a training step on a pipeline stage, interleaved or not.
 
     Args:
-        training: what is trained, with several pipeline stages.
+        training: the training state, with several pipeline stages.
         mode: as `Replays`.
 
     Attributes:
-        chunks: this rank's parts of the model, in order.
+        chunks: this rank's chunks of the model, in order.
     """
 
     def __init__(self, training: Training, mode: str) -> None:
@@ -133,23 +132,23 @@ class StageGraphs(Replays):
         self.chunks = [Chunk(number, model, training.config) for number, model in enumerate(chunks(training.model))]
 
     def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]:
-        """All micro-batches of a step, their gradients averaged: sums of loss and of counted tokens, on the device."""
+        """Run all micro-batches of a step and average the gradients; return the sums of loss and of counted tokens, on the device."""
         training = self.training
-        training.optimizer.wait()  # under ZeRO for weights on their way: a graph cannot wait for what began outside it
-        if not self._known(FINISH):  # make room: pools take nothing that is freed in a capture, and nothing that the allocator keeps
+        training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
+        if not self._known(FINISH):  # free memory: pools cannot use blocks freed in a capture or cached by the allocator
             training.grad_sync.clear()
             gc.collect()
             torch.cuda.empty_cache()
         for chunk in self.chunks:
             chunk.begin()
         found = forward_backward(training, batches, forward=self._output)
-        # In the memory of the first slot: its activations are gone by now, and the averages before its next forward.
+        # In the first slot's memory: its activations are dead by now, and the averages are dead before its next forward.
         self._record(FINISH, training.grad_sync.finish, self.chunks[0].slots[0].pool, finishes=True)
         self._launch(FINISH)
         return found
 
     def _output(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """What a chunk makes of a micro-batch, with a gradient, as megatron-core's schedule asks for it."""
+        """Return a chunk's output for a micro-batch, with a gradient, for megatron-core's schedule."""
         chunk = next(each for each in self.chunks if each.model is model)
         first, slot, received = chunk.begun == 0, chunk.take(), chunk.model.decoder.input_tensor
         slot.fill(batch)
@@ -167,7 +166,7 @@ class StageGraphs(Replays):
 
     def _backward(self, chunk: Chunk, slot: MicroBatchBuffers) -> None:
         assert slot.made is not None
-        with self.training.grad_sync.no_sync():  # `finish` takes the sums
+        with self.training.grad_sync.no_sync():  # `finish` sends the sums
             slot.made.backward(chunk.grad_output)
         slot.made = None
         if slot.input is not None and slot.input.grad is not None and chunk.grad_input is not None:
@@ -185,7 +184,7 @@ class StageGraphs(Replays):
 
 
 class _Replayed(torch.autograd.Function):
-    """A micro-batch through a chunk, forward and backward by graphs."""
+    """Forward and backward of a chunk by graphs, as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, graphs: StageGraphs, chunk: Chunk, slot: MicroBatchBuffers, first: bool) -> Tensor:
@@ -193,7 +192,7 @@ class _Replayed(torch.autograd.Function):
         if slot.input is not None:
             slot.input.copy_(received)
         graphs._launch((FORWARD, chunk.number, slot.number, first))
-        # Hidden states have been sent when the slot's next forward writes over them; the log keeps a loss for longer.
+        # Hidden states are sent before the slot's next forward overwrites them; the log keeps a loss for longer.
         return slot.output.clone() if chunk.model.post_process else slot.output.detach()
 
     @staticmethod
@@ -203,5 +202,5 @@ class _Replayed(torch.autograd.Function):
         chunk.grad_output.copy_(grad_output)
         graphs._launch((BACKWARD, chunk.number, slot.number, first))
         chunk.give_back(slot)
-        # A copy, since it is on its way to the stage before when the next backward writes there.
+        # A copy, since it may still be being sent to the previous stage when the next backward overwrites it.
         return None if chunk.grad_input is None else chunk.grad_input.clone(), None, None, None, None

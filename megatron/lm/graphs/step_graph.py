@@ -1,7 +1,7 @@
 """CUDA graphs of a training step: forward and backward of a micro-batch, and the optimizer's step, each replayed as one launch.
 
-`megatron.lm.graphs.replay` says what stands beside a replay. Here are what can be captured, the choice, and the graphs of a rank that has
-the whole stack of layers; a stage of a pipeline has its own (`megatron.lm.graphs.stage_graph`).
+This file has the checks, the choice of a mode, and the graphs of a rank with all layers. `megatron.lm.graphs.replay` has the code that all
+graphs share, `megatron.lm.graphs.stage_graph` the graphs of a pipeline stage.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from megatron.lm.processes import process_groups
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training.state import Batches, Training
 
-UNASKED = "pipeline stages replay graphs where --cuda-graph step or micro-batch asks for it: over NCCL they are new"
-FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # micro-batches of a step by their place
+UNASKED = "pipeline stages only use graphs with --cuda-graph step or micro-batch: over NCCL they are new"
+FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a micro-batch in a step
 
 
 def obstacle(config: Config) -> str | None:
-    """Why the steps of this run cannot be captured here; None where they can."""
+    """Return why the steps of this run cannot be captured on this machine, or None if they can."""
     found = {
         "there is no GPU": not torch.cuda.is_available(),
         "Triton is not installed": importlib.util.find_spec("triton") is None,
@@ -34,10 +34,10 @@ def obstacle(config: Config) -> str | None:
 
 
 def choose(config: Config) -> tuple[str, str]:
-    """(mode, why it is that): what `--cuda-graph` asks for, or "step" where nothing stands in the way and there is one pipeline stage.
+    """Return the mode and its reason: the value of `--cuda-graph`, or by default "step" if it is possible with one pipeline stage.
 
     Raises:
-        ValueError: graphs are asked for where there can be none.
+        ValueError: if the flag requests graphs and they are impossible.
     """
     asked, reason = config.training.cuda_graph, obstacle(config)
     if asked == "none":
@@ -48,12 +48,12 @@ def choose(config: Config) -> tuple[str, str]:
         stages = " of a stage, by micro-batch" if config.parallel.pipeline_model_parallel_size > 1 else ""
         return asked or "step", f"forward and backward{stages}" if asked == "micro-batch" else f"forward and backward{stages}, and update"
     if asked is not None:
-        raise ValueError(f"--cuda-graph {asked}: no graph can be captured, since {reason}; use --cuda-graph none, or drop the flag")
+        raise ValueError(f"--cuda-graph {asked}: CUDA graphs cannot be captured because {reason}; use --cuda-graph none, or drop the flag")
     return "none", reason
 
 
 def build(training: Training) -> "StepGraphs | StageGraphs | None":
-    """The graphs of a training's steps, for `train_step`; None where they are eager (`choose`).
+    """Build the graphs for `train_step`; None for eager steps (`choose`).
 
     Raises:
         ValueError: as `choose`.
@@ -65,13 +65,13 @@ def build(training: Training) -> "StepGraphs | StageGraphs | None":
 
 
 class StepGraphs(Replays):
-    """The graphs of a training step on one pipeline stage, which share one memory pool.
+    """The graphs of a training step with one pipeline stage, which share one memory pool.
 
-    The first micro-batch of a step clears the gradients, the last sends them off, those between only add to them: up to three
-    graphs, and one of the update, each captured when it is first needed.
+    The first micro-batch of a step clears the gradients, the last sends them, those between only accumulate: up to three graphs, and one of
+    the update, each captured at its first use.
 
     Args:
-        training: what is trained, on one pipeline stage.
+        training: the training state, with one pipeline stage.
         mode: as `Replays`.
     """
 
@@ -81,11 +81,11 @@ class StepGraphs(Replays):
         self._sums = torch.zeros(2, device=process_groups.device())  # of a micro-batch: loss, counted tokens
 
     def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]:
-        """All micro-batches of a step, their gradients averaged: sums of loss and of counted tokens, on the device."""
+        """Run all micro-batches of a step and average the gradients; return the sums of loss and of counted tokens, on the device."""
         count = self.training.micro_batches
         places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
-        self.training.optimizer.wait()  # under ZeRO for weights on their way: a graph cannot wait for what began outside it
-        if not self._known(places[0]):  # now, so that their memory is free for the graphs' pool, which takes none that is freed in a
+        self.training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
+        if not self._known(places[0]):  # before capture: the graphs' pool cannot use memory that is freed in a
             self.training.grad_sync.clear()  # capture (7B at O0, 25 GiB of gradients: out of 139 GiB where 112 are at rest)
         sums = []
         for place in places:

@@ -178,7 +178,7 @@ def test_a_slot_is_taken_again_after_its_backward():
         chunk.give_back(b)
         assert [chunk.take(), chunk.take(), chunk.take().number] == [a, b, 3]
         assert chunk.begun == 6
-        with pytest.raises(RuntimeError, match="backwards in another order than forwards"):
+        with pytest.raises(RuntimeError, match="runs backwards in the order of the forwards"):
             chunk.give_back(a)  # that of c comes first
         chunk.begin()
         assert (chunk.begun, chunk.take()) == (0, a)
