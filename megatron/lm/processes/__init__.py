@@ -1,1 +1,1 @@
-"""Where a run computes: how its processes meet, their groups and grid, and the CPU as a device for megatron-core."""
+"""The processes of a run: rendezvous, process groups, the grid of ranks, and megatron-core on a CPU."""

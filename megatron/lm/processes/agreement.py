@@ -1,4 +1,4 @@
-"""Ranks that fail together: where one cannot do its work, all raise, and none waits for the others in a collective."""
+"""Let all ranks fail together: if one rank raises, all raise, and none hangs in a collective."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -12,12 +12,12 @@ def all_or_none(work: Callable[[], T], message: str = "{}", group: dist.ProcessG
     """Run `work()` on every rank of a group, and return this rank's result. Collective.
 
     Args:
-        work: reports its failures as OSError, RuntimeError (torch's, of a full disk) or ValueError.
-        message: of the error, `{}` for the first rank's failure.
-        group: None: all ranks.
+        work: must raise OSError, RuntimeError (torch's error for a full disk) or ValueError if it fails.
+        message: error message, with `{}` for the first failure.
+        group: None is all ranks.
 
     Raises:
-        ValueError: on every rank, where `work` failed on one.
+        ValueError: on every rank, if `work` failed on one.
     """
     result, problem = None, None
     try:
@@ -33,18 +33,18 @@ def all_or_none(work: Callable[[], T], message: str = "{}", group: dist.ProcessG
 
 
 def rank_0_decides(decide: Callable[[], T]) -> T:
-    """Run `decide()` on rank 0 alone, and return its result, which is sent pickled, on every rank. Collective; a process without process
-    groups decides for itself.
+    """Run `decide()` on rank 0 and return its result on every rank (sent by pickle). Collective; a process without process groups runs
+    `decide()` itself.
 
     Raises:
-        ValueError: on every rank, where `decide` raised anything.
+        ValueError: on every rank, if `decide` raised any exception.
     """
     several = dist.is_initialized()
     answer: list[Any] = [None, None]
     if not several or dist.get_rank() == 0:
         try:
             answer = [decide(), None]
-        except Exception as error:  # whatever Triton or CUDA raises: the other ranks wait for an answer
+        except Exception as error:  # Triton or CUDA may raise anything, and the other ranks are waiting
             answer = [None, str(error) or repr(error)]
     if several:
         dist.broadcast_object_list(answer, 0)

@@ -1,10 +1,10 @@
-"""megatron-core on a machine without CUDA: the one file that teaches it to live there.
+"""Patches of torch that let megatron-core run on a machine without CUDA.
 
-megatron-core 0.16.1 names CUDA in its schedules, layers and random-number tracker. `cpu_home` answers those calls with their CPU
-equivalents: functions in place of a few of `torch.cuda`, of those that make tensors, and of a tensor's methods. A `TorchFunctionMode`
-would need no list of them, but sees every call and every attribute of a tensor: a fifth of a small model's training was spent in it.
-What is not in the list says that torch has no CUDA. The home is active only where `torch.cuda.is_available()` is false, and it is the
-single exception to the rule against assignment into foreign modules.
+megatron-core 0.16.1 hard-codes CUDA in its schedules, layers and random-number tracker. `cpu_home` replaces a few functions of
+`torch.cuda`, of tensor creation and of tensors with CPU equivalents. A `TorchFunctionMode` would need no list of them, but intercepts every
+call and every attribute of a tensor, which took a fifth of the training time of a small model. Functions not in the list raise torch's
+error about missing CUDA. The patches are active only if `torch.cuda.is_available()` is false, and they are the only exception to the rule
+against assignment into other modules.
 """
 
 import logging
@@ -30,7 +30,7 @@ def _names_cuda(value: object) -> bool:
 
 
 def _on_cpu(make: Callable) -> Callable:
-    """Wraps a function that makes tensors: those for CUDA are made on the CPU."""
+    """Wrap a function that creates tensors, so that it creates CUDA tensors on the CPU."""
 
     @wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     found = _TYPE(self, *args, **kwargs)
-    # megatron-core's optimizers recognise trainable dtypes by the names of CUDA tensors.
+    # megatron-core's optimizers recognize trainable dtypes by the names of CUDA tensor types.
     return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
 
@@ -84,24 +84,24 @@ def _call_now(function: Callable[[], None], **_kwargs: object) -> None:
 
 
 class _OneGenerator:
-    """Stands for `torch.cuda.default_generators`: whatever the index, there is one generator on a CPU."""
+    """Replacement of `torch.cuda.default_generators`: the CPU's one generator for every index."""
 
     def __getitem__(self, _index: object) -> torch.Generator:
         return torch.default_generator
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # The tracker takes the CPU generator moving for a mistake; here that generator is the one it tracks.
+    # The tracker logs an error when the CPU generator advances, but here that is the generator that it tracks.
     return "CPU RNG state changed" not in record.getMessage()
 
 
 def _enter(stack: ExitStack) -> None:
-    # `with torch.device(...)` looks up once which functions make tensors. Inside the home it would find our functions alone, for good: a
-    # model of transformers, which is made on "meta", would then be filled with what stood in memory.
+    # `with torch.device(...)` caches once which functions create tensors. Here it would cache our functions for good, and a transformers
+    # model created on "meta" would then contain uninitialized memory.
     _device_constructors()
 
     def replace(owner: Any, name: str, value: object) -> None:
-        own = name in vars(owner)  # torch.Tensor inherits its methods: functions put in front of them are removed
+        own = name in vars(owner)  # torch.Tensor inherits its methods, so restoring deletes ours
         stack.callback(setattr, owner, name, getattr(owner, name)) if own else stack.callback(delattr, owner, name)
         setattr(owner, name, value)
 
@@ -127,19 +127,19 @@ def _enter(stack: ExitStack) -> None:
 
 
 def is_active() -> bool:
-    """Whether this process lives in the CPU home now."""
+    """Return whether the patches are active."""
     return torch.cuda.current_device is _current_device
 
 
 def enter_cpu_home() -> None:
-    """Enter the CPU home for the rest of the process; nothing where CUDA exists or the process is already in it."""
+    """Activate the patches for the rest of the process; do nothing with CUDA, or if they are active."""
     if not torch.cuda.is_available() and not is_active():
         _enter(ExitStack())
 
 
 @contextmanager
 def cpu_home() -> Iterator[None]:
-    """Live in the CPU home inside a `with` block and restore everything on leaving; nothing where CUDA exists or when nested."""
+    """Activate the patches inside a `with` block and restore everything at its end; do nothing with CUDA, or when nested."""
     with ExitStack() as stack:
         if not torch.cuda.is_available() and not is_active():
             _enter(stack)

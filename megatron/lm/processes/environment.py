@@ -1,4 +1,4 @@
-"""Which of the processes this one is, from torchrun's environment or without it."""
+"""Rank and world size of this process, from torchrun's environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """This process's place among those that were started together: global and per-machine rank and count."""
+    """Rank and number of processes, in the job and on this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -16,10 +16,10 @@ class LaunchEnvironment:
 
 
 def launch_from_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them, one process alone.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; without any of them there is one process.
 
     Raises:
-        ValueError: only some of RANK and WORLD_SIZE are set, a value is no integer, or a rank is outside its count.
+        ValueError: if only one of RANK and WORLD_SIZE is set, a value is not an integer, or a rank is out of range.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return LaunchEnvironment()
@@ -36,7 +36,7 @@ def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Laun
 
 
 def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes train together; ValueError as `launch_from_environment`."""
+    """Return the world size; ValueError as `launch_from_environment`."""
     return launch_from_environment(environment).world_size
 
 
@@ -51,4 +51,4 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
         return int(text or "")
     except ValueError:
         state = "is not set beside it" if text is None else f"is {text!r}"
-        raise ValueError(f"{name} {state}, and must be an integer: {_REMEDY}") from None
+        raise ValueError(f"{name} {state} but must be an integer: {_REMEDY}") from None

@@ -1,26 +1,25 @@
-"""The grid of ranks: which ranks do something together, asked by what they do.
+"""The grid of ranks: groups of ranks by purpose.
 
-The processes of a run stand in a grid of data, pipeline and tensor parallelism. Code that works on the grid does not name its axes.
-It asks for the ranks by their purpose:
+The processes of a run form a grid of data, pipeline and tensor parallelism. Code does not name the axes of the grid, but requests the ranks
+for a purpose:
 
-copies      hold the same part of the model; they average its gradients and share the writing of a checkpoint
+copies      have the same part of the model; they average its gradients and share the writing of a checkpoint
 batch       read different samples of the same step
-tensor      hold the shards of one layer
-pipeline    hold the stages of one model
+tensor      have the shards of one layer
+pipeline    have the stages of one model
 scales      share the amax histories of a layer, so that what they send each other has one scale
-model       hold one whole model between them, and agree on its gradient norm and random states
-embedding   hold a copy each of the tied embedding: the first and the last pipeline stage
+model       together have one whole model; they agree on its gradient norm and random states
+embedding   have a copy each of the tied embedding: the first and the last pipeline stage
 
-Questions about the kind of a parameter take a parameter: which ranks average its gradient, whether this rank counts for it
-in a sum over the model, which other ranks add to its gradient.
+Methods that depend on the kind of a parameter take the parameter: which ranks average its gradient, whether this rank counts it in a sum
+over the model, which other ranks add to its gradient.
 
-A further axis is added in two places, `process_groups.initialize`, which makes the groups, and `Grid.current`, which gives them purposes:
+To add an axis, change two places: `process_groups.initialize`, which creates the groups, and `Grid.current`, which assigns them purposes:
 
-- Context parallelism cuts each sequence. Its ranks hold the same parameters and see other tokens, so they join `copies` and `scales`.
-  They read the same samples, so `batch` stays what it is; which part of a sequence a rank takes is one more entry above.
-- Expert parallelism gives each rank other experts. `gradients` and `counts` then answer by the mark of a parameter, experts among fewer
-  ranks than the rest. The averaging of gradients asks for each parameter already: `build_grad_sync` refuses a model with parameters that
-  are averaged over several groups, by name, until the synchroniser takes more than one.
+- Context parallelism splits each sequence. Its ranks have the same parameters and see other tokens, so they join `copies` and `scales`.
+  They read the same samples, so `batch` does not change. The part of a sequence that a rank reads is one more purpose.
+- Expert parallelism gives ranks different experts. `gradients` and `counts` then depend on an attribute of the parameter, since experts
+  have fewer replicas than the rest. Until the gradient synchronizer supports several groups, `build_grad_sync` refuses such a model.
 """
 
 from collections.abc import Iterable
@@ -34,16 +33,16 @@ from msamp.comm.collectives import WithGroup
 
 
 class Ranks(WithGroup):
-    """Some of the ranks, as one of them sees them.
+    """A group of ranks from the view of one of them.
 
     Args:
-        rank, size: this process among them, and how many there are.
-        group: over which they talk; None where one rank is alone.
+        rank, size: this process's rank in the group, and the group's size.
+        group: the process group; None for a single rank.
 
-    Two of the same group are equal.
+    Two objects of the same group are equal.
     """
 
-    destroyed = "the process groups were left: ask `Grid.current()` again after `process_groups.initialize`"
+    destroyed = "the process groups were destroyed: call `Grid.current()` again after `process_groups.initialize`"
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
@@ -51,7 +50,7 @@ class Ranks(WithGroup):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "Ranks":
-        """The members of a group; this process alone for None and where it is no member."""
+        """Return the ranks of a group; only this process if the group is None or does not contain it."""
         rank = -1 if group is None else dist.get_rank(group)
         return cls() if rank < 0 else cls(rank, dist.get_world_size(group), group)
 
@@ -74,8 +73,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The ranks of a run by what they do together, as above; by default one process alone. `chunks`: parts of the model that a pipeline
-    stage holds and takes turns with (virtual stages)."""
+    """The ranks of a run by purpose, as above; by default a single process. `chunks`: model chunks per pipeline stage (virtual stages)."""
 
     copies: Ranks = ALONE
     batch: Ranks = ALONE
@@ -88,7 +86,7 @@ class Grid:
 
     @classmethod
     def current(cls) -> "Grid":
-        """The grid that `process_groups.initialize` has made."""
+        """Return the grid of the groups that `process_groups.initialize` created."""
         data = Ranks.of(parallel_state.get_data_parallel_group())
         return cls(
             copies=data,
@@ -102,14 +100,14 @@ class Grid:
         )
 
     def gradients(self, parameter: Tensor) -> Ranks:
-        """Those that average the gradient of `parameter`: all that hold a copy of it."""
+        """Return the ranks that average the gradient of `parameter`: all its data-parallel replicas."""
         return self.copies
 
     def sums(self, parameters: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
-        """Those that add up gradients besides the average, each with the parameters concerned, in the order in which all ranks do it.
+        """Return the ranks that sum gradients in addition to averaging, each with its parameters, in the same order on all ranks.
 
-        The copies of a tied embedding get one part of its gradient each. Norms and biases of row-parallel layers see one part of the
-        sequence each under sequence parallelism.
+        Each copy of a tied embedding gets a part of its gradient. With sequence parallelism, norms and biases of row-parallel layers see a
+        part of the sequence on each rank.
         """
         listed = list(parameters)
         return [
@@ -118,26 +116,26 @@ class Grid:
         ]
 
     def counts(self, parameter: Tensor, *, every_copy: bool) -> bool:
-        """Whether this rank counts for `parameter` where ranks are added up, so that every element of the model counts once.
+        """Return whether this rank counts `parameter` in a sum over ranks, so that every element of the model counts once.
 
-        What several tensor-parallel ranks have alike counts on the first of them, a tied embedding on the first pipeline stage.
+        A parameter that is the same on several tensor-parallel ranks counts on the first of them, a tied embedding on the first stage.
 
         Args:
-            every_copy: True where data-parallel copies are not added to each other (a sum over `model`), or hold different elements of the
-                parameter (ZeRO); False where the sum is over all ranks and all hold it, of which the first copy counts.
+            every_copy: True if the sum does not span data-parallel replicas (a sum over `model`), or if they have different elements of the
+                parameter (ZeRO); False if the sum is over all ranks and all have the parameter, so that only the first replica counts.
         """
         own = self.tensor.rank == 0 or getattr(parameter, "tensor_model_parallel", False)
         return own and not getattr(parameter, "shared", False) and (every_copy or self.gradients(parameter).rank == 0)
 
     def is_first_stage(self, chunk: int | None = None) -> bool:
-        """Whether the model begins with this rank's part of it; `chunk`: which one, where a stage holds several."""
+        """Return whether the model starts with this rank's part, or with its chunk number `chunk` if the stage has several."""
         return self._chunk(chunk) == 0 and self.pipeline.rank == 0
 
     def is_last_stage(self, chunk: int | None = None) -> bool:
-        """Whether the model ends with this rank's part of it, as `is_first_stage`."""
+        """Return whether the model ends with this rank's part, as `is_first_stage`."""
         return self._chunk(chunk) == self.chunks - 1 and self.pipeline.rank == self.pipeline.size - 1
 
     def _chunk(self, chunk: int | None) -> int:
         if chunk is None and self.chunks > 1:
-            raise ValueError(f"a stage holds {self.chunks} chunks of the model: say which of 0 to {self.chunks - 1} is meant")
+            raise ValueError(f"a pipeline stage has {self.chunks} chunks of the model: pass `chunk` in 0 to {self.chunks - 1}")
         return chunk or 0

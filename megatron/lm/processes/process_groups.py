@@ -17,25 +17,25 @@ from megatron.lm.processes import rendezvous
 from megatron.lm.processes.cpu_home import enter_cpu_home
 from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment
 
-# Collectives wait this much longer than the watchdog of a run, so that it speaks first: what they say names no rank.
+# Collectives time out this much later than the run's watchdog, which prints first: their own errors do not name a rank.
 GRACE_SECONDS = 30.0
 
 
 def device() -> torch.device:
-    """Where this process computes: its CUDA device where there is one, the CPU elsewhere."""
+    """Return this process's device: its CUDA device if there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def initialize(config: Config) -> None:
-    """Join the process groups of data, tensor and pipeline parallelism, take this process's device and seed every generator.
+    """Create the process groups of data, tensor and pipeline parallelism, set this process's device and seed every generator.
 
-    A default process group that exists already is used as it is. Ranks of one pipeline stage and tensor shard get the same seed (for
-    dropout; weights are drawn by name) whatever their data-parallel rank; stages and shards get seeds of their own.
+    An existing default process group is reused. Ranks with the same pipeline stage and tensor shard get the same seed (for dropout; weights
+    are drawn by name) whatever their data-parallel rank; stages and shards get different seeds.
 
     Raises:
-        ValueError: an environment as in `launch_from_environment`, more processes on this machine than GPUs, NCCL without a GPU,
-            or a number of processes that tensor x pipeline parallel sizes do not divide.
-        RunStopped: the processes have not come together within `--distributed-timeout-minutes`.
+        ValueError: if the environment is invalid (`launch_from_environment`), this machine has more processes than GPUs, NCCL has no GPU,
+            or the number of processes is not a multiple of tensor x pipeline parallel size.
+        RunStopped: if the processes do not meet within `--distributed-timeout-minutes`.
     """
     parallel = config.parallel
     launch = launch_from_environment()
@@ -43,7 +43,7 @@ def initialize(config: Config) -> None:
     model_parallel_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if launch.world_size % model_parallel_size:
         raise ValueError(
-            f"{launch.world_size} processes are no multiple of tensor x pipeline parallel size {model_parallel_size}: start one"
+            f"{launch.world_size} processes are not a multiple of tensor x pipeline parallel size {model_parallel_size}: start one"
         )
     enter_cpu_home()
     set_deterministic(config.training.deterministic)
@@ -60,14 +60,14 @@ def initialize(config: Config) -> None:
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
             distributed_timeout_minutes=timeout / timedelta(minutes=1),
-            # Its second set of groups over gloo serves only megatron-core's own optimizer checkpoints; creating them takes seconds.
+            # The second set of groups over gloo is only for megatron-core's own optimizer checkpoints, and takes seconds to create.
             create_gloo_process_groups=False,
         )
     seed_all(config.training.seed)
 
 
 def virtual_pipeline_size(config: Config) -> int | None:
-    """How many model chunks a pipeline stage holds; None without interleaving."""
+    """Return the number of model chunks per pipeline stage, or None without interleaving."""
     layers = config.parallel.num_layers_per_virtual_pipeline_stage
     return config.model.num_layers // config.parallel.pipeline_model_parallel_size // layers if layers else None
 
@@ -78,30 +78,30 @@ def seed_all(seed: int) -> None:
     random.seed(stage_seed)
     numpy.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
-    # As generators, which tensor-parallel regions exchange while a CUDA graph is captured; as tensors they could not be set there.
+    # The tracker must keep generators: states kept as tensors cannot be set while a CUDA graph is captured.
     model_parallel_cuda_manual_seed(stage_seed, use_cudagraphable_rng=torch.cuda.is_available())
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Have torch choose kernels that give the same bits every time, and refuse operations that have none; or not any more.
+    """Turn torch's deterministic kernels on or off; operations without one raise an error.
 
-    Before CUDA is first used: cuBLAS reads how much workspace it may have when it starts, and with less it adds up in one order.
+    Call it before CUDA is first used: cuBLAS reads its workspace size at its start, and a small one makes it sum in a fixed order.
     """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
-    # Every torch.empty would be filled with NaN, to find code that reads it unwritten: a hunt for faults, and no part of the arithmetic.
+    # Otherwise torch.empty fills tensors with NaN, which finds reads of uninitialized memory but does not affect the results.
     torch.utils.deterministic.fill_uninitialized_memory = not wanted  # type: ignore[attr-defined]  # a property, for mypy unseen
 
 
 def leave_grid() -> None:
-    """Forget the groups of the grid and megatron-core's buffers for it; the default process group stays, for another `initialize`."""
+    """Destroy the groups of the grid and megatron-core's buffers; the default process group stays for another `initialize`."""
     parallel_state.destroy_model_parallel()
 
 
 def shutdown() -> None:
-    """Leave all process groups; nothing when there are none."""
-    # A model in a reference cycle holds its groups, and gloo's threads, running into the interpreter's end, may abort the process.
+    """Destroy all process groups; do nothing if there are none."""
+    # A model in a reference cycle keeps its groups alive, and gloo's threads may abort the process when the interpreter exits.
     gc.collect()
     set_deterministic(False)
     leave_grid()
@@ -110,14 +110,14 @@ def shutdown() -> None:
 
 
 def device_waits() -> bool:
-    """Whether collectives wait on the device (NCCL), so that a rank whose peer has failed sees no error."""
+    """Return whether collectives wait on the device (NCCL), so that a rank gets no error when another rank has failed."""
     return torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
 
 
 def _backend(name: str) -> str:
     cuda = torch.cuda.is_available()
     if name == "nccl" and not cuda:
-        raise ValueError("--distributed-backend nccl needs a CUDA device and this machine has none: use gloo or auto")
+        raise ValueError("--distributed-backend nccl requires a CUDA device, but this machine has none: use gloo or auto")
     return ("nccl" if cuda else "gloo") if name == "auto" else name
 
 
@@ -125,7 +125,7 @@ def _take_gpu(launch: LaunchEnvironment) -> None:
     gpus = torch.cuda.device_count()
     if launch.local_rank >= gpus:
         raise ValueError(
-            f"LOCAL_RANK={launch.local_rank} of {launch.local_world_size} processes here, on a machine of {gpus} GPUs (one a process): "
+            f"LOCAL_RANK={launch.local_rank} of {launch.local_world_size} processes on this machine, but it has {gpus} GPUs (one each): "
             f"start with --nproc-per-node {gpus} or fewer"
         )
     torch.cuda.set_device(launch.local_rank)

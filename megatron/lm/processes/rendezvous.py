@@ -1,7 +1,7 @@
-"""How the processes of a run find each other: the rendezvous store at MASTER_ADDR and MASTER_PORT, within a time.
+"""Rendezvous of a run's processes at MASTER_ADDR and MASTER_PORT within a time limit.
 
-torch's own way knows a timeout for each of its waits and none for all of them, and waits without one for a listener that never answers.
-So a thread watches the whole meeting (`deadline`), and what torch says of a single step is said here with the address and the remedy.
+torch has a timeout for each of its waits but none for all of them together, and none at all for a listener that never answers. So a thread
+watches the whole rendezvous (`deadline`), and errors of torch are reported with the address and a fix.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ import torch.distributed
 
 from megatron.lm.errors import RunStopped
 
-LATE_SECONDS = 5.0  # after the limit: what torch or `meet` has to say by itself names more
+LATE_SECONDS = 5.0  # after the limit, since errors of torch and `meet` have more details
 
 
 def join(backend: str, rank: int, world_size: int, limit: timedelta, timeout: timedelta) -> None:
-    """Make the default process group; one process alone without MASTER_ADDR needs neither port nor host name.
+    """Create the default process group. A single process without MASTER_ADDR needs neither port nor host name.
 
     Args:
         backend: of torch.distributed.
-        rank, world_size: this process, and how many there are.
-        limit: within which all must have come.
+        rank, world_size: of this process.
+        limit: time for all processes to connect.
         timeout: of later collectives.
 
     Raises:
-        ValueError: MASTER_ADDR or MASTER_PORT is missing or malformed.
-        RunStopped: the address is unknown, the port is taken, or not all have come in time.
+        ValueError: if MASTER_ADDR or MASTER_PORT is missing or invalid.
+        RunStopped: if the address is unknown, the port is in use, or not all processes connected in time.
     """
     if world_size == 1 and "MASTER_ADDR" not in os.environ:
         store: torch.distributed.Store = torch.distributed.HashStore()
@@ -44,7 +44,7 @@ def join(backend: str, rank: int, world_size: int, limit: timedelta, timeout: ti
         left = timedelta(seconds=max(0.1, end - time.monotonic()))
         with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
-            if with_agent:  # the launcher holds the store, for all its attempts
+            if with_agent:  # torchrun's agent has the store, for all its restarts
                 found = torch.distributed.TCPStore(host, port, is_master=False, timeout=left, wait_for_workers=False)
                 store = meet(found, rank, world_size, left)
             else:
@@ -57,9 +57,9 @@ def join(backend: str, rank: int, world_size: int, limit: timedelta, timeout: ti
 
 @contextlib.contextmanager
 def deadline(rank: int, world_size: int, limit: timedelta) -> Iterator[None]:
-    """End the process, with exit code 1 and a line on stderr, where the block takes `LATE_SECONDS` longer than `limit`.
+    """Exit the process, with code 1 and a line on stderr, if the block takes `LATE_SECONDS` longer than `limit`.
 
-    A call that waits for a stranger's answer cannot be interrupted, so there is nothing to unwind.
+    A call that waits for a reply from another program cannot be interrupted, so an exception would not help.
     """
     done = threading.Event()
 
@@ -75,14 +75,14 @@ def deadline(rank: int, world_size: int, limit: timedelta) -> Iterator[None]:
         done.set()
 
 
-_REMEDY = "start all of them, each with the MASTER_ADDR and MASTER_PORT of rank 0 and with its own RANK, or wait longer for them"
-_LISTENER = "where something else listens at that port, take another one"
+_REMEDY = "start all of them, each with the MASTER_ADDR and MASTER_PORT of rank 0 and with its own RANK, or raise the limit"
+_LISTENER = "if another program listens on that port, choose another port"
 
 
 def _late(world_size: int, limit: timedelta) -> str:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return (
-        f"the {world_size} processes have not met at MASTER_ADDR:MASTER_PORT {place} within {limit.total_seconds():g} s "
+        f"the {world_size} processes did not all connect to MASTER_ADDR:MASTER_PORT {place} within {limit.total_seconds():g} s "
         f"(--distributed-timeout-minutes {limit / timedelta(minutes=1):g}): {_REMEDY}"
     )
 
@@ -90,14 +90,14 @@ def _late(world_size: int, limit: timedelta) -> str:
 def _master() -> tuple[str, int]:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host:
-        raise ValueError("MASTER_ADDR is not set: give the host name of rank 0, or start with torchrun, which sets it")
+        raise ValueError("MASTER_ADDR is not set: set it to the host name of rank 0, or start with torchrun, which sets it")
     if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"MASTER_PORT is {port!r}: give a free port of rank 0's machine in [1, 65535], or start with torchrun, which does")
+        raise ValueError(f"MASTER_PORT {port!r} is invalid: set a free port in [1, 65535] of rank 0's machine, or start with torchrun")
     return host, int(port)
 
 
 def _resolve(host: str, port: int, end: float) -> None:
-    """Wait until the name is known: that of a machine that is just starting may not be yet."""
+    """Wait until the host name resolves: a machine that is just starting may not have one yet."""
     told = False
     while True:
         try:
@@ -105,7 +105,7 @@ def _resolve(host: str, port: int, end: float) -> None:
             return
         except OSError as error:
             if time.monotonic() >= end:
-                message = f"MASTER_ADDR {host} is unknown ({error.strerror}): give the host name or address of rank 0's machine"
+                message = f"MASTER_ADDR {host} is unknown ({error.strerror}): set it to the host name or address of rank 0's machine"
                 raise RunStopped(message) from None
             if not told:
                 print(f"warning: MASTER_ADDR {host} is unknown so far ({error.strerror}): waiting for it", file=sys.stderr, flush=True)
@@ -115,19 +115,19 @@ def _resolve(host: str, port: int, end: float) -> None:
 
 def _why(error: RuntimeError, host: str, port: int, world_size: int, limit: timedelta) -> str:
     if "EADDRINUSE" in str(error):
-        return f"MASTER_PORT {port} is taken on {host}: end what listens there, or give all ranks another port"
+        return f"MASTER_PORT {port} is in use on {host}: stop the program that listens there, or set another port on all ranks"
     first = str(error).strip().partition("\n")[0]
     return f"{_late(world_size, limit)} ({first})"
 
 
 def meet(store: torch.distributed.Store, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.Store:
-    """A part of `store` that holds nothing from before: torchrun keeps its store when it restarts a job, and with it the addresses at
-    which processes of the last attempt were to be found. (Its count of restarts would not do: each machine has its own.)
+    """Return a new, empty part of `store`: torchrun keeps its store when it restarts a job, with stale addresses of the last attempt.
+    (torchrun's restart count cannot separate attempts, because each machine has its own.)
 
-    Every other rank asks rank 0 under an unused name; no earlier rank 0 lives to answer.
+    Every other rank sends rank 0 a request with a unique key, which no earlier rank 0 is alive to answer.
 
     Raises:
-        RuntimeError: where not all have come in time.
+        RuntimeError: if not all ranks connected in time.
     """
     mine = uuid.uuid4().hex
     if rank:
@@ -140,7 +140,7 @@ def meet(store: torch.distributed.Store, rank: int, world_size: int, timeout: ti
     end = time.monotonic() + timeout.total_seconds()
     while (came := store.add(f"came/{mine}", 0)) < world_size - 1:
         if time.monotonic() > end:
-            raise RuntimeError(f"only {came + 1} of {world_size} processes have started within {timeout.total_seconds():.0f} s")
+            raise RuntimeError(f"only {came + 1} of {world_size} processes started within {timeout.total_seconds():.0f} s")
         for other in range(1, world_size):
             if store.check([f"ask/{other}"]) and answered.get(other) != (asked := store.get(f"ask/{other}")):
                 store.set(f"answer/{asked.decode()}", mine)

@@ -64,5 +64,5 @@ def test_graphs_that_cannot_be_are_refused_before_there_is_a_model(monkeypatch: 
 
     monkeypatch.setattr(build, "build_model", never)
     config = tiny.config("corpus", cuda_graph="step")
-    with tiny.started(config), pytest.raises(ValueError, match="--cuda-graph step: no graph can be captured, since there is no GPU"):
+    with tiny.started(config), pytest.raises(ValueError, match="--cuda-graph step: CUDA graphs cannot be captured because there is no GPU"):
         build_training(config, tiny.VOCABULARY)

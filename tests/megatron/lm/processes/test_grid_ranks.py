@@ -55,7 +55,7 @@ def test_the_model_begins_and_ends_once(chunks_a_stage: int):
     if chunks_a_stage == 1:
         assert [grid.is_first_stage() for grid in grids] == [True, False, False]
     else:
-        with pytest.raises(ValueError, match="a stage holds 2 chunks of the model: say which of 0 to 1"):
+        with pytest.raises(ValueError, match="a pipeline stage has 2 chunks of the model: pass `chunk` in 0 to 1"):
             grids[0].is_last_stage()
 
 
@@ -108,7 +108,7 @@ def on_two() -> dict[str, dict[str, Any]]:
         found[name] = seen
         process_groups.leave_grid()
     process_groups.shutdown()
-    with pytest.raises(RuntimeError, match=r"groups were left.*Grid\.current"):
+    with pytest.raises(RuntimeError, match=r"groups were destroyed.*Grid\.current"):
         _ = grid.model.group
     return found
 

@@ -41,7 +41,7 @@ def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_nccl_without_a_gpu_is_refused(alone: None):
-    with pytest.raises(ValueError, match=r"nccl needs a CUDA device.*gloo"):
+    with pytest.raises(ValueError, match=r"nccl requires a CUDA device.*gloo"):
         process_groups.initialize(config(distributed_backend="nccl"))
     assert not torch.distributed.is_initialized()
 

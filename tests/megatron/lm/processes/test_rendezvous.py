@@ -33,7 +33,7 @@ def test_who_meets_again_in_an_old_store_finds_nothing_of_before():
 
 def test_processes_that_do_not_come_are_not_waited_for_for_ever():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(RuntimeError, match="only 1 of 3 processes have started within 0 s"):
+    with pytest.raises(RuntimeError, match="only 1 of 3 processes started within 0 s"):
         rendezvous.meet(store, 0, 3, timedelta(seconds=0.2))
 
 
@@ -61,14 +61,14 @@ def refusal(rank: int = 0, world_size: int = 2, seconds: float = 0.5) -> str:
 @pytest.mark.promise("Starting and ending", "An occupied port is named.")
 def test_a_port_that_is_taken(master: socket.socket):
     port = master.getsockname()[1]
-    assert refusal() == f"MASTER_PORT {port} is taken on 127.0.0.1: end what listens there, or give all ranks another port"
+    assert refusal() == f"MASTER_PORT {port} is in use on 127.0.0.1: stop the program that listens there, or set another port on all ranks"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_alone(rank: int, master: socket.socket):
     master.close()
     said = refusal(rank)
-    assert said.startswith(f"the 2 processes have not met at MASTER_ADDR:MASTER_PORT 127.0.0.1:{os.environ['MASTER_PORT']} ")
+    assert said.startswith(f"the 2 processes did not all connect to MASTER_ADDR:MASTER_PORT 127.0.0.1:{os.environ['MASTER_PORT']} ")
     assert "within 0.5 s (--distributed-timeout-minutes 0.00833333): start all of them" in said
 
 
@@ -82,12 +82,12 @@ def test_an_unknown_host(master: socket.socket, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("port", ["", "port", "0", "65536", "-1"])
 def test_a_port_that_is_none(port: str, master: socket.socket, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_PORT", port)
-    assert f"MASTER_PORT is {port!r}: give a free port of rank 0's machine in [1, 65535]" in refusal()
+    assert f"MASTER_PORT {port!r} is invalid: set a free port in [1, 65535] of rank 0's machine" in refusal()
 
 
 def test_no_host(master: socket.socket, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MASTER_ADDR")
-    assert "MASTER_ADDR is not set: give the host name of rank 0" in refusal()
+    assert "MASTER_ADDR is not set: set it to the host name of rank 0" in refusal()
 
 
 def test_a_meeting_that_takes_too_long_ends_the_process(
@@ -103,8 +103,8 @@ def test_a_meeting_that_takes_too_long_ends_the_process(
     time.sleep(0.1)
     assert codes == [1]
     said = capsys.readouterr().err
-    assert said.startswith("error on rank 1: the 2 processes have not met at MASTER_ADDR:MASTER_PORT 127.0.0.1:")
-    assert "where something else listens at that port, take another one" in said
+    assert said.startswith("error on rank 1: the 2 processes did not all connect to MASTER_ADDR:MASTER_PORT 127.0.0.1:")
+    assert "if another program listens on that port, choose another port" in said
 
 
 SCRIPT = """
@@ -125,5 +125,5 @@ def test_a_stranger_who_listens_and_never_answers_is_left_in_time(master: socket
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "the 2 processes have not met at MASTER_ADDR:MASTER_PORT 127.0.0.1:" in last
+    assert "the 2 processes did not all connect to MASTER_ADDR:MASTER_PORT 127.0.0.1:" in last
     assert "within 1 s" in last
