@@ -1,9 +1,8 @@
-"""What a step costs on a cluster, predicted from shapes and measured rates: `megatron.lm.tools.plan` shows it. Needs no GPU.
+"""Predict memory and time of a step on a cluster, from shapes and measured rates, for `megatron.lm.tools.plan`. Needs no GPU.
 
+memory    bytes on each rank
 rates     the measured rates, `rates.csv`, and their scaling to another GPU
-wire      bytes that a rank sends in a step, by kind
-step      time of a step, by kind
-search    the grids that fit, best first
-
-Memory is `megatron.lm.planning.memory`'s.
+wire      bytes that a rank sends per step, by kind
+time      time of a step, by kind
+search    the grids that fit, fastest first
 """

@@ -1,4 +1,4 @@
-"""The machines: GPUs, how many share a host, and what their links carry."""
+"""A cluster: its GPUs, GPUs per host, and the bandwidth of their links."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class Cluster:
     """GPUs of one kind.
 
     Attributes:
-        gpus, per_host: in all, and on one host.
-        link: bytes/s that a GPU sends to others of its host, as NCCL reaches them.
-        network: bytes/s that a GPU sends to other hosts.
-        latency: seconds that a collective takes beside its bytes.
+        gpus, per_host: total number, and number per host.
+        link: bytes/s from a GPU to others on its host, as NCCL reaches.
+        network: bytes/s from a GPU to other hosts.
+        latency: seconds per collective, in addition to the time for its bytes.
     """
 
     gpus: int
@@ -23,18 +23,18 @@ class Cluster:
     latency: float
 
     def data_parallel_peers(self, config: Config) -> tuple[int, int]:
-        """(data-parallel ranks, those of them on one host): ranks stand tensor first, then data, then pipeline."""
+        """Return (data-parallel ranks, those of them on one host). Rank order is tensor, data, pipeline."""
         copies = config.data_parallel_size(self.gpus)
         return copies, max(1, min(copies, self.per_host // config.parallel.tensor_model_parallel_size))
 
     def crosses_hosts(self, config: Config) -> bool:
-        """Whether neighbouring pipeline stages stand on different hosts."""
+        """Return whether neighboring pipeline stages are on different hosts."""
         return (
             self.gpus > self.per_host and config.data_parallel_size(self.gpus) * config.parallel.tensor_model_parallel_size >= self.per_host
         )
 
     def exchange_seconds(self, size: float, config: Config) -> float:
-        """Seconds in which each data-parallel rank sends `size` bytes in all, the same to every other one."""
+        """Return the seconds in which each data-parallel rank sends `size` bytes in all, an equal part to every other one."""
         ranks, near = self.data_parallel_peers(config)
         if ranks == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""Refusals of what no process of a grid, or no host, can hold: now, and not after minutes of allocating."""
+"""Refuse a run that does not fit in the memory of a GPU or host at its start, not after minutes of allocation."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,12 +12,12 @@ from megatron.lm.planning.memory import GIB, RESERVED, Rank, plan, vocabulary
 from megatron.lm.planning.rates import GPUS
 from msamp.nn.saved_activations import AS_IT_IS
 
-ORDER_BYTES = 20  # a sample in the indices of megatron-core's GPTDataset: its place in the data, and in the shuffled order
+ORDER_BYTES = 20  # per sample in the indices of megatron-core's GPTDataset: its position in the data and in the shuffled order
 
 
 def device_memory(gib: float | None, gpu: str | None = None) -> float:
-    """Bytes that a process can have, for dry run and planner: `gib` where it is given, else those of the data sheet of `gpu`, a key of
-    `rates.GPUS`; without `gpu` those of the GPU here, and without one an H100's."""
+    """Return the bytes available to a process, for dry run and planner: `gib` if given, else from the data sheet of `gpu`, a key of
+    `rates.GPUS`, else of this machine's GPU, else of an H100."""
     import torch
 
     if gib is None and gpu is None and torch.cuda.is_available():
@@ -26,10 +26,10 @@ def device_memory(gib: float | None, gpu: str | None = None) -> float:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """`config` with the number of ids of its tokenizer as `vocab_size`, by which memory is planned; as it is where it names none.
+    """Return `config` with the size of its tokenizer as `vocab_size`, for planning; unchanged if it has no tokenizer.
 
     Raises:
-        ValueError: the tokenizer's files cannot be read.
+        ValueError: if the tokenizer's files cannot be read.
     """
     if config.data.tokenizer_type in (None, "NullTokenizer"):
         return config
@@ -38,44 +38,44 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def check_fits(config: Config, world_size: int, device_memory: float, reserved: int = RESERVED) -> None:
-    """Raise a ValueError where the fullest rank and `reserved` need more than `device_memory` bytes."""
+    """Raise a ValueError if the fullest rank and `reserved` need more than `device_memory` bytes."""
     check_weights(config, device_memory)
     fullest = max(plan(config, world_size), key=lambda rank: rank.total)
     if fullest.total + reserved > device_memory:
         remedies = ", ".join(_remedies(config, fullest, config.data_parallel_size(world_size)))
         beside = f" and {reserved / GIB:g} for CUDA and NCCL" if reserved else ""
         raise ValueError(
-            f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB a process{beside}, and the device has "
+            f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB per process{beside}, but the device has "
             f"{device_memory / GIB:.1f}{' (--device-memory-gib)' if reserved else ''}: {remedies}"
         )
 
 
 def check_weights(config: Config, device_memory: float) -> None:
-    """Raise a ValueError where a process's weights alone, a byte each, are more than `device_memory` bytes; at once, however many."""
+    """Raise a ValueError if one process's weights alone, at a byte each, need more than `device_memory`; fast for any number of layers."""
     parallel, count = config.parallel, parameter_count(config.model, vocabulary(config))
     share = count // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     if share > device_memory:
         raise ValueError(
-            f"the model has {count:.3g} parameters, of which a process would hold {share:.3g}, and the device has "
-            f"{device_memory / GIB:.1f} GiB: take smaller --num-layers, --hidden-size, --ffn-hidden-size, --kv-channels or vocabulary, "
+            f"the model has {count:.3g} parameters, {share:.3g} of them per process, but the device has "
+            f"{device_memory / GIB:.1f} GiB: lower --num-layers, --hidden-size, --ffn-hidden-size, --kv-channels or vocabulary, "
             "or raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
         )
 
 
 def check_data_order(config: Config, world_size: int, host_memory: float) -> None:
-    """Raise a ValueError where the order of the samples that a run reads is more than `host_memory` bytes."""
+    """Raise a ValueError if the order of a run's samples needs more than `host_memory` bytes."""
     batch, training = config.global_batch_size(world_size), config.training
     for name, iterations in (("train_iters", training.train_iters), ("eval_iters", training.eval_iters)):
         size = iterations * batch * ORDER_BYTES
         if size > host_memory:
             raise ValueError(
-                f"{flag(name)} {iterations} reads {iterations * batch:.3g} sequences, and their order takes {size / GIB:.1f} GiB, and this "
+                f"{flag(name)} {iterations} reads {iterations * batch:.3g} sequences, whose order takes {size / GIB:.1f} GiB, but this "
                 f"machine has {host_memory / GIB:.1f}: lower it, or --global-batch-size {batch}"
             )
 
 
 def _remedies(config: Config, rank: Rank, copies: int) -> Iterator[str]:
-    """What would make a rank smaller, the cheapest first. `copies`: data-parallel ranks, over which ZeRO divides."""
+    """Iterate over settings that reduce a rank's memory, the cheapest first. `copies`: data-parallel ranks, over which ZeRO shards."""
     states = rank.weight + sum(rank.states.values())
     if not config.shards_optimizer:
         yield "add --use-distributed-optimizer"

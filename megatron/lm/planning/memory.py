@@ -1,7 +1,7 @@
-"""What every process of a grid will hold, from shapes alone: `--dry-run`. Nothing is allocated and no process group is needed.
+"""Memory of every process of a grid, computed from shapes for `--dry-run`, without allocating anything or creating process groups.
 
-Parameters and model states are exact but for the scales, a few bytes a tensor. Activations are counted as Korthikanti et al. (2022,
-"Reducing Activation Recomputation in Large Transformer Models", section 4) count them, for what these layers save: see `layer_activations`.
+Parameters and model states are exact except for the scales, a few bytes per tensor. Activations are counted as in Korthikanti et al. (2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4), for the tensors that these layers save (`activation_parts`).
 """
 
 import math
@@ -29,7 +29,7 @@ from msamp.optim import updates
 from msamp.optim.updates import MASTER, format_names
 
 GIB = 2**30
-# CUDA's context, NCCL's buffers, workspaces of GEMMs, a gathered activation, and what the allocator loses between blocks.
+# The CUDA context, NCCL buffers, GEMM workspaces, a gathered activation, and fragmentation of the allocator.
 RESERVED = 3 * GIB
 
 
@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
 
     `kind`: linear, matrix (embeddings, LM head, linear layers of an FP8 recipe that stay BF16) or vector (norms, biases), as in
     `optim.parameter_groups`.
-    `summed`: its gradient is also added up over other ranks than the data-parallel ones, so that it shares no bucket with the others.
+    `summed`: its gradient is also summed over other than data-parallel ranks, so it is not in a bucket with the others.
     """
 
     shape: tuple[int, ...]
@@ -53,15 +53,15 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """Bytes on one rank: of pipeline stage `stage`, number `copy` of its data-parallel ranks, and any tensor-parallel rank.
+    """Bytes on data-parallel rank `copy` of pipeline stage `stage`, the same on every tensor-parallel rank.
 
     Attributes:
-        parameters: elements of the parameters it has.
+        parameters: number of parameter elements.
         weight: stored weights.
-        states: the optimizer's between steps, by the column that the update gives them: master, m, v or another.
-        gradient: the averaged gradient that the optimizer takes.
-        accumulated: sums over the micro-batches of a step, before they are averaged; 0 where there is one.
-        activations: what backward needs of the micro-batches under way, and the logits.
+        states: the optimizer's states between steps, by column: master, m, v or others that the update defines.
+        gradient: the averaged gradient that the optimizer reads.
+        accumulated: gradient sums over the micro-batches of a step, before averaging; 0 with one micro-batch.
+        activations: tensors saved for backward of the micro-batches in flight, and the logits.
     """
 
     stage: int
@@ -75,18 +75,18 @@ class Rank:
 
     @property
     def total(self) -> int:
-        """The most at one time: averaged gradients come, bucket by bucket, as activations and sums of micro-batches go."""
+        """Peak memory: averaged gradients appear, bucket by bucket, while activations and accumulated sums are freed."""
         return self.weight + sum(self.states.values()) + max(self.accumulated + self.activations, self.gradient)
 
 
 def plan(config: Config, world_size: int) -> list[Rank]:
-    """Every rank of the grid but for tensor-parallel peers, which are alike; `config` has passed `check.check`."""
+    """Return the memory of every rank of the grid, one of each tensor-parallel group; `config` must have passed `check.check`."""
     copies = config.data_parallel_size(world_size)
     ranks = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         parameters = stage_parameters(config, stage)
         activations = stage_activations(config, stage, config.num_micro_batches(world_size))
-        # In graphs of stages also one micro-batch's gradients wait for the exchange behind the pipeline.
+        # In graphs of pipeline stages even a single micro-batch's gradients wait for the all-reduce after the pipeline has drained.
         sums = config.num_micro_batches(world_size) > 1 or (config.parallel.pipeline_model_parallel_size > 1 and captured(config))
         for copy, states in enumerate(_states(config, parameters, copies, sums)):
             size = sum(p.size for p in parameters)
@@ -95,12 +95,12 @@ def plan(config: Config, world_size: int) -> list[Rank]:
 
 
 def vocabulary(config: Config) -> int:
-    """Rows of the embedding: `--vocab-size`, or GPT-2's (other tokenizers bring their own: `with_vocabulary`), padded."""
+    """Return the padded rows of the embedding, from `--vocab-size` or else GPT-2's (`with_vocabulary` sets that of other tokenizers)."""
     return config.padded_vocab_size(config.model.vocab_size or GPT2_VOCABULARY)
 
 
 def stage_parameters(config: Config, stage: int) -> list[Parameter]:
-    """The parameters of one tensor-parallel rank of a pipeline stage, in the order of `model.parameters()`."""
+    """Return the parameters of one tensor-parallel rank of a pipeline stage, in the order of `model.parameters()`."""
     model, tp, stages = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     hidden, last = model.hidden_size, stage == stages - 1
     embedding = Parameter((vocabulary(config) // tp, hidden), "matrix", stages > 1 and not model.untie_embeddings_and_output_weights)
@@ -118,14 +118,14 @@ def stage_parameters(config: Config, stage: int) -> list[Parameter]:
 
 
 def _layer(config: Config) -> list[Parameter]:
-    """One transformer layer."""
+    """Return the parameters of one transformer layer."""
     shapes, wide = linear_shapes(config), config.precision.bf16_linears or ()
 
     def linear(slot: str, summed: bool = False) -> list[Parameter]:
         weight = Parameter(shapes[slot], "matrix" if slot in wide else "linear")
         return [weight, Parameter(weight.shape[:1], "vector", summed)][: 1 if config.model.disable_bias_linear else 2]
 
-    split = config.parallel.sequence_parallel  # row-parallel biases are added to a slice of the sequence
+    split = config.parallel.sequence_parallel  # each rank adds row-parallel biases to its slice of the sequence
     attention = linear("linear_proj", split) + linear("linear_qkv") + _head_norms(config)
     return [*_norm(config), *attention, *_norm(config), *linear("linear_fc1"), *linear("linear_fc2", split)]
 
@@ -136,20 +136,20 @@ def _norm(config: Config) -> list[Parameter]:
 
 
 def _head_norms(config: Config) -> list[Parameter]:
-    """Of queries and keys: all tensor-parallel ranks add to their gradients."""
+    """Return the norms of queries and keys, whose gradients are summed over tensor-parallel ranks."""
     vector = Parameter((config.model.head_size,), "vector", config.parallel.tensor_model_parallel_size > 1)
     return [vector] * (0 if not config.model.qk_layernorm else 2 if config.model.normalization == "RMSNorm" else 4)
 
 
 def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
-    """Kind of parameter -> its weight's format, and those of its master, gradient and moments."""
+    """Return the weight format, and the formats of master, gradient and moments, by kind of parameter."""
     recipe = config.precision.recipe
     weights = {"linear": recipe.weight, "matrix": recipe.compute, "vector": recipe.compute}
     return {kind: (weights[kind], recipe.formats_of(kind)) for kind in KINDS}
 
 
 def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, Any]]:
-    """Bytes of each model state on each of `copies` data-parallel ranks. ValueError for formats that the update does not take."""
+    """Yield the bytes of each model state for each of `copies` data-parallel ranks; ValueError if the update does not support a format."""
     by_kind = state_formats(config)
     update = {kind: updates.by_name(formats.update) for kind, (_, formats) in by_kind.items()}
     for kind, (_, formats) in by_kind.items():
@@ -172,7 +172,7 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
 
 
 def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) -> list[list[tuple[Parameter, tuple[int, ...]]]]:
-    """The parameters, or rows of them, whose gradients each data-parallel rank reduces, with their shapes."""
+    """Return the parameters, or parts of them, whose gradients each data-parallel rank reduces, with their shapes."""
     formats, backward = state_formats(config), list(reversed(parameters))
     buckets = [(formats[p.kind][1].grad.name, p.summed) for p in backward]
     divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
@@ -184,57 +184,58 @@ def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) 
 
 
 def _accumulator_bytes(config: Config, grad: Format) -> int:
-    """Bytes an element of the sum over micro-batches."""
+    """Return the bytes per element of the sum over micro-batches."""
     name = config.precision.grad_accum
     chosen = accumulator("fp32" if name == OWNER else name, grad)
     return chosen.dtype.itemsize if isinstance(chosen, Plain) else grad.bytes
 
 
 def layer_activations(config: Config) -> int:
-    """Bytes that one layer saves for backward of one micro-batch on one rank: the sum of `activation_parts`."""
+    """Return the bytes that one layer saves for backward of one micro-batch on one rank: the sum of `activation_parts`."""
     return sum(activation_parts(config).values())
 
 
 def activation_parts(config: Config) -> dict[str, int]:
-    """Bytes that one layer saves for backward of one micro-batch on one rank: for its norms (and what they feed), attention and MLP.
+    """Return the bytes that one layer saves for backward of one micro-batch on one rank: for norms (and linear inputs), attention and MLP.
 
-    The fused FP8 layer (`Config.fuses_layers`) is two autograd functions, and each says what it saves: `AttentionBlock.saved_bytes` and
-    `MLPBlock.saved_bytes`. Another layer saves, in bytes per token, with a = 2 (4 at fp32), c = a or with --save-activations coat 17/16,
-    and l = 1 for the input of an FP8 linear layer (in blocks `Cast.element_bytes`, else a); t TP (T: t with sequence parallelism, else 1),
-    q and k the widths of a rank's queries and keys, f that of its share of the MLP:
+    The fused FP8 layer (`Config.fuses_layers`) is two autograd functions, with `AttentionBlock.saved_bytes` and `MLPBlock.saved_bytes`.
+    Other layers save these bytes per token, with a = 2 (4 at fp32); c = a, or 17/16 with --save-activations coat; l = 1 for the input of an
+    FP8 linear layer (`Cast.element_bytes` with blocks, a without FP8); t = TP (T = t with sequence parallelism, else 1); q and k the widths
+    of a rank's queries and keys; f the width of its slice of the MLP:
 
         norms          2 c h / T             their inputs, which are the residual stream
-                       2 l h / G             the inputs of QKV and fc1; G = t where a rank keeps its shard and gathers again (BF16, and
-                                             O3 with --tp-saved-input shard), else 1: O1 and O2 keep all of it
-                       2 h / T               two masks, where there is dropout on the residual stream
-        attention      a (q + 2 k)           QKV's output after rope, of which keys and values are views
-                       a q                   the queries where they come in several groups and have to be copied out of it
-                       a (q + k)             with norms of queries and keys: both behind their norms and rope, and for each of both the
-                       4 a d / b             cosines and sines, together, with d rotated channels of a head
-                       a q                   the output; no s x s matrix: the kernels recompute it
+                       2 l h / G             the inputs of QKV and fc1; G = t if a rank keeps its shard and gathers again (BF16, and O3
+                                             with --tp-saved-input shard), else 1: O1 and O2 keep the gathered input
+                       2 h / T               two masks, with dropout on the residual stream
+        attention      a (q + 2 k)           QKV's output after RoPE; keys and values are views of it
+                       a q                   queries, if they have several groups and must be copied out of it
+                       a (q + k)             with QK layernorm: queries and keys after norm and RoPE, and for each of the two
+                       4 a d / b             cosines and sines, with d rotated channels per head
+                       a q                   the output; no s x s matrix, which the kernels recompute
                        l q with FP8          the projection's input, cast; without FP8 it is the output itself
-        MLP            c f, SwiGLU 2 c f     what GELU or SwiGLU sees
+        MLP            c f, SwiGLU 2 c f     the input of GELU or SwiGLU
                        l f                   fc2's input
 
-    where core_attn is recomputed, no output but the projection's input; where mlp is, nothing but fc1's input, in the compute dtype. With
-    --attention-precision fp8, `FP8Attention.saved_bytes` stands in place of QKV's output, queries, keys and output; with norms of queries
-    and keys QKV's output and the tables stay. Recomputed in such a layer, attention keeps its inputs in the compute dtype.
+    With core_attn recomputed, the attention output is not saved but the projection's input is. With mlp recomputed, only fc1's input is
+    saved, in the compute dtype. With --attention-precision fp8, `FP8Attention.saved_bytes` replaces QKV's output, queries, keys and output;
+    with QK layernorm, QKV's output and the cosines and sines remain. If such attention is recomputed, its inputs are saved in the compute
+    dtype.
 
-    An unfused GPT without tensor parallelism has 32 s b h in BF16, 27 s b h with FP8, a fused one 20, with coat 14.4; Korthikanti et al.
-    have 34 s b h for BF16, with three dropout masks, and without the QKV output.
+    Without tensor parallelism an unfused GPT saves 32 s b h in BF16 and 27 s b h with FP8, a fused one 20, with coat 14.4. Korthikanti et
+    al. have 34 s b h for BF16, with three dropout masks and without the QKV output.
     """
     norms, attention, mlp = _fused_layer(config) if config.fuses_layers else _layer_of_modules(config)
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
 
 
 def _widths(config: Config) -> tuple[float, float, float]:
-    """Of a rank: its heads, its query groups, and the width that GELU or SwiGLU sees."""
+    """Return a rank's width of all heads, width of all query groups, and input width of GELU or SwiGLU."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     return model.num_attention_heads / tp, model.query_groups / tp, model.ffn_size / tp * (2 if model.swiglu else 1)
 
 
 def _fused_layer(config: Config) -> tuple[float, float, float]:
-    """Bytes per token: norms, attention, MLP."""
+    """Return the bytes per token of a fused layer: norms, attention, MLP."""
     model, wide, again, split = config.model, _compute_bytes(config), _recomputed(config), _sequence_split(config)
     heads, groups, width = _widths(config)
     saved = saved_activations(config.precision)
@@ -256,19 +257,19 @@ def _fused_layer(config: Config) -> tuple[float, float, float]:
 
 
 def _layer_of_modules(config: Config) -> tuple[float, float, float]:
-    """Bytes per token of a layer that is not fused: norms, attention, MLP."""
+    """Return the bytes per token of an unfused layer: norms, attention, MLP."""
     return _norms_of_modules(config), _attention_of_modules(config), _mlp_of_modules(config)
 
 
 def _input_bytes(config: Config) -> tuple[float, dict[str, float]]:
-    """Bytes per element of an input in FP8 (in the compute dtype without FP8 GEMMs), and of each linear layer's input."""
+    """Return the bytes per element of an FP8 input (of the compute dtype without FP8 GEMMs), and of each linear layer's input."""
     wide, gemm, in_bf16 = _compute_bytes(config), config.precision.recipe.gemm, config.precision.bf16_linears or ()
     cast = wide if gemm is None else LinearFunction.saved_bytes(1, gemm.input)
     return cast, {slot: wide if slot in in_bf16 else cast for slot in LINEARS}
 
 
 def _norms_of_modules(config: Config) -> float:
-    """The inputs of the norms and of the linear layers behind them."""
+    """Return the bytes per token for inputs of the norms and of the linear layers after them."""
     model, recipe, wide, split = config.model, config.precision.recipe, _compute_bytes(config), _sequence_split(config)
     cast, narrow = _input_bytes(config)
     gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
@@ -280,11 +281,11 @@ def _norms_of_modules(config: Config) -> float:
 
 
 def _attention_of_modules(config: Config) -> float:
-    """Queries, keys, values and output of the attention, and the input of its projection."""
+    """Return the bytes per token for queries, keys, values and output of attention, and the input of its projection."""
     model, wide, again = config.model, _compute_bytes(config), "core_attn" in _recomputed(config)
     heads, groups, _ = _widths(config)
     queries, keys = heads * model.head_size, groups * model.head_size
-    turned = model.qk_layernorm and model.position_embedding_type == "rope"  # by megatron-core
+    turned = model.qk_layernorm and model.position_embedding_type == "rope"  # rotated by megatron-core
     tables = 4 * int(model.head_size * model.rotary_percent) / config.training.micro_batch_size if turned else 0
     projected = _input_bytes(config)[1]["linear_proj"] * queries
     if config.precision.attention_precision == "fp8" and not again:
@@ -297,7 +298,7 @@ def _attention_of_modules(config: Config) -> float:
 
 
 def _mlp_of_modules(config: Config) -> float:
-    """What GELU or SwiGLU sees, and the input of fc2."""
+    """Return the bytes per token for the input of GELU or SwiGLU, and the input of fc2."""
     if "mlp" in _recomputed(config):
         return 0
     seen = ActivationFunction.saved_bytes(_widths(config)[2], _compute_bytes(config), saved_activations(config.precision))
@@ -305,25 +306,24 @@ def _mlp_of_modules(config: Config) -> float:
 
 
 def _recomputed(config: Config) -> tuple[str, ...]:
-    """The modules that selective recomputation recomputes."""
+    """Return the modules that selective recomputation recomputes."""
     return (config.training.recompute_modules or ("core_attn",)) if config.training.recompute_granularity == "selective" else ()
 
 
 def _recomputed_at_once(config: Config) -> int:
-    """Bytes that selective recomputation brings back while backward is in a layer: those of its attention or of its MLP."""
+    """Return the bytes that selective recomputation needs while backward is in a layer: those of its attention or of its MLP."""
     everything = replace(config, training=replace(config.training, recompute_granularity=None, recompute_modules=()))
     kept = activation_parts(config)
     return max(size - kept[name] for name, size in activation_parts(everything).items())
 
 
 def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
-    """Bytes that a rank of a pipeline stage keeps for backward, at the moment when they are most.
+    """Return the peak bytes that a rank of a pipeline stage keeps for backward.
 
-    1F1B has P - p micro-batches under way on stage p of P; interleaved with V chunks a stage, 2 (P - p - 1) + (V - 1) P + 1 times a chunk.
-    In CUDA graphs each of the chunks' `slots` has memory of its own, see `_in_slots`.
-    Full recomputation leaves the inputs of its units, and of one unit everything; selective adds what it recomputes of one layer. The last
-    stage adds what the final norm, the LM head and the cross entropy keep of one micro-batch, `_head`, or where that is more, with a large
-    micro-batch, what backward of a layer makes after that, `_backward_of_a_layer`.
+    1F1B has P - p micro-batches in flight on stage p of P; interleaved with V chunks per stage, 2 (P - p - 1) + (V - 1) P + 1 times a
+    chunk. In CUDA graphs each of the chunks' `slots` has its own memory (`_in_slots`). Full recomputation keeps the inputs of its units and
+    all activations of one unit; selective adds the recomputed part of one layer. The last stage adds the maximum of two peaks: final norm,
+    LM head and cross entropy of one micro-batch (`_head`), and backward of a layer after them (`_backward_of_a_layer`).
     """
     model, training, parallel = config.model, config.training, config.parallel
     stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
@@ -349,19 +349,19 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
 
 
 def _in_slots(slots: Sequence[int], kept: int, stream: int, backward: int, head: int) -> int:
-    """Bytes of the slots of a stage's graphs (`megatron.lm.graphs.stage_graph`): what each keeps, copies of its input and output, and what
-    its backward makes while it runs; and of each chunk the gradients of input and output. On the last stage the last chunk has the head."""
+    """Return the bytes of the slots of a stage's graphs (`megatron.lm.graphs.stage_graph`): per slot the kept activations, copies of input
+    and output, and temporaries of backward; per chunk the gradients of input and output. The last chunk of the last stage has the head."""
     each = [head if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
     return sum(count * (kept + 2 * stream + beside) + 2 * stream for count, beside in zip(slots, each, strict=True))
 
 
 def _head(config: Config) -> int:
-    """Bytes of logits and of the LM head's gradients, at the turn from forward to backward of one micro-batch.
+    """Return the bytes of logits and of the LM head's gradients between forward and backward of one micro-batch.
 
-    The gradients of the head's input, of all tokens, and of its weight, this rank's rows, in FP32; and beside them the larger of a chunk of
-    logits with the input that sequence parallelism gathers (in forward), and the same gradients in the compute dtype (in backward). An FP8
-    product adds the weight and a chunk's input in FP8 to forward. With all products in FP8 there is no gradient of the weight in FP32: the
-    gradients of the logits, a byte each, and the input in FP8 take its place, and forward has weight and input in FP8 by rows and columns.
+    They are the FP32 gradients of the head's input, for all tokens, and of this rank's rows of its weight, plus the larger of a chunk of
+    logits with the input gathered under sequence parallelism (in forward), and the same gradients in the compute dtype (in backward). One
+    FP8 GEMM adds the FP8 weight and a chunk's FP8 input to forward. With all three GEMMs in FP8, the gradients of the logits, a byte each,
+    and the FP8 input replace the FP32 weight gradient, and forward has FP8 weight and input in both rowwise and columnwise layouts.
     """
     tokens, wide, hidden = _tokens(config), _compute_bytes(config), config.model.hidden_size
     rows = vocabulary(config) // config.parallel.tensor_model_parallel_size
@@ -378,11 +378,11 @@ def _head(config: Config) -> int:
 
 
 def _backward_of_a_layer(config: Config) -> int:
-    """Bytes that backward of a fused layer's MLP holds at one time beside what forward kept; 0 for other layers.
+    """Return the peak bytes of temporaries in backward of a fused layer's MLP; 0 for other layers.
 
-    Of the hidden size h the gradients of the layer's output and of the residual stream (a each, as in `activation_parts`), the first also
-    in E5M2 by rows and by columns; of the MLP's share f the gradient of fc2's input (a), that of fc1's output in E5M2 by rows and by
-    columns, fc2's input again in E4M3 by columns, and with coat what GELU or SwiGLU sees (a).
+    Per hidden element: the gradients of the layer's output and of the residual stream (a each, as in `activation_parts`), the first also in
+    E5M2 by rows and by columns. Per element of the MLP slice f: the gradient of fc2's input (a), the gradient of fc1's output in E5M2 by
+    rows and by columns, fc2's input again in E4M3 by columns, and with coat the input of GELU or SwiGLU (a).
     """
     if not config.fuses_layers:
         return 0
@@ -406,27 +406,27 @@ def _sequence_split(config: Config) -> int:
 
 
 def report(config: Config, world_size: int) -> str:
-    """Grid, parameters and GiB of the least and the fullest rank, as text."""
+    """Return a text with grid, parameters, and GiB of the emptiest and the fullest rank."""
     parallel, training, ranks = config.parallel, config.training, plan(config, world_size)
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     virtual = parallel.num_layers_per_virtual_pipeline_stage
     grid = (
         f"grid: {world_size} process{'es' if world_size > 1 else ''} = TP {tp} x PP {pp} x DP {config.data_parallel_size(world_size)}"
         + (", sequence parallel" if parallel.sequence_parallel else "")
-        + (f", {virtual} layers a virtual stage" if virtual else "")
+        + (f", {virtual} layers per virtual stage" if virtual else "")
         + (", ZeRO" if config.shards_optimizer else "")
     )
     tokens = config.global_batch_size(world_size) * config.model.seq_length
     batch = (
         f"batch: {config.global_batch_size(world_size)} sequences = {tokens:,} tokens, {config.num_micro_batches(world_size)} x "
-        f"{training.micro_batch_size} a process; {training.train_iters:,} iterations = "
+        f"{training.micro_batch_size} per process; {training.train_iters:,} iterations = "
         f"{training.train_iters * tokens / 1e9:.1f}B tokens"
     )
     few, many = min(rank.parameters for rank in ranks), max(rank.parameters for rank in ranks)
     whole = parameter_count(config.model, vocabulary(config))
-    size = f"parameters: {whole:,}; a process {few:,}" + (f" to {many:,}" if many > few else "") + f"; vocabulary {vocabulary(config):,}"
+    size = f"parameters: {whole:,}; per process {few:,}" + (f" to {many:,}" if many > few else "") + f"; vocabulary {vocabulary(config):,}"
     columns = ("weight", *ranks[0].states, "gradient", "accumulated", "activations", "total")
-    table = [f"{'GiB a process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]
+    table = [f"{'GiB per process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]
     for what, rank in (("least", min(ranks, key=lambda rank: rank.total)), ("fullest", max(ranks, key=lambda rank: rank.total))):
         sizes = {**vars(rank), **rank.states, "total": rank.total}
         where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"

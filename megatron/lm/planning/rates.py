@@ -1,8 +1,8 @@
-"""Measured rates by name, as rows of `rates.csv`, and their scaling to another GPU.
+"""Measured rates by name, from `rates.csv`, and their scaling to another GPU.
 
-A row has the GPU on which it was measured, where the number stands (`source`) and the commit of the tree. `tools/bench/derive_rates.py`
-computes the rows from those of `tools/bench/results/`. A rate may depend on a size (`at`): between two sizes it is linear in the logarithm
-of the size, outside it equals the nearest one.
+A row has the GPU of the measurement, the file of the number (`source`) and the commit. `tools/bench/derive_rates.py` computes the rows from
+`tools/bench/results/`. A rate may depend on a size (`at`): between two sizes it is interpolated linearly in the logarithm of the size,
+outside it equals the nearest one.
 """
 
 import csv
@@ -15,19 +15,19 @@ from importlib import resources
 from types import MappingProxyType
 
 BYTES = {"GB/s": 1e9, "TB/s": 1e12}
-# Factor of a unit on a GPU with another peak or another memory: the quotient of the data sheets; for a time, its inverse.
+# How a unit scales to a GPU with another peak or bandwidth: by the ratio of the data sheets, or for a time by its inverse.
 ARITHMETIC, MEMORY = ("TFLOP/s",), ("TB/s", "ps")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet.
+    """Data-sheet values of a GPU.
 
     Attributes:
-        name: as torch tells it, without what follows the model.
-        memory_gib: what a process can have.
+        name: as torch returns it, up to the model.
+        memory_gib: memory available to a process.
         peaks: dense TFLOP/s in BF16 and in FP8.
-        memory_tb_s, link_gb_s: bandwidth of its memory, and of NVLink in one direction.
+        memory_tb_s, link_gb_s: memory bandwidth, and NVLink bandwidth in one direction.
     """
 
     name: str
@@ -47,7 +47,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Rate:
-    """One row: `value` in `unit`; `at` is the size it was measured at, None where it has none."""
+    """One row: `value` in `unit`; `at` is the size at which it was measured, or None."""
 
     gpu: str
     name: str
@@ -63,9 +63,9 @@ class Rates:
     """The rates of one GPU.
 
     Attributes:
-        gpu: for which they are.
-        rows: as measured, on this GPU or another.
-        scaled: whether they were measured on another.
+        gpu: the GPU.
+        rows: measurements, on this GPU or another.
+        scaled: whether they are from another GPU.
     """
 
     gpu: Gpu
@@ -73,10 +73,10 @@ class Rates:
     scaled: bool
 
     def __call__(self, name: str, size: float | None = None) -> float:
-        """The rate in SI units: FLOP/s, bytes/s, or seconds.
+        """Return the rate in SI units: FLOP/s, bytes/s, or seconds.
 
         Raises:
-            KeyError: no row has that name.
+            KeyError: if no row has that name.
         """
         rows = sorted((row for row in self.rows if row.name == name), key=lambda row: row.at or 0.0)
         if not rows:
@@ -92,13 +92,13 @@ class Rates:
 
     @property
     def note(self) -> str:
-        """Where the rates come from, in one line."""
+        """Return a line on the source of the rates."""
         commits = ", ".join(sorted({row.commit for row in self.rows if row.commit}))
         rows = f"{len(self.rows)} rates measured on {self.rows[0].gpu}, commits {commits}"
         if not self.scaled:
             return f"{rows}; links between hosts: not measured"
         return (
-            f"{rows}; no row is of {self.gpu.name}: arithmetic scaled by the data sheets' peaks, kernels bound by memory by its "
+            f"{rows}; none on {self.gpu.name}: compute-bound rates are scaled by data-sheet peaks, memory-bound rates by "
             "bandwidth; links between hosts: not measured"
         )
 
@@ -132,12 +132,12 @@ def _rows() -> tuple[Rate, ...]:
 
 
 def rates_of(gpu: str) -> Rates:
-    """The rates of a GPU of `GPUS`: its own rows where there are any, else those of the H200, scaled.
+    """Return the rates of a GPU of `GPUS`: its own rows if there are any, else those of the H200, scaled.
 
     Raises:
-        ValueError: an unknown GPU.
+        ValueError: if the GPU is unknown.
     """
     if gpu not in GPUS:
-        raise ValueError(f"--gpu {gpu!r} is unknown: choose one of {', '.join(GPUS)}; no other GPU has rates or a data sheet here")
+        raise ValueError(f"--gpu {gpu!r} is unknown: choose one of {', '.join(GPUS)}, for which there are rates or data-sheet values")
     own = tuple(row for row in _rows() if row.gpu == GPUS[gpu].name)
     return Rates(GPUS[gpu], own or _rows(), not own)

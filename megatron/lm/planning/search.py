@@ -1,7 +1,7 @@
-"""Grids of a model on a cluster: those that fit, the fastest first.
+"""Search the grids of a model that fit a cluster, fastest first.
 
-Tensor parallelism stays on one host and comes with sequence parallelism. Settings that a run fixes (`fixed`) are not searched. Most grids
-are judged by bytes that ZeRO would divide evenly; the returned ones are judged rank by rank, as `megatron.lm.planning.memory` does.
+Tensor parallelism stays within a host and uses sequence parallelism. Settings in `fixed` are not searched. A first pass assumes that ZeRO
+divides bytes evenly; returned grids are checked rank by rank with `megatron.lm.planning.memory`.
 """
 
 import functools
@@ -30,12 +30,12 @@ RECOMPUTED: tuple[dict[str, Any], ...] = (
     {"recompute_granularity": "full", "recompute_modules": (), "recompute_method": "uniform", "recompute_num_layers": 1},
 )
 GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "sequence_parallel")
-UNEVEN = 1.05  # what the busiest rank of a partition may have over the mean
+UNEVEN = 1.05  # allowed ratio of the busiest rank of a partition to the mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One grid: its configuration, what each rank holds, and the time of a step."""
+    """One grid: its configuration, the memory of each rank, and the step time."""
 
     config: Config
     ranks: list[Rank]
@@ -43,26 +43,26 @@ class Planned:
 
     @property
     def fullest(self) -> Rank:
-        """The rank that holds most."""
+        """Return the rank with the most bytes."""
         return max(self.ranks, key=lambda rank: rank.total)
 
 
 def planned(config: Config, cluster: Cluster, rates: Rates) -> Planned:
-    """One grid, as it is; ValueError as `predict`."""
+    """Return the plan of the configuration's own grid; ValueError as `predict`."""
     ranks = _exact(config, cluster.gpus)
     return Planned(config=config, ranks=ranks, step=predict(config, cluster, rates, ranks))
 
 
 def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed: Sequence[str] = (), top: int = 5) -> list[Planned]:
-    """At most `top` grids that fit, the fastest first.
+    """Return at most `top` grids that fit, the fastest first.
 
     Args:
-        config: the run; its grid, micro-batch and recomputation stay where `fixed` names them.
-        capacity: bytes of a GPU, of which `RESERVED` are kept free.
-        fixed: settings by field name that are not searched.
+        config: the run; its grid, micro-batch size and recomputation are searched unless `fixed` names them.
+        capacity: bytes of a GPU, of which `RESERVED` stay free.
+        fixed: field names of settings that are not searched.
 
     Raises:
-        ValueError: no grid divides the model and the GPUs, or none fits; the message says what would help.
+        ValueError: if no grid divides the model and the GPUs, or none fits; the message has alternatives.
     """
     found, least, refused = [], None, ""
     for one in candidates(config, cluster, fixed):
@@ -86,15 +86,15 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
             break
     if not fits:
         raise ValueError(
-            f"no grid of {cluster.gpus} GPUs fits: the leanest needs about {least / GIB:.1f} GiB a process and {RESERVED / GIB:g} for CUDA "
-            f"and NCCL, and a GPU has {capacity / GIB:.1f}: take more --gpus, a shorter --seq-length, or --precision O2 or O3, which keep "
-            "6 and 7 bytes a parameter"
+            f"no grid of {cluster.gpus} GPUs fits: the smallest needs about {least / GIB:.1f} GiB per process and {RESERVED / GIB:g} for "
+            f"CUDA and NCCL, but a GPU has {capacity / GIB:.1f}: use more --gpus, a shorter --seq-length, or --precision O2 or O3, which "
+            "take 6 and 7 bytes per parameter"
         )
     return sorted(fits, key=lambda one: one.step.total)
 
 
 def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> Iterator[Config]:
-    """Every combination of the searched settings, whether it divides or not."""
+    """Iterate over all combinations of the searched settings, also those that do not divide the model or the GPUs."""
     model = config.model
     given = config.parallel
     tensor = [given.tensor_model_parallel_size] if GRID[0] in fixed else [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
@@ -133,12 +133,12 @@ def _divisors(number: int) -> list[int]:
 
 
 def _chunks(layers: int) -> list[int | None]:
-    """No interleaving, two chunks a stage, and one layer a chunk."""
+    """Return the layers per chunk to try: no interleaving, two chunks per stage, and one layer per chunk."""
     return [None, *sorted({layers // 2, 1} - {0, layers})] if layers > 1 else [None]
 
 
 def _even(config: Config, gpus: int) -> list[Rank]:
-    """A rank of each stage, with what ZeRO spreads divided by the number of its ranks."""
+    """Return a rank of each stage, with sharded states divided evenly by the number of ranks."""
     parallel, share = config.parallel, config.data_parallel_size(gpus) if config.shards_optimizer else 1
     one_copy = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     micro_batches, ranks = config.num_micro_batches(gpus), []
@@ -150,7 +150,7 @@ def _even(config: Config, gpus: int) -> list[Rank]:
 
 
 def _exact(config: Config, gpus: int) -> list[Rank]:
-    """The result of `plan.plan`."""
+    """Return the result of `memory.plan`."""
     copies, micro_batches = config.data_parallel_size(gpus), config.num_micro_batches(gpus)
     activations = [memory.stage_activations(config, stage, micro_batches) for stage in range(config.parallel.pipeline_model_parallel_size)]
     ranks = _of_states(_bare(config, copies * (2 if micro_batches > 1 else 1)), gpus)
@@ -158,8 +158,8 @@ def _exact(config: Config, gpus: int) -> list[Rank]:
 
 
 def _bare(config: Config, batch: int) -> Config:
-    """The settings that decide about model states, so that many grids share one result: no recomputation, no chunks, one micro-batch a step
-    or two."""
+    """Return the settings that model states depend on, so that many grids share a cached result: no recomputation, no chunks, and one or
+    two micro-batches per step."""
     parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None)
     bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, **RECOMPUTED[0])
     return replace(config, parallel=parallel, training=bare)

@@ -1,9 +1,9 @@
-"""Seconds of a step, by kind, from shapes and measured rates.
+"""Predict the time of a step, by kind, from shapes and measured rates.
 
-A micro-batch of a stage costs its GEMMs, attention, element-wise kernels, the gaps between launches and the exposed part of the
-tensor-parallel collectives. In eager steps the host launches no faster than it can: a stage takes the longer of both times. Stages follow
-each other by 1F1B, interleaved ones with a V-th of its bubble (Narayanan et al., 2021, section 2.2). A step adds the update and the part of
-the exchange of gradients and weights that backward and forward of one micro-batch do not hide.
+The time of a micro-batch on a stage is that of GEMMs, attention, element-wise kernels, launch gaps and the exposed part of the
+tensor-parallel collectives. In eager steps it is at least the time that the host needs for its launches. Stages run 1F1B; interleaving with
+V chunks divides the bubble by V (Narayanan et al., 2021, section 2.2). A step adds the update, and the part of the communication of
+gradients and weights that backward and forward of one micro-batch do not hide.
 """
 
 from dataclasses import dataclass, replace
@@ -18,24 +18,24 @@ from megatron.lm.planning.memory import Rank, layer_activations, stage_parameter
 from megatron.lm.planning.rates import Rates
 from msamp.nn.vocabulary_loss import ALL
 
-BACKWARD = 2 / 3  # of the time of forward and backward
+BACKWARD = 2 / 3  # share of backward in the time of forward and backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A predicted step: `seconds` by kind, which add up to `total`; `captured`: whether it is a CUDA graph."""
+    """A predicted step: `seconds` by kind, whose sum is `total`; `captured`: whether it is a CUDA graph."""
 
     seconds: dict[str, float]
     captured: bool
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Return the seconds of the step."""
         return sum(self.seconds.values())
 
 
 class _Stage(NamedTuple):
-    """Seconds of one micro-batch on one stage: on the GPU by kind, collectives as far as they are exposed, and the host's to launch it."""
+    """Seconds of one micro-batch on one stage: GPU time by kind, with exposed collectives only, and the host's launch time."""
 
     kinds: dict[str, float]
     host: float
@@ -50,17 +50,17 @@ class _Stage(NamedTuple):
 
 
 def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -> Step:
-    """The time of a step.
+    """Predict the time of a step.
 
     Args:
-        config: has passed `check`.
-        ranks: what `megatron.lm.planning.memory.plan` says for this configuration and cluster.
+        config: must have passed `check`.
+        ranks: from `megatron.lm.planning.memory.plan` for this configuration and cluster.
 
     Raises:
-        ValueError: a precision with GEMMs that have no rate.
+        ValueError: if there is no GEMM rate for the precision.
     """
     if config.precision.recipe.compute.bytes > 2:
-        raise ValueError(f"--precision {config.precision.name} multiplies in FP32, for which there is no rate: choose a 16-bit or FP8 one")
+        raise ValueError(f"--precision {config.precision.name} uses FP32 GEMMs, which have no measured rate: choose a 16-bit or FP8 one")
     graph, pp = captured(config), config.parallel.pipeline_model_parallel_size
     stages = [_stage(config, cluster, rates, stage, graph=graph) for stage in range(pp)]
     micro_batches, chunk = config.num_micro_batches(cluster.gpus), config.parallel.num_layers_per_virtual_pipeline_stage
@@ -93,7 +93,7 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
     sent = wire.tensor_parallel(config, stage).values()
     tensor = sum(one.size / cluster.link + one.calls * cluster.latency for one in sent)
     kinds["tensor-parallel, exposed"] = tensor * rates("tp exposed")
-    # On a stage of a pipeline the sends of a micro-batch stand between its kernels.
+    # On a pipeline stage the sends of a micro-batch are between its kernels.
     across = wire.pipeline(config, stage)
     link = cluster.network if cluster.crosses_hosts(config) else cluster.link
     kinds["pipeline sends"] = across.size / link + across.calls * cluster.latency
@@ -103,7 +103,7 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
 
 
 def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of one layer by kind, and those of its forward."""
+    """Return the seconds of one layer by kind, and those of its forward."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     tokens = model.seq_length * config.training.micro_batch_size
     gemm, width = config.precision.recipe.gemm, model.hidden_size / tp
@@ -113,7 +113,7 @@ def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, fl
         rate = "bf16 gemm" if gemm is None or slot in bf16 else "fp8 gemm" if gemm.tensorwise else "block gemm"
         linear += 6 * tokens * outputs * inputs / rates(rate, model.hidden_size if rate == "bf16 gemm" else width)
     queries = model.num_attention_heads * model.head_size / tp
-    # FP8 attention has no rate of its own: its time is BF16's, which is more.
+    # FP8 attention has no rate of its own; BF16's time is an upper bound.
     core = "attention flash" if config.training.deterministic or model.attention_backend == "flash" else "attention"
     attention = 7 * tokens * model.seq_length * queries / rates(core, model.seq_length)
     elements = _fused_elements(config, rates) if config.fuses_layers else _unfused_elements(config, rates)
@@ -123,7 +123,7 @@ def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, fl
 
 
 def _recomputed_share(config: Config) -> dict[str, float]:
-    """How much of a layer's forward runs again in backward, by kind."""
+    """Return the fraction of a layer's forward that backward recomputes, by kind."""
     training, model = config.training, config.model
     if training.recompute_granularity == "full":
         unit, stage = training.recompute_num_layers or 1, model.num_layers // config.parallel.pipeline_model_parallel_size
@@ -139,7 +139,7 @@ def _recomputed_share(config: Config) -> dict[str, float]:
 
 
 def _fused_elements(config: Config, rates: Rates) -> float:
-    """Element-wise kernels of a fused FP8 layer."""
+    """Return the seconds of element-wise kernels of a fused FP8 layer."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     tokens = model.seq_length * config.training.micro_batch_size
     split = tp if config.parallel.sequence_parallel else 1
@@ -148,7 +148,7 @@ def _fused_elements(config: Config, rates: Rates) -> float:
     seconds = 2 * hidden / split * rates("norm") + ffn * rates("swiglu" if model.swiglu else "gelu")
     if model.position_embedding_type == "rope":
         seconds += tokens * channels * rates("rotary")
-    # With tensor parallelism whole rows are gathered, cast and added up, on every rank.
+    # With tensor parallelism every rank gathers, casts and sums whole rows.
     seconds += hidden * (rates("rest of a layer") if tp == 1 else rates("rest of a layer, tp"))
     if config.precision.kept_activations != "compute":
         seconds += (2 * hidden / split + ffn * (2 if model.swiglu else 1)) * rates("groups of activations")
@@ -156,20 +156,20 @@ def _fused_elements(config: Config, rates: Rates) -> float:
 
 
 def _unfused_elements(config: Config, rates: Rates) -> float:
-    """Element-wise kernels of a layer that is not fused: each byte kept for backward is read and written some times."""
+    """Return the seconds of element-wise kernels of an unfused layer, proportional to the bytes saved for backward."""
     kept = layer_activations(_keeping_all(config))
     seconds = kept * rates("unfused byte")
     return seconds + _just_in_time(config, rates)
 
 
 def _keeping_all(config: Config) -> Config:
-    """The same model in BF16 with nothing recomputed, on which the time of a byte was measured."""
+    """Return the same model in BF16 without recomputation, for which the time per byte was measured."""
     training = replace(config.training, recompute_granularity=None, recompute_modules=())
     return replace(config, precision=PrecisionConfig(precision="bf16"), training=training)
 
 
 def _just_in_time(config: Config, rates: Rates) -> float:
-    """Casts of operands that are not fused into other kernels: in an unfused layer all of them, just in time their maxima too."""
+    """Return the seconds of unfused operand casts: all casts in an unfused layer, and with just-in-time scaling also the amaxes."""
     gemm = config.precision.recipe.gemm
     if gemm is None:
         return 0.0
@@ -186,7 +186,7 @@ def _delayed(config: Config) -> bool:
 
 
 def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> float:
-    """Per micro-batch: weights cast and transposed, their gradients packed, or added up over micro-batches."""
+    """Return the seconds per micro-batch to cast and transpose weights, and to pack or accumulate their gradients."""
     recipe = config.precision.recipe
     sizes = {"linear": 0, "other": 0}
     for p in stage_parameters(config, stage):
@@ -207,7 +207,7 @@ def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> floa
 def _head(config: Config, rates: Rates) -> dict[str, float]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     tokens, rows = model.seq_length * config.training.micro_batch_size, vocabulary(config) / tp
-    # One product of three in FP8 has no rate of its own: it saves little more than its casts take.
+    # One FP8 GEMM of three has no rate of its own: it saves little more than its casts take.
     whole = config.precision.output_layer_precision == ALL
     gemm = 6 * tokens * rows * model.hidden_size / rates("fp8 gemm" if whole else "bf16 gemm", model.hidden_size)
     if whole:
@@ -216,7 +216,8 @@ def _head(config: Config, rates: Rates) -> dict[str, float]:
 
 
 def _update(config: Config, cluster: Cluster, rates: Rates, rank: Rank, stage: list[Rank]) -> float:
-    """The optimizer's step on a rank: states read and written, gradients read twice (once for their norm), weights written."""
+    """Return the seconds of the optimizer's step on a rank: read and write states, read gradients twice (once for the norm), write
+    weights."""
     owned = rank.gradient / max(1, sum(one.gradient for one in stage)) if config.shards_optimizer else 1.0
     states, master = sum(rank.states.values()), rank.states.get("master", 0)
     weight = rank.weight * owned * (1 if 4 * master > rank.weight * owned else 2)
@@ -228,7 +229,7 @@ def _update(config: Config, cluster: Cluster, rates: Rates, rank: Rank, stage: l
 
 
 def _exchange(config: Config, cluster: Cluster, rates: Rates, stage: int, micro_batch: float, *, graph: bool) -> float:
-    """Time of gradients and weights on the wire that no computation hides. In a graph all weights are there before the next step begins."""
+    """Return the exposed seconds of gradient and weight communication. With graphs all weights are gathered before the next step."""
     copies = config.data_parallel_size(cluster.gpus)
     gradients, weights = wire.data_parallel(config, copies, stage)
     if copies == 1:
@@ -236,7 +237,7 @@ def _exchange(config: Config, cluster: Cluster, rates: Rates, stage: int, micro_
     elements = sum(p.size for p in stage_parameters(config, stage))
     waits = cluster.latency * max(1, round(elements / config.communication.bucket_size))
     hidden = micro_batch * BACKWARD if config.communication.overlap_grad_reduce else 0.0
-    if graph and config.parallel.pipeline_model_parallel_size > 1:  # behind its last backward, while the stages before have theirs
+    if graph and config.parallel.pipeline_model_parallel_size > 1:  # after its last backward, while earlier stages still run theirs
         hidden = stage * micro_batch * BACKWARD
     seconds = max(0.0, cluster.exchange_seconds(gradients, config) + waits - hidden)
     if weights:

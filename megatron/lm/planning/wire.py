@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step, by kind, from shapes: what `tools/bench/bench_grid.py` counts.
+"""Predict the bytes that a rank sends per step, by kind, from shapes, as `tools/bench/bench_grid.py` counts them.
 
 A rank sends (n - 1) / n S of a tensor of S bytes over n ranks in an all-gather or a reduce-scatter, and twice that in an all-reduce.
 """
@@ -10,14 +10,14 @@ from megatron.lm.planning.memory import Parameter, stage_parameters, state_forma
 
 
 class Transfer(NamedTuple):
-    """Collectives of one kind of one micro-batch: bytes that a rank sends in all of them, and how many they are."""
+    """Collectives of one kind in one micro-batch: total bytes that a rank sends, and their number."""
 
     size: float
     calls: int
 
 
 def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
-    """Per micro-batch, between the tensor-parallel ranks of a stage; empty for one."""
+    """Return the transfers per micro-batch between the tensor-parallel ranks of a stage, by kind; empty for one rank."""
     parallel, recipe = config.parallel, config.precision.recipe
     tp = parallel.tensor_model_parallel_size
     if tp == 1:
@@ -48,7 +48,7 @@ def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
 
 
 def pipeline(config: Config, stage: int) -> Transfer:
-    """Per micro-batch, to the neighbouring stages: an activation onward and its gradient back, a chunk."""
+    """Return the transfers per micro-batch to neighboring stages: per chunk an activation forward and a gradient back."""
     parallel, model = config.parallel, config.model
     stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if stages == 1:
@@ -61,7 +61,7 @@ def pipeline(config: Config, stage: int) -> Transfer:
 
 
 def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float]:
-    """Per step, between the data-parallel ranks: bytes of gradients, and of weights gathered under ZeRO."""
+    """Return the bytes per step between data-parallel ranks: of gradients, and of weights gathered under ZeRO."""
     if copies == 1:
         return 0.0, 0.0
     formats, share = state_formats(config), (copies - 1) / copies
@@ -76,7 +76,7 @@ def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float
 
 
 def by_kind(config: Config, world_size: int) -> dict[str, float]:
-    """Bytes that a rank of the busiest stage sends in a step, by kind."""
+    """Return the bytes that a rank of the busiest stage sends per step, by kind."""
     micro_batches, copies = config.num_micro_batches(world_size), config.data_parallel_size(world_size)
     stages = []
     for stage in range(config.parallel.pipeline_model_parallel_size):

@@ -29,7 +29,7 @@ def test_the_papers_models_fit_on_the_papers_gpus_at_every_level(size, gpus, lev
 def test_what_does_not_fit_is_refused_with_what_would_help():
     config = flags("--preset 13b --opt-level O0 --micro-batch-size 4")
     with pytest.raises(
-        ValueError, match=r"pipeline stage 0 needs 1\d\d.\d GiB a process and 3 for CUDA and NCCL, and the device"
+        ValueError, match=r"pipeline stage 0 needs 1\d\d.\d GiB per process and 3 for CUDA and NCCL, but the device"
     ) as caught:
         check_fits(config, 2, 80 * GIB)
     for remedy in (
@@ -56,13 +56,13 @@ def test_o2_needs_the_least_memory_on_up_to_two_gpus_and_o3_on_more(gpus: int):
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --lr 1e-3 --micro-batch-size 2"
 HUGE = {
-    "width": ("--hidden-size 10000000", r"the model has 2\.4e\+15 parameters, .* take smaller --num-layers, --hidden-size"),
+    "width": ("--hidden-size 10000000", r"the model has 2\.4e\+15 parameters, .* lower --num-layers, --hidden-size"),
     "depth": ("--num-layers 10000 --hidden-size 4096", r"the model has 2\.01e\+12 parameters"),
     "head": ("--kv-channels 16777216 --num-attention-heads 1024", r"--kv-channels"),
     "vocabulary": ("--vocab-size 2147483647", r"the model has 6\.87e\+10 parameters, .* or vocabulary"),
     "batch": (
         "--micro-batch-size 100000000",
-        r"needs .* and the device has 16\.0: .*lower --micro-batch-size 100000000",
+        r"needs .* but the device has 16\.0: .*lower --micro-batch-size 100000000",
     ),
 }
 
@@ -78,7 +78,7 @@ def test_what_no_device_holds_is_refused_at_once(name):
 def test_weights_are_judged_by_the_share_of_a_process():
     settings = flags("--preset 13b --pipeline-model-parallel-size 4")  # with 2 tensor-parallel ranks, 8 shares
     check_weights(settings, 2 * GIB)
-    with pytest.raises(ValueError, match=r"1\.28e\+10 parameters, of which a process would hold 1\.61e\+09"):
+    with pytest.raises(ValueError, match=r"1\.28e\+10 parameters, 1\.61e\+09 of them per process"):
         check_weights(settings, GIB)
 
 

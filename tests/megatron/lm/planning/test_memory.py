@@ -347,7 +347,7 @@ def test_several_micro_batches_are_summed_in_the_accumulators_format():
 def test_the_report_names_grid_batch_parameters_and_the_fullest_rank():
     said = report(flags("--preset 175b --opt-level O3"), 128)
     assert "grid: 128 processes = TP 8 x PP 4 x DP 4, sequence parallel, ZeRO" in said
-    assert "batch: 512 sequences = 1,048,576 tokens, 128 x 1 a process; 38,147 iterations = 40.0B tokens" in said
-    assert "parameters: 174,590,681,088; a process 5,437,845,504 to 5,516,513,280; vocabulary 51,200" in said
+    assert "batch: 512 sequences = 1,048,576 tokens, 128 x 1 per process; 38,147 iterations = 40.0B tokens" in said
+    assert "parameters: 174,590,681,088; per process 5,437,845,504 to 5,516,513,280; vocabulary 51,200" in said
     assert "fullest: stage 0" in said
     assert "least: stage 3" in said

@@ -80,7 +80,7 @@ def test_a_rough_judgement_never_leaves_out_what_fits():
 def test_what_does_not_fit_or_divide_is_refused_with_a_remedy():
     model = config("--preset", "175b", "--precision", "bf16")
     with pytest.raises(
-        ValueError, match=r"no grid of 8 GPUs fits: the leanest needs about \d+.\d GiB .* and a GPU has 79.0: take more --gpus"
+        ValueError, match=r"no grid of 8 GPUs fits: the smallest needs about \d+.\d GiB .* but a GPU has 79.0: use more --gpus"
     ):
         best(model, machines(8), RATES, 79 * memory.GIB)
     with pytest.raises(ValueError, match=r"no grid divides this model and 7 GPUs: --global-batch-size 512 is not divisible"):

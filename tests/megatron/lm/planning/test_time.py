@@ -104,5 +104,5 @@ def test_the_exchange_hides_behind_backward():
 
 
 def test_fp32_has_no_rate():
-    with pytest.raises(ValueError, match="--precision fp32 multiplies in FP32, for which there is no rate: choose"):
+    with pytest.raises(ValueError, match="--precision fp32 uses FP32 GEMMs, which have no measured rate: choose"):
         step(f"{SMALL} --precision fp32")

@@ -42,7 +42,7 @@ def test_a_person_reads_the_grids_the_kinds_the_flags_and_the_source(capsys):
     for part in ("fullest process (stage 0), GiB: ", "sent by a process in a step, GB: gradients", "a step, ms: linear", "FLOPs of a step"):
         assert part in said
     assert "flags: --preset 7b --precision O3" in said
-    assert "no row is of NVIDIA H100: arithmetic scaled" in said
+    assert "none on NVIDIA H100: compute-bound rates are scaled" in said
 
 
 def test_flags_of_the_trainer_fix_and_override(capsys):
@@ -75,11 +75,11 @@ REFUSED = {
     "--model 7b --gpus 8 --gpu a100": "--gpu 'a100' is unknown: choose one of h200, h100",
     "--model 7b --gpus 8 --gpu h100 --gpu-memory-gib 0": "argument --gpu-memory-gib: 0 is out of range: give a number above 0",
     "--model 7b --gpus 8 --gpu h100 --link-gb-s nan": "argument --link-gb-s: nan is out of range",
-    "--model 7b --gpus 8 --gpu h100 --gpu-memory-gib 0.5": "no grid of 8 GPUs fits: the leanest needs about",
+    "--model 7b --gpus 8 --gpu h100 --gpu-memory-gib 0.5": "no grid of 8 GPUs fits: the smallest needs about",
     "--model 7b --gpus 7 --gpu h100": "no grid divides this model and 7 GPUs: --global-batch-size 2048 is not divisible by",
     "--model 7b --gpus 8 --gpu h100 --tensor-model-parallel-size 3": "no grid divides this model and 8 GPUs",
     "--model 7b --gpus 8 --gpu h100 --precision O9": "O9",
-    "--model 7b --gpus 8 --gpu h100 --precision fp32": "--precision fp32 multiplies in FP32, for which there is no rate",
+    "--model 7b --gpus 8 --gpu h100 --precision fp32": "--precision fp32 uses FP32 GEMMs, which have no measured rate",
     "--model 7b --gpus 8 --gpu h100 --no-such-flag": "unknown flag --no-such-flag",
 }
 
