@@ -11,22 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 
 def check_transforms(label: str, *xs: torch.Tensor | None) -> None:
     """Raise a RuntimeError naming the layer if it is called or differentiated under a torch.func transform (vmap, jvp, jacrev, ..), or in
-    forward mode.
+    forward mode. Call it only where torch.compile does not trace.
 
     Args:
         label: of the layer's weight; may be "".
         xs: the inputs of its forward, or the gradients of its backward.
     """
-    if torch.compiler.is_compiling():
-        return
-    given = [x for x in xs if x is not None]
-    forward_mode = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
-    batched = torch._C._are_functorch_transforms_active() or any(map(torch._C._functorch.is_legacy_batchedtensor, given))
+    # Every layer asks this twice per step, so the usual answer takes few calls.
+    batched = torch._C._are_functorch_transforms_active()
+    for x in xs:
+        if x is not None and is_legacy_batchedtensor(x):
+            batched = True
+    forward_mode = forward_ad._current_level >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in xs)
     if forward_mode or batched:
         how = "a forward-mode derivative" if forward_mode else "a torch.func transform"
         raise RuntimeError(
@@ -47,14 +49,17 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
-        check_transforms(getattr(ctx, "label", ""), *grads)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses second derivatives itself
+        if torch.compiler.is_compiling():  # compiled code refuses second derivatives itself
+            with torch.no_grad():
+                return backward(ctx, *grads)
+        label = getattr(ctx, "label", "")
+        check_transforms(label, *grads)
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                f"a backward with create_graph=True reached {getattr(ctx, 'label', '') or 'a low-precision layer'}, which has no second "
+                f"a backward with create_graph=True reached {label or 'a low-precision layer'}, which has no second "
                 "derivative (gradient penalties and Hessian products require one); do not convert the layers that it reaches: "
                 "msamp.initialize(..., accept=msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r'...')))"
             )
-        with torch.no_grad():
-            return backward(ctx, *grads)
+        return backward(ctx, *grads)
 
     return once

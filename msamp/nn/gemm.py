@@ -114,7 +114,7 @@ class _Tensorwise:
     def cast(
         self, x: torch.Tensor, slot: CastScales, cast: Cast, row: bool, col: bool, combine: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Operand:
-        scale, amax_slot, fmt = slot.scale, slot.amax, cast.format
+        scale, amax_slot = slot.scale, slot.amax
         amax = None
         if scale is None and (combine is not None or own_rule(cast)):
             amax = ops.amax(x) if combine is None else combine(ops.amax(x))
@@ -122,26 +122,29 @@ class _Tensorwise:
                 amax_slot.copy_(torch.maximum(amax_slot, amax))
             scale, amax_slot = just_in_time_scale(cast, amax), None
         place = scalar_pool.try_take(x.device)
-        options: dict[str, Any] = {"scale": scale, "amax_slot": amax_slot, "dtype": fmt.dtype, "scale_inv_slot": place}
-        payload, payload_t, made, _ = ops.cast_transpose(x, row=row, col=col, **options)
+        payload, payload_t, made, _ = ops.cast_transpose(
+            x, scale=scale, amax_slot=amax_slot, dtype=cast.format.dtype, row=row, col=col, scale_inv_slot=place
+        )
         scale_inv = made if place is None else place
         if amax is not None:
             scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank if any rank's share is not finite
-        return Operand.tensorwise(payload if row else None, scale_inv=scale_inv, payload_t=payload_t if col else None)
+        return Operand(payload if row else None, payload_t if col else None, scale_inv, scale_inv, TENSORWISE)
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
         multiplier, scale_inv = scales
         dtype = cast.format.dtype
         if payload.dtype == dtype:
-            return Operand.tensorwise(ops.transpose(payload) if transpose else payload, scale_inv=scale_inv)
+            return Operand(ops.transpose(payload) if transpose else payload, None, scale_inv, scale_inv, TENSORWISE)
         if not transpose:
-            return Operand.tensorwise(ops.cast(payload, multiplier, dtype), scale_inv=scale_inv)
+            return Operand(ops.cast(payload, multiplier, dtype), None, scale_inv, scale_inv, TENSORWISE)
         place = scalar_pool.try_take(payload.device)  # unused; it saves the launch that would allocate the kernel's own
         made = ops.cast_transpose(payload, scale=multiplier, amax_slot=None, dtype=dtype, col=True, scale_inv_slot=place)
-        return Operand.tensorwise(made[1], scale_inv=scale_inv)
+        return Operand(made[1], None, scale_inv, scale_inv, TENSORWISE)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
-        return ops.scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
+        left, right = a.payload, b.payload
+        assert left is not None and right is not None
+        return ops.scaled_mm(left, right, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
 
 
 class _ByDefinition:
@@ -347,5 +350,5 @@ class LayerGemm(NamedTuple):
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:
     """`a b^T + bias` [M, N] of `dtype` from two operands with payloads [M, K] and [N, K], and a bias [N] of `dtype` or None."""
-    left, right = kernels_of(a.granularity), kernels_of(b.granularity)
-    return (left if left is right else _DEFINITION).multiply(a, b, bias, dtype, product.fast)
+    alike = type(a.granularity) is type(b.granularity)
+    return (kernels_of(a.granularity) if alike else _DEFINITION).multiply(a, b, bias, dtype, product.fast)

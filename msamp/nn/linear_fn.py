@@ -24,11 +24,12 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 class LinearSettings(NamedTuple):
-    """The arguments that are not tensors of the autograd graph: the layer's GEMMs, and the communication at its two ends."""
+    """The arguments that are not tensors of the autograd graph: the layer's GEMMs, the communication at its two ends, and its name."""
 
     layer: LayerGemm
     input_end: Ends = ALONE
     output_end: Ends = ALONE
+    label: str = ""
 
 
 class LinearFunction(torch.autograd.Function):
@@ -43,26 +44,27 @@ class LinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, how: LinearSettings
     ) -> torch.Tensor:
-        layer, ins, outs = how
+        layer, ins, outs, label = how
         needs_w = ctx.needs_input_grad[1]
         combine = ins.shared_amax if ins.spread else None
         x2d = x.reshape(-1, x.shape[-1])
         operand = cast_operand(x2d, layer.x, layer.gemm.input, col=needs_w and not ins.spread, combine=combine)
         saved = operand.payload_t
-        gathered = ins.start_gather(operand.codes, "input all-gather")
+        gathered = ins.start_gather(operand.codes, "input all-gather") if ins.spread else None
         w = layer.weight(weight.payload)
-        if ins.spread:
+        if gathered is not None:
             keeps = needs_w and ins.keeps_gathered
             shard, operand = operand.codes, operand._replace(payload=gathered.keep() if keeps else gathered())
             saved = (operand.codes if keeps else shard) if needs_w else None
         partial = layer.output(operand, w, bias, x.dtype)
-        gathered.done()
+        if gathered is not None:
+            gathered.done()
         y = outs.sum_output(partial, layer)
         ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload)
-        ctx.how, ctx.shape, ctx.weight_dtype = how, x.shape, weight.dtype
-        ctx.label = "" if torch.compiler.is_compiling() else weight.label
+        ctx.how, ctx.label, ctx.shape, ctx.weight_dtype = how, label, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return unviewed(y, (*_rows(x.shape, ins, outs), y.shape[-1]))
+        rows = _rows(x.shape, ins, outs) if ins.spread or outs.spread else x.shape[:-1]
+        return unviewed(y, (*rows, y.shape[-1]))
 
     @staticmethod
     def saved_bytes(inputs: float, cast: Cast) -> float:
@@ -73,30 +75,31 @@ class LinearFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved, x_scale_inv, w_payload = ctx.saved_tensors
-        (layer, ins, outs), (needs_x, needs_w, needs_b, _) = ctx.how, ctx.needs_input_grad
-        grad_x = grad_w = grad_b = None
-        x8: PendingRows = ReadyRows(saved)
-        if needs_w and ins.spread and not ins.keeps_gathered:
-            x8 = ins.start_gather(saved, "input all-gather again")
+        (layer, ins, outs, _), (needs_x, needs_w, needs_b, _) = ctx.how, ctx.needs_input_grad
+        grad_x = grad_w = grad_b = gathered = None
+        x8: PendingRows | None = None  # the rows of x in FP8, where this rank has only its own
+        if needs_w and ins.spread:
+            x8 = ReadyRows(saved) if ins.keeps_gathered else ins.start_gather(saved, "input all-gather again")
         g2d = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_x or needs_w:
             combine = outs.shared_amax if outs.spread else None
             g = cast_operand(g2d, layer.grad, layer.gemm.grad_output, col=needs_w and not outs.spread, combine=combine)
-            gathered = outs.start_gather(g.codes, "grad_output all-gather")
+            gathered = outs.start_gather(g.codes, "grad_output all-gather") if outs.spread else None
         if needs_x:
             w = layer.weight(w_payload, transpose=True)
-        if outs.spread:
+        if gathered is not None:
             g = g._replace(payload=gathered())
         if needs_x:
             partial = layer.grad_input(g, w, grad_output.dtype)
             del w
             summed = ins.start_sum_grad(partial, layer)  # the collective overlaps with the weight gradient
         if needs_w:
-            g = g._replace(payload_t=ops.transpose(g.codes)) if outs.spread else g
-            x8_t = ops.transpose(x8()) if ins.spread else saved
-            x8.done()
+            g = g if gathered is None else g._replace(payload_t=ops.transpose(g.codes))
+            x8_t = saved if x8 is None else ops.transpose(x8())
+            if x8 is not None:
+                x8.done()
             grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
-        if needs_x or needs_w:
+        if gathered is not None:
             gathered.done()
         if needs_b and ctx.bias_dtype is not None:
             # torch accumulates in FP32 either way; a sum in the gradient's own dtype saves a launch.
@@ -107,10 +110,8 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _rows(shape: torch.Size, ins: Ends, outs: Ends) -> tuple[int, ...]:
-    """Return the output's shape without its last dimension: dim 0 is gathered at the input end and scattered at the output end."""
-    if ins.spread:
-        return (shape[0] * ins.ranks, *shape[1:-1])
-    return (shape[0] // outs.ranks, *shape[1:-1]) if outs.spread else shape[:-1]
+    """Return the output's shape without its last dimension, if dim 0 is gathered at the input end or scattered at the output end."""
+    return (shape[0] * ins.ranks if ins.spread else shape[0] // outs.ranks, *shape[1:-1])
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +121,14 @@ def activation(x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"input is {x.dtype}; an FP8 linear layer takes torch.bfloat16, torch.float16 or torch.float32")
     return x
+
+
+def checked_label(weight: ScalingTensor, x: torch.Tensor) -> str:
+    """Run `check_transforms` on `x` and return the name of the weight, for messages; "" while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        return ""
+    check_transforms(weight.label, x)
+    return weight.label
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
@@ -136,6 +145,5 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
     """
     if not isinstance(weight, ScalingTensor):
         return torch.nn.functional.linear(x, weight, bias)
-    if not torch.compiler.is_compiling():
-        check_transforms(weight.label, x)
-    return LinearFunction.apply(activation(x), weight, bias, LinearSettings(LayerGemm.of(scaling, weight)))
+    label = checked_label(weight, x)
+    return LinearFunction.apply(activation(x), weight, bias, LinearSettings(LayerGemm.of(scaling, weight), label=label))

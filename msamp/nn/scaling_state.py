@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping
+from operator import is_
 from typing import Any, Self
 
 import torch
@@ -143,10 +144,10 @@ class TensorScales(nn.Module):
         return slots
 
     def _kept_slots(self, record: bool) -> tuple[CastScales, ...]:
-        # Cached, since creating each of a layer's six views costs the host 4 us in every forward.
-        made_of = self.amax, self.scale, self.scale_inv
+        # Cached, since creating each of a layer's six views costs the host 4 us in every forward. The check that they are current is short.
+        made_of = tuple(map(self._buffers.__getitem__, ("amax", "scale", "scale_inv")))
         known = self._known_slots.get(record)
-        if known is None or known[0] is not self._filled or any(old is not now for old, now in zip(known[1], made_of, strict=True)):
+        if known is None or known[0] is not self._filled or not all(map(is_, known[1], made_of)):
             with torch.inference_mode(False), torch.no_grad():
                 known = self._known_slots[record] = self._filled, made_of, self._slots(record)
         return known[2]

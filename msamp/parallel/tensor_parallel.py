@@ -42,7 +42,7 @@ from msamp.comm.copies import TRANSPORTS, choose_peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.ends import PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm
-from msamp.nn.linear_fn import LinearFunction, LinearSettings, activation
+from msamp.nn.linear_fn import LinearFunction, LinearSettings, activation, checked_label
 from msamp.nn.scaling_state import WIRE, LinearScaling
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
@@ -140,7 +140,8 @@ def column_linear(
     x = _prepare(x, weight, scaling, scaling.gemm.grad_output.format)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; this weight shard expects ({weight.shape[0]},)")
-    return LinearFunction.apply(x, weight, bias, LinearSettings(LayerGemm.of(scaling, weight), input_end=tp))
+    how = LinearSettings(LayerGemm.of(scaling, weight), input_end=tp, label=checked_label(weight, x))
+    return LinearFunction.apply(x, weight, bias, how)
 
 
 def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, tp: TensorParallel) -> torch.Tensor:
@@ -165,7 +166,8 @@ def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, t
             f"sequence length {x.shape[0]} is not a multiple of the {ranks} ranks that sequence parallelism splits it over; "
             f"use {-(-x.shape[0] // ranks) * ranks}, or turn sequence parallelism off"
         )
-    return LinearFunction.apply(x, weight, None, LinearSettings(LayerGemm.of(scaling, weight), output_end=tp))
+    how = LinearSettings(LayerGemm.of(scaling, weight), output_end=tp, label=checked_label(weight, x))
+    return LinearFunction.apply(x, weight, None, how)
 
 
 def _prepare(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, wire: Format | None) -> torch.Tensor:
