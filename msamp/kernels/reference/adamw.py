@@ -32,6 +32,7 @@ CHUNK = 2**25
 GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
 _LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a Batch, beside its states
 _OPTIONAL = ("grads", "weights", "keys", "offsets")
+_WITH_PAYLOAD = (ScalingTensor, Expanded)
 
 
 class Hyper(NamedTuple):
@@ -94,10 +95,11 @@ class Batch:
         for name, column in (self._lists() | self.states).items():
             if len(column) != len(self.masters) and (column or name not in _OPTIONAL):
                 raise ValueError(f"{len(self.masters)} masters are given with {len(column)} {name}; give as many of each")
+        bare = [x.payload if isinstance(x, _WITH_PAYLOAD) else x for x in self.masters]
         for name, column in {"grads": self.grads, "masters": self.masters, "weights": self.weights, **self.states}.items():
             kinds = set()
-            for x, master in zip(column, self.masters, strict=False):
-                stored, payload = (y.payload if isinstance(y, ScalingTensor | Expanded) else y for y in (master, x))
+            for x, stored in zip(column, bare, strict=False):
+                payload = x.payload if isinstance(x, _WITH_PAYLOAD) else x
                 kinds.add((payload.dtype, isinstance(x, ScalingTensor)))
                 if payload.shape != stored.shape or payload.device != stored.device:
                     raise ValueError(
