@@ -28,7 +28,7 @@ scales, and `scaling_state` the scales that a layer keeps from step to step.
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -143,7 +143,8 @@ class _Tensorwise:
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         left, right = a.payload, b.payload
-        assert left is not None and right is not None
+        assert left is not None
+        assert right is not None
         return ops.scaled_mm(left, right, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=fast)
 
 
