@@ -111,7 +111,7 @@ class TensorScales(nn.Module):
         # torch.compile would compile a new graph for every value of a counter.
         self._count(0)
         self.watches: dict[int, Watch] = {}
-        self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor, ...], tuple[CastScales, ...]]] = {}
+        self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor | None, ...], tuple[CastScales, ...]]] = {}
 
     def _count(self, steps: int) -> None:
         steps = min(steps, self.window)
