@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from megatron.lm import checkpoint
@@ -64,7 +63,6 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
         grad_sync=grad_sync,
         scaling=ScalingState(model),
         loss_scaler=loss_scaler,
-        micro_batches=config.num_micro_batches(torch.distributed.get_world_size()),
         vocab_size=vocab_size,
         linears=linears,
     )

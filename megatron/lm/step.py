@@ -120,10 +120,10 @@ def train_step(
         if training.optimizer.shard.ranks == 1:  # under ZeRO weights are still being gathered
             training.scaling.measure_weights()
     skipped = training.optimizer.skipped()
-    training.schedule.advance_unless(skipped)
+    training.schedule.advance_unless(skipped, training.batch_size)
 
     training.iteration += 1
-    training.consumed_samples += training.config.global_batch_size(torch.distributed.get_world_size())
+    training.consumed_samples += training.batch_size
     loss_scale = None if training.loss_scaler is None else DeviceCopy(training.loss_scaler.scale(grad_norm.device))
     return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=grad_norm, lr=lr, skipped=skipped, loss_scale=loss_scale)
 
@@ -153,19 +153,25 @@ def forward_backward(
     forward_only: bool = False,
     forward: Callable[[nn.Module, dict[str, Tensor]], Tensor] = model_output,
 ) -> tuple[Tensor, Tensor]:
-    """Run megatron-core's schedule over this rank's micro-batches; return the sums of loss and of counted tokens, on the device."""
+    """Run megatron-core's schedule over this rank's micro-batches; return the sums of loss and of counted tokens, on the device.
+
+    `forward_only`: take the micro-batches of a whole global batch, while a training step may have fewer (`--rampup-batch-size`).
+    """
+    micro_batches = training.micro_batches
+    if forward_only:
+        micro_batches = training.config.num_micro_batches(torch.distributed.get_world_size())
     config, parts = training.config, chunks(training.model)
     results = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward_step, forward),
         # Each chunk of an interleaved stage takes every micro-batch.
         data_iterator=batches if len(parts) == 1 else list(itertools.tee(batches, len(parts))),
         model=parts,
-        num_microbatches=training.micro_batches,
+        num_microbatches=micro_batches,
         seq_length=config.model.seq_length,
         micro_batch_size=config.training.micro_batch_size,
         forward_only=forward_only,
     )
-    count_pipeline_traffic(training.grad_sync.sent, config, parts, training.micro_batches)
+    count_pipeline_traffic(training.grad_sync.sent, config, parts, micro_batches)
     if not results:
         nothing = torch.zeros((), device=next(training.model.parameters()).device)
         return nothing, nothing

@@ -71,7 +71,7 @@ def _resume(folder: Path, material: Path) -> list[str]:
             at = argv.index(name)
             del argv[at : at + 2]
         argv += [name, given] if given is not None else []
-    return [*argv, "--data-cache-path", "cache"]
+    return [*argv, "--data-cache-path", "cache", "--override-opt-param-scheduler"]
 
 
 def _damage(draw: random.Random, folder: Path) -> None:

@@ -32,6 +32,14 @@ LINES = {
 --lr-warmup-iters 2
 --lr-decay-iters 10
 --lr-decay-style cosine
+--lr-warmup-fraction 0.01
+--lr-warmup-samples 8
+--train-samples 80
+--lr-decay-samples 80
+--lr-decay-style WSD --lr-wsd-decay-iters 2
+--decoupled-lr 5e-4
+--rampup-batch-size 2 2 100
+--lr-warmup-init 0
 --min-lr 1e-5
 --weight-decay 0.1
 --adam-beta1 0.9 --adam-beta2 0.95
@@ -71,6 +79,8 @@ LINES = {
 --async-save
 --no-load-optim
 --no-load-rng
+--override-opt_param-scheduler
+--use-checkpoint-opt_param-scheduler
 --finetune
 --ckpt-step 10
 --use-checkpoint-args
@@ -127,7 +137,6 @@ LINES = {
 --use-mcore-models
 --transformer-impl transformer_engine
 --transformer-impl local
---lr-warmup-init 0
 --start-weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style constant
 --optimizer adam
 --sequence-parallel
@@ -192,14 +201,7 @@ LINES = {
 --use-rope-scaling
 --squared-relu
 --use-legacy-models
---lr-warmup-fraction 0.01
---lr-warmup-samples 8
---train-samples 80
---lr-decay-samples 80
---lr-decay-style WSD --lr-wsd-decay-iters 2
---decoupled-lr 5e-4
 --optimizer sgd
---rampup-batch-size 2 2 100
 --step-batch-size-schedule "0:16 2.4B:320"
 --distribute-saved-activations
 --context-parallel-size 2
@@ -224,8 +226,6 @@ LINES = {
 --tokenizer-type Llama3Tokenizer --tokenizer-model x
 --per-split-data-args-path x
 --reset-attention-mask
---override-opt_param-scheduler
---use-checkpoint-opt_param-scheduler
 --log-params-norm
 --log-num-zeros-in-grad
 --wandb-project p

@@ -73,7 +73,14 @@ def write_data(folder: Path, name: str = "corpus") -> Path:
 def config(prefix: Path | str, **settings: Any) -> Config:
     """The tiny run on the data at `prefix`; `settings` by field name, whatever their section."""
     values = SETTINGS | {"data_path": [str(prefix)]} | settings
-    values.setdefault("lr_warmup_iters", min(2, values["train_iters"] - 1))
+    if values.get("train_samples") is not None:
+        values["train_iters"] = settings.get("train_iters")
+    else:
+        values.setdefault("lr_warmup_iters", min(2, values["train_iters"] - 1))
+    # Tests of resumes train for as long as they need: of the schedule they ask nothing but what they say.
+    values.setdefault(
+        "override_opt_param_scheduler", values.get("load") is not None and not values.get("use_checkpoint_opt_param_scheduler")
+    )
     sections = {name: {f.name: values.pop(f.name) for f in fields(cls) if f.name in values} for name, cls in section_types().items()}
     assert not values, f"unknown settings {sorted(values)}"
     return _with_short_window(config_from_dict(sections))

@@ -106,9 +106,9 @@ class Ranks:
     """
 
     def __init__(self, config: Config, ranks: int) -> None:
-        settings = config.training
+        settings, iterations = config.training, config.iterations(1)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        samples = settings.train_iters * config.global_batch_size(1) + 2 * ranks * settings.micro_batch_size
+        samples = config.samples_read(1) + 2 * ranks * settings.micro_batch_size
         data, _, _ = build_datasets(config, tokenizer, (samples, 0, 0))
         assert data is not None
         stream = batches(
@@ -121,9 +121,9 @@ class Ranks:
         )
         training = build_training(config, tokenizer.vocab_size)
         graphs = step_graph.build(training)
-        for iteration in range(1, settings.train_iters + 1):
+        for iteration in range(1, iterations + 1):
             result = train_step(training, stream, graphs)
-            if iteration in (1, settings.train_iters) or iteration % config.logging.log_interval == 0:
+            if iteration in (1, iterations) or iteration % config.logging.log_interval == 0:
                 self.loss = float(result.loss_sum / result.tokens)
                 print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)
         self.earlier, self.blocks = (_gradients(training.model, stream, ranks) for _ in range(2))
@@ -266,7 +266,7 @@ def measure(config: Config, sizes: Sequence[int], orders: Sequence[str], mu_step
     ranks = Ranks(config, max(sizes))
     print(f"trained, and the gradients of {max(sizes)} ranks taken, after {time.perf_counter() - started:.0f} s", flush=True)
     common: dict[str, Any] = {"model": f"gpt-{config.model.num_layers}x{config.model.hidden_size}", "opt_level": config.precision.name}
-    common |= {"micro_batch": config.training.micro_batch_size, "train_iters": config.training.train_iters}
+    common |= {"micro_batch": config.training.micro_batch_size, "train_iters": config.iterations(1)}
     common |= {"loss": f"{ranks.loss:.4f}", "seed": config.training.seed} | rows.machine(tree)
     for dp, order in ((dp, order) for dp in sizes for order in orders if order == CHAIN or dp == max(sizes)):
         table = []

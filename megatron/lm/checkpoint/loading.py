@@ -24,6 +24,7 @@ from megatron.lm.checkpoint.values import chunk_offsets
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.config.from_checkpoint import Saved
+from megatron.lm.config.saved_schedule import differing_schedule
 from megatron.lm.data.order import check_same
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none
@@ -161,9 +162,9 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
         differing = megatron.differing(info["megatron_args"], config.model)
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
-    batch, before = config.global_batch_size(dist.get_world_size()), info["consumed_samples"]
-    if not finetune and batch * info["iteration"] != before:
-        differing.append(f"--global-batch-size {batch} (saved: {before // max(1, info['iteration'])})")
+    if not finetune:
+        differing += _differing_batches(info, config)
+        differing += [] if config.checkpoint.no_load_optim else differing_schedule(config, config_from_dict(info["config"]))
     if differing:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
     scale, least = _loss_scale(info, training), config.precision.min_loss_scale
@@ -173,6 +174,18 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
             "or start the optimizer anew with --no-load-optim"
         )
     return check_same(info, config, training.data)
+
+
+def _differing_batches(info: dict[str, Any], config: Config) -> list[str]:
+    """The batch size of this run, where its iterations up to the checkpoint's would have read other samples than the saved run did."""
+    sizes, before, iteration = config.batch_sizes(dist.get_world_size()), info["consumed_samples"], info["iteration"]
+    if sizes.consumed(iteration) == before:
+        return []
+    saved = info["config"].get("training", {}).get("rampup_batch_size") or []
+    if sizes.ramp is not None or saved:
+        ramps = [" ".join(map(str, words)) or "none" for words in (config.training.rampup_batch_size, saved)]
+        return [f"--rampup-batch-size {ramps[0]} to --global-batch-size {sizes.final} (saved: {ramps[1]}, {before} samples read)"]
+    return [f"--global-batch-size {sizes.final} (saved: {before // max(1, iteration)})"]
 
 
 def _defaults(section: type) -> dict[str, Any]:
@@ -328,14 +341,25 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
         return
     training.health = health.of(info)
     optimizer.skipped_steps = info["skipped_steps"]
-    # Only the place in the schedule is taken over; its shape, like every hyper-parameter, comes from this run's flags.
+    # The place in the schedule; its shape is this run's, which is the saved one unless --override-opt_param-scheduler says otherwise.
     training.schedule.settle()
-    training.schedule.num_steps = info["schedule_steps"]
+    training.schedule.num_steps = _schedule_place(training, info)
     training.schedule.step(0)
     training.iteration = info["iteration"]
     training.consumed_samples = info["consumed_samples"]
     training.passed_over = info["passed_over"]
     _restore_rng(taken, settings)
+
+
+def _schedule_place(training: Training, info: dict[str, Any]) -> int:
+    """Steps of this run's schedule that the saved run has done: its own, or converted between iterations and samples."""
+    then = config_from_dict(info["config"]).schedule_steps.in_samples
+    steps: int = info["schedule_steps"]
+    if then == training.schedule.in_samples or not steps:
+        return steps
+    if then:
+        return info["iteration"] - info["skipped_steps"]  # type: ignore[no-any-return]
+    return steps * (info["consumed_samples"] // info["iteration"])  # type: ignore[no-any-return]
 
 
 def _say_what_changed(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
@@ -360,14 +384,29 @@ def _listed(requantised: Iterable[str]) -> str:
 
 
 def saved_precision(config: Config) -> PrecisionConfig | None:
-    """The precision settings of the run that `config` resumes; None where it resumes none. ValueError for a damaged one."""
+    """The precision settings of the run that `config` resumes; None where it resumes none, or one of Megatron-LM. ValueError for a damaged
+    checkpoint."""
+    saved = _resumed(config)
+    return None if saved is None or is_foreign(saved) else config_from_dict(read_info(saved)["config"]).precision
+
+
+def saved_config(config: Config) -> Config | None:
+    """The settings of the run that `config` resumes, of Megatron-LM those that `foreign.megatron.configuration` finds; None where it
+    resumes none. ValueError for a damaged checkpoint."""
+    saved = _resumed(config)
+    if saved is None or not is_foreign(saved):
+        return None if saved is None else config_from_dict(read_info(saved)["config"])
+    return megatron.configuration(saved, read_common(saved), config)
+
+
+def _resumed(config: Config) -> Path | None:
     settings = config.checkpoint
     if settings.load is None or settings.finetune:
         return None
     offered = non_persistent.candidates_of(settings).folders
     if offered and is_foreign(offered[0]):
-        return None
-    return config_from_dict(read_info(non_persistent.newest(settings))["config"]).precision
+        return offered[0]
+    return non_persistent.newest(settings)
 
 
 def saved_settings(settings: CheckpointConfig) -> Saved:

@@ -142,19 +142,7 @@ def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     found = {"args": arguments(config, info, step is not None), "checkpoint_version": 3.0, "iteration": info["iteration"]}
     if step is not None:
         about |= _SHARDING
-        # Counted in samples, as Megatron-LM does.
-        samples = info["consumed_samples"] // max(1, info["iteration"])
-        found["opt_param_scheduler"] = {
-            "max_lr": config.optimizer.lr,
-            "min_lr": config.optimizer.min_lr,
-            "lr_warmup_steps": config.optimizer.lr_warmup_iters * samples,
-            "lr_decay_steps": config.lr_decay_iters * samples,
-            "lr_decay_style": config.optimizer.lr_decay_style,
-            "num_steps": info["schedule_steps"] * samples,
-            **dict.fromkeys(("start_wd", "end_wd"), config.optimizer.weight_decay),
-            "wd_incr_style": "constant",
-            "wd_incr_steps": config.lr_decay_iters * samples,
-        }
+        found["opt_param_scheduler"] = _schedule(config, info)
         found["optimizer"] = {
             "optimizer": {"param_groups": [_group(config, decay, step) for decay in (1.0, 0.0)]},
             "param_state_sharding_type": _SHARDING["distrib_optim_sharding_type"],
@@ -166,6 +154,25 @@ def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
                 "hysteresis_tracker": scale.get("overflows_left", 1),
             }
     return found | {"content_metadata": about}
+
+
+def _schedule(config: Config, info: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of Megatron-LM's learning-rate schedule, which always counts samples."""
+    optim, steps = config.optimizer, config.schedule_steps
+    samples_per_step = 1 if steps.in_samples else info["consumed_samples"] // max(1, info["iteration"])
+    length = config.training.train_samples if steps.in_samples else config.training.train_iters
+    assert length is not None
+    return {
+        "max_lr": optim.lr,
+        "min_lr": optim.min_lr,
+        "lr_warmup_steps": steps.warmup * samples_per_step,
+        "lr_decay_steps": steps.decay * samples_per_step,
+        "lr_decay_style": optim.lr_decay_style,
+        "num_steps": info["schedule_steps"] * samples_per_step,
+        **dict.fromkeys(("start_wd", "end_wd"), optim.weight_decay),
+        "wd_incr_style": "constant",
+        "wd_incr_steps": length * samples_per_step,
+    }
 
 
 def _group(config: Config, decay: float, step: int) -> dict[str, Any]:
@@ -188,14 +195,23 @@ def _group(config: Config, decay: float, step: int) -> dict[str, Any]:
 
 
 def arguments(config: Config, info: Mapping[str, Any], with_states: bool) -> Namespace:
-    """Megatron-LM's arguments of the model, and of what the checkpoint does not hold."""
+    """Megatron-LM's arguments of the model, of the run's length and schedule, and of what the checkpoint does not hold."""
     model, rows = config.model, config.padded_vocab_size(info["vocab_size"])
     same = (
         *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "group_query_attention", "normalization", "norm_epsilon"),
         *("swiglu", "qk_layernorm", "position_embedding_type", "rotary_percent", "untie_embeddings_and_output_weights"),
     )
+    optimizer = (
+        *("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        "decoupled_lr",
+        "decoupled_min_lr",
+    )
     return Namespace(
         **{name: getattr(model, name) for name in same},
+        **{name: getattr(config.optimizer, name) for name in optimizer},
+        train_iters=config.training.train_iters,
+        train_samples=config.training.train_samples,
+        rampup_batch_size=list(config.training.rampup_batch_size) or None,
         ffn_hidden_size=model.ffn_size,
         kv_channels=model.head_size,
         num_query_groups=model.query_groups if model.group_query_attention else 1,
@@ -211,7 +227,7 @@ def arguments(config: Config, info: Mapping[str, Any], with_states: bool) -> Nam
         bf16=config.precision.recipe.compute_dtype is torch.bfloat16,
         fp16=config.precision.recipe.compute_dtype is torch.float16,
         use_distributed_optimizer=True,
-        global_batch_size=info["consumed_samples"] // max(1, info["iteration"]) or None,
+        global_batch_size=config.training.global_batch_size or info["consumed_samples"] // max(1, info["iteration"]) or None,
         consumed_train_samples=info["consumed_samples"],
         consumed_valid_samples=0,
         skipped_train_samples=0,

@@ -20,7 +20,7 @@ from megatron.lm.config.megatron_flags.defaults import described, differing, meg
 from megatron.lm.config.megatron_flags.in_context import Given
 from megatron.lm.config.megatron_flags.listing import help_sections
 from megatron.lm.config.outputs import CheckpointConfig
-from megatron.lm.config.presets import PRESETS, preset, published_vocabulary
+from megatron.lm.config.presets import PRESETS, in_other_units, preset, published_vocabulary
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
 from megatron.lm.errors import report
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
-    settings = preset(chosen) if chosen else {}
+    settings = in_other_units(preset(chosen), given_by(argv).flags) if chosen else {}
     given = given_by(argv, settings)
     defaults, megatron_defaults = differing(given), "--megatron-defaults" in given.flags
     if megatron_defaults:
@@ -139,7 +139,7 @@ def to_argv(config: Config) -> list[str]:
             continue
         argv.append(flag(setting.name))
         if isinstance(value, tuple):
-            argv.extend(value)
+            argv.extend(map(str, value))
         elif value is not True:
             argv.append(str(value))
     return argv

@@ -66,6 +66,13 @@ class CheckpointConfig:
     finetune: bool = setting("load only the weights and start at iteration 0", False)
     no_load_optim: bool = setting("do not load the optimizer's state", False)
     no_load_rng: bool = setting("do not load the state of the random generators", False)
+    override_opt_param_scheduler: bool = setting(
+        "resume with the learning-rate schedule and weight decay of these flags where the checkpoint has others; else refused",
+        False,
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        "resume with the checkpoint's learning-rate schedule and weight decay, whatever these flags are", False
+    )
     exit_on_missing_checkpoint: bool = setting("end the run where --load, the folder of --save, holds no checkpoint yet", False)
     use_checkpoint_args: bool = setting(
         "take the flags of the model and of its tokenizer from the checkpoint in --load, even where the command line has others; those "

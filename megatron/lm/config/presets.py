@@ -11,7 +11,7 @@ tokens in all, where their makers trained on 2T to 36T. The vocabulary comes fro
 one, of `VOCABULARIES`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -109,6 +109,21 @@ def preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise ValueError(f"--preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
     return dict(PRESETS[name])
+
+
+def in_other_units(values: Mapping[str, Any], flags: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a size without those that `flags` (with hyphens) give in another unit.
+
+    With `--train-samples` the warm-up counts samples too, and the size has no length of its own. `--lr-warmup-fraction` replaces the
+    warm-up.
+    """
+    kept = dict(values)
+    if "--train-samples" in flags:
+        kept.pop("train_iters")
+        kept["lr_warmup_samples"] = kept.pop("lr_warmup_iters") * values["global_batch_size"]
+    if "--lr-warmup-fraction" in flags:
+        kept = {name: value for name, value in kept.items() if name not in ("lr_warmup_iters", "lr_warmup_samples")}
+    return kept
 
 
 def published_vocabulary(name: str) -> int:

@@ -2,22 +2,39 @@
 
 from dataclasses import dataclass
 
-from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, DECAY_RATE, NON_NEGATIVE, POSITIVE, Interval, setting
+from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, DECAY_RATE, NON_NEGATIVE, POSITIVE, PROBABILITY, Interval, setting
 
 RECOMPUTE_MODULES = ("core_attn", "mlp")
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 DEFAULT_SPLIT = "969,30,1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule (iterations are optimizer steps)."""
+    """AdamW and its learning-rate schedule, in iterations (optimizer steps), or in samples with --train-samples."""
 
     lr: float = setting("highest learning rate", legal=POSITIVE)
     min_lr: float = setting("learning rate at the end of the decay", 0.0, legal=NON_NEGATIVE)
     lr_warmup_iters: int = setting("iterations of linear warm-up", 0, legal=COUNT_OR_ZERO)
+    lr_warmup_samples: int = setting("samples of linear warm-up, with --train-samples", 0, legal=COUNT_OR_ZERO)
+    lr_warmup_fraction: float | None = setting("share of the decay that is linear warm-up", None, legal=PROBABILITY)
+    lr_warmup_init: float = setting("learning rate at which the warm-up starts", 0.0, legal=NON_NEGATIVE)
     lr_decay_iters: int | None = setting("iteration at which the decay ends; derived: --train-iters", None, legal=COUNT)
-    lr_decay_style: str = setting("shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root"))
+    lr_decay_samples: int | None = setting("samples after which the decay ends; derived: --train-samples", None, legal=COUNT)
+    lr_decay_style: str = setting(
+        "shape of the decay; WSD keeps the learning rate after the warm-up and decays it in the last iterations or samples",
+        "linear",
+        choices=DECAY_STYLES,
+    )
+    lr_wsd_decay_style: str = setting("shape of the last part of --lr-decay-style WSD", "exponential", choices=WSD_STYLES)
+    lr_wsd_decay_iters: int | None = setting("last iterations of the decay, in which WSD decays", None, legal=COUNT)
+    lr_wsd_decay_samples: int | None = setting("last samples of the decay, in which WSD decays", None, legal=COUNT)
+    decoupled_lr: float | None = setting("highest learning rate of the word embedding and the LM head; derived: --lr", None, legal=POSITIVE)
+    decoupled_min_lr: float | None = setting(
+        "--min-lr of the word embedding and the LM head, with --decoupled-lr; derived: --min-lr", None, legal=NON_NEGATIVE
+    )
     weight_decay: float = setting("decoupled weight decay", 0.01, legal=NON_NEGATIVE)
     adam_beta1: float = setting("decay rate of the first moment", 0.9, legal=DECAY_RATE)
     adam_beta2: float = setting("decay rate of the second moment", 0.999, legal=DECAY_RATE)
@@ -31,7 +48,15 @@ class TrainingConfig:
 
     micro_batch_size: int = setting("sequences in one forward and backward of one process", legal=COUNT)
     global_batch_size: int | None = setting("sequences in an iteration; derived: micro-batch x data-parallel size", None, legal=COUNT)
-    train_iters: int = setting("iterations of the whole run, those before a resume included", legal=COUNT)
+    rampup_batch_size: tuple[int, ...] = setting(
+        "START INCREMENT SAMPLES: the global batch grows from START to --global-batch-size by INCREMENT, over the first SAMPLES samples",
+        (),
+        legal=COUNT,
+    )
+    train_iters: int | None = setting(
+        "iterations of the whole run, those before a resume included; or give --train-samples", None, legal=COUNT
+    )
+    train_samples: int | None = setting("sequences of the whole run, instead of --train-iters", None, legal=COUNT)
     seed: int = setting("seed of the weights, the dropout and the order of the data", 1234, legal=Interval(0, 2**31 - 1))
     deterministic: bool = setting(
         "the same bits in every run on the same machines: slower kernels, which add up in a fixed order, and no measured gains",

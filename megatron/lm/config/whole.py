@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.lm.config.batch_sizes import BatchSizes, Ramp
 from megatron.lm.config.model import ModelConfig
 from megatron.lm.config.outputs import CheckpointConfig, FaultConfig, LoggingConfig
 from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
@@ -12,6 +13,23 @@ from megatron.lm.config.training import DataConfig, OptimizerConfig, TrainingCon
 
 if TYPE_CHECKING:
     from msamp.numerics.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSteps:
+    """The learning rate's schedule in its own steps: iterations, or with `--train-samples` samples.
+
+    Attributes:
+        in_samples: what a step is.
+        warmup: steps of linear warm-up; `--lr-warmup-fraction` makes any number of it.
+        decay: steps after which the learning rate is `min_lr`.
+        wsd: of these the last ones, in which WSD decays; None where they are not given.
+    """
+
+    in_samples: bool
+    warmup: float
+    decay: int
+    wsd: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +48,22 @@ class Config:
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     @property
-    def lr_decay_iters(self) -> int:
-        """Iteration at which the learning rate reaches `min_lr`."""
-        return self.optimizer.lr_decay_iters or self.training.train_iters
+    def schedule_steps(self) -> ScheduleSteps:
+        """Length of warm-up and decay."""
+        optimizer, training = self.optimizer, self.training
+        if training.train_samples is not None:
+            decay, warmup, wsd = (
+                optimizer.lr_decay_samples or training.train_samples,
+                optimizer.lr_warmup_samples,
+                optimizer.lr_wsd_decay_samples,
+            )
+        else:
+            assert training.train_iters is not None
+            decay, warmup, wsd = optimizer.lr_decay_iters or training.train_iters, optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
+        share = optimizer.lr_warmup_fraction
+        return ScheduleSteps(
+            in_samples=training.train_samples is not None, warmup=warmup if share is None else share * decay, decay=decay, wsd=wsd
+        )
 
     @property
     def shards_optimizer(self) -> bool:
@@ -60,13 +91,33 @@ class Config:
         """Copies of the model among `world_size` processes."""
         return world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
 
-    def global_batch_size(self, world_size: int) -> int:
-        """Sequences in one iteration."""
-        return self.training.global_batch_size or self.training.micro_batch_size * self.data_parallel_size(world_size)
+    def batch_sizes(self, world_size: int) -> BatchSizes:
+        """Sequences of each iteration."""
+        words = self.training.rampup_batch_size
+        ramp = Ramp(*words) if len(words) == 3 else None
+        return BatchSizes(self.training.global_batch_size or self.training.micro_batch_size * self.data_parallel_size(world_size), ramp)
 
-    def num_micro_batches(self, world_size: int) -> int:
-        """Micro-batches each process computes in one iteration."""
-        return self.global_batch_size(world_size) // (self.training.micro_batch_size * self.data_parallel_size(world_size))
+    def global_batch_size(self, world_size: int, consumed_samples: int | None = None) -> int:
+        """Sequences in one iteration: in that after `consumed_samples`, or after a ramp of the batch size."""
+        sizes = self.batch_sizes(world_size)
+        return sizes.final if consumed_samples is None else sizes.at(consumed_samples)
+
+    def num_micro_batches(self, world_size: int, consumed_samples: int | None = None) -> int:
+        """Micro-batches each process computes in one iteration; `consumed_samples` as in `global_batch_size`."""
+        row = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.global_batch_size(world_size, consumed_samples) // row
+
+    def iterations(self, world_size: int) -> int:
+        """Iterations of the whole run: `--train-iters`, or as many as read `--train-samples`."""
+        training = self.training
+        if training.train_samples is not None:
+            return self.batch_sizes(world_size).iterations(training.train_samples)
+        assert training.train_iters is not None
+        return training.train_iters
+
+    def samples_read(self, world_size: int) -> int:
+        """Sequences that the iterations of the whole run read."""
+        return self.batch_sizes(world_size).consumed(self.iterations(world_size))
 
 
 Problems = Iterator[str]  # messages of a rule

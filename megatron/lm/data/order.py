@@ -191,7 +191,7 @@ def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, 
     seed, split = saved.training.seed, saved.data.split
     found = [] if seed == now["seed"] else [f"--seed {now['seed']} (saved: {seed})"]
     found += [] if split == config.data.split else [f"--split {config.data.split} (saved: {split})"]
-    samples = saved.training.train_iters * info["consumed_samples"] // info["iteration"]
+    samples = saved.training.train_samples or (saved.training.train_iters or 0) * info["consumed_samples"] // info["iteration"]
     for part in now["datasets"]:
         share = samples if len(now["datasets"]) == 1 else math.ceil(math.ceil(samples * part["weight"]) * _SURPLUS)
         if share * length + 1 > part["tokens"]:

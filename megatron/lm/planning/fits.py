@@ -65,11 +65,12 @@ def check_weights(config: Config, device_memory: float) -> None:
 def check_data_order(config: Config, world_size: int, host_memory: float) -> None:
     """Raise a ValueError if the order of a run's samples needs more than `host_memory` bytes."""
     batch, training = config.global_batch_size(world_size), config.training
-    for name, iterations in (("train_iters", training.train_iters), ("eval_iters", training.eval_iters)):
-        size = iterations * batch * ORDER_BYTES
+    length = "train_iters" if training.train_samples is None else "train_samples"
+    for name, samples in ((length, config.samples_read(world_size)), ("eval_iters", training.eval_iters * batch)):
+        size = samples * ORDER_BYTES
         if size > host_memory:
             raise ValueError(
-                f"{flag(name)} {iterations} reads {iterations * batch:.3g} sequences, whose order takes {size / GIB:.1f} GiB, but this "
+                f"{flag(name)} {getattr(training, name)} reads {samples:.3g} sequences, whose order takes {size / GIB:.1f} GiB, but this "
                 f"machine has {host_memory / GIB:.1f}: lower it, or --global-batch-size {batch}"
             )
 

@@ -419,9 +419,11 @@ def report(config: Config, world_size: int) -> str:
     tokens = config.global_batch_size(world_size) * config.model.seq_length
     batch = (
         f"batch: {config.global_batch_size(world_size)} sequences = {tokens:,} tokens, {config.num_micro_batches(world_size)} x "
-        f"{training.micro_batch_size} per process; {training.train_iters:,} iterations = "
-        f"{training.train_iters * tokens / 1e9:.1f}B tokens"
+        f"{training.micro_batch_size} per process; {config.iterations(world_size):,} iterations = "
+        f"{config.samples_read(world_size) * config.model.seq_length / 1e9:.1f}B tokens"
     )
+    if (ramp := config.batch_sizes(world_size).ramp) is not None:
+        batch += f"; ramp: from {ramp.start} sequences by {ramp.increment} over {ramp.samples:,} samples"
     few, many = min(rank.parameters for rank in ranks), max(rank.parameters for rank in ranks)
     whole = parameter_count(config.model, vocabulary(config))
     size = f"parameters: {whole:,}; per process {few:,}" + (f" to {many:,}" if many > few else "") + f"; vocabulary {vocabulary(config):,}"

@@ -10,7 +10,7 @@ class Due(NamedTuple):
 
     Attributes:
         iteration: its number, from 1.
-        last: nothing of what follows, but the end of training (`--train-iters`).
+        last: nothing of what follows, but the end of training.
         evaluation: an evaluation (`--eval-interval`).
         save: a checkpoint (`--save-interval`).
         save_non_persistent: one that the next one replaces (`--non-persistent-save-interval`), where no other is due.
@@ -27,8 +27,8 @@ class Due(NamedTuple):
     comparison: bool
 
     @classmethod
-    def after(cls, iteration: int, config: Config) -> "Due":
-        """What is due after the step of `iteration`."""
+    def after(cls, iteration: int, config: Config, iterations: int) -> "Due":
+        """What is due after the step of `iteration`; `iterations`: of the whole run (`Config.iterations`)."""
         training = config.training
         intervals = (
             training.eval_interval,
@@ -38,7 +38,7 @@ class Due(NamedTuple):
             training.check_weight_hash_across_dp_replicas_interval,
         )
         evaluation, save, passing, leave, comparison = (interval is not None and iteration % interval == 0 for interval in intervals)
-        return cls(iteration, iteration == training.train_iters, evaluation, save, passing and not save, leave, comparison)
+        return cls(iteration, iteration == iterations, evaluation, save, passing and not save, leave, comparison)
 
     @property
     def verdict(self) -> bool:

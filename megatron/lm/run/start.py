@@ -16,23 +16,33 @@ from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import refuse_other_run
 from megatron.lm.config import CheckpointConfig, Config
 from megatron.lm.config.from_checkpoint import Saved
+from megatron.lm.config.saved_schedule import take_schedule
 from megatron.lm.processes.agreement import rank_0_decides
 from megatron.lm.training import identity
 from megatron.lm.training.identity import Run
 
 
 def settled(config: Config) -> tuple[Config, str | None]:
-    """The configuration with what this start loads, and a line for the log; rank 0 decides. Collective where there are several.
+    """The configuration with what this start loads and, where it is asked for, the checkpoint's schedule; and a line for the log.
+
+    Rank 0 decides. Collective where there are several.
 
     Raises:
         ValueError: on every rank, where `--save` holds another run, `--ckpt-step` names what is not there, or some ranks see a checkpoint
             where others do not.
     """
     asked = config.checkpoint
-    settings, line = rank_0_decides(lambda: _settled(asked))
+    found, line = rank_0_decides(lambda: _with_schedule(config))
     if dist.is_initialized() and asked.load is not None:
-        _check_seen(settings, settings.load or asked.load)
-    return replace(config, checkpoint=settings), line
+        _check_seen(found.checkpoint, found.checkpoint.load or asked.load)
+    return found, line
+
+
+def _with_schedule(config: Config) -> tuple[Config, str | None]:
+    """On rank 0: as `settled`."""
+    settings, line = _settled(config.checkpoint)
+    found = replace(config, checkpoint=settings)
+    return take_schedule(found, checkpoint.saved_config(found) if settings.use_checkpoint_opt_param_scheduler else None), line
 
 
 def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:

@@ -84,10 +84,9 @@ class Trainer:
 
     def _sample_counts(self) -> tuple[int, int, int]:
         """Sequences of training, validation and test data that the whole run reads."""
-        training = self.config.training
-        batch = self.config.global_batch_size(torch.distributed.get_world_size())
-        evaluation = training.eval_iters * batch
-        return training.train_iters * batch, evaluation, evaluation
+        ranks = torch.distributed.get_world_size()
+        evaluation = self.config.training.eval_iters * self.config.global_batch_size(ranks)
+        return self.config.samples_read(ranks), evaluation, evaluation
 
     def _open_logs(self) -> None:
         """Open what the run writes to. With `--save` held against other jobs, of which one might be writing there.
@@ -173,7 +172,7 @@ class Trainer:
             yield batch
 
     def run(self) -> str | None:
-        """Train to `--train-iters`, with evaluations and checkpoints between, and evaluate at the end; or until asked to leave: why.
+        """Train to the end, with evaluations and checkpoints between, and evaluate at the end; or until asked to leave: why.
 
         Raises:
             RunStopped: on every rank, when it makes no sense to go on, or when the torchrun of one is gone.
@@ -232,10 +231,14 @@ class Trainer:
         )
 
     def _train(self) -> str | None:
-        """Train to `--train-iters`, or leave before: why."""
-        stream = self._training_batches()
-        while self.training.iteration < self.config.training.train_iters:
-            due = Due.after(self.training.iteration + 1, self.config)
+        """Train to the end, or leave before: why."""
+        iterations = self.metrics.iterations
+        stream, micro_batches = self._training_batches(), self.training.micro_batches
+        while self.training.iteration < iterations:
+            if self.training.micro_batches != micro_batches:
+                self._rebuild_graphs()  # they hold the number of micro-batches
+                micro_batches = self.training.micro_batches
+            due = Due.after(self.training.iteration + 1, self.config, iterations)
             result = self._step(stream, due.iteration)
             started = time.perf_counter()
             verdict = self._judge(result, due)
@@ -304,10 +307,13 @@ class Trainer:
         self.step_watch.undone()
         self.lost_updates.undone()
         self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
-        if self.graphs is not None:  # states stand at other addresses now
+        self._rebuild_graphs()  # states stand at other addresses now
+        return True
+
+    def _rebuild_graphs(self) -> None:
+        if self.graphs is not None:
             self.graphs.release()
             self.graphs = step_graph.build(self.training)
-        return True
 
     def _recording(self, iteration: int) -> contextlib.AbstractContextManager[None]:
         recorder = self.recorder

@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
-from megatron.lm.config import Config
+from megatron.lm.config import Config, OptimizerConfig
 from megatron.lm.model.initial import parameter_names
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.processes.grid import Grid
@@ -36,6 +36,23 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
         by_kind[parameter_kind(p)].append(p)
     decays = {"linear": 1.0, "matrix": 1.0, "vector": 0.0}
     return [{"params": params, "formats": recipe.formats_of(kind), "wd_mult": decays[kind]} for kind, params in by_kind.items() if params]
+
+
+def decouple(groups: Sequence[dict[str, Any]], optim: OptimizerConfig) -> list[dict[str, Any]]:
+    """The groups with the word embedding and the LM head in groups of their own, where `--decoupled-lr` gives them another learning rate.
+
+    megatron-core marks these parameters, and its schedule reads `max_lr` and `min_lr` of a group.
+    """
+    if optim.decoupled_lr is None:
+        return list(groups)
+    least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+    found = []
+    for group in groups:
+        apart = [p for p in group["params"] if getattr(p, "is_embedding_or_output_parameter", False)]
+        rest = [p for p in group["params"] if not getattr(p, "is_embedding_or_output_parameter", False)]
+        found += [group | {"params": rest}] if rest else []
+        found += [group | {"params": apart, "max_lr": optim.decoupled_lr, "min_lr": least}] if apart else []
+    return found
 
 
 def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
@@ -78,7 +95,7 @@ def build_optimizer(
         "clip_grad": optim.clip_grad or None,
         "loss_scale": loss_scaler,
     }
-    groups, keys = parameter_groups(model, recipe), rounding_keys(model, config.training.seed)
+    groups, keys = decouple(parameter_groups(model, recipe), optim), rounding_keys(model, config.training.seed)
     for group in groups:
         group["keys"] = [keys[p] for p in group["params"]]
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
@@ -113,10 +130,12 @@ class Schedule(OptimizerParamScheduler):
     """megatron-core's schedule, without waiting for the device to report whether a step was skipped."""
 
     _skipped: bool | DeviceFlag = True  # of the last step that `advance_unless` recorded and `settle` has not applied
+    _samples = 0  # of that step
+    in_samples = False  # whether the schedule counts samples, instead of iterations
 
-    def advance_unless(self, skipped: bool | DeviceFlag) -> None:
-        """Advance by one step unless `skipped`: at once if that is known, else in the next `settle`."""
-        self._skipped = skipped
+    def advance_unless(self, skipped: bool | DeviceFlag, samples: int) -> None:
+        """Advance by one iteration of `samples` sequences unless `skipped`: at once if that is known, else in the next `settle`."""
+        self._skipped, self._samples = skipped, samples
         if isinstance(skipped, bool):
             self.settle()
 
@@ -124,7 +143,7 @@ class Schedule(OptimizerParamScheduler):
         """Apply the last recorded step; waits for its flag."""
         skipped, self._skipped = self._skipped, True
         if not skipped:
-            self.step(1)
+            self.step(self._samples if self.in_samples else 1)
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
@@ -132,21 +151,25 @@ class Schedule(OptimizerParamScheduler):
 
 
 def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
-    """Build megatron-core's schedule, counted in iterations: linear warm-up from 0, then the decay of `--lr-decay-style`."""
-    optim = config.optimizer
-    return Schedule(
+    """Build megatron-core's schedule, in iterations or with `--train-samples` in samples: linear warm-up, then `--lr-decay-style`."""
+    optim, steps = config.optimizer, config.schedule_steps
+    schedule = Schedule(
         optimizer,
-        init_lr=0.0,
+        init_lr=optim.lr_warmup_init,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=optim.lr_warmup_iters,
-        lr_decay_steps=config.lr_decay_iters,
+        lr_warmup_steps=steps.warmup,
+        lr_decay_steps=steps.decay,
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
-        wd_incr_steps=config.lr_decay_iters,
+        wd_incr_steps=steps.decay,
         wd_incr_style="constant",
+        wsd_decay_steps=steps.wsd,
+        lr_wsd_decay_style=optim.lr_wsd_decay_style,
     )
+    schedule.in_samples = steps.in_samples
+    return schedule
 
 
 def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.lm.config import Config
@@ -42,7 +43,6 @@ class Training:
     schedule: Schedule
     grad_sync: GradSync
     scaling: ScalingState
-    micro_batches: int
     vocab_size: int
     loss_scaler: LossScaler | None = None
     linears: Fp8LayerChoice = field(default_factory=Fp8LayerChoice)
@@ -52,6 +52,16 @@ class Training:
     data: dict[str, Any] | None = None
     run: Run = field(default_factory=Run)
     health: Health = field(default_factory=Health)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of the next step, of all ranks together."""
+        return self.config.global_batch_size(dist.get_world_size(), self.consumed_samples)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the next step, of each rank."""
+        return self.config.num_micro_batches(dist.get_world_size(), self.consumed_samples)
 
 
 @dataclass(frozen=True, kw_only=True)

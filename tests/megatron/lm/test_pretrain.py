@@ -87,7 +87,14 @@ def test_a_run_trains_evaluates_and_saves(corpus: Path, tmp_path: Path, capsys: 
     assert {row["kind"] for row in tiny.read(tmp_path / "out" / "metrics.jsonl")} == {"precision", "train", "valid", "test"}
     assert list((tmp_path / "events").iterdir())
     code, out, _ = run(
-        [*FLAGS, "--train-iters", "6", "--data-path", str(corpus), "--opt-level", "O2", "--load", str(tmp_path / "save")], capsys
+        [
+            *FLAGS,
+            *["--train-iters", "6", "--lr-decay-iters", "4", "--opt-level", "O2", "--data-path"],
+            str(corpus),
+            "--load",
+            str(tmp_path / "save"),
+        ],
+        capsys,
     )
     assert code == 0
     assert "at iteration 4" in out
@@ -256,7 +263,7 @@ def test_a_checkpoint_with_nan(corpus: Path, tmp_path: Path, capsys: pytest.Capt
     payload = Stored(folder).tensor(key)
     payload[3, 4] = float("nan")
     checkpoints.rewrite(folder, {key: payload})
-    code, _, said = run([*flags, "--train-iters", "8", "--load", str(tmp_path)], capsys)
+    code, _, said = run([*flags, "--train-iters", "8", "--lr-decay-iters", "4", "--load", str(tmp_path)], capsys)
     assert code == 2
     assert "decoder.layers.1.mlp.linear_fc2.weight" in said
     assert "Traceback" not in said

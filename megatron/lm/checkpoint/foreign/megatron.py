@@ -11,7 +11,7 @@ from megatron.lm.checkpoint.files.index import natural
 from megatron.lm.checkpoint.foreign.names import layer_of
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, TorchDist, names_of_weights, read_common
 from megatron.lm.config import Config, DataConfig, ModelConfig, ParallelConfig
-from megatron.lm.config.cli import config_to_dict
+from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.config.schema import flag
 
 _BATCH = "global_batch_size"
@@ -33,17 +33,17 @@ def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[s
     try:
         iteration = natural(common.get("iteration", 0))
         consumed = natural(args.get("consumed_train_samples", 0) or 0)
-        samples = natural((common.get("opt_param_scheduler") or {}).get("num_steps", consumed))
+        samples = natural(_schedule(common).get("num_steps", consumed))
         step = natural(stored.step)
     except (AttributeError, ValueError) as error:
         raise ValueError(f"{folder / COMMON_FILE} has an impossible count ({error}); load an older checkpoint") from None
-    batch = args.get(_BATCH) or max(1, consumed // max(1, iteration))
+    in_samples = config.schedule_steps.in_samples
     info = {
         **dict.fromkeys(("passed_over", "skipped_steps"), 0),
-        "config": _configuration(args, config),
+        "config": config_to_dict(configuration(folder, common, config)),
         "iteration": iteration,
         "consumed_samples": consumed,
-        "schedule_steps": min(iteration, samples // batch),
+        "schedule_steps": samples if in_samples else min(iteration, samples // _samples_per_step(args, consumed, iteration)),
         "grad_sync_steps": step,
         "processes": args.get("world_size") or _size(args, "tensor") * _size(args, "pipeline"),
         "vocab_size": vocab_size,
@@ -74,16 +74,59 @@ def _size(args: Mapping[str, Any], axis: str) -> int:
     return size if type(size) is int and size > 0 else 1
 
 
-def _configuration(args: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """This run's configuration with what the checkpoint's arguments say of precision, grid, seed and data."""
-    found = config_to_dict(config)
+def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Config:
+    """This run's configuration with what the checkpoint in `folder` records of precision, grid, seed, data, length and schedule.
+
+    The length and the schedule are converted to this run's unit, iterations or samples: Megatron-LM stores samples.
+
+    Raises:
+        ValueError: the checkpoint records a length or a schedule that no run has.
+    """
+    args, found = arguments(common), config_to_dict(config)
     precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # for the log alone
     found["precision"] = {"precision": precision}
     found["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
-    for section, name in (("training", "seed"), ("training", "train_iters"), ("data", "split")):
+    length = "train_samples" if config.schedule_steps.in_samples else "train_iters"
+    for section, name in (("training", "seed"), ("training", length), ("data", "split")):
         if type(args.get(name)) is type(found[section].get(name)):
             found[section][name] = args[name]
-    return found
+    try:
+        if "rampup_batch_size" in args:
+            found["training"]["rampup_batch_size"] = [int(word) for word in args["rampup_batch_size"] or ()]
+        found["optimizer"] |= _optimizer(common, config.schedule_steps.in_samples)
+        return config_from_dict(found)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / COMMON_FILE} has an impossible schedule ({error}); load an older checkpoint") from None
+
+
+def _optimizer(common: Mapping[str, Any], in_samples: bool) -> dict[str, Any]:
+    """What the checkpoint records of the learning rate and the weight decay, by field of `OptimizerConfig`."""
+    args, schedule = arguments(common), _schedule(common)
+    names = (*("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "decoupled_lr", "decoupled_min_lr")
+    found = {name: args[name] for name in names if name in args}
+    renamed = {"max_lr": "lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_style", "end_wd": "weight_decay"}
+    found |= {name: schedule[key] for key, name in renamed.items() if key in schedule}
+    if "lr_warmup_steps" not in schedule or "lr_decay_steps" not in schedule:
+        return found
+    decay, warmup = natural(schedule["lr_decay_steps"]), schedule["lr_warmup_steps"]
+    step = 1 if in_samples else _samples_per_step(args, natural(args.get("consumed_train_samples", 0) or 0), natural(common["iteration"]))
+    unit, other = ("samples", "iters") if in_samples else ("iters", "samples")
+    found |= {f"lr_decay_{unit}": decay // step, f"lr_decay_{other}": None, f"lr_warmup_{other}": 0, "lr_warmup_fraction": None}
+    if warmup % step:  # --lr-warmup-fraction makes any number of it
+        return found | {f"lr_warmup_{unit}": 0, "lr_warmup_fraction": warmup / decay}
+    return found | {f"lr_warmup_{unit}": int(warmup // step)}
+
+
+def _samples_per_step(args: Mapping[str, Any], consumed: int, iteration: int) -> int:
+    """Samples of an iteration of a run whose batch size is constant."""
+    return args.get(_BATCH) or max(1, consumed // max(1, iteration))
+
+
+def _schedule(common: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of Megatron-LM's learning-rate schedule; AttributeError where it is not a dictionary."""
+    schedule = common.get("opt_param_scheduler") or {}
+    schedule.keys()
+    return schedule  # type: ignore[no-any-return]
 
 
 def settings(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,8 @@ FLAGS = (
         "--finetune",
         "--no-load-optim",
         "--no-load-rng",
+        "--override-opt_param-scheduler",
+        "--use-checkpoint-opt_param-scheduler",
         "--no-save-optim",
         "--no-save-rng",
         "--exit-on-missing-checkpoint",
@@ -98,11 +100,6 @@ FLAGS = (
         "--log-energy",
         "--save-wgrads-interval N",
         "--save-dgrads-interval N",
-    ),
-    *refused(
-        "a resume takes the schedule of the flags: give those of the run before",
-        "--override-opt_param-scheduler",
-        "--use-checkpoint-opt_param-scheduler",
     ),
     *refused(
         LOCAL,

@@ -2,8 +2,6 @@
 
 from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-SAMPLES = "schedules count iterations here, not samples, yet: divide by --global-batch-size, and give "
-WSD = "WSD is not built here yet: use --lr-decay-style cosine, linear, inverse-square-root or constant"
 OFFLOAD = "states of the optimizer stay on the GPU: shard them by --use-distributed-optimizer, or use --opt-level O3, whose states are FP8"
 ADAM = "the trainer has AdamW: use --optimizer adam"
 CONSTANT = "weight decay is constant here: give --weight-decay alone"
@@ -16,8 +14,17 @@ FLAGS = (
         "--lr X",
         "--min-lr X",
         "--lr-warmup-iters N",
+        "--lr-warmup-samples N",
+        "--lr-warmup-fraction X",
+        "--lr-warmup-init X",
         "--lr-decay-iters N",
+        "--lr-decay-samples N",
         "--lr-decay-style TEXT",
+        "--lr-wsd-decay-style TEXT",
+        "--lr-wsd-decay-iters N",
+        "--lr-wsd-decay-samples N",
+        "--decoupled-lr X",
+        "--decoupled-min-lr X",
         "--weight-decay X",
         "--adam-beta1 X",
         "--adam-beta2 X",
@@ -25,7 +32,9 @@ FLAGS = (
         "--clip-grad X",
         "--micro-batch-size N",
         "--global-batch-size N",
+        "--rampup-batch-size N N N",
         "--train-iters N",
+        "--train-samples N",
         "--seed N",
         "--eval-interval N",
         "--eval-iters N",
@@ -43,7 +52,6 @@ FLAGS = (
     *translated("--weight-decay X", "--start-weight-decay X", "--end-weight-decay X"),
     *dropped("it is the trainer's optimizer: AdamW, with --adam-beta1, --adam-beta2, --adam-eps", "--optimizer adam"),
     *dropped("weight decay is constant here", "--weight-decay-incr-style constant"),
-    *dropped("warm-up starts at 0 here", "--lr-warmup-init 0"),
     *dropped(
         "the step is replayed as CUDA graphs wherever that is possible (--cuda-graph)",
         "--enable-cuda-graph",
@@ -80,15 +88,7 @@ FLAGS = (
         "--app-tag-run-version TEXT",
     ),
     *dropped("MSC is not used here", "--disable-msc"),
-    *refused(f"{SAMPLES}--train-iters", "--train-samples N"),
-    *refused(f"{SAMPLES}--lr-warmup-iters", "--lr-warmup-samples N"),
-    *refused(f"{SAMPLES}--lr-decay-iters", "--lr-decay-samples N"),
-    *refused("give iterations by --lr-warmup-iters: this share of --lr-decay-iters, or of --train-iters", "--lr-warmup-fraction X"),
-    *refused(WSD, "--lr-decay-style WSD", "--lr-wsd-*"),
-    *refused("warm-up starts at 0 here: drop it", "--lr-warmup-init X"),
-    *refused("embeddings and LM head have the learning rate of the other weights: drop it", "--decoupled-lr X", "--decoupled-min-lr X"),
-    *refused("the batch size is constant: give --global-batch-size alone, or several runs that resume", "--rampup-batch-size N N N"),
-    *refused("the batch size is constant: give --global-batch-size alone, or several runs that resume", "--step-batch-size-schedule TEXT"),
+    *refused("the batch grows by equal steps here: give --rampup-batch-size START INCREMENT SAMPLES", "--step-batch-size-schedule TEXT"),
     *refused("batch sizes must divide: choose --global-batch-size for the number of processes", "--decrease-batch-size-if-needed"),
     *refused("the data has one phase: start a run for each, with --load of the one before", "--phase-transition-iterations TEXT"),
     *refused(CONSTANT, "--weight-decay-incr-style TEXT"),

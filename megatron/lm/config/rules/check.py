@@ -40,15 +40,17 @@ def single_values(section: object) -> Problems:
         if value in (None, ()):
             continue
         choices = choices_of(setting)
-        for one in value if isinstance(value, tuple) else (value,):
+        values = value if isinstance(value, tuple) else (value,)
+        for one in values:
             if isinstance(one, str) and not _is_unicode(one):
                 yield f"{flag(setting.name)} {one!a} is no text in UTF-8: give it, or the file, another name"
             elif isinstance(one, str) and not one.strip():
                 yield f"{flag(setting.name)} {one!r} is empty (is a shell variable unset?): give a value, or drop the flag"
             elif choices is not None and one not in choices:
                 yield f"{flag(setting.name)} {one}: choose one of {', '.join(choices)}"
-        if legal is not None and value not in legal:
-            yield f"{flag(setting.name)} {value}: give a number in {legal}"
+        for one in values:
+            if legal is not None and one not in legal:
+                yield f"{flag(setting.name)} {one}: give a number in {legal}"
 
 
 def _is_unicode(text: str) -> bool:

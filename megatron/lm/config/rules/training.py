@@ -1,5 +1,6 @@
 """Rules for batches, the learning rate's schedule, recomputation and determinism."""
 
+from megatron.lm.config.batch_sizes import MOST_SIZES
 from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.rules.shape import nearest_multiples
 from megatron.lm.config.schema import flag
@@ -23,6 +24,8 @@ def batches(config: Config, world_size: int) -> Problems:
             f"--global-batch-size {size} is not divisible by --micro-batch-size {micro} x {copies} data-parallel processes: "
             f"choose a multiple of {micro * copies}"
         )
+    elif config.training.rampup_batch_size:
+        yield from _ramp(config, world_size)
     elif parallel.num_layers_per_virtual_pipeline_stage is not None and config.num_micro_batches(world_size) % pp:
         yield (
             f"interleaved pipelining wants the {config.num_micro_batches(world_size)} micro-batches of a step to be a multiple of "
@@ -30,14 +33,100 @@ def batches(config: Config, world_size: int) -> Problems:
         )
 
 
+def _ramp(config: Config, world_size: int) -> Problems:
+    """`--rampup-batch-size`: three numbers, each batch of the ramp divisible as the last one is."""
+    words, size = config.training.rampup_batch_size, config.global_batch_size(world_size)
+    given = f"--rampup-batch-size {' '.join(map(str, words))}"
+    if len(words) != 3:
+        yield f"{given}: give three numbers, START INCREMENT SAMPLES, such as 32 32 1000000"
+        return
+    start, increment, _ = words
+    if start >= size:
+        yield f"{given} starts at {start} sequences, and --global-batch-size is {size}: start below it, or drop the ramp"
+    elif (size - start) % increment:
+        yield (
+            f"{given}: {size - start} sequences from {start} to --global-batch-size {size} are not a multiple of the increment "
+            f"{increment}: choose a divisor of {size - start}"
+        )
+    elif (size - start) // increment > MOST_SIZES:
+        yield f"{given} has {(size - start) // increment:,} batch sizes: choose an increment of at least {-(-(size - start) // MOST_SIZES)}"
+    virtual = config.parallel.num_layers_per_virtual_pipeline_stage is not None
+    row = config.training.micro_batch_size * max(1, config.data_parallel_size(world_size))  # 0 where `batches` refuses the processes
+    row *= config.parallel.pipeline_model_parallel_size if virtual else 1
+    for name, value in (("start", start), ("increment", increment)):
+        if value % row:
+            stages = " x pipeline stages (interleaved)" if virtual else ""
+            yield f"{given}: the {name} {value} is not divisible by micro-batch x data-parallel size{stages}: choose a multiple of {row}"
+
+
+def length(config: Config, world_size: int) -> Problems:
+    """The run's length, its warm-up and its decay are given once, all in iterations or all in samples."""
+    training, optimizer = config.training, config.optimizer
+    if (training.train_iters is None) == (training.train_samples is None):
+        both = f"--train-iters {training.train_iters} and --train-samples {training.train_samples} contradict each other"
+        yield f"{'the length of the run is missing' if training.train_iters is None else both}: give --train-iters N or --train-samples N"
+        return
+    unit, other = ("iters", "samples") if training.train_samples is None else ("samples", "iters")
+    ramp_is_valid = bool(training.rampup_batch_size) and not any(_ramp(config, world_size))
+    if training.rampup_batch_size and unit == "iters":
+        same = f"--train-samples {config.samples_read(world_size)} for as many iterations" if ramp_is_valid else "--train-samples"
+        yield (
+            f"--rampup-batch-size is for runs that count samples, as in Megatron-LM, and --train-iters {training.train_iters} counts "
+            f"iterations: give {same}, and --lr-warmup-samples and --lr-decay-samples"
+        )
+    for name in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
+        value = getattr(optimizer, f"{name}_{other}")
+        if value:
+            yield f"{flag(f'{name}_{other}')} {value} does not go with --train-{unit}: give {flag(f'{name}_{unit}')}, or --train-{other}"
+    judged = ramp_is_valid or not training.rampup_batch_size
+    if training.train_samples is not None and judged and config.iterations(world_size) < 1:
+        yield f"--train-samples {training.train_samples} is less than a global batch of {config.global_batch_size(world_size)}: give more"
+
+
 def schedule(config: Config, world_size: int) -> Problems:
-    """Learning rates and warm-up in order."""
-    optimizer, end = config.optimizer, config.lr_decay_iters
+    """Learning rates, warm-up and decay in order."""
+    optimizer, training = config.optimizer, config.training
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: give a value in [0, {optimizer.lr:g}]"
-    if optimizer.lr_warmup_iters >= end:
-        last = "--train-iters" if optimizer.lr_decay_iters is None else "--lr-decay-iters"
-        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} must end before {last} {end}: give a number in [0, {end - 1}]"
+    if optimizer.lr_warmup_init > optimizer.lr:
+        yield f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}: give a value in [0, {optimizer.lr:g}]"
+    if (training.train_iters is None) == (training.train_samples is None):
+        return  # `length` says so
+    unit, steps = "iters" if training.train_samples is None else "samples", config.schedule_steps
+    if optimizer.lr_warmup_fraction is not None and getattr(optimizer, f"lr_warmup_{unit}"):
+        yield f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g} and --lr-warmup-{unit} contradict each other: give one of them"
+    elif steps.warmup >= steps.decay:
+        last = f"--train-{unit}" if getattr(optimizer, f"lr_decay_{unit}") is None else f"--lr-decay-{unit}"
+        yield f"--lr-warmup-{unit} {steps.warmup} must end before {last} {steps.decay}: give a number in [0, {steps.decay - 1}]"
+    yield from _wsd(config, unit)
+    yield from _decoupled(config)
+
+
+def _wsd(config: Config, unit: str) -> Problems:
+    optimizer, steps = config.optimizer, config.schedule_steps
+    if optimizer.lr_decay_style != "WSD":
+        if steps.wsd is not None or optimizer.lr_wsd_decay_style != type(optimizer).lr_wsd_decay_style:
+            yield f"--lr-wsd-decay-{unit} and --lr-wsd-decay-style have no effect without --lr-decay-style WSD: add it, or drop them"
+    elif steps.wsd is None:
+        yield f"--lr-decay-style WSD needs the length of its decay: add --lr-wsd-decay-{unit} N"
+    elif steps.wsd > steps.decay - steps.warmup:
+        yield (
+            f"--lr-wsd-decay-{unit} {steps.wsd} is more than the {steps.decay - steps.warmup:g} {unit} between warm-up and the end of the "
+            "decay: give at most that"
+        )
+
+
+def _decoupled(config: Config) -> Problems:
+    optimizer = config.optimizer
+    if optimizer.decoupled_lr is None:
+        if optimizer.decoupled_min_lr is not None:
+            yield f"--decoupled-min-lr {optimizer.decoupled_min_lr:g} has no effect by itself: add --decoupled-lr, or drop it"
+        return
+    least, name = optimizer.min_lr, "--min-lr"
+    if optimizer.decoupled_min_lr is not None:
+        least, name = optimizer.decoupled_min_lr, "--decoupled-min-lr"
+    if least > optimizer.decoupled_lr:
+        yield f"{name} {least:g} is above --decoupled-lr {optimizer.decoupled_lr:g}: give a value in [0, {optimizer.decoupled_lr:g}]"
 
 
 def recomputation(config: Config, world_size: int) -> Problems:
@@ -74,6 +163,7 @@ def determinism(config: Config, world_size: int) -> Problems:
 
 RULES: Rules = {
     batches: ("training", "parallel"),
+    length: ("optimizer", "training", "parallel"),
     schedule: ("optimizer", "training"),
     recomputation: ("model", "training", "parallel", "precision"),
     determinism: ("training", "model"),

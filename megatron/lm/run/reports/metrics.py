@@ -76,7 +76,7 @@ class Metrics:
         self.config = config
         self.world_size = world_size
         self.main = torch.distributed.get_rank() == 0
-        self.tokens_a_step = config.global_batch_size(world_size) * config.model.seq_length
+        self.batch_sizes, self.iterations = config.batch_sizes(world_size), config.iterations(world_size)
         self.flops_a_token = flops_per_token(config.model, vocab_size)
         self.peaks = peak_tflops(config)
         self.start_iteration, self.start_time = training.iteration, time.perf_counter()
@@ -105,6 +105,10 @@ class Metrics:
         if self.main and logging.tensorboard_dir:
             self.events = EventFile(Path(logging.tensorboard_dir), again + 1 if again else None, self.unwritten)
 
+    def tokens(self, iteration: int) -> int:
+        """Tokens of all iterations up to this one."""
+        return self.batch_sizes.consumed(iteration) * self.config.model.seq_length
+
     def _begin_interval(self) -> None:
         self.steps: list[StepResult] = []
         self.interval_start = time.perf_counter()
@@ -122,7 +126,7 @@ class Metrics:
 
     def reports(self, iteration: int) -> bool:
         """Whether an interval ends with this iteration."""
-        return iteration % self.config.logging.log_interval == 0 or iteration == self.config.training.train_iters
+        return iteration % self.config.logging.log_interval == 0 or iteration == self.iterations
 
     def report(self, iteration: int) -> None:
         """Report the steps since the last report, if there are any; collective."""
@@ -141,14 +145,15 @@ class Metrics:
         communication = self._communication()
         if not self.main:
             return
-        tokens_per_s = self.tokens_a_step / seconds
+        tokens = self.tokens(iteration)
+        tokens_per_s = (tokens - self.tokens(iteration - len(self.steps))) / len(self.steps) / seconds
         tflops = tokens_per_s * self.flops_a_token / 1e12 / self.world_size
-        left = (time.perf_counter() - self.start_time) / (iteration - self.start_iteration) * (self.config.training.train_iters - iteration)
+        left = (time.perf_counter() - self.start_time) / (iteration - self.start_iteration) * (self.iterations - iteration)
         last = self.steps[-1]
         row: dict[str, Any] = {
             "kind": "train",
             "iteration": iteration,
-            "tokens": iteration * self.tokens_a_step,
+            "tokens": tokens,
             "loss": loss,
             "lr": last.lr,
             **({} if last.loss_scale is None else {"loss_scale": float(last.loss_scale.values())}),
@@ -163,7 +168,7 @@ class Metrics:
             **communication,
         }
         self.write(row)
-        show(train_line(row, self.config.training.train_iters, left))
+        show(train_line(row, self.iterations, left))
 
     def _communication(self) -> dict[str, Any]:
         """What this rank sent in a step of the interval, by kind and collective; how the last step's gradients fared; collective."""
@@ -184,7 +189,7 @@ class Metrics:
         if not self.main:
             return
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
-        tokens = iteration * self.tokens_a_step
+        tokens = self.tokens(iteration)
         row = {"kind": kind, "iteration": iteration, "tokens": tokens, "loss": loss, "ppl": perplexity, "bits_per_byte": bits_per_byte}
         self.write(row)
         show(evaluation_line(row))

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from helpers import checkpoints, dist, megatron_checkpoints, tiny
 from helpers.megatron_checkpoints import SETTINGS
 from helpers.megatron_jobs import job
 from megatron.lm.checkpoint import CheckpointReader
+from megatron.lm.checkpoint.foreign.torch_dist import read_common
 from megatron.lm.config import Config
+from megatron.lm.tools import convert_checkpoint
 
 RUN: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 4, "ckpt_format": "torch_dist"}
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 16}
@@ -113,3 +116,55 @@ def test_states_that_megatron_lacks_are_refused_at_the_start(prefix: Path, tmp_p
     with pytest.raises(ValueError, match=re.escape("--ckpt-format torch_dist holds the states of AdamW")) as caught:
         tiny.run(config)
     assert said in str(caught.value)
+
+
+LENGTHS: dict[str, dict[str, Any]] = {
+    "iterations": {"train_iters": 8, "lr_decay_iters": 6, "lr_warmup_iters": 2},
+    "samples": {"train_iters": None, "train_samples": 33, "lr_decay_samples": 30, "lr_warmup_samples": 3},
+    "fraction": {"train_iters": 8, "lr_warmup_iters": 0, "lr_warmup_fraction": 0.3},
+    "ramp": {"train_iters": None, "train_samples": 40, "rampup_batch_size": [2, 2, 8], "lr_warmup_fraction": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_schedule_is_that_of_megatron_lm_with_the_same_flags(prefix: Path, tmp_path: Path, name: str):
+    """megatron-core's schedule, made as Megatron-LM makes it, accepts every value, and so does the trainer."""
+    flags = LENGTHS[name] | {
+        "exit_interval": 4,
+        "precision": "fp32",
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "lr_decay_style": "cosine",
+    }
+    tiny.run(tiny.config(prefix, **flags, save=str(tmp_path / "own")))
+    convert_checkpoint.main(["to-megatron", "--load", str(tmp_path / "own"), "--output", str(tmp_path / "theirs")])
+    common = read_common(tmp_path / "theirs" / "iter_0000004")
+    config = tiny.config(prefix, **flags)
+    optim, consumed = config.optimizer, config.batch_sizes(1).consumed(4)
+    batch = 1 if flags["train_iters"] is None else 4
+    decay = (flags.get("lr_decay_samples") or flags.get("lr_decay_iters") or flags.get("train_samples") or flags["train_iters"]) * batch
+    share = flags.get("lr_warmup_fraction")
+    schedule = OptimizerParamScheduler(
+        tiny_optimizer(),
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=share * decay if share else (flags.get("lr_warmup_iters") or flags["lr_warmup_samples"]) * batch,
+        lr_decay_steps=decay,
+        lr_decay_style="cosine",
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=flags.get("train_samples") or 8 * batch,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+    schedule.load_state_dict(common["opt_param_scheduler"])
+    assert schedule.num_steps == consumed == common["args"]["consumed_train_samples"]
+    back = {"load": str(tmp_path / "theirs"), "override_opt_param_scheduler": False}
+    with tiny.trainer(tiny.config(prefix, **flags | {"exit_interval": None} | back)) as made:
+        assert made.training.schedule.get_lr({}) == pytest.approx(schedule.get_lr({}))
+        made.run()
+
+
+def tiny_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1.0)

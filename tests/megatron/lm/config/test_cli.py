@@ -83,7 +83,7 @@ def test_flags_override_a_preset():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], ["required", "--num-layers", "--train-iters"]),
+        ([], ["required", "--num-layers", "--seq-length"]),
         (["--opt-level", "O4"], ["--opt-level", "'O4'", "O0", "O1", "O2", "O3"]),
         (["--fp8-scaling", "current"], ["unknown flag --fp8-scaling"]),
         (["--preset", "6b"], ["--preset", "'6b'", "7b", "175b"]),

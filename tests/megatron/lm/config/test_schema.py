@@ -17,9 +17,9 @@ def test_fields_carry_help_and_legal_defaults(section):
     hints = get_type_hints(section)
     for setting in dataclasses.fields(section):
         assert setting.metadata["help"], setting.name
-        numeric = hints[setting.name] in (int, float, int | None, float | None)
+        numeric = hints[setting.name] in (int, float, int | None, float | None, tuple[int, ...])
         assert (setting.metadata["legal"] is not None) == numeric, f"{setting.name}: numbers have a legal interval, nothing else has"
-        if setting.default in (dataclasses.MISSING, None):
+        if setting.default in (dataclasses.MISSING, None, ()):
             continue
         if choices := choices_of(setting):
             defaults = setting.default if isinstance(setting.default, tuple) else (setting.default,)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.lm.config.whole import ScheduleSteps
 from msamp.numerics import recipe
 
 GPT = ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64)
@@ -42,8 +43,22 @@ def test_batches_follow_the_world_size():
 
 
 def test_decay_ends_with_the_training_unless_told():
-    assert make().lr_decay_iters == 10
-    assert dataclasses.replace(make(), optimizer=OptimizerConfig(lr=1e-3, lr_decay_iters=7)).lr_decay_iters == 7
+    assert make().schedule_steps == ScheduleSteps(in_samples=False, warmup=0, decay=10, wsd=None)
+    assert dataclasses.replace(make(), optimizer=OptimizerConfig(lr=1e-3, lr_decay_iters=7)).schedule_steps.decay == 7
+
+
+def test_lengths_in_samples():
+    counted = make(training={"train_iters": None, "train_samples": 101, "global_batch_size": 8})
+    assert (counted.iterations(2), counted.samples_read(2)) == (12, 96)
+    steps = ScheduleSteps(in_samples=True, warmup=0, decay=101, wsd=None)
+    assert counted.schedule_steps == steps
+    shared = OptimizerConfig(lr=1e-3, lr_decay_samples=80, lr_warmup_fraction=0.25, lr_wsd_decay_samples=16)
+    steps = ScheduleSteps(in_samples=True, warmup=20.0, decay=80, wsd=16)
+    assert dataclasses.replace(counted, optimizer=shared).schedule_steps == steps
+    ramp = make(training={"train_iters": None, "train_samples": 100, "global_batch_size": 8, "rampup_batch_size": (4, 2, 20)})
+    assert [ramp.global_batch_size(1, consumed) for consumed in (0, 4, 8, 12, 18, 24)] == [4, 4, 4, 6, 6, 8]
+    assert [ramp.num_micro_batches(1, consumed) for consumed in (0, 12, 24)] == [2, 3, 4]
+    assert (ramp.global_batch_size(1), ramp.num_micro_batches(1)) == (8, 4)
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -351,3 +351,5 @@ def test_the_report_names_grid_batch_parameters_and_the_fullest_rank():
     assert "parameters: 174,590,681,088; per process 5,437,845,504 to 5,516,513,280; vocabulary 51,200" in said
     assert "fullest: stage 0" in said
     assert "least: stage 3" in said
+    ramp = report(flags("--preset 175b --opt-level O3 --train-samples 19531250 --rampup-batch-size 32 32 5859375"), 128)
+    assert "; 67,210 iterations = 40.0B tokens; ramp: from 32 sequences by 32 over 5,859,375 samples" in ramp

@@ -24,6 +24,6 @@ NOTHING = Due(iteration=7, last=False, evaluation=False, save=False, save_non_pe
 )
 def test_each_interval_makes_its_own_due(settings: dict, changed: dict, judged: bool):
     config = tiny.config("unread", **{"train_iters": 8, "eval_interval": 5, **settings})
-    due = Due.after(7, config)
+    due = Due.after(7, config, config.iterations(1))
     assert due == NOTHING._replace(**changed)
     assert due.verdict is judged

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import tiny
+from helpers import dist, tiny
 from msamp.numerics.scaling import Delayed
 
 
@@ -20,6 +20,67 @@ def test_a_longer_run_takes_its_own_schedule(prefix: Path, tmp_path: Path, level
     assert [row["iteration"] for row in trained] == [7, 8, 9, 10, 11, 12]
     assert [row["lr"] for row in trained] == pytest.approx([rates[i] for i in range(7, 13)])
     assert trained[-1]["loss"] < trained[0]["loss"]
+
+
+def test_another_schedule_is_refused_unless_a_flag_says_which(prefix: Path, tmp_path: Path):
+    folder = str(tmp_path / "saved")
+    tiny.run(tiny.config(prefix, train_iters=6, save=folder))
+    resumed = {"train_iters": 12, "load": folder, "override_opt_param_scheduler": False}
+    with pytest.raises(ValueError, match=r"--lr-decay-iters 12 \(saved: 6\) .or give --override-opt_param-scheduler"):
+        tiny.run(tiny.config(prefix, **resumed))
+    kept = tiny.run(tiny.config(prefix, **resumed, use_checkpoint_opt_param_scheduler=True, lr=1.0, save=str(tmp_path / "kept")))
+    assert [row["lr"] for row in kept if row["kind"] == "train"] == pytest.approx([5e-4] * 6)
+    assert len(tiny.losses(tiny.run(tiny.config(prefix, **resumed, lr_decay_iters=6)))) == 6
+    # What was taken over is this run's schedule now.
+    again = {"train_iters": 14, "lr_decay_iters": 6, "load": str(tmp_path / "kept"), "override_opt_param_scheduler": False}
+    assert len(tiny.losses(tiny.run(tiny.config(prefix, **again)))) == 2
+    assert len(tiny.losses(tiny.run(tiny.config(prefix, train_iters=7, load=folder, no_load_optim=True)))) == 1
+
+
+RAMP = {"train_samples": 120, "global_batch_size": 16, "micro_batch_size": 2, "rampup_batch_size": [4, 4, 40], "lr_warmup_samples": 20}
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_run_resumes_in_mid_ramp_to_the_same_bits(prefix: Path, tmp_path: Path, level: str):
+    shared = RAMP | {"opt_level": level, "hidden_dropout": 0.1 if level == "O0" else 0.0}
+    straight = [row for row in tiny.run(tiny.config(prefix, **shared, eval_iters=1)) if row["kind"] == "train"]
+    sizes = [4, 4, 4, 4, 8, 8, 12, 16, 16, 16, 16]
+    assert [row["tokens"] for row in straight] == [16 * sum(sizes[: i + 1]) for i in range(len(sizes))]
+    assert [row["lr"] for row in straight[:6]] == pytest.approx([0.0, 1e-3, 2e-3, 3e-3, 4e-3, straight[5]["lr"]])
+    folder = str(tmp_path / "saved")
+    tiny.run(tiny.config(prefix, **shared, exit_interval=6, save=folder))
+    resumed = [row for row in tiny.run(tiny.config(prefix, **shared, load=folder)) if row["kind"] == "train"]
+    assert [(row["loss"], row["lr"]) for row in resumed] == [(row["loss"], row["lr"]) for row in straight[6:]]
+    with pytest.raises(ValueError, match=r"--rampup-batch-size 8 4 40 to --global-batch-size 16 \(saved: 4 4 40, 32 samples read\)"):
+        tiny.run(tiny.config(prefix, **(shared | {"rampup_batch_size": [8, 4, 40]}), load=folder))
+
+
+def both_ways(prefix: str, folder: str, shared: dict) -> list:
+    """(loss, learning rate, tokens) of each step of a run, of its first six with a save, and of those after a resume."""
+    found = []
+    for change in ({}, {"exit_interval": 6, "save": folder}, {"load": folder}):
+        config = tiny.config(prefix, **shared, override_opt_param_scheduler=False, **change)
+        rows = tiny.run(config)
+        found.append([(row["loss"], row["lr"], row["tokens"]) for row in rows if row["kind"] == "train"])
+    return found
+
+
+def test_two_processes_resume_in_mid_ramp_to_the_same_bits(prefix: Path, tmp_path: Path):
+    shared = RAMP | {"opt_level": "O3", "lr_decay_style": "WSD", "lr_wsd_decay_samples": 50, "decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3}
+    straight, first, resumed = dist.run(both_ways, 2, str(prefix), str(tmp_path / "saved"), shared)[0]
+    assert len(straight) == 11
+    assert first + resumed == straight
+
+
+def test_a_run_in_samples_is_that_of_its_iterations(prefix: Path, tmp_path: Path):
+    shared = {"global_batch_size": 8, "lr_decay_style": "WSD"}
+    by_iterations = tiny.run(tiny.config(prefix, **shared, lr_warmup_iters=2, lr_wsd_decay_iters=4, train_iters=10))
+    in_samples = {"train_samples": 83, "lr_decay_samples": 80, "lr_warmup_samples": 16, "lr_wsd_decay_samples": 32}
+    assert tiny.losses(tiny.run(tiny.config(prefix, **shared, **in_samples))) == pytest.approx(tiny.losses(by_iterations), rel=1e-4)
+    folder = str(tmp_path / "saved")
+    tiny.run(tiny.config(prefix, **shared, lr_warmup_iters=2, lr_wsd_decay_iters=4, train_iters=10, exit_interval=5, save=folder))
+    rows = tiny.run(tiny.config(prefix, **shared, **in_samples, load=folder))  # the place of the schedule is converted
+    assert tiny.losses(rows) == pytest.approx(tiny.losses(by_iterations)[5:], rel=1e-4)
 
 
 def test_hyper_parameters_are_those_of_the_new_run(prefix: Path, tmp_path: Path):

@@ -241,17 +241,17 @@ def test_the_schedule_moves_on_by_steps_that_count_as_soon_as_it_is_told():
     def flag(value: bool) -> DeviceFlag:
         return DeviceFlag(torch.tensor(value))
 
-    schedule.advance_unless(False)
-    schedule.advance_unless(True)
+    schedule.advance_unless(False, 8)
+    schedule.advance_unless(True, 8)
     assert schedule.num_steps == 1
-    schedule.advance_unless(flag(False))
+    schedule.advance_unless(flag(False), 8)
     assert schedule.num_steps == 1
     schedule.settle()
     schedule.settle()
     assert schedule.num_steps == 2
-    schedule.advance_unless(flag(True))
+    schedule.advance_unless(flag(True), 8)
     assert schedule.state_dict()["num_steps"] == 2
-    schedule.advance_unless(flag(False))
+    schedule.advance_unless(flag(False), 8)
     assert schedule.state_dict()["num_steps"] == 3, "a checkpoint sees the step before it"
 
 
@@ -264,7 +264,7 @@ def lrs(steps: int, **settings: Any) -> list[float]:
         rates = {group["lr"] for group in optimizer.param_groups}
         assert len(rates) == 1
         found.append(rates.pop())
-        schedule.step(1)
+        schedule.advance_unless(False, 8)
     return found
 
 
@@ -280,6 +280,53 @@ def test_warm_up_and_cosine():
 def test_decay_iters_shorter_than_the_run():
     found = lrs(12, lr=1e-3, min_lr=0.0, lr_warmup_iters=0, lr_decay_style="linear", lr_decay_iters=8, train_iters=20)
     assert found == pytest.approx([1e-3 * (8 - i) / 8 for i in range(9)] + [0.0] * 3)
+
+
+def shape(style: str, x: float) -> float:
+    """WSD's decay after a share x of it, from 1 to 0, as Megatron-LM's help describes it."""
+    by_name = {"linear": 1 - x, "cosine": (1 + math.cos(math.pi * x)) / 2, "exponential": 2 * 0.5**x - 1, "minus_sqrt": 1 - math.sqrt(x)}
+    return by_name[style]
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
+def test_wsd_stays_and_then_decays(style: str):
+    flags: dict[str, Any] = {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 4, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 8}
+    found = lrs(25, **flags, lr_wsd_decay_style=style, train_iters=20)
+    assert found[4:13] == pytest.approx([1e-3] * 9)
+    assert found[12:21] == pytest.approx([1e-4 + 9e-4 * shape(style, i / 8) for i in range(9)])
+    assert found[21:] == pytest.approx([1e-4] * 4)
+
+
+def test_a_schedule_in_samples_is_that_of_its_iterations():
+    shared: dict[str, Any] = {"lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine", "lr_warmup_init": 1e-5, "global_batch_size": 8}
+    by_iterations = lrs(12, **shared, lr_warmup_iters=2, lr_decay_iters=10)
+    assert by_iterations[0] == 1e-5
+    assert lrs(12, **shared, lr_warmup_fraction=0.2, lr_warmup_iters=0, lr_decay_iters=10) == pytest.approx(by_iterations)
+    for samples in ({"lr_warmup_samples": 16}, {"lr_warmup_fraction": 0.2}):
+        assert lrs(12, **shared, **samples, train_samples=100, lr_decay_samples=80) == pytest.approx(by_iterations)
+
+
+def test_a_skipped_step_does_not_move_a_schedule_in_samples():
+    _, optimizer, _ = build(global_batch_size=8)
+    schedule = build_schedule(optimizer, tiny.config("corpus", global_batch_size=8, train_samples=80))
+    schedule.advance_unless(False, 4)
+    schedule.advance_unless(True, 8)
+    schedule.advance_unless(False, 8)
+    assert schedule.state_dict()["num_steps"] == 12
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_decoupled_learning_rates_of_embedding_and_head(untied: bool):
+    flags = {"lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3, "untie_embeddings_and_output_weights": untied}
+    model, optimizer, _ = build(opt_level="O2", position_embedding_type="learned_absolute", **flags)
+    schedule = build_schedule(optimizer, tiny.config("corpus", **flags))
+    apart = {model.embedding.word_embeddings.weight} | ({model.output_layer.weight} if untied else set())
+    for steps, rate, decoupled in ((2, 1e-3, 1e-2), (8, 1e-4, 1e-3)):
+        schedule.step(steps)
+        found = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert len(found) == len(list(model.parameters()))
+        assert {p for p, lr in found.items() if lr == pytest.approx(decoupled)} == apart
+        assert {p for p, lr in found.items() if lr == pytest.approx(rate)} == found.keys() - apart
 
 
 def test_constant():

@@ -1,5 +1,6 @@
 """The trainer starts from checkpoints of plain megatron-core: the same logits, the states quantized, and a place in the run."""
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from helpers import dist, megatron_checkpoints, tiny
 from helpers.megatron_checkpoints import SETTINGS
 from megatron.lm.checkpoint.files.storage import Item
-from megatron.lm.checkpoint.foreign.megatron import _loss_scale, differing, read_megatron
+from megatron.lm.checkpoint.foreign.megatron import _loss_scale, configuration, differing, read_megatron
 from megatron.lm.checkpoint.foreign.pickled import plain_of_zip
 from megatron.lm.checkpoint.foreign.torch_dist import read_common
 from megatron.lm.checkpoint.foreign.write_torch_dist import write
@@ -93,6 +94,46 @@ def test_a_run_resumes_with_masters_and_moments_in_its_own_formats(written: Path
                 assert error <= (0 if precision == "fp32" else 2.0 ** -(bits + 1)), (name, key)
         made.run()  # 2 more steps
         assert training.iteration == 12
+
+
+SCHEDULE = {"lr": 1e-2, "min_lr": 0.0, "lr_decay_style": "cosine", "override_opt_param_scheduler": False}
+IN_ITERATIONS = {"lr_warmup_iters": 2, "lr_decay_iters": 20}
+IN_SAMPLES = {"train_iters": None, "train_samples": 48, "lr_warmup_samples": 8, "lr_decay_samples": 80}
+
+
+@pytest.mark.parametrize(("length", "steps"), [(IN_ITERATIONS, 10), (IN_SAMPLES, 40)], ids=["iterations", "samples"])
+def test_the_schedule_of_the_checkpoint_is_that_of_the_run_or_refused(written: Path, prefix: Path, length: dict[str, Any], steps: int):
+    with tiny.trainer(settings(prefix, written, "llama", **SCHEDULE, **length)) as made:
+        assert made.training.schedule.num_steps == steps
+        lr = made.training.optimizer.param_groups[0]["lr"]
+    said = refused(settings(prefix, written, "llama", **SCHEDULE | {"lr": 1e-3} | length))
+    assert "--lr 0.001 (saved: 0.01) (or give --override-opt_param-scheduler" in said
+    others = {"lr": 1.0, "min_lr": 0.0, "override_opt_param_scheduler": False, "use_checkpoint_opt_param_scheduler": True}
+    others |= {name: value for name, value in length.items() if name.startswith("train")}
+    with tiny.trainer(settings(prefix, written, "llama", **others)) as made:
+        assert made.training.optimizer.param_groups[0]["lr"] == lr == pytest.approx(5e-3 * (1 + math.cos(math.pi * 32 / 72)))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"opt_param_scheduler": {"max_lr": "high"}},
+        {"opt_param_scheduler": {"lr_warmup_steps": [1], "lr_decay_steps": 80}},
+        {"opt_param_scheduler": {"lr_warmup_steps": 1, "lr_decay_steps": -80}},
+        {"args": {"rampup_batch_size": 4}},
+        {"args": {"lr_wsd_decay_iters": "two"}},
+    ],
+)
+def test_an_impossible_schedule_is_named(tmp_path: Path, record: dict[str, Any]):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'common.pt'} has an impossible schedule")):
+        configuration(tmp_path, {"iteration": 10} | record, settings("corpus", tmp_path, "llama"))
+
+
+def test_a_warm_up_of_a_fraction_of_the_decay_keeps_its_fraction(tmp_path: Path):
+    common = {"iteration": 10, "args": {"global_batch_size": 4, "consumed_train_samples": 40}}
+    common["opt_param_scheduler"] = {"lr_warmup_steps": 0.03 * 80, "lr_decay_steps": 80}
+    steps = configuration(tmp_path, common, settings("corpus", tmp_path, "llama")).schedule_steps
+    assert (steps.warmup, steps.decay) == (pytest.approx(0.03 * 20), 20)
 
 
 def test_a_vocabulary_padded_otherwise_is_cut_and_filled(written: Path, prefix: Path):

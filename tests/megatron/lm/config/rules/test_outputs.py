@@ -11,6 +11,11 @@ REFUSALS = {
     "dry run": ("--device-memory-gib 40", 1, "--device-memory-gib 40 has no effect without --dry-run: add it, or drop the memory"),
     "load": ("--load gone", 1, "--load gone is no folder: name one that a run with --save wrote, or drop --load"),
     "load empty": ("--load folder", 1, r"--load folder holds no checkpoint \(nor latest_checkpointed_iteration.txt\): name another"),
+    "two schedules": (
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        1,
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one of them",
+    ),
     "finetune": ("--finetune", 1, "--finetune has no effect without a checkpoint: add --load FOLDER"),
     "step": ("--ckpt-step 0", 1, "--ckpt-step 0 has no effect without a checkpoint: add --load FOLDER, or drop it"),
     "no optimizer": ("--no-load-optim", 1, "--no-load-optim has no effect without a checkpoint: add --load FOLDER"),
