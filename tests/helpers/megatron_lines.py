@@ -112,6 +112,9 @@ LINES = {
 --mask-prob 0.15
 """,
     "translated": """
+--exp-avg-dtype fp8
+--fp8-hybrid
+--fp8-format hybrid
 --use-rotary-position-embeddings
 --layernorm-epsilon 1e-5
 --recompute-activations
@@ -121,6 +124,8 @@ LINES = {
 --attention-backend local
 """,
     "dropped": """
+--use-precision-aware-optimizer
+--fp8-param-gather
 --use-flash-attn
 --no-position-embedding
 --no-rope-fusion
@@ -195,6 +200,7 @@ LINES = {
 --bert-no-binary-head
 """,
     "refused": """
+--fp8-format e4m3
 --add-qkv-bias
 --position-embedding-type none
 --rotary-seq-len-interpolation-factor 2
@@ -212,10 +218,8 @@ LINES = {
 --use-torch-fsdp2
 --use-megatron-fsdp
 --data-parallel-sharding-strategy optim_grads_params
---use-precision-aware-optimizer
 --main-grads-dtype bf16
 --main-params-dtype fp16
---exp-avg-dtype fp8
 --exp-avg-sq-dtype fp16
 --optimizer-cpu-offload
 --tokenizer-type Llama2Tokenizer --tokenizer-model x.model
@@ -234,10 +238,6 @@ LINES = {
 --profile
 --profile-step-start 4 --profile-step-end 6
 --use-pytorch-profiler
---fp8-format hybrid
---fp8-format e4m3
---fp8-hybrid
---fp8-param-gather
 --no-fp8-wgrad
 --first-last-layers-bf16
 --multi-latent-attention

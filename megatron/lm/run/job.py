@@ -9,6 +9,7 @@ from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.rules.check import check
 from megatron.lm.shell.exit_codes import command
 from megatron.lm.shell.interrupt import LeavingAtOnce
+from megatron.lm.shell.terminal import wrapped
 
 MOST_PROCESSES = 2**20
 
@@ -46,7 +47,7 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
     config, world_size = parsed.config, _world_size()
     check(config, world_size)
     if os.environ.get("RANK", "0") == "0" and parsed.lines:
-        print("\n".join(parsed.lines), flush=True)
+        print("\n".join(map(wrapped, parsed.lines)), flush=True)
     if config.logging.dry_run:
         _dry_run(config, world_size)
         return None

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.lm.config.megatron_flags.in_context import JUDGES, Given, Values
+from megatron.lm.config.megatron_flags import fp8, in_context
+from megatron.lm.config.megatron_flags.in_context import Given, Values
 from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, Verdict, spelled
 from megatron.lm.config.megatron_flags.table import closest, find, lines_about, names
+
+JUDGES = {**in_context.JUDGES, **fp8.JUDGES}
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.lm.config.megatron_flags.fp8 import FP8_FLAGS, asks_for_fp8
 from megatron.lm.config.megatron_flags.in_context import Given
 from megatron.lm.config.megatron_flags.row import setting_of
 from megatron.lm.config.precision import OPT_LEVELS
 from megatron.lm.config.schema import LARGEST_COUNT
 
-PRECISIONS = ("--precision", "--opt-level", "--bf16", "--fp16")
+PRECISIONS = ("--precision", "--opt-level", "--bf16", "--fp16", *FP8_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,11 @@ def _dynamic_loss_scale(given: Given) -> bool:
 
 
 def _delayed(given: Given) -> bool:
-    return given.value("--opt-level") in OPT_LEVELS[1:] and given.value("--fp8-recipe") in (None, "delayed")
+    return _fp8(given) and given.value("--fp8-recipe") in (None, "delayed")
+
+
+def _fp8(given: Given) -> bool:
+    return asks_for_fp8(given) or given.value("--opt-level") in OPT_LEVELS[1:]
 
 
 def _null_tokenizer(given: Given) -> bool:
@@ -81,6 +86,7 @@ DEFAULTS = (
         ("--fp8-amax-compute-algo",),
         _delayed,
     ),
+    Default("--fp8-min-gain", "0", "1", {"fp8_min_gain": 0.0}, ("--fp8-min-gain", "--bf16-linears"), _fp8),
 )
 
 

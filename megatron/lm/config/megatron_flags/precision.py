@@ -1,8 +1,9 @@
 """Flags of precision: FP16, FP8 and the formats of the optimizer's states."""
 
-from megatron.lm.config.megatron_flags.row import accepted, dropped, refused
+from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-STATES = "give the format by this trainer's flag"
+NO_FP8 = "the state is FP32 where no GEMM is FP8: add --fp8-format hybrid, or give --opt-level O1, O2 or O3 with"
+ALL_FP32 = "--master-format fp32 --grad-format fp32 --exp-avg-format fp32 --exp-avg-sq-format fp32"
 
 FLAGS = (
     *accepted(
@@ -31,14 +32,11 @@ FLAGS = (
         "--exp-avg-sq-dtype fp32",
     ),
     *dropped("it is a choice of kernels of Transformer Engine", "--reuse-grad-buf-for-mxfp8-param-ag"),
-    *refused(
-        "FP8 is chosen by level here: use --opt-level O1 in place of --bf16, whose GEMMs are E4M3 forward and E5M2 for gradients",
-        "--fp8-format hybrid",
-        "--fp8-hybrid",
-        "--fp8-format e4m3",
-        "--fp8-format TEXT",
+    *translated(f"--opt-level O1 {ALL_FP32}", "--fp8-format hybrid", "--fp8-format e4m3", "--fp8-hybrid"),
+    *refused("give hybrid or e4m3", "--fp8-format TEXT"),
+    *dropped(
+        "it makes the level of --fp8-format O3, whose weights are FP8; without FP8 it has no effect", "--fp8-param-gather", "--fp8-param"
     ),
-    *refused("weights stay in FP8 from --opt-level O2 on: use that", "--fp8-param-gather"),
     *refused("all three GEMMs of an FP8 layer are FP8: keep a layer in BF16 by --bf16-linears", "--no-fp8-wgrad", "--disable-fp8-wgrad"),
     *refused(
         "a linear layer of every transformer layer stays in BF16 by --bf16-linears: use that",
@@ -46,11 +44,13 @@ FLAGS = (
         "--num-layers-at-start-in-bf16 N",
         "--num-layers-at-end-in-bf16 N",
     ),
-    *refused(f"{STATES}: --exp-avg-format, --exp-avg-sq-format, --master-format, --grad-format", "--use-precision-aware-optimizer"),
-    *refused(f"{STATES}: --grad-accum-dtype", "--main-grads-dtype TEXT"),
-    *refused(f"{STATES}: --master-format", "--main-params-dtype TEXT"),
-    *refused(f"{STATES}: --exp-avg-format", "--exp-avg-dtype TEXT"),
-    *refused(f"{STATES}: --exp-avg-sq-format", "--exp-avg-sq-dtype TEXT"),
+    *dropped("each state has the format of its flag", "--use-precision-aware-optimizer"),
+    *translated("--exp-avg-format coat-e4m3", "--exp-avg-dtype fp8"),
+    *translated("--exp-avg-sq-format coat-e4m3", "--exp-avg-sq-dtype fp8"),
+    *refused(f"{NO_FP8} --grad-format", "--main-grads-dtype TEXT"),
+    *refused(f"{NO_FP8} --master-format", "--main-params-dtype TEXT"),
+    *refused(f"{NO_FP8} --exp-avg-format", "--exp-avg-dtype TEXT"),
+    *refused(f"{NO_FP8} --exp-avg-sq-format", "--exp-avg-sq-dtype TEXT"),
     *refused("FP4 is not built here: use FP8, --opt-level O1 to O3", "--fp4-*"),
     *refused(
         "recipes are data here: register one, as CONTRIBUTING.md says",

@@ -36,7 +36,10 @@ def test_a_dry_run_tells_and_begins_nothing(flags: list[str], monkeypatch: pytes
 
     monkeypatch.setattr(process_groups, "initialize", lambda config: pytest.fail("it began"))
     assert job.job([*flags, "--dry-run"]) == 0
-    assert "nothing was started" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing was started" in said
+    assert "--megatron-defaults takes its own" in " ".join(said.split())
+    assert max(map(len, said.partition("grid: ")[0].splitlines())) <= 120
 
 
 def test_the_groups_are_left_however_the_run_ends(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

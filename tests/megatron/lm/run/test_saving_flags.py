@@ -126,7 +126,7 @@ def test_the_model_of_the_checkpoint(start, tmp_path: Path):
     start(f"--save {run} --exit-interval 3")
     resumed, said, _ = start(f"--load {run} --use-checkpoint-args", model="")
     assert resumed == straight[3:]
-    assert f"from the checkpoint in --load {run}: --num-layers 2, --hidden-size 32, " in said
+    assert f"from the checkpoint in --load {run}: --num-layers 2, --hidden-size 32, " in " ".join(said.split())
     _, _, error = start(f"--load {run} --use-checkpoint-args --num-layers 4", code=2, model="")
     assert "--num-layers 4 (saved: 2)" in error
 

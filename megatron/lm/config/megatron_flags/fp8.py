@@ -1,0 +1,109 @@
+"""Megatron-LM's flags of FP8 and of the formats of optimizer states, as the level and the formats that they mean.
+
+`--bf16 --fp8-format hybrid` computes linear layers in FP8, from BF16 weights with FP32 masters, gradients and moments. Here that is O1 with
+FP32 formats, whose stored weight is FP16; and with `--fp8-param-gather`, which keeps and gathers FP8 weights, O3 with FP32 formats. A
+format that another flag gives is left to it. Without FP8 GEMMs moments in FP8 are COAT's, which go with every recipe of AdamW.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from megatron.lm.config.megatron_flags.in_context import Given, Values
+from megatron.lm.config.megatron_flags.row import DROPPED, REFUSED, TRANSLATED, Verdict
+from megatron.lm.config.precision import OPT_LEVELS
+
+FP8_FLAGS = ("--fp8-format", "--fp8-hybrid")
+GATHER = ("--fp8-param-gather", "--fp8-param")
+BLOCKS = ("blockwise", "blockwise-power-of-two", "mxfp8")  # E4M3 in all three GEMMs
+FP8 = "fp8-e4m3"
+FORMATS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": FP8}
+MOMENTS = ("--exp-avg-dtype", "--exp-avg-sq-dtype")
+# Flag -> the trainer's; one column per state.
+STATES = {
+    "--main-params-dtype": "--master-format",
+    "--main-grads-dtype": "--grad-format",
+    "--exp-avg-dtype": "--exp-avg-format",
+    "--exp-avg-sq-dtype": "--exp-avg-sq-format",
+}
+
+
+def asks_for_fp8(given: Given) -> bool:
+    """Whether Megatron-LM would compute in FP8 with these flags."""
+    return any(flag in given.flags for flag in FP8_FLAGS)
+
+
+def _level(given: Given) -> str | None:
+    """The FP8 level that the trainer's own flags name."""
+    named = given.value("--opt-level") or given.value("--precision")
+    return named if named in (*OPT_LEVELS[1:], "coat") else None
+
+
+def _fp8_format(given: Given, values: Values) -> Verdict | None:
+    kind, recipe = values[0] if values else "hybrid", given.value("--fp8-recipe") or "delayed"
+    if kind not in ("hybrid", "e4m3"):
+        return Verdict(REFUSED, "give hybrid or e4m3")
+    if kind == "e4m3" and recipe not in BLOCKS:
+        fix = "use hybrid, or --fp8-recipe blockwise, which is E4M3 alone"
+        return Verdict(REFUSED, f"gradients are E5M2 with --fp8-recipe {recipe}: {fix}")
+    if kind == "hybrid" and recipe in BLOCKS:
+        return Verdict(REFUSED, f"--fp8-recipe {recipe} is E4M3 alone: use --fp8-format e4m3")
+    level = _level(given)
+    if level is not None:
+        return Verdict(DROPPED, f"it is what {level} computes in")
+    if "--fp16" in given.flags or "--precision" in given.flags or "--opt-level" in given.flags:
+        return Verdict(REFUSED, "it contradicts the precision that another flag names: give --bf16, or --opt-level O1, O2 or O3 alone")
+    gathers = any(flag in given.flags for flag in GATHER)
+    words = ["--opt-level", "O3" if gathers else "O1"]
+    for theirs, ours in STATES.items():
+        if ours in given.flags or theirs in given.flags or ("--exp-avg" in ours and "--optimizer-state" in given.flags):
+            continue
+        words += [ours, "bf16" if ours == "--grad-format" and "--grad-reduce-in-bf16" in given.flags else "fp32"]
+    return Verdict(TRANSLATED, "", tuple(words))
+
+
+def _bf16(given: Given, values: Values) -> Verdict | None:
+    if asks_for_fp8(given) and _level(given) is None:
+        return Verdict(DROPPED, "the level of --fp8-format computes what is not FP8 in BF16")
+    return None
+
+
+def _fp8_param_gather(given: Given, values: Values) -> Verdict | None:
+    if asks_for_fp8(given) and _level(given) is None:
+        return Verdict(DROPPED, "the level of --fp8-format is O3 for it, whose weights are FP8")
+    level = _level(given)
+    if level == "O3":
+        return Verdict(DROPPED, "O3 keeps and gathers FP8 weights")
+    return None if level is None else Verdict(REFUSED, f"weights are FP8 at O3 and not at {level}: use --opt-level O3, or drop it")
+
+
+def _grad_reduce_in_bf16(given: Given, values: Values) -> Verdict | None:
+    if asks_for_fp8(given) and _level(given) is None:
+        return Verdict(DROPPED, "the level of --fp8-format has --grad-format bf16 for it")
+    return None
+
+
+def _state(flag: str) -> Callable[[Given, Values], Verdict | None]:
+    def judge(given: Given, values: Values) -> Verdict | None:
+        fmt = FORMATS.get(values[0])
+        if fmt is None:
+            return Verdict(REFUSED, f"give one of {', '.join(FORMATS)}")
+        if asks_for_fp8(given) or _level(given) is not None:
+            return Verdict(TRANSLATED, "", (STATES[flag], fmt))
+        if fmt == "fp32":
+            return Verdict(DROPPED, "states are FP32 unless the precision says otherwise")
+        if fmt == FP8 and flag in MOMENTS:
+            return Verdict(TRANSLATED, "", (STATES[flag], "coat-e4m3"))
+        return None
+
+    return judge
+
+
+JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyType(
+    {
+        **dict.fromkeys(FP8_FLAGS, _fp8_format),
+        **dict.fromkeys(GATHER, _fp8_param_gather),
+        **{flag: _state(flag) for flag in STATES},
+        "--bf16": _bf16,
+        "--grad-reduce-in-bf16": _grad_reduce_in_bf16,
+    }
+)
