@@ -7,10 +7,14 @@ format that another flag gives is left to it. Without FP8 GEMMs moments in FP8 a
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from megatron.lm.config.megatron_flags.in_context import Given, Values
 from megatron.lm.config.megatron_flags.row import DROPPED, REFUSED, TRANSLATED, Verdict
-from megatron.lm.config.precision import OPT_LEVELS
+from megatron.lm.config.precision import recipe_by_name
+
+if TYPE_CHECKING:
+    from msamp.numerics.recipe import Recipe
 
 FP8_FLAGS = ("--fp8-format", "--fp8-hybrid")
 GATHER = ("--fp8-param-gather", "--fp8-param")
@@ -32,10 +36,14 @@ def asks_for_fp8(given: Given) -> bool:
     return any(flag in given.flags for flag in FP8_FLAGS)
 
 
-def _level(given: Given) -> str | None:
-    """The FP8 level that the trainer's own flags name."""
+def _level(given: Given) -> "Recipe | None":
+    """The recipe with FP8 GEMMs that the trainer's own flags name."""
     named = given.value("--opt-level") or given.value("--precision")
-    return named if named in (*OPT_LEVELS[1:], "coat") else None
+    try:
+        recipe = None if named is None else recipe_by_name(named)
+    except ValueError:  # which argparse or `check` reports
+        return None
+    return recipe if recipe is not None and recipe.fp8 else None
 
 
 def _fp8_format(given: Given, values: Values) -> Verdict | None:
@@ -49,7 +57,7 @@ def _fp8_format(given: Given, values: Values) -> Verdict | None:
         return Verdict(REFUSED, f"--fp8-recipe {recipe} is E4M3 alone: use --fp8-format e4m3")
     level = _level(given)
     if level is not None:
-        return Verdict(DROPPED, f"it is what {level} computes in")
+        return Verdict(DROPPED, f"it is what {level.name} computes in")
     if "--fp16" in given.flags or "--precision" in given.flags or "--opt-level" in given.flags:
         return Verdict(REFUSED, "it contradicts the precision that another flag names: give --bf16, or --opt-level O1, O2 or O3 alone")
     gathers = any(flag in given.flags for flag in GATHER)
@@ -71,9 +79,11 @@ def _fp8_param_gather(given: Given, values: Values) -> Verdict | None:
     if asks_for_fp8(given) and _level(given) is None:
         return Verdict(DROPPED, "the level of --fp8-format is O3 for it, whose weights are FP8")
     level = _level(given)
-    if level == "O3":
-        return Verdict(DROPPED, "O3 keeps and gathers FP8 weights")
-    return None if level is None else Verdict(REFUSED, f"weights are FP8 at O3 and not at {level}: use --opt-level O3, or drop it")
+    if level is None:
+        return None
+    if level.weight.bytes == 1:
+        return Verdict(DROPPED, f"{level.name} keeps and gathers FP8 weights")
+    return Verdict(REFUSED, f"weights are FP8 at O3 and not at {level.name}: use --opt-level O3, or drop it")
 
 
 def _grad_reduce_in_bf16(given: Given, values: Values) -> Verdict | None:
