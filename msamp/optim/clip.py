@@ -1,8 +1,8 @@
-"""Gradient norm and clipping over plain and FP8 gradients.
+"""Gradient norm and clipping for plain and FP8 gradients.
 
-The norm must not depend on how tensors are cut and spread over ranks, to the bit: it decides whether a step is skipped
-and scales every update. So a tensor's squares are added as integers, which any order and any cut adds up to the same,
-and tensors are added in FP64 in the order of their index.
+The norm must be the same, bit for bit, however tensors are sharded over ranks, since it decides whether a step is skipped and scales every
+update. So the squares of a tensor are summed as integers, which is independent of order and sharding, and the tensors are summed in FP64 in
+the order of their index.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,28 +14,28 @@ from msamp.kernels.reference.grad_stats import PAYLOAD_UNITS, carried
 from msamp.kernels.tables import Tables
 from msamp.numerics.tensor import ScalingTensor
 
-_BITS = 57  # of 63: scale_from_amax leaves up to two bits above 1 where its exponent is clamped, and their squares four
+_BITS = 57  # of 63: scaled values may reach 2^2 when scale_from_amax clamps its exponent, and their squares 2^4
 
 
 def contiguous(g: torch.Tensor) -> torch.Tensor:
-    """Contiguous `g`, detached; no copy if it is contiguous."""
+    """Return `g` contiguous and detached, without a copy if it is contiguous."""
     if isinstance(g, ScalingTensor):
         return g if g.payload.is_contiguous() else ScalingTensor(g.payload.contiguous(), g.scale_inv, g.dtype)
     return g.detach().contiguous()
 
 
 def scaled_first(gs: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Places of the ScalingTensors, and of the plain tensors."""
+    """Return the indices of the ScalingTensors and of the plain tensors."""
     kinds = [isinstance(g, ScalingTensor) for g in gs]
     return [i for i, scaled in enumerate(kinds) if scaled], [i for i, scaled in enumerate(kinds) if not scaled]
 
 
 def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of one read of gradients: `grad_stats` of the scaled ones, then the amaxes of the plain ones.
+    """Read the gradients once: `grad_stats` of the scaled ones, then amaxes of the plain ones.
 
     Returns:
         FP32 [2, scaled + plain]: amaxes and scale_invs.
-        int64 [scaled, 2]: the scaled ones' sums of squares.
+        int64 [scaled, 2]: sums of squares of the scaled ones.
     """
     sums = torch.zeros(0, 2, dtype=torch.int64, device=tables.device)
     found = []
@@ -48,7 +48,7 @@ def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[t
 
 
 def _of_scaled(tables: Tables, gs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`grad_stats` of scaled gradients, which reads those without a tally."""
+    """Return `grad_stats` of scaled gradients; only those without a tally are read."""
     tallies = [g.tally if isinstance(g, ScalingTensor) else None for g in gs]
     told = [i for i, tally in enumerate(tallies) if tally is not None]
     if not told:
@@ -68,33 +68,33 @@ def _of_scaled(tables: Tables, gs: Sequence[torch.Tensor]) -> tuple[torch.Tensor
 
 
 def second_pass(tables: Tables, plain: Sequence[torch.Tensor], amaxes: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
-    """int64 [plain, 2] sums of the squares of plain gradients, which may be rows of larger tensors.
+    """Return the sums of squares of plain gradients, which may be rows of larger tensors, int64 [plain, 2].
 
     Args:
         amaxes: FP32 [plain], of the whole tensors.
-        numels: elements of the whole tensors.
+        numels: number of elements of the whole tensors.
     """
     return ops.grad_stats(tables, plain, unit_scale(amaxes), [units(numel) for numel in numels])[1]
 
 
 def unit_scale(amax: torch.Tensor) -> torch.Tensor:
-    """FP64 powers of two that bring FP32 `amax` next to 1."""
+    """Return the powers of two, FP64, that scale FP32 `amax` close to 1."""
     return ops.scale_from_amax(amax, 1.0, None, 1.0).double()
 
 
 def units(numel: int) -> int:
-    """Fixed-point resolution of the sum of squares of a plain gradient: parts of 1, chosen so that `numel` terms fit in 57 bits."""
+    """Return the fixed-point units per 1 for a plain gradient's sum of squares, chosen so that `numel` terms fit in 57 bits."""
     return 2 ** max(0, min(46, _BITS - numel.bit_length()))
 
 
 def norms_from_square_sums(totals: torch.Tensor, amaxes: torch.Tensor, scale_invs: torch.Tensor, plain_units: torch.Tensor) -> torch.Tensor:
-    """FP64 [n] L2 norms of whole tensors; NaN where an amax is not finite.
+    """Return the L2 norms of whole tensors, FP64 [n]; NaN if an amax is not finite.
 
     Args:
-        totals: int64 [n, 2], the added sums of squares of all rows.
+        totals: int64 [n, 2], sums of squares over all rows.
         amaxes: FP32 [n].
         scale_invs: FP32 [n], 0 for plain gradients.
-        plain_units: FP64 [n], `units` of their elements.
+        plain_units: FP64 [n], `units` of their number of elements.
     """
     whole, rest = carried(totals).double().unbind(1)
     scaled = scale_invs > 0
@@ -105,7 +105,7 @@ def norms_from_square_sums(totals: torch.Tensor, amaxes: torch.Tensor, scale_inv
 
 
 def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Global L2 norm of whole gradients, FP64 0-dim."""
+    """Return the global L2 norm of whole gradients, FP64 0-dim."""
     gs = list(gradients)
     if not gs:
         return torch.zeros((), dtype=torch.float64)
@@ -120,21 +120,21 @@ def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def check_max_norm(max_norm: float) -> None:
-    """ValueError for a clipping norm that is not positive."""
+    """Raise a ValueError if the clipping norm is not positive."""
     if not max_norm > 0:
-        raise ValueError(f"clipping norm is {max_norm}; it must be greater than 0 (leave it out to clip nothing)")
+        raise ValueError(f"clipping norm is {max_norm}; it must be greater than 0 (leave it out to disable clipping)")
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """min(1, max_norm / (norm + 1e-6)), FP32 0-dim; ValueError for a `max_norm` that is not positive."""
+    """Return min(1, max_norm / (norm + 1e-6)), FP32 0-dim; ValueError if `max_norm` is not positive."""
     check_max_norm(max_norm)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
 
 
 def clip_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip whole gradients, plain and FP8 together, in place, to a global norm.
+    """Clip whole gradients, plain and FP8 together, to a global norm in place.
 
-    The coefficient folds into an FP8 gradient's scale_inv, so clipping rounds no element of it.
+    For an FP8 gradient the coefficient is folded into its scale_inv, so no element is rounded again.
 
     Returns:
         The norm before clipping, FP64 0-dim.

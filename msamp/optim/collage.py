@@ -1,8 +1,8 @@
-"""Collage in a loop of your own: AdamW on BF16 weights that keeps what BF16 rounds away, and how well it does (Lee et al. 2024).
+"""Collage in your own loop (Lee et al. 2024): AdamW on BF16 weights that keeps the rounding errors of BF16, and a measure of its quality.
 
-`collage_adamw` is the one optimizer of this library (`FP8AdamW`) with the formats of an option of Collage's Table 2. Its arithmetic is in
-`msamp.kernels.reference.collage`. The update is delta = -lr (m^ / (sqrt(v^) + eps) + weight_decay theta), the decay inside; bytes per
-parameter are those of weight, gradient and all states:
+`collage_adamw` returns this library's optimizer (`FP8AdamW`) with the formats of an option of Collage's Table 2. The arithmetic is in
+`msamp.kernels.reference.collage`. The update is delta = -lr (m^ / (sqrt(v^) + eps) + weight_decay theta), including the decay. The last
+column is the bytes per parameter of weight, gradient and all states:
 
 | variant | the paper's option | m, v | weight | bytes |
 | --- | --- | --- | --- | --- |
@@ -14,12 +14,12 @@ parameter are those of weight, gradient and all states:
 | "d-mw" | D without master weights | FP32 | BF16 | 12 |
 | "d" | D | FP32 | BF16 + FP32 master | 16 |
 
-Each elementary operation of the BF16 variants is rounded to BF16. A beta that BF16 cannot hold is rounded too, 0.999 to 1, but for beta2 of
-"plus" and "fp8". The model computes with the first component of a pair, and v^ is that of v's first. How E4M3 holds a remainder:
-`mcf.remainder_payload`. An update below 2^-13 of a weight may be lost in "fp8", below 2^-17 in the other pairs.
+The BF16 variants round each elementary operation to BF16. Betas are rounded to BF16 too, 0.999 to 1, except beta2 of "plus" and "fp8". The
+model computes with the first component of a pair, and v^ uses the first component of v. `mcf.remainder_payload` defines a remainder in
+E4M3. An update below 2^-13 of its weight may be lost in "fp8", below 2^-17 in the other pairs.
 
-`update_quality` measures the loss: the effective descent quality EDQ = <delta / |delta|, theta' - theta> [definition 3.3] is at best the
-norm of the update, and lost arithmetic [Figure 3] is the share of weights that a non-zero update leaves unchanged.
+`update_quality` measures what is lost. The effective descent quality EDQ = <delta / |delta|, theta' - theta> [definition 3.3] is at most
+the norm of the update, and lost arithmetic [Figure 3] is the fraction of weights that a non-zero update leaves unchanged.
 """
 
 from collections.abc import Iterable
@@ -45,16 +45,16 @@ def collage_adamw(
     variant: str = "plus",
     **settings: Any,
 ) -> FP8AdamW:
-    """AdamW on BF16 parameters and gradients by an option of Collage.
+    """Return AdamW for BF16 parameters and gradients with an option of Collage.
 
     Args:
-        params: BF16 parameters or groups; a group may carry a `variant` of its own.
-        lr, betas, eps, weight_decay: as torch.optim.AdamW.
-        variant: see above.
-        settings: of `FP8AdamW`, such as `clip_grad` and `shard`.
+        params: BF16 parameters or groups; a group may have a `variant` of its own.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        variant: a row of the table above.
+        settings: other arguments of `FP8AdamW`, such as `clip_grad` and `shard`.
 
     Raises:
-        ValueError: for an unknown variant, a number out of range, and a parameter that is not a plain BF16 tensor.
+        ValueError: if the variant is unknown, a number is out of range, or a parameter is not a plain BF16 tensor.
     """
     groups = list(params)
     for group in (group for group in groups if isinstance(group, dict) and "variant" in group):
@@ -69,12 +69,12 @@ def _formats(variant: str) -> StateFormats:
 
 
 class UpdateQuality(NamedTuple):
-    """How much of an update arrives, over all parameters of an optimizer.
+    """The fraction of an update that rounding preserves, over all parameters of an optimizer.
 
     Attributes:
-        edq: effective descent quality; that of a pair, or of a weight with compensation or master, is that of its value.
-        lost_frac: lost arithmetic.
-        norm: of the update as it was wanted: `edq` where nothing is lost.
+        edq: effective descent quality; a pair, or a weight with compensation or master, counts with its full value.
+        lost_frac: lost arithmetic, 0 to 1.
+        norm: of the exact update, equal to `edq` if nothing is lost.
     """
 
     edq: float
@@ -84,12 +84,12 @@ class UpdateQuality(NamedTuple):
 
 @torch.no_grad()
 def update_quality(optimizer: FP8AdamW) -> UpdateQuality:
-    """Run the next update on copies, in the variant's own arithmetic, and measure what arrives. Call it between `backward` and `step`.
+    """Run the next update on copies, in the variant's own arithmetic, and measure its quality. Call it between `backward` and `step`.
 
-    It takes 16 bytes per parameter, waits for the device and changes nothing. Gradients are taken as they are, before clipping.
+    It requires 16 bytes per parameter, waits for the device and changes nothing. Gradients are not clipped.
 
     Raises:
-        ValueError: where no parameter has a gradient and states, as before the first step, and for an optimizer of another update.
+        ValueError: if no parameter has a gradient and states, as before the first step, or the optimizer has another update.
     """
     wanted, effective = [], []
     names = [(format_names(formats), name) for name, formats in COLLAGE_FORMATS.items()]
@@ -97,7 +97,7 @@ def update_quality(optimizer: FP8AdamW) -> UpdateQuality:
         state = {key: x.clone() for key, x in optimizer.state.get(holding.weight, {}).items()}
         variant = next((VARIANTS[name] for formats, name in names if dict(holding.formats) == formats), None)
         if variant is None:
-            raise ValueError(f"update {holding.formats['update']!r} is not Collage's; build the optimizer by msamp.collage_adamw")
+            raise ValueError(f"update {holding.formats['update']!r} is not one of Collage's; build the optimizer by msamp.collage_adamw")
         if state:
             weight, group = holding.weight.detach().clone(), holding.group
             beta1, beta2 = group["betas"]
@@ -113,7 +113,7 @@ def update_quality(optimizer: FP8AdamW) -> UpdateQuality:
 
 
 def _value(weight: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The value of a weight, in FP64."""
+    """Return the full value of a weight, in FP64."""
     if "weight_remainder" in state:
         first, second = mcf.load_pair(weight, state["weight_remainder"])
         return first.double() + second

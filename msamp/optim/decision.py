@@ -1,4 +1,4 @@
-"""What a step's gradients decide before the update: amaxes, norm, what multiplies them, and whether the step can be taken."""
+"""Measure the gradients of a step (amaxes and norm), then decide on the clip coefficient and whether to take the step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,26 +19,25 @@ SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 
 
 class LossScale(Protocol):
-    """What multiplied the loss, and with it every gradient (`msamp.fp16.scaler.LossScaler` is one)."""
+    """A loss scale, by which every gradient is too large (such as `msamp.fp16.scaler.LossScaler`)."""
 
     def scale(self, device: torch.device) -> torch.Tensor:
-        """FP32 0-dim on `device`; where a CUDA graph holds the step, always in the same memory."""
+        """Return the loss scale, FP32 0-dim on `device`; always in the same memory if a CUDA graph contains the step."""
 
     def update(self, overflow: torch.Tensor) -> None:
-        """Look at a step: bool 0-dim on the device, whether its gradients were not finite."""
+        """Adapt the loss scale after a step. `overflow`: bool 0-dim on the device, whether its gradients were not finite."""
 
 
 @dataclass(frozen=True)
 class GradientDecision:
-    """What the gradients of a step have decided.
+    """The decision on a step.
 
     Attributes:
-        amaxes: FP32 [rows, parameters]: amax of the gradient, those of the states that the updates keep and of the master, as stored, 0
-            where no scale will be taken from it (`msamp.optim.updates`), and last the gradient's scale_inv, 0 for a plain one; of whole
-            parameters.
+        amaxes: FP32 [rows, parameters], of whole parameters. Rows: amax of the gradient; stored amaxes of the states in `Update.kept` and
+            of the master, 0 if no scale follows from it (`msamp.optim.updates`); last the gradient's scale_inv, 0 for a plain gradient.
         norm: FP64 0-dim, of all gradients.
-        coefficient: FP32 0-dim, what multiplies them; None: nothing does.
-        usable: bool 0-dim, whether the step can be taken.
+        coefficient: FP32 0-dim, the factor of all gradients; None: 1.
+        usable: bool 0-dim, whether to take the step.
     """
 
     amaxes: torch.Tensor
@@ -48,10 +47,10 @@ class GradientDecision:
 
 
 class Measured(NamedTuple):
-    """What gradients are, before anything is decided.
+    """The measured gradients.
 
     Attributes:
-        amaxes: as of `GradientDecision`; its first row and the last where no amaxes as stored were given.
+        amaxes: as in `GradientDecision`; only its first and last row if there are no stored amaxes.
         norm: FP64 0-dim, of all gradients, before a loss scale is divided out.
     """
 
@@ -67,14 +66,14 @@ def measure(
     kept: Callable[[Sequence[Holding]], torch.Tensor] | None,
     combine_norms: Callable[[torch.Tensor], torch.Tensor],
 ) -> Measured:
-    """Amaxes and norm of gradients, whichever process holds them; collective where a shard has several.
+    """Measure amaxes and norm of the gradients of all processes; collective if the shard has several.
 
     Args:
         ready: this process's holdings, with gradients.
         params: all parameters, by `Holding.index`.
         tables: of the device.
         shard: combines the holdings of all processes.
-        kept: gives FP32 [rows, holdings], the amaxes as stored of holdings; None where no scale will be taken from them.
+        kept: returns the stored amaxes of holdings, FP32 [rows, holdings]; None if no scale will follow from them.
         combine_norms: FP64 [parameters] norms of this process's parameters -> the global norm.
     """
     given = [holding.grad for holding in ready if holding.grad is not None]
@@ -98,12 +97,12 @@ def measure(
 
 
 def decide(measured: Measured, *, clip_grad: float | None, loss_scale: LossScale | None) -> GradientDecision:
-    """What multiplies the gradients, and whether the step can be taken.
+    """Compute the factor of the gradients, and whether to take the step.
 
     Args:
-        measured: with amaxes as stored.
-        clip_grad: the largest norm; None does not clip.
-        loss_scale: by what the gradients are too large; None: they are as they should be.
+        measured: with stored amaxes.
+        clip_grad: the maximum norm; None does not clip.
+        loss_scale: of the gradients; None if they are unscaled.
     """
     table, norm = measured
     coefficient = None
@@ -113,7 +112,7 @@ def decide(measured: Measured, *, clip_grad: float | None, loss_scale: LossScale
     if clip_grad is not None:
         clip = clip_coefficient(norm, clip_grad)
         coefficient = clip if coefficient is None else clip * coefficient
-    # A gradient with a square beyond FP32 would leave the second moment without a bound; clipping brings it back in range.
+    # If the square of a gradient overflows FP32, the second moment has no bound. Clipping brings the gradient back into range.
     usable = norm.isfinite() if clip_grad is not None else norm.float().square().isfinite()
     return GradientDecision(table, norm, coefficient, usable)
 
@@ -121,7 +120,7 @@ def decide(measured: Measured, *, clip_grad: float | None, loss_scale: LossScale
 def weight_scale_invs(
     wholes: Sequence[Holding], amaxes: torch.Tensor, usable: torch.Tensor, tables: Tables
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """The scale_inv that each scaled weight has after the step of a decision, as its owner computes it (`store_`)."""
+    """Return the scale_inv that each scaled weight will have after the step, computed as its owner does (`store_`)."""
     alike: dict[tuple[Format, int], list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
     for whole in wholes:
         last = scale_inv(whole.param)

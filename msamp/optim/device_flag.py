@@ -1,10 +1,10 @@
-"""Results of the device that the host reads later, without waiting for it now."""
+"""Asynchronous copies of small device results, which the host reads later."""
 
 import torch
 
 
 class DeviceCopy:
-    """A small tensor on its way to the host.
+    """An asynchronous copy of a small tensor to the host.
 
     Args:
         x: any shape and dtype; may change afterwards.
@@ -21,14 +21,14 @@ class DeviceCopy:
             self._host = x.detach().clone()
 
     def values(self) -> torch.Tensor:
-        """The copy, on the CPU; waits until it is there, and for nothing that the device does after it."""
+        """Return the copy on the CPU. It waits for the copy, but not for later work on the device."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
 class DeviceFlag(DeviceCopy):
-    """A bool on its way to the host; `bool()` waits as `values` does.
+    """An asynchronous copy of a bool to the host; `bool()` waits as `values` does.
 
     Args:
         x: bool 0-dim; may change afterwards.

@@ -1,8 +1,8 @@
-"""Optimizer states that another optimizer has saved, in the formats of this one: torch's AdamW, Adam, SGD and Muon, and other recipes.
+"""Convert optimizer states that another optimizer saved (torch's AdamW, Adam, SGD and Muon, and other recipes) to this optimizer's formats.
 
-A moment is decoded to FP32 and stored in this optimizer's format, to nearest. A master that was not saved stays as it is, or starts from
-the weight. COAT's payloads are no values: their entries have names of their own in a `state_dict` of one's own loop, so that torch's
-optimizers, which would read `exp_avg` as it stands, stop at a missing key.
+A moment is dequantized to FP32 and rounded to nearest in this optimizer's format. A master that was not saved keeps its values, or is
+initialized from the weight. COAT's payloads are not plain values, so a user loop's `state_dict` stores them under keys of their own:
+torch's optimizers, which would read `exp_avg` as values, then fail with a missing key.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,36 +18,36 @@ from msamp.optim.kept_states import kept_states
 from msamp.optim.states import MAX, as_stored, begun, by_key, make_master, own_values, parameter_names, without_rounding
 from msamp.optim.updates import MASTER, Formats, State, formats_of, named_formats
 
-_PACKED = "_coat"  # suffix of the key of a payload in groups
-TURNED = "stored_transposed"  # attribute of a weight whose optimizer state of before the conversion has its rows as columns
+_PACKED = "_coat"  # key suffix of a payload with group scales
+TURNED = "stored_transposed"  # attribute of a weight whose optimizer states from before the conversion are transposed
 _OWN_OPTIONS = ("params", "formats", "keys", "param_names", "decoupled")
 
 
 def packed_names(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of a `state_dict` with names for COAT's payloads that no other optimizer reads as values."""
+    """Rename COAT's payloads in the states of a `state_dict`, so that no other optimizer reads them as values."""
     return {i: {key + _PACKED if key + MAX in own else key: x for key, x in own.items()} for i, own in state.items()}
 
 
 def unpacked_names(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The inverse of `packed_names`; states that were saved with the former names stay."""
+    """Invert `packed_names`; states that were saved under the former names are unchanged."""
     return {i: {key.removesuffix(_PACKED): x for key, x in own.items()} for i, own in state.items()}
 
 
 def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A `state_dict` of another optimizer or recipe as `optimizer` would have saved it; groups in its own formats stay as they are.
+    """Convert a `state_dict` of another optimizer or recipe to what `optimizer` would have saved; groups in its own formats are unchanged.
 
     Args:
         optimizer: of this library.
-        state_dict: whole, with as many groups and parameters.
+        state_dict: complete, with the same number of groups and parameters.
 
     Raises:
-        ValueError: for a state that the optimizer needs and the other one does not keep, and for options without a low-precision form.
+        ValueError: if a state that the optimizer requires was not saved, or an option has no low-precision implementation.
     """
     saved_groups, groups, names = state_dict["param_groups"], optimizer.param_groups, iter(parameter_names(optimizer))
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
-        return dict(state_dict)  # for its reader to refuse
+        return dict(state_dict)  # `load_state_dict` will reject it
     state, made = dict(state_dict["state"]), []
-    # Levels with the same formats differ in whether the weight is its own master.
+    # Recipes with the same state formats may differ in whether the weight is its own master.
     keeps = any(state.copy for group in groups for p, own in _with_formats(group) for state, _ in kept_states(p, own))
     same_masters = not state or keeps == any(MASTER.key in own for own in state.values())
     for saved, group in zip(saved_groups, groups, strict=True):
@@ -58,7 +58,9 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
             continue
         for option in ("amsgrad", "maximize"):
             if saved.get(option):
-                raise ValueError(f"the states were saved with {option}=True, which has no low-precision form; start from the weights alone")
+                raise ValueError(
+                    f"the states were saved with {option}=True, which has no low-precision implementation; start from the weights alone"
+                )
         options = {key: saved.get(key, value) for key, value in group.items() if key not in _OWN_OPTIONS}
         kept = {key: group[key] for key in _OWN_OPTIONS if key in group}
         decoupled = saved.get("decoupled", saved.get("decoupled_weight_decay", group["decoupled"]))
@@ -84,7 +86,7 @@ def _in_own_formats(
             values = (values.t() if turned else values).contiguous().to(p.device)
             if values.shape != p.shape:
                 raise ValueError(
-                    f"{state.key} of {name} has shape {tuple(values.shape)}, its parameter {tuple(p.shape)}; load its own state"
+                    f"{state.key} of {name} has shape {tuple(values.shape)}, but its parameter has {tuple(p.shape)}; load its own state"
                 )
             own |= {state.key: make_master(p, fmt, values)} if state.copy else _encoded(state, fmt, values)
         elif state.copy:
@@ -93,14 +95,14 @@ def _in_own_formats(
             own |= begun(state.key, fmt, p)
         else:
             raise ValueError(
-                f"the saved state of {name} has {', '.join(saved)}, and this optimizer needs {state.key}; load what an optimizer of its "
-                "kind has saved, or start from the weights alone"
+                f"the saved state of {name} has {', '.join(saved)}, but this optimizer requires {state.key}; load a state that the same "
+                "kind of optimizer saved, or start from the weights alone"
             )
     return own
 
 
 def _encoded(state: State, fmt: Format, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """FP32 values as an update stores them to nearest."""
+    """Store FP32 values as an update does, rounded to nearest."""
     if fmt.group:
         return by_key(state.key, quantize_expanded(values, fmt))
     made = begun(state.key, fmt, values)

@@ -1,8 +1,8 @@
-"""Plain gradients into the formats of the optimizer, many tensors at a time.
+"""Cast plain gradients to the optimizer's gradient format, many tensors per launch.
 
-A plain gradient in a format with a scale takes a just-in-time scale, one a tensor. Tensor by tensor that is some twenty small launches: an
-amax, the scale from its exponent bits, the cast. The host needs longer to issue them than the device to run them: on an H200 they were a
-third of an eager step with linear layers of 512 x 512. Here one launch reads all amaxes, one makes all scales, and one casts all
+A gradient in a scaled format gets a just-in-time scale per tensor. One tensor at a time, that takes about twenty small launches per tensor:
+an amax, the scale from its exponent bits, the cast. The host issues them more slowly than the device runs them: on an H200 they took a
+third of an eager step with linear layers of 512 x 512. Here one launch measures all amaxes, one computes all scales, and one casts all
 tensors into one flat buffer, of which each payload is a view. The bits are those of `ScalingTensor.quantize`.
 """
 
@@ -18,11 +18,11 @@ from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import contiguous
 
-ALIGNMENT = 16  # elements: a payload that begins at a multiple of them is read and written 16 bytes at a time
+ALIGNMENT = 16  # elements; aligned payloads are read and written 16 bytes at a time
 
 
 class GradCast:
-    """Casts the gradients of one optimizer, with what its launches remember from step to step; a copy remembers nothing."""
+    """Casts the gradients of one optimizer. It caches the tables of its launches; a copy or pickle starts without them."""
 
     def __init__(self) -> None:
         self._tables: dict[Format, Tables] = {}
@@ -31,16 +31,16 @@ class GradCast:
         return {"_tables": {}}
 
     def __call__(self, gradients: Sequence[torch.Tensor], fmt: Format, amaxes: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Gradients in one format.
+        """Cast gradients to one format.
 
         Args:
             gradients: plain, dense, of any shapes, on one device: FP32, BF16 or FP16.
-            fmt: of the result; without scales, the values rounded once.
-            amaxes: FP32 [gradients], of the whole tensors of which these may be rows, +inf where one is not finite; None reads them here.
+            fmt: of the result. A format without a scale rounds the values once.
+            amaxes: FP32 [gradients], of the whole tensors if these are only rows, +inf for a non-finite one; None measures them here.
 
         Returns:
-            ScalingTensors in the gradients' dtypes, for a format with scales; a scale_inv is NaN where the amax is not finite. Plain
-            tensors otherwise: the gradient itself where it has the format's dtype. All contiguous.
+            Contiguous tensors. For a scaled format ScalingTensors in the gradients' dtypes, with a NaN scale_inv if the amax is not finite;
+            otherwise plain tensors, the gradient itself if it has the format's dtype.
         """
         gs = [contiguous(g) for g in gradients]
         if not gs:
@@ -62,7 +62,7 @@ class GradCast:
 
 
 def _packed(tables: Tables, gs: Sequence[torch.Tensor], fmt: Format, scales: torch.Tensor | None) -> list[torch.Tensor]:
-    """Casts into one flat buffer: its parts, in the shapes of the tensors."""
+    """Cast into one flat buffer and return views of it in the shapes of the tensors."""
     if not gs:
         return []
     sizes = [g.numel() for g in gs]

@@ -1,6 +1,6 @@
-"""The amaxes of states and masters as they were last stored, from which the next step's scales are bounded.
+"""The amaxes of stored states and masters, from which the bounds of the next step's scales follow.
 
-Each update leaves those of what it writes. What somebody else has written since is read again before it is needed.
+Each update returns the amaxes of what it writes. Tensors that something else wrote are measured again before the next step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +18,11 @@ Batches = Callable[[Sequence[Holding]], Iterable[UpdateBatch]]
 
 
 class KeptAmaxes:
-    """A table of amaxes as stored, and what they were taken of.
+    """A table of stored amaxes, with the versions of the tensors that were measured.
 
     Attributes:
-        table: FP32 [rows, pieces], columns by `Holding.place`, rows of the states that an update keeps and of the master. The same memory
-            from step to step, unless there are more pieces or rows: CUDA graphs write in it.
+        table: FP32 [rows, pieces]: columns by `Holding.place`, rows of the states in `Update.kept` and of the master. It keeps its memory,
+            which CUDA graphs write to, unless the number of pieces or rows grows.
     """
 
     def __init__(self) -> None:
@@ -30,18 +30,18 @@ class KeptAmaxes:
         self._seen: dict[torch.Tensor, tuple[int, ...]] = {}
 
     def forget(self) -> None:
-        """Read everything again when it is needed next."""
+        """Measure everything again when it is needed next."""
         self._seen = {}
 
     def of(self, holdings: Sequence[Holding], states: States, batches: Batches, tables: Tables, rows: int) -> torch.Tensor:
-        """FP32 [rows, holdings]: the amaxes as stored.
+        """Return the stored amaxes, FP32 [rows, holdings].
 
         Args:
             holdings: with states.
-            states: theirs.
+            states: the states by holding.
             batches: groups holdings into launches.
             tables: of the device.
-            rows: that the updates of all parameters take.
+            rows: the number of rows that the updates of all parameters require.
         """
         size = 1 + max((holding.place for holding in holdings), default=-1)
         if self.table.dim() != 2 or self.table.shape[0] != rows or self.table.shape[1] < size or self.table.device != tables.device:
@@ -50,7 +50,7 @@ class KeptAmaxes:
         return self.table.index_select(1, tables.send("places", [holding.place for holding in holdings]))
 
     def take(self, holdings: Sequence[Holding], states: States, batches: Batches) -> None:
-        """Read again what somebody else has changed; nothing before the first `of`."""
+        """Measure again the tensors that something else changed; do nothing before the first `of`."""
         if self.table.dim() != 2:
             return
         stale = [holding for holding in holdings if self._seen.get(holding.weight) != _signature(holding, states)]
@@ -58,12 +58,12 @@ class KeptAmaxes:
             self.table[: batch.update.master_row, batch.places] = batch.update.stored_amaxes(batch)
 
     def written(self, holdings: Sequence[Holding], states: States) -> None:
-        """After an update, which has left the amaxes of what it wrote."""
+        """Note the versions after an update, which has written its new amaxes to the table."""
         self._seen |= {holding.weight: _signature(holding, states) for holding in holdings}
 
 
 def _signature(holding: Holding, states: States) -> tuple[int, ...]:
-    """Changes when other code changes a tensor with a kept amax."""
+    """Return a signature that changes when other code changes a tensor with a stored amax."""
     state = states[holding.weight]
     kept = [state[key] for key in update_of(holding.formats).kept]
     return version_of(holding.param, *kept, state.get(MASTER.key, holding.param))

@@ -1,10 +1,10 @@
-"""Masters that follow weights written from outside the optimizer.
+"""Keep master weights consistent with weights that something other than the optimizer wrote.
 
-A weight with a master beside it is cast from that master after every update. A write from outside does not reach the master:
-`model.load_state_dict`, a `copy_`, a new initialisation, an average of weights that is swapped in. The next update would then bring back
-the weight's former value. So before an update each weight that was written since the optimizer's own last write is compared with its
-master, element by element: where the weight is still what the master casts to, the master stays; where it is not, the master takes the
-weight's value. Weights that were saved with their masters pass the comparison whole, whichever of the two was loaded first.
+A weight with a separate master is cast from that master after every update. Other writes do not reach the master: `model.load_state_dict`,
+a `copy_`, a new initialization, averaged weights that are swapped in. The next update would then restore the weight's former value. So
+before an update, the optimizer compares each weight that was written since its own last write with the master, element by element. If the
+weight still equals the cast master, the master element stays; otherwise it takes the weight's value. Weights that were saved with their
+masters compare equal, so either can be loaded first.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,12 @@ from msamp.numerics.tensor import PLAIN, ScalingTensor
 from msamp.optim import updates
 from msamp.optim.states import local, payload, scale_inv, weight_format
 
-_CHUNK = 2**24  # elements compared at a time: half a dozen FP32 temporaries of 64 MiB
-_COARSER = 256.0  # how much coarser than it could be a scale may stay: FP16 still holds every E4M3 value of a tensor exactly
+_CHUNK = 2**24  # elements compared at a time, with about six FP32 temporaries of 64 MiB
+_COARSER = 256.0  # a scale is kept if it is at most this much too coarse: FP16 then still represents every E4M3 value of a tensor exactly
 
 
 def follow_states_(state: Mapping[str, torch.Tensor], weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Let the master or the second component of a pair beside a weight follow a weight that was written from outside; arguments as of
-    `follow_weight_`."""
+    """Update the master, or the second component of a pair, after a write to its weight; arguments as in `follow_weight_`."""
     if updates.MASTER.key in state:
         follow_weight_(state[updates.MASTER.key], weight, whole)
     for key in [key for key, first in updates.remainders().items() if first == updates.WEIGHT and key in state]:
@@ -33,15 +32,15 @@ def follow_states_(state: Mapping[str, torch.Tensor], weight: torch.Tensor, whol
 
 
 def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Where `weight` is no longer what `master` casts to, the master takes its value; elsewhere it keeps its own. The host does not wait.
+    """Copy the elements of `weight` that no longer equal the cast `master` to the master. The host does not wait.
 
-    A finer master within one ulp of the midpoint between two codes may belong to either code: at first, weight and master are two roundings
+    A master within one ulp of the midpoint between two codes matches either code, since at first weight and master are separate roundings
     of the same values.
 
     Args:
         master: in any format, changed in place.
-        weight: the same shape.
-        whole: the parameter of which `weight` is rows, or `weight` itself: a new scale follows from it, so that pieces have the same.
+        weight: of the same shape.
+        whole: the parameter that contains the rows `weight`, or `weight` itself. A new scale follows from it, so all pieces get the same.
     """
     fmt, own = weight_format(weight), weight_format(master)
     slack = 2.0**-own.mantissa_bits if own.mantissa_bits > fmt.mantissa_bits else 0.0
@@ -64,14 +63,14 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
 
 
 def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> None:
-    """Drop the second components of a row in which one is too large for its first component: the weight was written from outside.
+    """Zero the second components of each row with one that is too large for its first component: then something else wrote the weight.
 
-    A second component is at most one ulp of its first, 2^-7 of it. Weights of the same size that are written by hand keep theirs, which are
-    below the weight's own precision. Weights that are put back keep them whole. The host does not wait.
+    A second component is at most one ulp of its first, 2^-7 of it. New weights of similar magnitude keep the old second components, which
+    are below the weight's own precision. Restored weights keep theirs exactly. The host does not wait.
 
     Args:
         remainder: the second components, in any format of Collage's pairs, changed in place.
-        weight: the same shape, BF16; a row, along dim 0, is what no process cuts.
+        weight: of the same shape, BF16. Rows are along dim 0; no process has part of a row.
     """
     first, second = mcf.load_pair(weight.detach(), remainder)
     fits = second.abs().float() <= first.abs().float() * 2.0**-7 + torch.finfo(torch.bfloat16).smallest_normal
@@ -81,17 +80,17 @@ def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> Non
 
 
 def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Tensor:
-    """FP32 0-dim: the scale of a master that follows `whole`. The last scale stays as long as it fits, which keeps all bits."""
+    """Return the scale of a master for the weight `whole`, FP32 0-dim. The last scale is kept while it fits, so no bits change."""
     amax = grad_stats(None, [whole.detach()], squares=False)[0][0, 0]
-    new = scale_from_amax(2.0 * amax, largest, last)  # twice: kept masters may exceed their weights
+    new = scale_from_amax(2.0 * amax, largest, last)  # twice: masters that stay may exceed their weights
     return torch.where((amax * last <= largest) & (new <= _COARSER * last), last, new)
 
 
 def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Numbers that change with every write of weights and states, except through `.data` of a plain tensor, which counts by itself."""
+    """Return version numbers that change with every write, except through `.data` of a plain tensor, which has a counter of its own."""
     found: list[int] = []
     for x in tensors:
-        if type(x) not in PLAIN:  # by type, since a step asks ten times for every parameter
+        if type(x) not in PLAIN:  # a type comparison is faster, and a step makes ten per parameter
             x = local(x)
             x = x.payload if isinstance(x, ScalingTensor) else x
         found += (id(x), x._version)

@@ -144,7 +144,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """FP64 0-dim norm of the last step's (quantised) gradients, before clipping."""
+        """FP64 0-dim norm of the last step's (quantized) gradients, before clipping."""
         return self._norm.clone()
 
     @property

@@ -1,8 +1,8 @@
-"""The part of the optimizer that says which parameters this process updates, and how processes that share the work agree.
+"""The interface through which an optimizer is sharded: which parameters this process updates, and what it exchanges with the others.
 
-The optimizer measures gradients, decides whether a step can be taken, and launches updates. All of it is about the holdings of this
-process. A `Shard` says what they are, where their gradients come from, and what their owners tell each other. `Whole` is one process
-that updates everything; `msamp.parallel.greedy_zero.ZeRO` spreads parameters over the data-parallel ranks.
+The optimizer measures gradients, decides whether to take a step, and launches updates, all for the holdings of this process. A `Shard`
+defines the holdings and their gradients, and combines results over processes. `Whole` is for one process that updates everything;
+`msamp.parallel.greedy_zero.ZeRO` distributes parameters over the data-parallel ranks.
 """
 
 import math
@@ -26,13 +26,13 @@ class Holding:
     Attributes:
         param: the parameter.
         group: its parameter group.
-        formats: those of its gradient, master and states, of the group's.
-        index: its number over all groups: the order in which norms are added.
-        weight: what is updated in place, the parameter itself or a view of its rows; `optimizer.state` is keyed by it.
-        rows: which rows along dim 0 that is; None for all.
-        place: its number over all holdings of this process.
+        formats: of its gradient, master and states.
+        index: the parameter's index over all groups; norms are summed in this order.
+        weight: the tensor to update in place, the parameter itself or a view of its rows; the key of `optimizer.state`.
+        rows: the rows along dim 0; None for all.
+        place: index over all holdings of this process.
         grad: of this step, in the group's gradient format.
-        key: of the parameter's thresholds for stochastic rounding.
+        key: of the parameter, for stochastic rounding.
     """
 
     param: torch.Tensor
@@ -47,54 +47,54 @@ class Holding:
 
     @property
     def offset(self) -> int:
-        """Index of this holding's first element in the parameter, or in a tensor-parallel shard of it."""
+        """Index of this holding's first element in the parameter, or in its tensor-parallel shard."""
         return 0 if self.rows is None else self.rows.start * math.prod(self.param.shape[1:])
 
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
-        """This holding's part of a state of the whole parameter: a copy of its rows, or `x` itself where the holding is everything."""
+        """Return this holding's part of a whole parameter's state: a copy of its rows, or `x` itself if the holding is all of it."""
         return x if self.rows is None else copy_of_rows(x, self.rows)
 
     def as_written(self) -> torch.Tensor:
-        """This holding's part of the parameter as it is now, after any write."""
+        """Return this holding's part of the parameter's current values."""
         return self.weight if self.rows is None else view_of_rows(self.param, self.rows)
 
 
 class Shard(Protocol):
-    """The seam. All calls but `check` and `holdings` are collective among the processes that share the work."""
+    """The interface of a sharded optimizer. All methods but `check` and `holdings` are collective among its processes."""
 
     @property
     def ranks(self) -> int:
-        """How many processes share the work."""
+        """Number of processes that share the optimizer."""
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """ValueError for a parameter group with a parameter that cannot be shared."""
+        """Raise a ValueError for a parameter group with a parameter that cannot be sharded."""
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """This process's holdings of whole parameters, in their order, with the same `weight` at every call."""
+        """Return this process's holdings of whole parameters, in their order, with the same `weight` objects at every call."""
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """The holdings that have a gradient in this step, with that gradient."""
+        """Return the holdings that have a gradient in this step, with that gradient."""
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
-        """FP32 [.., parameters] maxima of this process's holdings -> those of whole parameters."""
+        """Combine FP32 [.., parameters] maxima of this process's holdings into those of whole parameters."""
 
     def total(self, table: torch.Tensor) -> torch.Tensor:
-        """int64 [parameters, 2] sums over this process's holdings -> those over whole parameters."""
+        """Combine int64 [parameters, 2] sums over this process's holdings into those over whole parameters."""
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """After the update: bring every process's parameters up to date.
+        """After the update: send the updated parameters to all processes.
 
         Args:
-            scale_invs: parameter -> the FP32 0-dim scale_inv that its owner has stored, for parameters with a scale. Empty for one process.
+            scale_invs: parameter -> the scale_inv that its owner stored, FP32 0-dim, for parameters with a scale. Empty for one process.
         """
 
     def wait(self) -> None:
-        """Let the compute stream wait for all weights that are still on their way."""
+        """Make the compute stream wait for all weights that are still being gathered."""
 
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[int, dict[str, torch.Tensor]]:
-        """The states of whole parameters by their index, from those of all processes, on the CPU of the first; empty elsewhere.
+        """Gather the states of whole parameters, by index, on the CPU of the first process; empty elsewhere.
 
         Args:
             wholes: the parameters.
@@ -103,7 +103,7 @@ class Shard(Protocol):
 
 
 class Whole:
-    """One process that updates every parameter. A gradient is `p.main_grad` where a synchroniser has put one, else `p.grad`."""
+    """One process that updates every parameter. A gradient is `p.main_grad` if a synchronizer has set it, else `p.grad`."""
 
     ranks = 1
 
@@ -111,13 +111,13 @@ class Whole:
         self._grad_cast = GradCast()
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Takes everything."""
+        """Accept every group."""
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
         return list(wholes)
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
-        """Those with a gradient, quantised to its format; ValueError for a sparse one."""
+        """Return the holdings with a gradient, quantized to its format; ValueError for a sparse gradient."""
         found = []
         plain: dict[Format, list[tuple[Holding, torch.Tensor]]] = {}
         for holding in wholes:
@@ -143,10 +143,10 @@ class Whole:
         return table
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """No other process has them."""
+        """Do nothing: no other process has them."""
 
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no weights are being gathered."""
 
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""Group the holdings of an optimizer into batches that one launch can update."""
+"""Group an optimizer's holdings into batches that one launch updates."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ States = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of each holding, b
 def update_batches(
     holdings: Sequence[Holding], states: States, hyper: Callable[[Mapping[str, Any], Update], torch.Tensor]
 ) -> Iterator[UpdateBatch]:
-    """Holdings that are updated together: of one group, their tensors in the same formats and all laid out by rows, or none.
+    """Yield batches of holdings that one launch can update: of the same group and formats, and all of them row-major or none.
 
     Args:
         holdings: with states; all or none have a gradient.
-        states: theirs.
+        states: the states by holding.
         hyper: parameter group and update -> `UpdateBatch.hyper`.
     """
     alike: dict[tuple[Any, ...], list[Holding]] = {}
@@ -52,5 +52,5 @@ def update_batches(
 
 
 def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
-    """In what a tensor is stored, and whether with a scale; None of none."""
+    """Return the dtype in which a tensor is stored and whether it has a scale; None for None."""
     return None if x is None else (payload(x).dtype, is_scaled(x))

@@ -1,4 +1,4 @@
-"""The next update on copies: its exact values and its stored values, to measure rounding error before anything has changed."""
+"""Run the next update on copies, exactly and as it will be stored, to measure its rounding error before anything changes."""
 
 import math
 from collections import defaultdict
@@ -19,20 +19,21 @@ from msamp.optim.shard import Holding
 from msamp.optim.states import copy_of_rows, decoded, own_values, payload, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, State, StepInputs, UpdateBatch
 
-ROWS = 2**24  # elements rehearsed at a time: a dozen FP32 copies of 64 MiB
-SAMPLED = 2**20  # of a sample, which must not raise the peak of a step
+ROWS = 2**24  # elements copied at a time: about twelve FP32 copies of 64 MiB
+SAMPLED = 2**20  # elements at a time in a sample, which must not raise the peak memory of a step
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Some rows of a holding.
+    """The next update of some rows of a holding.
 
     Attributes:
         holding: the holding that has these rows.
         before: the master's values, FP32.
-        wanted: the exact results of the update, FP32: `MASTER.column`, the column of each state of the update, and `WEIGHT`, the stored
-            master, where a weight is cast from it.
-        stored: the same names as they will be stored: plain, or ScalingTensors; COAT's moments and Collage's pairs as their FP32 values.
+        wanted: the exact results of the update, FP32, under `MASTER.column` and the column of each state. If the weight is cast from a
+            master, `WEIGHT` is the stored master.
+        stored: the results under the same names as they will be stored, plain or ScalingTensors; COAT's moments and Collage's pairs as
+            FP32 values.
         rounded: the names that are not stored in FP32.
     """
 
@@ -44,11 +45,11 @@ class Rehearsal:
 
 
 class BothWays(NamedTuple):
-    """An update of copies, as it will be stored and as FP32 states would have it; the lists of both batches are alike in length and order.
+    """An update of copies, as it will be stored and with exact FP32 states, in two batches of the same length and order.
 
     Attributes:
         stored: the batch after the step's own kernels.
-        exact: the same batch on states in FP32, which are not rounded.
+        exact: the same batch with FP32 states, without rounding.
         before: the masters' values, FP32.
         holdings: the holdings that have these rows.
     """
@@ -59,18 +60,18 @@ class BothWays(NamedTuple):
     holdings: list[Holding]
 
     def masters(self) -> list[torch.Tensor]:
-        """The masters' values as they will be stored, FP32, where they are pairs those of the pairs."""
+        """Return the values of the masters (or pairs) as they will be stored, in FP32."""
         return _values(_pair(self.stored, WEIGHT))
 
 
 @torch.no_grad()
 def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
-    """Runs the next `step` of `optimizer` with the present gradients on copies, some rows at a time. Yields nothing where the step will be
-    skipped; on a GPU, which is not waited for, yields an update that changes nothing.
+    """Run the next `step` of `optimizer` on copies with the current gradients, some rows at a time. If the step will be skipped, it yields
+    nothing; on a GPU, where the host does not wait to know, it yields an update that changes nothing.
 
-    The stored values are those of the step's own kernels, and so are the wanted ones, from states that are FP32 and are not rounded. A
-    parameter before its first update has no states, and is left out. Takes the collectives that a step takes. At most `ROWS` elements are
-    there twice, a dozen bytes each stored and in FP32; of an update that takes whole parameters at least one of these.
+    The step's own kernels compute both the stored and the wanted values, the latter with FP32 states. Parameters without states, before
+    their first update, are left out. The collectives are those of a step. At most `ROWS` elements are copied at a time, as stored and in
+    FP32, about 12 bytes each; an update that requires whole parameters copies at least one parameter.
     """
     for both in rehearse_batches(optimizer):
         yield from _told(both)
@@ -78,20 +79,20 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
 
 @torch.no_grad()
 def rehearse_batches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator[BothWays]:
-    """`rehearse`, batch by batch.
+    """As `rehearse`, but yield whole batches.
 
     Args:
         optimizer: as for `rehearse`.
-        sample: update only about so many elements of each matrix, in whole rows that are evenly spaced over it, and vectors whole. The
-            gradients are read whole in any case: the clip coefficient and the scales are those of the step. None, and for updates that take
-            whole parameters: all elements.
+        sample: update only about this many elements of each matrix, in evenly spaced rows, and all elements of vectors. Gradients are
+            still read completely, so the clip coefficient and the scales are those of the step. None, or an update that requires whole
+            parameters: all elements.
     """
     ready = [holding for holding in optimizer.ready() if optimizer.state.get(holding.weight)]
     decision = optimizer.decide(ready)
     amaxes, coefficient, usable = decision.amaxes, decision.coefficient, decision.usable
     if not usable.is_cuda and not usable:
         return
-    tables = Tables(amaxes.device)  # its own: those of the optimizer are what captured graphs read
+    tables = Tables(amaxes.device)  # not the optimizer's tables, which captured graphs read
     by_place = {holding.place: holding for holding in ready}
     for batch in optimizer.batches(ready):
         update = batch.update
@@ -114,7 +115,7 @@ def rehearse_batches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator
 
 
 def _told(both: BothWays) -> Iterator[Rehearsal]:
-    """The stored results of a batch on copies, and the exact ones."""
+    """Yield the stored and the exact results of a batch of copies, by holding."""
     part, exact = both.stored, both.exact
     numbers, formats = _numbers(part), part.formats
     stored = {MASTER.column: _pair(part, WEIGHT)} | {state.column: [decoded(x) for x in _pair(part, state.key)] for state in numbers}
@@ -130,12 +131,12 @@ def _told(both: BothWays) -> Iterator[Rehearsal]:
 
 
 def _numbers(batch: UpdateBatch) -> list[State]:
-    """The states that are numbers by themselves or first components of pairs, but for the master."""
+    """Return the states that are not remainders, without the master."""
     return [state for state in batch.update.states if state.remainder_of is None and state != MASTER]
 
 
 def _pair(batch: UpdateBatch, first: str) -> list[Any]:
-    """The states under a key, or with `WEIGHT` the masters; where a remainder stands beside them, the values of the pairs in FP32."""
+    """Return the states under a key, or the masters for `WEIGHT`; if they have remainders, the FP32 values of the pairs."""
     states = batch.masters if first == WEIGHT else batch.states[first]
     for state in batch.update.states:
         if state.remainder_of == first:
@@ -144,7 +145,7 @@ def _pair(batch: UpdateBatch, first: str) -> list[Any]:
 
 
 def _parts(batch: UpdateBatch) -> Iterator[UpdateBatch]:
-    """Copies of the tensors of a batch: several small ones at a time, or some rows of a large one."""
+    """Yield copies of the tensors of a batch: several small ones at a time, or some rows of a large one."""
     members: list[tuple[int, slice]] = []
     elements = 0
     for i, g in enumerate(batch.grads):
@@ -162,14 +163,14 @@ def _parts(batch: UpdateBatch) -> Iterator[UpdateBatch]:
 
 
 def _copied(batch: UpdateBatch, members: Sequence[tuple[int, slice]]) -> UpdateBatch:
-    """Copies of rows of some tensors of a batch."""
+    """Copy rows of some tensors of a batch."""
     shifts = [rows.start * math.prod(batch.grads[i].shape[1:]) for i, rows in members]
     copies = batch.each(lambda column: [_copy(column[i], rows) for i, rows in members])
     return replace(copies, offsets=[offset + shift for offset, shift in zip(copies.offsets, shifts, strict=True)])
 
 
 def _sampled(batch: UpdateBatch, sample: int) -> Iterator[UpdateBatch]:
-    """Copies of rows of the tensors of a batch, those with as many elements in the sample together: a few operators copy all of them."""
+    """Yield copies of sampled rows of a batch's tensors, grouped by sample size so that a few operators copy all of them."""
     alike: dict[torch.Size, list[tuple[int, slice]]] = defaultdict(list)
     for i, g in enumerate(batch.grads):
         rows = _spaced_rows(g.shape, sample)
@@ -181,13 +182,13 @@ def _sampled(batch: UpdateBatch, sample: int) -> Iterator[UpdateBatch]:
 
 
 def _copied_alike(batch: UpdateBatch, members: Sequence[tuple[int, slice]]) -> UpdateBatch:
-    """Copies of rows of some tensors of a batch, as many of each."""
+    """Copy rows of some tensors of a batch, the same number of rows of each."""
     rows = [chosen for _, chosen in members]
     return batch.each(lambda column: _copies([column[i] for i, _ in members], rows))
 
 
 def _spaced_rows(shape: torch.Size, sample: int) -> slice:
-    """Rows along dim 0, at even distances, with about `sample` elements. All of a vector: its groups in a COAT format lie along dim 0."""
+    """Return evenly spaced rows along dim 0 with about `sample` elements; all of a vector, whose COAT groups are along dim 0."""
     row = math.prod(shape[1:])
     if len(shape) < 2 or shape[0] * row <= sample:
         return slice(None)
@@ -197,7 +198,7 @@ def _spaced_rows(shape: torch.Size, sample: int) -> slice:
 
 
 def _copies(xs: Sequence[Any], rows: Sequence[slice]) -> list[Any]:
-    """`_copy` of tensors of one kind, of each some rows, alike in shape."""
+    """Apply `_copy` to some rows of tensors of one kind; all results have the same shape."""
 
     def stack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         parts = [x[chosen] if x.dim() else x for x, chosen in zip(tensors, rows, strict=True)]
@@ -215,7 +216,7 @@ def _copies(xs: Sequence[Any], rows: Sequence[slice]) -> list[Any]:
 
 
 def _values(xs: Sequence[Any]) -> list[torch.Tensor]:
-    """`own_values` of tensors of one kind; of those alike in shape together."""
+    """Apply `own_values` to tensors of one kind, together for those of the same shape."""
     if len(xs) == 1 or len({payload(x).shape for x in xs}) > 1:
         return [own_values(x) for x in xs]
     if isinstance(xs[0], ScalingTensor):
@@ -228,7 +229,7 @@ def _values(xs: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _stack(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """torch.stack, of FP8 too."""
+    """torch.stack that also supports FP8."""
     if xs[0].element_size() > 1:
         return torch.stack(list(xs))
     return torch.stack([x.view(torch.uint8) for x in xs]).view(xs[0].dtype)

@@ -245,7 +245,7 @@ def test_it_is_torch_s_momentum_but_for_the_rounding_of_the_state():
 
 
 def test_what_it_does_not_take_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"m is coat-e4m3.*update 'momentum' keeps the amax of momentum_buffer; choose one of fp32, bf16"):
+    with pytest.raises(ValueError, match=r"m is coat-e4m3.*update 'momentum' requires one for momentum_buffer; choose one of fp32, bf16"):
         FP8AdamW([nn.Parameter(torch.ones(2, 2))], formats=StateFormats(m=COAT_E4M3, update="momentum"))
 
 

@@ -1,7 +1,7 @@
-"""The updates that an optimizer can take, each declared once: its states, what it refuses, and how it is launched and emulated.
+"""The optimizer's update rules. Each declares its states, the arguments that it rejects, and how it runs on a batch of tensors.
 
-The optimizer, its rehearsal, ZeRO, checkpoints, the plan of memory and the reports iterate over what an update declares. None of them
-names a state. So a new update is one object, which may stand in a user's own file:
+The optimizer, `update_error`, ZeRO, checkpoints, the memory planner and reports read these declarations and name no state themselves. So a
+new update rule is one object, which can be in a user's own file:
 
     class Momentum(Update):
         def run(self, tables, batch, inputs): ...
@@ -9,16 +9,15 @@ names a state. So a new update is one object, which may stand in a user's own fi
     updates.register(Momentum("momentum", (MASTER, State("momentum_buffer", "m", "momentum")), kept=("momentum_buffer",)))
     optimizer = FP8AdamW(params, formats=StateFormats(m=E4M3, update="momentum"))
 
-Every process registers it before it builds an optimizer.
+Every process must register it before it builds an optimizer.
 
-A state is a tensor in the shape of its parameter. Where ZeRO cuts a parameter into rows, the state is cut into the same rows; what a
-format keeps for groups of a row (COAT) goes with the row. The number of steps, FP32 0-dim under the key `step`, is every update's and is
-not declared.
+A state is a tensor with the shape of its parameter. If ZeRO splits a parameter into rows, the state is split into the same rows, with the
+group maxima and exponents of a format (COAT). The step count, FP32 0-dim under the key `step`, belongs to every update and is not declared.
 
 **Scales.** A scaled state is stored in one pass, so its scale must be known before its values. It follows from a bound, and the bound from
-the amax of the state as it was last stored, over the whole parameter. An update names the states of which it wants this amax (`kept`);
-the optimizer keeps and combines them over the ranks, and hands them to `run` as rows of one table: 0 the gradient's (`GRAD`), then those
-of `kept` in their order, then the master's.
+the amax of the stored state over the whole parameter. An update lists the states whose amax it requires in `kept`. The optimizer remembers
+these amaxes, combines them over ranks, and passes them to `run` as rows of one table: row 0 is the gradient's (`GRAD`), then those of
+`kept` in order, then the master's.
 """
 
 from msamp.optim.updates.registry import by_name, own_keys, register, remainders, take_options, updates_of

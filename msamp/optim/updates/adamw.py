@@ -1,4 +1,4 @@
-"""AdamW in FP32 on states of any format, from FP32 to E4M3 and COAT's (FP8-LM section 2.2; COAT, part 1)."""
+"""AdamW with FP32 arithmetic and states in any format, from FP32 to E4M3 and COAT's (FP8-LM section 2.2; COAT, part 1)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +16,14 @@ MOMENTS = (State("exp_avg", "m", "m"), State("exp_avg_sq", "v", "v", non_negativ
 
 
 class AdamW(Update):
-    """AdamW in FP32 on states of any format: `kernels.reference.adamw`, and `coat_adamw` where a moment is COAT's."""
+    """AdamW with FP32 arithmetic: `kernels.reference.adamw`, or `coat_adamw` if a moment has a COAT format."""
 
     def check_group(self, states: Formats, decoupled: bool) -> None:
-        """Takes everything, and warns of what a training was seen to fail with."""
+        """Accept all formats, but warn about those with which training is known to fail."""
         warn_of(states)
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
-        """As `hyper_numbers` makes them."""
+        """Return the hyperparameters in the order of `hyper_numbers`."""
         return hyper_numbers(Hyper(*super().numbers(group)))
 
     def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:

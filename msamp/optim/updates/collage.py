@@ -1,4 +1,4 @@
-"""AdamW in BF16 with pairs of BF16 or compensations, the options of Collage's Table 2; its arithmetic: `kernels.reference.collage`."""
+"""Collage's options (Table 2): AdamW with BF16 arithmetic and pairs of BF16 or a compensation, computed by `kernels.reference.collage`."""
 
 import torch
 
@@ -13,27 +13,30 @@ from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, Formats,
 
 
 class Collage(AdamW):
-    """AdamW in BF16, a row of `kernels.reference.collage.VARIANTS` [Collage, algorithm 2 and Table 2]."""
+    """AdamW with BF16 arithmetic, a row of `kernels.reference.collage.VARIANTS` [Collage, algorithm 2 and Table 2]."""
 
     def check_group(self, states: Formats, decoupled: bool) -> None:
-        """Takes BF16 in all four formats, and decoupled decay."""
+        """Require BF16 for all four formats, and decoupled decay."""
         if not decoupled:
-            raise ValueError(f"decoupled is False; update {self.name!r} has AdamW's decay alone: leave it True, or take update fp32")
+            raise ValueError(f"decoupled is False; update {self.name!r} only supports decoupled decay: leave it True, or use update fp32")
         four = {key: states[key] for key in ("master", "grad", "m", "v")}
         if any(states.get(name) == "stochastic" for name in ROUNDING_FIELDS):
             raise ValueError(
-                f"update {self.name!r} computes and rounds in BF16, to nearest, and stochastic rounding is asked for; give nearest, or "
-                "take update fp32"
+                f"update {self.name!r} rounds to nearest in BF16, but stochastic rounding was requested; choose nearest, or use update fp32"
             )
         if set(four.values()) != {BF16.name}:
             given = ", ".join(f"{key} {fmt}" for key, fmt in four.items())
-            raise ValueError(f"update {self.name!r} computes in BF16, and the formats are {given}; give bf16 for all four, or update fp32")
+            raise ValueError(
+                f"update {self.name!r} computes in BF16, but the formats are {given}; set all four to bf16, or use update fp32"
+            )
 
     def check_parameter(self, p: torch.Tensor) -> None:
-        """Takes plain BF16."""
+        """Require a plain BF16 tensor."""
         if isinstance(p, ScalingTensor) or p.dtype is not torch.bfloat16:
             kind = "a ScalingTensor" if isinstance(p, ScalingTensor) else p.dtype
-            raise ValueError(f"a parameter is {kind}; update {self.name!r} takes plain torch.bfloat16: give model.bfloat16() as it is")
+            raise ValueError(
+                f"a parameter is {kind}; update {self.name!r} requires plain torch.bfloat16: pass an unconverted model.bfloat16()"
+            )
 
     def run(self, tables: Tables, batch: UpdateBatch, inputs: StepInputs) -> None:
         run = ops.collage if batch.by_rows else reference_collage
@@ -41,7 +44,7 @@ class Collage(AdamW):
 
 
 def collage_update(name: str) -> Collage:
-    """The update of a row of `VARIANTS` in BF16."""
+    """Return the update for a BF16 row of `VARIANTS`."""
     variant = VARIANTS[name]
     fmt = BF16 if variant.remainder is torch.bfloat16 else REMAINDER_E4M3
     states: tuple[State, ...] = MOMENTS

@@ -1,4 +1,4 @@
-"""SGD and Muon: at most one state, the momentum, with torch operations tensor by tensor."""
+"""SGD and Muon: at most one state, the momentum, computed with torch operations one tensor at a time."""
 
 import math
 from abc import abstractmethod
@@ -20,8 +20,8 @@ MOMENTUM = State("momentum_buffer", "m", "m")  # the key is torch's
 
 
 class _Momentum(Update):
-    """What SGD and Muon share: at most one state, and torch operations tensor by tensor. On a GPU no step waits for the host, and one that
-    is not usable is computed and put back."""
+    """The common base of SGD and Muon: at most one state, and torch operations one tensor at a time. On a GPU the host never waits; a step
+    that is not usable is computed and then undone."""
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
         return [float(group["lr"]), group["weight_decay"], group["momentum"], group.get("dampening", 0.0)]
@@ -49,7 +49,7 @@ class _Momentum(Update):
     def _update(
         self, batch: UpdateBatch, i: int, g: torch.Tensor, numbers: Sequence[Number], bounds: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Load, update, store one parameter."""
+        """Load, update and store one parameter."""
         buffers, masters = (x[i : i + 1] for x in (batch.states.get(MOMENTUM.key, []), batch.masters))
         (p,), buffer = load(masters), load(buffers)
         silent = [self.no_gradient(p, g, batch)] if buffer else None
@@ -64,14 +64,20 @@ class _Momentum(Update):
 
     @staticmethod
     def no_gradient(p: torch.Tensor, g: torch.Tensor, batch: UpdateBatch) -> torch.Tensor:
-        """bool, where neither a gradient nor a decay in it moves the momentum: there its code has to fall."""
+        """Return a bool mask of the elements whose momentum gets no gradient or decay, so that its stored value must decrease."""
         decays = batch.group["weight_decay"] and not batch.group["decoupled"]
         return (g == 0) & (p == 0) if decays else g == 0
 
     @abstractmethod
     def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """FP32 [n], no less than the new momenta: from the table's columns, the amaxes of the clipped and decayed gradients, and bool [n],
-        whether it is their first step."""
+        """Return upper bounds for the new momenta, FP32 [n].
+
+        Args:
+            numbers: the group's hyperparameters.
+            amaxes: the table's columns of these parameters.
+            g_amax: amaxes of the gradients after clipping and weight decay.
+            first: bool [n], whether this is the parameter's first step.
+        """
 
     @abstractmethod
     def change_(
@@ -87,8 +93,8 @@ class _Momentum(Update):
 
 
 class SGD(_Momentum):
-    """torch.optim.SGD: `sgd` without a state, `sgd-momentum` with one. The decay is part of the gradient, or with `decoupled` shrinks
-    the weight."""
+    """torch.optim.SGD: `sgd` without a state, `sgd-momentum` with one. Weight decay is added to the gradient, or applied to the weight with
+    `decoupled`."""
 
     def options(self) -> dict[str, Any]:
         return {"momentum": 0.9 if self.kept else 0.0, "dampening": 0.0, "nesterov": False}
@@ -99,12 +105,14 @@ class SGD(_Momentum):
         check_range("momentum", momentum, 0.0, math.inf)
         check_range("dampening", dampening, -math.inf, math.inf)
         if momentum and not self.kept:
-            raise ValueError(f"momentum is {momentum}, and update 'sgd' keeps no state for it; give 0, or take update 'sgd-momentum'")
+            raise ValueError(f"momentum is {momentum}, but update 'sgd' has no momentum state; set it to 0, or use update 'sgd-momentum'")
         if group["nesterov"] and (dampening or not momentum):
-            raise ValueError(f"nesterov is True with momentum {momentum} and dampening {dampening}; it takes a momentum and no dampening")
+            raise ValueError(
+                f"nesterov is True with momentum {momentum} and dampening {dampening}; it requires a momentum above 0 and dampening 0"
+            )
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
-        self.check_numbers(group)  # schedulers write momenta
+        self.check_numbers(group)  # schedulers may change the momentum
         return super().numbers(group)
 
     def bounds(self, numbers: Sequence[Number], amaxes: torch.Tensor, g_amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -129,8 +137,8 @@ class SGD(_Momentum):
 
 
 class Muon(_Momentum):
-    """torch.optim.Muon: momentum of whole matrices, orthogonalised in BF16 [Jordan et al. 2024]; `adjust_lr_fn` "match_rms_adamw" is the
-    scale of [Liu et al. 2025, section 2.2]. Vectors, embeddings and the head want AdamW, in a group of their own."""
+    """torch.optim.Muon: the momentum of whole matrices, orthogonalized in BF16 [Jordan et al. 2024]. `adjust_lr_fn="match_rms_adamw"`
+    scales as in [Liu et al. 2025, section 2.2]. Vectors, embeddings and the LM head require AdamW, in a group of their own."""
 
     def options(self) -> dict[str, Any]:
         return {
@@ -143,22 +151,22 @@ class Muon(_Momentum):
         }
 
     def check_group(self, states: Formats, decoupled: bool) -> None:
-        """Takes decoupled decay."""
+        """Require decoupled decay."""
         super().check_group(states, decoupled)
         if not decoupled:
-            raise ValueError("decoupled is False; update 'muon' has decoupled decay alone: leave it True, or take update fp32")
+            raise ValueError("decoupled is False; update 'muon' only supports decoupled decay: leave it True, or use update fp32")
 
     def check_parameter(self, p: torch.Tensor) -> None:
-        """Takes whole matrices."""
+        """Require a whole matrix."""
         if p.dim() != 2:
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is no matrix, and update 'muon' takes matrices alone; give it to AdamW, in a "
-                "parameter group of update fp32"
+                f"a parameter of shape {tuple(p.shape)} is not a matrix, which update 'muon' requires; put it in a parameter group with "
+                "update fp32 (AdamW)"
             )
         if local(p) is not p or getattr(p, "tensor_model_parallel", False):
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is cut over processes (tensor parallelism or fully_shard), and update 'muon' "
-                "orthogonalises whole matrices; take AdamW or SGD, or spread the optimizer alone (zero=True)"
+                f"a parameter of shape {tuple(p.shape)} is sharded (tensor parallelism or fully_shard), but update 'muon' orthogonalizes "
+                "whole matrices; use AdamW or SGD, or shard only the optimizer (zero=True)"
             )
 
     def check_numbers(self, group: Mapping[str, Any]) -> None:
@@ -167,7 +175,7 @@ class Muon(_Momentum):
         if not 0 <= group["ns_steps"] < 100:
             raise ValueError(f"ns_steps is {group['ns_steps']}; it must be in [0, 100)")
         if len(group["ns_coefficients"]) != 3:
-            raise ValueError(f"ns_coefficients are {group['ns_coefficients']}; give three")
+            raise ValueError(f"ns_coefficients are {group['ns_coefficients']}; there must be three")
         if group["adjust_lr_fn"] not in ADJUSTMENTS:
             legal = ", ".join(map(repr, ADJUSTMENTS))
             raise ValueError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; choose one of {legal}")
@@ -192,7 +200,7 @@ class Muon(_Momentum):
 
 
 def _memory(stored: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Payloads, those of FP8 as bytes, and scales, in their memory."""
+    """Return payloads (FP8 as bytes) and scales, without copies."""
     found = []
     for x in (x for xs in stored for x in xs):
         own, scale = payload(x), scale_inv(x)

@@ -161,7 +161,7 @@ def test_a_schedule_of_the_momentum_reaches_it_and_plain_sgd_refuses_one():
     assert all("betas" not in g for g in optimizer.param_groups)
     low, optimizer = started("plain")
     optimizer.param_groups[0]["momentum"] = 0.5
-    with pytest.raises(ValueError, match=r"momentum is 0\.5, and update 'sgd' keeps no state for it"):
+    with pytest.raises(ValueError, match=r"momentum is 0\.5, but update 'sgd' has no momentum state"):
         train(low, [optimizer], 1)
 
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_is_refused_before_a_layer_is_converted():
         (model, muon, "O2", r"torch.optim.Muon leaves 4 parameters to another optimizer \(0.bias, .*give both"),
         (model, [muon, adamw, *sgd], "O2", "a parameter is in two of the optimizers"),
         (model, [], "O2", "an empty list"),
-        (model, sgd, "coat", "m is coat-e4m3, which has no scale of a whole tensor"),
+        (model, sgd, "coat", "m is coat-e4m3, which has no scale per tensor"),
         (bf16, of_torch("sgd", bf16), "collage-plus", "has an update of its own, AdamW's in BF16, and the optimizer is a SGD"),
         (model, torch.optim.SGD(model.parameters(), maximize=True), "O2", "optimizer option maximize=True"),
     ]
@@ -211,17 +211,17 @@ def test_what_cannot_be_is_refused_before_a_layer_is_converted():
             msamp.initialize(module, given, of)
         assert type(module[0]) is nn.Linear
     model[0].weight.tensor_model_parallel = True
-    with pytest.raises(ValueError, match=r"is cut over processes .*orthogonalises whole matrices"):
+    with pytest.raises(ValueError, match=r"is sharded .*orthogonalizes whole matrices"):
         msamp.initialize(model, [muon, adamw])
 
 
 def test_muon_takes_matrices_and_numbers_in_range():
     formats = recipe.StateFormats(update="muon")
     for shape, options, message in (
-        ((3,), {}, "is no matrix, and update 'muon' takes matrices alone"),
+        ((3,), {}, "is not a matrix, which update 'muon' requires"),
         ((3, 3), {"momentum": 1.0}, "momentum is 1.0; it must be in"),
         ((3, 3), {"ns_steps": 100}, "ns_steps is 100"),
-        ((3, 3), {"ns_coefficients": (1.0,)}, "give three"),
+        ((3, 3), {"ns_coefficients": (1.0,)}, "there must be three"),
         ((3, 3), {"adjust_lr_fn": "rms"}, "adjust_lr_fn is 'rms'; choose one of None, 'original', 'match_rms_adamw'"),
         ((3, 3), {"decoupled": False}, "decoupled is False; update 'muon'"),
         ((3, 3), {"dampening": 0.1}, "update 'muon' takes the options momentum, nesterov"),

@@ -376,7 +376,7 @@ def test_what_does_not_go_together_is_refused_by_name(model, options, text):
 def test_adam_s_decay_is_refused_where_the_update_has_adamw_s_alone():
     model = Net().bfloat16()
     before = values(model)
-    with pytest.raises(ValueError, match=r"decoupled is False; update 'plus' has AdamW's decay alone"):
+    with pytest.raises(ValueError, match=r"decoupled is False; update 'plus' only supports decoupled decay"):
         msamp.initialize(model, torch.optim.Adam(model.parameters()), "collage-plus")
     assert_untouched(model, before)
 

@@ -29,16 +29,16 @@ def trained(formats: StateFormats, names: tuple[str, ...] = (), steps: int = 2) 
 
 IMPOSSIBLE = {
     "nan": (lambda state: state["exp_avg"].payload.fill_(float("nan")), "exp_avg of parameter 0 of group 0 holds .* NaN or infinite"),
-    "negative v": (lambda state: state["exp_avg_sq"].payload.neg_(), "exp_avg_sq of parameter 0 of group 0 holds -.*be less than 0"),
+    "negative v": (lambda state: state["exp_avg_sq"].payload.neg_(), "exp_avg_sq of parameter 0 of group 0 holds -.*minimum is 0"),
     "unknown": (lambda state: state.update(more=torch.ones(1)), "has unknown more"),
     "step": (lambda state: state.update(step=torch.tensor(-1.0)), "step of parameter 0 of group 0 holds -1"),
     "fp32": (lambda state: state.update(exp_avg=state["exp_avg"].dequantize()), "exp_avg .* is torch.float32 .* torch.float8_e4m3fn with"),
     "e5m2": (lambda state: state.update(exp_avg=ScalingTensor.quantize(state["exp_avg"].dequantize(), E5M2)), "is torch.float8_e5m2 with"),
     "shape": (
         lambda state: state.update(exp_avg=state["exp_avg"].t()),
-        "exp_avg of parameter 0 of group 0 is .*, and this optimizer keeps",
+        "exp_avg of parameter 0 of group 0 is .*, but this optimizer stores",
     ),
-    "lacking": (lambda state: state.pop("exp_avg"), "the state of parameter 0 of group 0 lacks exp_avg; load what this model"),
+    "lacking": (lambda state: state.pop("exp_avg"), "the state of parameter 0 of group 0 lacks exp_avg; load a state"),
 }
 
 
@@ -72,7 +72,7 @@ def test_saved_hyper_parameters_out_of_range_are_refused_and_nothing_changes():
 def test_states_of_another_parameter_are_told_by_their_names():
     saved = trained(O2.states, ("first", "second")).state_dict()
     trained(O2.states, ("first", "second")).load_state_dict(saved)
-    with pytest.raises(ValueError, match="parameter group 0 was saved with first where this optimizer has second"):
+    with pytest.raises(ValueError, match="parameter group 0 was saved with first, but this optimizer has second"):
         trained(O2.states, ("second", "first")).load_state_dict(saved)
 
 
@@ -214,7 +214,7 @@ def test_keys_of_stochastic_rounding_follow_from_seed_and_names_and_stay_under_a
     optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(4, 4)))], "formats": FP32_STATES})
     assert optimizer.param_groups[0]["keys"] == keys
     assert optimizer.param_groups[1]["keys"] == [tensor_key(7, "more")]
-    with pytest.raises(ValueError, match="1 keys are given for 2 parameters; give each its own"):
+    with pytest.raises(ValueError, match="1 keys were passed for 2 parameters; pass one each"):
         FP8AdamW([{"params": ps, "keys": [1]}], formats=O2.states)
 
 

@@ -321,7 +321,7 @@ def test_before_the_first_step_and_of_another_update_there_is_nothing_to_measure
     give_gradients(params, 0)
     with pytest.raises(ValueError, match="no parameter has a gradient and states; call update_quality after backward"):
         update_quality(optimizer)
-    with pytest.raises(ValueError, match=r"update 'fp32' is not Collage's; build the optimizer by msamp\.collage_adamw"):
+    with pytest.raises(ValueError, match=r"update 'fp32' is not one of Collage's; build the optimizer by msamp\.collage_adamw"):
         update_quality(FP8AdamW(params))
 
 
@@ -424,7 +424,7 @@ def test_an_unknown_variant_and_parameters_that_are_not_plain_bf16_are_refused()
         collage_adamw(parameters(), variant="b")
     optimizer = collage_adamw(parameters())
     for p, kind in ((torch.zeros(4, 2), "torch.float32"), (ScalingTensor.quantize(torch.ones(4, 2).bfloat16(), E4M3), "a ScalingTensor")):
-        with pytest.raises(ValueError, match=rf"is {kind}; update 'plus' takes plain torch.bfloat16"):
+        with pytest.raises(ValueError, match=rf"is {kind}; update 'plus' requires plain torch.bfloat16"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(p)]})
     assert len(optimizer.param_groups) == 1
     train(optimizer, range(1))

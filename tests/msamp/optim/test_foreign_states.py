@@ -113,7 +113,7 @@ def test_coat_s_payloads_are_no_values_for_torch():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (sgd, r"state of 0\.weight has step, momentum_buffer, and this optimizer needs exp_avg|needs exp_avg"),
+        (sgd, r"but this optimizer requires exp_avg"),
         (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), r"saved with amsgrad=True"),
     ],
 )

@@ -273,5 +273,5 @@ def test_rows_of_fsdp_are_added_up():
 
 
 def test_other_optimizers_are_refused():
-    with pytest.raises(ValueError, match=r"the optimizer is AdamW; lost_updates takes what msamp\.initialize returns"):
+    with pytest.raises(ValueError, match=r"the optimizer is AdamW; pass the optimizer from msamp\.initialize"):
         lost_updates(torch.optim.AdamW([nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]))

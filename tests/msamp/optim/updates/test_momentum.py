@@ -37,10 +37,10 @@ def test_a_step_that_is_not_usable_changes_nothing(update):
 @pytest.mark.parametrize(
     ("update", "options", "message"),
     [
-        ("sgd", {"momentum": 0.9}, "update 'sgd' keeps no state for it"),
-        ("sgd-momentum", {"nesterov": True, "dampening": 0.1}, "it takes a momentum and no dampening"),
+        ("sgd", {"momentum": 0.9}, "update 'sgd' has no momentum state"),
+        ("sgd-momentum", {"nesterov": True, "dampening": 0.1}, "it requires a momentum above 0 and dampening 0"),
         ("muon", {"ns_steps": 100}, r"ns_steps is 100; it must be in \[0, 100\)"),
-        ("muon", {"decoupled": False}, "update 'muon' has decoupled decay alone"),
+        ("muon", {"decoupled": False}, "update 'muon' only supports decoupled decay"),
     ],
 )
 def test_options_out_of_range_are_refused(update, options, message):
@@ -49,7 +49,7 @@ def test_options_out_of_range_are_refused(update, options, message):
 
 
 def test_muon_takes_whole_matrices():
-    with pytest.raises(ValueError, match=r"a parameter of shape \(4,\) is no matrix"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \(4,\) is not a matrix"):
         built("muon", torch.ones(4))
 
 

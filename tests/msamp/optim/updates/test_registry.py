@@ -58,9 +58,9 @@ def test_a_registered_update_is_known_and_the_same_once_more_changes_nothing():
     assert updates.register(mine) is mine
     assert updates.register(Nothing("nothing", mine.states, mine.kept)) is mine
     assert updates.by_name("nothing") is mine
-    with pytest.raises(ValueError, match="update 'nothing' is known already, as another one"):
+    with pytest.raises(ValueError, match="another update is registered as 'nothing'"):
         updates.register(Nothing("nothing", mine.states))
-    with pytest.raises(ValueError, match="update 'fp32' is known already"):
+    with pytest.raises(ValueError, match="another update is registered as 'fp32'"):
         updates.register(Nothing("fp32", mine.states))
 
 
@@ -70,19 +70,19 @@ TRACE = State("trace", "m", "trace")
 @pytest.mark.parametrize(
     ("update", "problem"),
     [
-        (Nothing("new", (TRACE, TRACE)), "trace is declared twice; two states count in column trace"),
-        (Nothing("new", (State("step", "m", "m"),)), "step is the key of the number of steps"),
-        (Nothing("new", (State("a/b", "m", "m"),)), "a/b: a key takes no"),
-        (Nothing("new", (TRACE, State("other", "v", "trace"))), "two states count in column trace"),
-        (Nothing("new", (State("trace", "w", "trace"),)), "trace has format 'w': give a Format, or one of master, m, v"),
-        (Nothing("new", (State("trace", "master", "trace", copy=True),)), "trace is a copy of the parameter: only master is"),
+        (Nothing("new", (TRACE, TRACE)), "trace is declared twice; two states use column trace"),
+        (Nothing("new", (State("step", "m", "m"),)), "the key step is reserved for the step count"),
+        (Nothing("new", (State("a/b", "m", "m"),)), "a/b: a key must not contain"),
+        (Nothing("new", (TRACE, State("other", "v", "trace"))), "two states use column trace"),
+        (Nothing("new", (State("trace", "w", "trace"),)), "trace has format 'w'; choose a Format, or one of master, m, v"),
+        (Nothing("new", (State("trace", "master", "trace", copy=True),)), "trace is a copy of the parameter; only master can be one"),
         (Nothing("new", (State("rest", BF16, "m", remainder_of="trace"),)), "rest is the remainder of trace, which is not among"),
         (
             Nothing("new", (TRACE, State("weight_remainder", BF16, "m", remainder_of="trace"))),
-            "weight_remainder is the remainder of weight in another update: choose another key",
+            "weight_remainder is the remainder of weight in another update; choose another key",
         ),
-        (Nothing("new", (TRACE,), kept=("trail",)), "keeps the amax of trail, which is not among the states"),
-        (Nothing("new", (MASTER, TRACE), kept=("master",)), "keeps the amax of master, which every update has"),
+        (Nothing("new", (TRACE,), kept=("trail",)), "kept has trail, which is not among the states"),
+        (Nothing("new", (MASTER, TRACE), kept=("master",)), "kept has master, whose amax every update gets"),
         (Nothing("new", (TRACE,), in_fp32="never"), "update 'never' is unknown"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -96,7 +96,7 @@ def test_states_that_contradict_each_other_are_refused(update: Update, problem: 
 
 def test_a_kept_state_has_one_scale():
     updates.register(Nothing("new", (MASTER, TRACE), kept=("trace",)))
-    with pytest.raises(ValueError, match=r"m is coat-e4m3, which has no scale of a whole tensor.*keeps the amax of trace"):
+    with pytest.raises(ValueError, match=r"m is coat-e4m3, which has no scale per tensor, but .* requires one for trace"):
         FP8AdamW([nn.Parameter(torch.ones(2))], formats=StateFormats(m=COAT_E4M3, update="new"))
 
 

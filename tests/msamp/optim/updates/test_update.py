@@ -21,5 +21,5 @@ def test_formats_of_a_group_are_one_for_all_or_one_for_each():
     both = named_formats([O2.states, O3.vectors], 2)
     assert formats_of({"params": [1, 2], "formats": both}) == both == [names, format_names(O3.vectors)]
     assert formats_of({"params": [1, 2], "formats": names}) == [names, names]
-    with pytest.raises(ValueError, match="2 formats are given for 3 parameters"):
+    with pytest.raises(ValueError, match="2 formats were passed for 3 parameters"):
         named_formats([O2.states] * 2, 3)
