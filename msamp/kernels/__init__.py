@@ -1,1 +1,1 @@
-"""The operations that touch every element, such as casts and GEMMs: each a reference twin in plain torch and, on a GPU, a Triton kernel."""
+"""Element-wise operations, casts and GEMMs. Each has a reference twin in plain torch, and for GPUs a Triton kernel or a library call."""

@@ -1,10 +1,10 @@
-"""FP8 attention: cuDNN's kernels, through its frontend, on Hopper and later; the twin in plain torch on a CPU.
+"""FP8 attention with cuDNN's kernels, through its frontend, on Hopper and later, and with the reference twin in plain torch on a CPU.
 
-Neither torch nor Triton has an FP8 attention with a backward. cuDNN has one, and the wheel `nvidia-cudnn-frontend` calls it without a
-compiler. A graph of cuDNN's is made for one shape, checked when it is made, and kept. It takes every scale as a tensor on the
-device, so that one graph serves all steps and can be captured.
+Neither torch nor Triton has FP8 attention with a backward. cuDNN does, and the wheel `nvidia-cudnn-frontend` calls it without a compiler. A
+cuDNN graph is built and checked once per shape, then cached. All scales are tensors on the device, so one graph works for all steps and can
+be captured in a CUDA graph.
 
-The kernels read and write [s, b, heads, d] as it lies. They run on torch's current stream, and take their workspace from torch.
+The kernels read and write the layout [s, b, heads, d] directly, run on torch's current stream, and allocate their workspace from torch.
 """
 
 import functools
@@ -21,19 +21,19 @@ from msamp.kernels.reference.fp8_attention import SOFTMAX_SCALE, AttentionScales
 PACKAGE = "cudnn"
 INSTALL = "pip install -e '.[cudnn]'"
 CAPABILITY = (9, 0)
-MULTIPLE, WIDEST = 16, 128  # of the channels of a head
-HOPPER_WIDTH = 128  # the one that its backward has
+MULTIPLE, WIDEST = 16, 128  # channels per head: a multiple of the first, at most the second
+HOPPER_WIDTH = 128  # the only one that Hopper's backward supports
 NARROW = {torch.float8_e4m3fn: "FP8_E4M3", torch.float8_e5m2: "FP8_E5M2", torch.float32: "FLOAT"}
 
 
 class Shape(NamedTuple):
-    """What a graph is made for.
+    """The shape and settings of a cuDNN graph.
 
     Attributes:
         device: index of the GPU.
         sequence, batch, heads, groups, channels: the query is [sequence, batch, heads, channels], key and value have `groups` heads.
-        softmax_scale: factor on the scores.
-        causal: whether a token sees only those before it.
+        softmax_scale: factor of the scores.
+        causal: whether a token attends only to itself and earlier tokens.
     """
 
     device: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class _Built(NamedTuple):
-    """A graph of cuDNN's that can run: its tensors' ids by name, and the bytes of its workspace."""
+    """A built cuDNN graph, its tensors' ids by name, and the size of its workspace in bytes."""
 
     graph: Any
     ids: dict[str, int]
@@ -59,19 +59,19 @@ class _Built(NamedTuple):
 
 
 def check_width(channels: int) -> None:
-    """ValueError for heads of a width that no FP8 attention of cuDNN's takes."""
+    """Raise a ValueError if cuDNN has no FP8 attention for this head width."""
     if channels % MULTIPLE or not 0 < channels <= WIDEST:
         raise ValueError(
-            f"FP8 attention takes heads of a multiple of {MULTIPLE} channels up to {WIDEST}, and they have {channels}: give other "
-            "--kv-channels or --num-attention-heads, or keep the attention in BF16"
+            f"heads have {channels} channels; FP8 attention requires a multiple of {MULTIPLE} up to {WIDEST}: change --kv-channels or "
+            "--num-attention-heads, or keep the attention in BF16"
         )
 
 
 def check_available(device: torch.device, channels: int) -> None:
-    """Check that `device` computes FP8 attention of heads with `channels`; a CPU follows the definition.
+    """Check that `device` supports FP8 attention for heads with `channels`; a CPU runs the reference twin.
 
     Raises:
-        ValueError: another width of heads, a GPU before Hopper, or a machine without cuDNN's frontend.
+        ValueError: if the head width is not supported, the GPU is older than Hopper, or cuDNN's frontend is not installed.
     """
     check_width(channels)
     if device.type != "cuda":
@@ -79,29 +79,29 @@ def check_available(device: torch.device, channels: int) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         raise ValueError(
-            f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]}) has no FP8 attention, which needs "
-            f"{CAPABILITY[0]}.{CAPABILITY[1]} or later: keep the attention in BF16"
+            f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]}) has no FP8 attention, which "
+            f"requires {CAPABILITY[0]}.{CAPABILITY[1]} or later: keep the attention in BF16"
         )
     if capability[0] == CAPABILITY[0] and channels != HOPPER_WIDTH:
         raise ValueError(
-            f"FP8 attention on Hopper has a backward for heads of {HOPPER_WIDTH} channels alone, and they have {channels}: give "
+            f"heads have {channels} channels; the backward of FP8 attention on Hopper requires {HOPPER_WIDTH}: use "
             f"--kv-channels {HOPPER_WIDTH}, or keep the attention in BF16"
         )
     if importlib.util.find_spec(PACKAGE) is None:
-        raise ValueError(f"FP8 attention wants cuDNN's frontend, which is not installed: {INSTALL}, or keep the attention in BF16")
+        raise ValueError(f"FP8 attention requires cuDNN's frontend, which is not installed: {INSTALL}, or keep the attention in BF16")
 
 
 def prepare(query: torch.Size | tuple[int, ...], groups: int, softmax_scale: float, device: torch.device, *, causal: bool) -> None:
-    """Make the graphs of a shape before they are needed, so that what cuDNN does not serve shows at once.
+    """Build the graphs for a shape in advance, so that an unsupported shape fails early.
 
     Args:
         query: shape of the query, (s, b, heads, d).
-        groups: heads of key and value.
+        groups: number of heads of key and value.
         softmax_scale, causal: as for `attention_forward`.
         device: a CPU needs no graph.
 
     Raises:
-        ValueError: as `check_available`, or cuDNN has no kernel for the shape.
+        ValueError: as in `check_available`, or if cuDNN has no kernel for the shape.
     """
     check_available(device, query[3])
     if device.type == "cuda":
@@ -172,13 +172,13 @@ def _shape(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, causal:
 
 @functools.cache
 def _softmax_scales(device: torch.device) -> torch.Tensor:
-    """FP32 [2]: the scale of S, and its inverse."""
+    """Return the scale of S and its inverse, FP32 [2]."""
     return torch.tensor([SOFTMAX_SCALE, 1 / SOFTMAX_SCALE], device=device, dtype=torch.float32)
 
 
 @functools.cache
 def _handle(index: int) -> Any:
-    """cuDNN's handle of a GPU."""
+    """Return cuDNN's handle for a GPU."""
     import cudnn
 
     with torch.cuda.device(index):
@@ -196,7 +196,7 @@ def _execute(built: _Built, given: dict[str, torch.Tensor], device: torch.device
 
 
 class _Drawing:
-    """A graph of cuDNN's while it is drawn."""
+    """A cuDNN graph under construction."""
 
     def __init__(self, shape: Shape) -> None:
         check_available(torch.device("cuda", shape.device), shape.channels)
@@ -212,7 +212,7 @@ class _Drawing:
         )
 
     def heads_of(self, name: str, dtype: torch.dtype) -> tuple[list[int], list[int], Any]:
-        """Sizes, strides and type of a tensor [s, b, heads, d] as cuDNN reads it, [b, heads, s, d]."""
+        """Return sizes, strides and type of a tensor [s, b, heads, d] in cuDNN's order [b, heads, s, d]."""
         s, b, d = self.shape.sequence, self.shape.batch, self.shape.channels
         n = self.shape.groups if name in ("k", "v", "dK", "dV") else self.shape.heads
         return [b, n, s, d], [n * d, d, b * n * d, 1], getattr(self.types, NARROW[dtype])
@@ -225,16 +225,16 @@ class _Drawing:
         return [1, 1, 1, 1], [1, 1, 1, 1], self.types.FLOAT
 
     def reads(self, name: str, kind: tuple[list[int], list[int], Any]) -> Any:
-        """An input."""
+        """Add an input."""
         self.tensors[name] = self.graph.tensor(dim=kind[0], stride=kind[1], data_type=kind[2], name=name)
         return self.tensors[name]
 
     def writes(self, name: str, made: Any, kind: tuple[list[int], list[int], Any]) -> None:
-        """An output."""
+        """Add an output."""
         self.tensors[name] = made.set_output(True).set_dim(kind[0]).set_stride(kind[1]).set_data_type(kind[2])
 
     def build(self) -> _Built:
-        """ValueError with cuDNN's own words where it has no kernel."""
+        """Build the graph; ValueError with cuDNN's own message if it has no kernel."""
         import cudnn
 
         graph = self.graph
@@ -289,5 +289,5 @@ def _backward_graph(shape: Shape) -> _Built:
 
 
 def default_scale(channels: int) -> float:
-    """The factor on the scores that attention has by default: 1 / sqrt(d)."""
+    """Return attention's default factor of the scores: 1 / sqrt(d)."""
     return 1.0 / math.sqrt(channels)

@@ -1,9 +1,9 @@
-"""The op table: every kernel as a torch operator `torch.ops.msamp.*`, said once, from its reference twin.
+"""The operators: every kernel as a torch operator `torch.ops.msamp.*`, defined by its reference twin.
 
-The twin gives the name and, by its signature, the schema; run on fake tensors it also tells torch.compile what comes out, unless a
-kernel's result has another shape. A CPU tensor gets the twin; a CUDA tensor the Triton kernel of the same file and function name, or the
-twin where there is no such kernel or Triton is not installed. Operators rather than bare functions, so that torch.compile keeps a layer
-in one graph, and checkpointing by a policy, counters and traces see them.
+The twin defines the name and, by its signature, the schema. It also is the fake implementation for torch.compile, unless the kernel's
+result has another shape. CPU tensors run the twin. CUDA tensors run the Triton kernel with the same file and function name, or the twin if
+there is none or Triton is not installed. They are operators rather than plain functions, so that torch.compile keeps a layer in one graph,
+and selective checkpointing, counters and traces see them.
 """
 
 import contextlib
@@ -49,12 +49,12 @@ _SLOTS, _THREE_SLOTS = ("amax_slot", "scale_inv_slot"), ("amax_slots", "scale_in
 
 @functools.cache
 def _implementation(twin: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """The implementation of `twin` on a device type."""
+    """Return the implementation of `twin` on a device type."""
     name, module = twin.__name__, twin.__module__.replace(".reference.", ".triton.")
     if device_type != "cuda" or module == twin.__module__ or importlib.util.find_spec(module) is None:
         return twin
     if importlib.util.find_spec("triton") is None:
-        warnings.warn(f"Triton is not installed, {name} runs as plain torch operations, slower; pip install triton", stacklevel=2)
+        warnings.warn(f"Triton is not installed; {name} runs slower, in plain torch operations: pip install triton", stacklevel=2)
         return twin
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
@@ -68,14 +68,14 @@ def _on_cuda(twin: Callable[..., Any]) -> Callable[..., Any]:
         device = x[0].device if isinstance(x, list) else x.device
         if device.index == torch.cuda.current_device():
             return _implementation(twin, "cuda")(x, *args, **flags)
-        with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments are on
+        with torch.cuda.device(device):  # Triton launches on the current device, not on that of its arguments
             return _implementation(twin, "cuda")(x, *args, **flags)
 
     return run
 
 
 def _unseen(x: object) -> bool:
-    """Whether an operator on `x` reaches its kernel and nothing else: a plain tensor on a GPU, without autograd, trace or dispatch mode."""
+    """Whether only the kernel sees an operator on `x`: a plain tensor on a GPU, without autograd, trace or dispatch mode."""
     return (
         type(x) in PLAIN
         and x.is_cuda  # type: ignore[attr-defined]
@@ -86,14 +86,13 @@ def _unseen(x: object) -> bool:
 
 
 def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None = None) -> Function:
-    """The operator that `twin` defines, as a function. Where only a kernel would see it, on a GPU, the kernel is called without torch's
-    dispatcher, which took 25 of an operator's 93 us of the host's time (H200). Not so where it changes more than slots: autograd has to
-    hear of it.
+    """Return the operator that `twin` defines, as a function. If only the kernel would see a call on a GPU, the function skips torch's
+    dispatcher, which took 25 of an operator's 93 us of host time (H200). It does not if more than slots change, since autograd must see it.
 
     Args:
-        twin: the definition. Its name and its signature, from which the schema follows, are the operator's.
-        mutates: its arguments that are changed in place.
-        fake: what comes out of fake tensors; the twin itself tells it by default.
+        twin: the definition, with the operator's name and the signature from which its schema follows.
+        mutates: arguments that are changed in place.
+        fake: the implementation for fake tensors; by default the twin.
     """
     name = twin.__name__
     _LIBRARY.define(name + torch.library.infer_schema(twin, mutates_args=mutates))
@@ -115,13 +114,13 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
 
 
 def _over_many(twin: Function, check: Callable[..., None] | None = None) -> Function:
-    """The function over many tensors that `twin` defines, on the device of its `Tables`.
+    """Return the function over many tensors that `twin` defines, on the device of its `Tables`.
 
-    No operator: its lists change from step to step, and no graph of torch.compile holds an optimizer.
+    It is not an operator: its lists change from step to step, and optimizers are not compiled by torch.compile.
 
     Args:
         twin: the definition.
-        check: ValueError for arguments of unequal lengths, before any memory is touched; a `Batch` has looked at its own tensors.
+        check: raises a ValueError for arguments of unequal lengths, before any memory is touched; a `Batch` checks its own tensors.
     """
 
     def run(tables: Tables, *args: Any, **flags: Any) -> Any:
@@ -135,7 +134,7 @@ def _over_many(twin: Function, check: Callable[..., None] | None = None) -> Func
 
 
 def _in_parts(sums: torch.Tensor, twin: Callable[..., Any], *of: Any) -> torch.Tensor:
-    """Fake column sums with one row for each part that the kernel leaves; the twin's have one row, or none where none are asked for."""
+    """Return fake column sums with one row per part that the kernel returns; the twin returns one row, or none if not requested."""
     run = _implementation(twin, sums.device.type)
     if run is twin or sums.ndim < 2:
         return sums
@@ -167,7 +166,7 @@ def _fake_rotary_backward(dq: torch.Tensor, *args: Any, **flags: Any) -> tuple[t
 
 
 def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
-    # Not the twin: its tables of values, kept from call to call, would stay fake.
+    # Not the twin: its cached tables of values would be fake tensors from then on.
     return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
 
 

@@ -1,12 +1,12 @@
-"""A pool of zeroed scalars into which kernels write: a scale_inv, or the amaxes of their results.
+"""A pool of zeroed scalars that kernels write to: a scale_inv, or the amaxes of their results.
 
-A kernel that quantises leaves 1 / scale, or NaN where it has met a value that is not finite: programs agree on it by an atomic maximum, so
-the place has to hold 0 before. cuBLAS reads scales at multiples of 16 bytes. A zeroed tensor for each cast is an allocation and a
-launch, 20 us of the host's time on an H200, where a place out of many that were zeroed together takes 3. In a CUDA graph a layer had six
-such launches; without them a step of GPT-1.3B idles 0.7 ms less and takes as long (tools/bench/LOG.md).
+A kernel that casts returns 1 / scale, or NaN after a non-finite value. Its programs combine this by an atomic maximum, so the scalar must
+contain 0 before. cuBLAS requires scales to be aligned to 16 bytes. A new zeroed tensor per cast is an allocation and a launch, 20 us of
+host time on an H200; a scalar out of many that were zeroed together takes 3 us. In a CUDA graph a layer had six such launches; without them
+a step of GPT-1.3B idles 0.7 ms less, at the same total time (tools/bench/LOG.md).
 
-Places are zeroed once and given once, in the order of their stream. A graph has to zero its places in every replay, so that those of a
-capture come from a fill of this capture, within `captured`.
+Each scalar is zeroed once and handed out once, in stream order. A CUDA graph must zero its scalars in every replay, so a capture gets
+scalars that a launch inside this capture zeroes, see `captured`.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-ALIGNED = 4  # FP32 values from one place to the next: 16 bytes
+ALIGNED = 4  # FP32 values between two scalars: 16 bytes
 MANY = 256
 
 
 class ScalarPool:
-    """Hands out zeroed FP32 scalars, up to four that lie together, many of them from one launch.
+    """Hands out zeroed FP32 scalars, up to four contiguous ones at a time; one launch zeroes many.
 
     Args:
-        count: of places that one fill gives.
-        device: theirs.
+        count: number of scalars per launch.
+        device: of the scalars.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -33,21 +33,21 @@ class ScalarPool:
         self._left: list[torch.Tensor] = []
 
     def take(self, size: int | None = None) -> torch.Tensor:
-        """FP32 [size], 0-dim for None, holding 0, 16-byte aligned as cuBLAS wants it, and handed out once; `size` 1 to 4."""
+        """Return zeros that are handed out once: FP32 [size], 0-dim for None, aligned to 16 bytes for cuBLAS; `size` is 1 to 4."""
         while True:
             try:
-                place = self._left.pop()  # by itself, since forward and backward run in threads of their own
+                place = self._left.pop()  # atomic, since forward and backward run in different threads
                 return place if size is None else place.as_strided((size,), (1,))
             except IndexError:
-                with torch.inference_mode(False):  # what evaluation leaves over has to serve training
+                with torch.inference_mode(False):  # training must be able to use what evaluation leaves over
                     zeros = torch.zeros(self._count, ALIGNED, device=self._device, dtype=torch.float32)[:, 0].unbind()
-                    # Detached, so that it has a version of its own: writes beside it do not change what is kept for backward.
+                    # Detached for a version counter of its own: writes to neighbors must not invalidate tensors saved for backward.
                     self._left = [zero.data for zero in zeros]
 
 
 Key = tuple[int, int]  # a GPU, and the handle of a stream on it
 _EAGER: dict[Key, ScalarPool] = {}
-_CAPTURES: list[dict[Key, ScalarPool]] = []  # the one that is under way
+_CAPTURES: list[dict[Key, ScalarPool]] = []  # at most one: the current capture
 
 
 @functools.cache
@@ -57,8 +57,8 @@ def _one_at_a_time() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """Around a capture of a CUDA graph: the places that it asks for are zeroed by the graph itself. It begins before the capture, so that
-    the capture of another thread waits."""
+    """Context around the capture of a CUDA graph, in which the graph itself zeroes its scalars. Enter it before the capture, so that
+    captures of other threads wait."""
     with _one_at_a_time():
         _CAPTURES.append({})
         try:
@@ -68,20 +68,20 @@ def captured() -> Iterator[None]:
 
 
 def try_take(device: torch.device) -> torch.Tensor | None:
-    """A scalar as `ScalarPool.take` gives it, on the current stream of a GPU. None where the kernel has to make its own: on a CPU, in a
-    graph of torch.compile, under a dispatch mode, which may make fakes, and in a capture that is not within `captured`."""
+    """Return a scalar of `ScalarPool.take` on a GPU's current stream. Return None if the kernel must allocate its own: on a CPU, under
+    torch.compile, under a dispatch mode, which may create fake tensors, and in a capture outside `captured`."""
     pool = _here(device)
     return None if pool is None else pool.take()
 
 
 def take(device: torch.device, size: int | None = None) -> torch.Tensor:
-    """FP32 [size], 0-dim for None, holding 0: a scalar of the pool, or where there is none (`try_take`) memory of its own.
+    """Return zeros, FP32 [size], 0-dim for None, from the pool, or newly allocated if `try_take` returns None.
 
     Raises:
-        ValueError: a size that is not 1 to 4.
+        ValueError: if `size` is not 1 to 4.
     """
     if size is not None and not 1 <= size <= ALIGNED:
-        raise ValueError(f"a place of {size} values: give 1 to {ALIGNED}, which lie together")
+        raise ValueError(f"size is {size}; it must be in [1, {ALIGNED}], the values that are contiguous")
     pool = _here(device)
     if pool is not None:
         return pool.take(size)
@@ -97,7 +97,7 @@ def _here(device: torch.device) -> ScalarPool | None:
             return None
         by_stream = _CAPTURES[-1]
     index = gpu_index(device)
-    # The handle alone, as torch.compile's own code asks for it: a Stream object for each cast took 5 us.
+    # Only the handle, as in torch.compile's own code: a Stream object per cast took 5 us.
     key = index, torch._C._cuda_getCurrentRawStream(index)
     pool = by_stream.get(key)
     if pool is None:
@@ -106,12 +106,12 @@ def _here(device: torch.device) -> ScalarPool | None:
 
 
 def gpu_index(device: torch.device) -> int:
-    """Index of a GPU; without one in its name it is the current."""
+    """Return the index of a GPU; the current one if `device` has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def aligned(values: torch.Tensor) -> Iterable[torch.Tensor]:
-    """FP32 [n] -> its n values, 0-dim, each 16-byte aligned."""
+    """Split FP32 [n] into n 0-dim tensors, each aligned to 16 bytes."""
     places = values.new_empty(len(values), ALIGNED)[:, 0]
     places.copy_(values)
     return places.unbind()

@@ -1,4 +1,4 @@
-"""The table on the device that a launch over many tensors reads: their addresses, and how its programs are spread over them."""
+"""Device tables for launches over many tensors: the tensors' addresses, and the assignment of programs to tensors."""
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -8,30 +8,30 @@ import torch
 
 Part = tuple[torch.Tensor, bool]
 Columns = TypeVar("Columns", bound=NamedTuple)
-CAPTURES = 8  # of one table; host memory is put aside for so many
+CAPTURES = 8  # CUDA graph captures per table for which host memory is reserved
 
 
 def numbered(columns: type[Columns], first: int = 1) -> Columns:
-    """Each column's number by its name. A packer fills a row by the names of a NamedTuple, and a kernel reads it by the same names, as
-    `row + ROW.value.name` with `ROW = tl.constexpr(numbered(Row))`: the order stands in one place.
+    """Return each column's index by its name. The host fills a row by the names of a NamedTuple, and a kernel reads it by the same names,
+    as `row + ROW.value.name` with `ROW = tl.constexpr(numbered(Row))`, so the order is defined in one place.
 
     Args:
-        columns: a NamedTuple of whole numbers.
-        first: number of the first one; 1 comes after the number of its first program, which `Tables.lay_out` puts before a row.
+        columns: a NamedTuple of integers.
+        first: index of the first column; 1 by default, after the first program's number, which `Tables.lay_out` prepends to each row.
     """
     return columns._make(range(first, first + len(columns._fields)))
 
 
 def rows_of(columns: Callable[..., NamedTuple], **numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Rows from the numbers of each column, all as many, by the names of a NamedTuple."""
+    """Return rows from columns of equal length, given by the names of a NamedTuple."""
     return list(zip(*columns(**numbers), strict=True))
 
 
 class Tables:
-    """Tables of one user's launches. They are sent to the device again only when their content has changed, and without waiting for it.
+    """The tables of one caller's launches. A table is copied to the device only when its content changes, asynchronously.
 
-    While a CUDA graph is captured, a table with new content (gradients have other addresses in a graph's memory) is the graph's own: its
-    copy to the device is part of the graph. Run a step or two before a capture: they put the memory for it aside.
+    If the content changes during the capture of a CUDA graph (gradients have other addresses in a graph's memory), the graph gets a table
+    of its own, and the copy to the device is part of the graph. Run one or two steps before a capture: they reserve the memory for it.
 
     Args:
         device: of the tensors.
@@ -40,8 +40,8 @@ class Tables:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._sent: dict[Hashable, tuple[Any, torch.Tensor]] = {}
-        self._spare: dict[Hashable, list[torch.Tensor]] = {}  # pinned: none can be had during a capture
-        self._captured: list[torch.Tensor] = []  # what graphs read, here to stay
+        self._spare: dict[Hashable, list[torch.Tensor]] = {}  # pinned: it cannot be allocated during a capture
+        self._captured: list[torch.Tensor] = []  # kept alive for the graphs that read them
         self._laid_out: dict[Hashable, tuple[list[int], tuple[torch.Tensor, list[Part]]]] = {}
 
     def _cached(self, key: Hashable, says: Any, make: Callable[[], torch.Tensor], in_place: bool = False) -> torch.Tensor:
@@ -68,30 +68,29 @@ class Tables:
         return table
 
     def send(self, key: Hashable, numbers: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """`dtype` [len(numbers)] on the device; in the same memory, which graphs may hold, as long as their count is the same.
+        """Return numbers as `dtype` [len(numbers)] on the device. The memory stays the same, also for CUDA graphs, while their count does.
 
         Args:
-            key: names the table; one user keeps one table a key.
-            numbers: what it holds.
+            key: of the table; a caller has one table per key.
+            numbers: the content.
         """
         return self._cached(key, numbers, lambda: torch.tensor(numbers, dtype=dtype), in_place=True)
 
     def lay_out(
         self, key: Hashable, rows: Sequence[tuple[int, ...]], wide: int, chunk: int, again: bool = False
     ) -> tuple[torch.Tensor, list[Part]]:
-        """Spread programs of `chunk` elements over tensors.
+        """Assign programs of `chunk` elements to tensors.
 
         Args:
             key: as for `send`.
-            rows: one a tensor: its number of elements, `wide` addresses that programs read and write 16 bytes at a time, and what
-                else the kernel wants to know of it.
-            wide: how many such addresses there are.
-            chunk: elements a program.
-            again: this launch follows another with this key, eager as that was or in the same capture: where the rows are the same it takes
-                that one's table, so that no capture copies it twice.
+            rows: one per tensor: its number of elements, `wide` addresses for 16-byte accesses, and other numbers for the kernel.
+            wide: the number of these addresses.
+            chunk: elements per program.
+            again: whether this launch follows another one with this key, both eager or in the same capture. If the rows are the same it
+                uses that one's table, so that a capture copies it only once.
 
         Returns:
-            int64 [n, 1 + columns], each row with the number of its first program before it, in an order of its own; and the
+            int64 [n, 1 + columns], the rows in another order, each with the number of its first program prepended; and the
             launches: int32 [programs], the row that each program works on, and whether all of them may use 16-byte accesses.
         """
         even = [not any(number % 16 for number in row[: 1 + wide]) for row in rows]

@@ -1,1 +1,1 @@
-"""Reference twins: the kernels' arithmetic in plain torch, on any device."""
+"""Reference twins: the arithmetic of the kernels in plain torch, on any device."""

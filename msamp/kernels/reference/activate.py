@@ -1,4 +1,4 @@
-"""GELU and SwiGLU, quantised as the next GEMM wants them, and their gradients."""
+"""GELU and SwiGLU, cast to the operand of the next GEMM, and their gradients."""
 
 import torch
 
@@ -9,15 +9,15 @@ from msamp.numerics.scaling import inverse
 
 KINDS = ("gelu", "swiglu")
 
-# 0.5 (1 + tanh u) = sigmoid(2 u), which keeps its digits where tanh is next to -1: 2 u = TWICE_SLOPE (y + CUBIC y^3).
+# 0.5 (1 + tanh u) = sigmoid(2 u), which keeps its precision when tanh is close to -1: 2 u = TWICE_SLOPE (y + CUBIC y^3).
 TWICE_SLOPE = 1.5957691216057308
 CUBIC = 0.044715
-# Limit of y^2: above it the sigmoid is 0 or 1 in FP32 and its derivative 0, which an infinite y^2 would turn into NaN.
+# Upper limit of y^2: above it the sigmoid is 0 or 1 in FP32 and its derivative 0; an infinite y^2 would turn that into NaN.
 SQUARE_LIMIT = 256.0
 
 
 def features(y: torch.Tensor, kind: str) -> int:
-    """F, the width of the output of the activation `kind` for `y`; ValueError where it takes no such input."""
+    """Return F, the width of the output of the activation `kind` for `y`; ValueError for an unsupported kind or input."""
     if kind not in KINDS:
         raise ValueError(f"activation is {kind!r}; choose one of {', '.join(KINDS)}")
     if y.ndim != 2 or (kind == "swiglu" and y.shape[1] % 2):
@@ -26,14 +26,14 @@ def features(y: torch.Tensor, kind: str) -> int:
 
 
 def check_gradient(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> None:
-    """ValueError unless `grad_a` has the shape of the output of `kind` for `y`."""
+    """Raise a ValueError unless `grad_a` has the shape of the output of `kind` for `y`."""
     want = (y.shape[0], features(y, kind))
     if tuple(grad_a.shape) != want:
         raise ValueError(f"grad_a is {tuple(grad_a.shape)}; the gradient of {kind} of {tuple(y.shape)} must be {want}")
 
 
 def _activation(y: torch.Tensor, kind: str) -> torch.Tensor:
-    """FP32 [M, F]."""
+    """Return the activation, FP32 [M, F]."""
     if kind == "swiglu":
         gate, up = y.float().chunk(2, dim=1)
         return torch.sigmoid(gate).mul_(gate).mul_(up)
@@ -46,7 +46,7 @@ def _gelu_sigmoid(y: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
 
 
 def _derivative(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> torch.Tensor:
-    """FP32 [M, F or 2F]: the gradient of `y`."""
+    """Return the gradient of `y`, FP32 [M, F or 2F]."""
     grad, y = grad_a.float(), y.float()
     if kind == "swiglu":
         gate, up = y.chunk(2, dim=1)
@@ -68,7 +68,7 @@ def activate(
     *,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activation between the two linear layers of an MLP, in the format of the second one's input.
+    """Compute the activation between the two linear layers of an MLP, in the format of the second one's input.
 
     "gelu" is the tanh form (Hendrycks and Gimpel, 2016), y/2 (1 + tanh(0.79788 (y + 0.044715 y^3))); "swiglu" (Shazeer, 2020) is
     silu of the first half of the columns times the second half.
@@ -76,16 +76,16 @@ def activate(
     Args:
         y: BF16, FP16 or FP32, [M, F] for "gelu", [M, 2F] for "swiglu".
         kind: one of `KINDS`.
-        scale: FP32, 0-dim, a power of two; None takes it from the result's amax, just in time.
-        amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf where it is not finite); None takes no amax.
-        dtype: of the result: an FP8 dtype quantises; a wide one leaves it plain, without scale and amax.
-        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
+        scale: FP32, 0-dim, a power of two; None uses a just-in-time scale from the result's amax.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf if not finite); None does not measure it.
+        dtype: of the result; a wide dtype gives a plain result without scale and amax.
+        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
 
     Returns:
-        [M, F] of `dtype`; scale_inv FP32, 0-dim, NaN where the result is not finite (empty with a wide `dtype`, and where it has a slot).
+        [M, F] of `dtype`; scale_inv FP32, 0-dim, NaN if the result is not finite (empty with a wide `dtype`, or if a slot is given).
 
     Raises:
-        ValueError: for another kind or shape.
+        ValueError: if kind or shape is not supported.
     """
     features(y, kind)
     a, _, scale_inv, _ = _store(_activation(y, kind), scale, amax_slot, dtype, False, False, scale_inv_slot)
@@ -105,27 +105,27 @@ def activate_backward(
     colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of `activate`'s input as the GEMMs want it, and the transposed operand that forward did not keep.
+    """Compute the gradient of `activate`'s input, cast for the GEMMs, and the transposed activation, which forward did not save.
 
     Args:
         grad_a: [M, F] BF16, FP16 or FP32.
-        y: as given to `activate`.
+        y: the input of `activate`.
         kind: one of `KINDS`.
-        a_scale_inv: what `activate` returned.
-        a_dtype: FP8 dtype that `activate` was given.
-        scale: of the gradient, FP32, 0-dim, a power of two; None takes it from its amax, just in time.
-        amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf where it is not finite); None takes no amax.
-        dtype: of the gradient: an FP8 dtype quantises; a wide one leaves it plain, and gives no transposes and no scale_inv.
-        colsum: give the column sums of the gradient before quantisation: the gradient of the first layer's bias.
-        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
+        a_scale_inv: as returned by `activate`.
+        a_dtype: the FP8 dtype of `activate`.
+        scale: of the gradient, FP32, 0-dim, a power of two; None uses a just-in-time scale.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf if not finite); None does not measure it.
+        dtype: of the gradient; a wide dtype gives a plain gradient without transposes and scale_inv.
+        colsum: also return the column sums of the gradient before the cast: the gradient of the first layer's bias.
+        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
 
     Returns:
-        Gradient g [M, F or 2F] and its transpose [F or 2F, M], of `dtype`; scale_inv FP32, 0-dim, NaN where g is not finite;
-        the transpose [F, M] of what `activate` gave, the same codes; column sums of parts of the rows, FP32 [parts, F or 2F], for
-        `sum_parts`. What is not asked for is empty, and so is scale_inv where it has a slot.
+        Gradient g [M, F or 2F] and its transpose [F or 2F, M], of `dtype`; scale_inv FP32, 0-dim, NaN if g is not finite;
+        the transpose [F, M] of `activate`'s result, with the same codes; column sums of parts of the rows, FP32 [parts, F or 2F], for
+        `sum_parts`. Results that are not requested are empty, and so is scale_inv if a slot is given.
 
     Raises:
-        ValueError: for another kind or shape.
+        ValueError: if kind or shape is not supported.
     """
     check_gradient(grad_a, y, kind)
     quantised = dtype.itemsize == 1

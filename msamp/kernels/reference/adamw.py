@@ -1,16 +1,14 @@
-"""Adam's arithmetic, written once: FP32, in torch.optim.AdamW's own order of operations, so that FP32 states equal it bit for bit.
+"""Adam's arithmetic in FP32, in the order of operations of torch.optim.AdamW, so that FP32 states are equal bit for bit.
 
-Moments that are rounded to fewer bits can leave what Adam's moments never leave: a second moment that has become 0 under a first moment
-that has not makes the step lr m / eps, and a first moment that rounds back to its own code moves the weight for ever. Three guards hold
-wherever a moment is not FP32, whatever the rounding:
+Rounded moments can do what exact moments never do. If v has become 0 and m has not, the step is lr m / eps. If m rounds back to its own
+code, it moves the weight forever. So three guards apply to every moment that is not FP32, with any rounding:
 
-1. v is never stored as 0 but as the format's smallest value, in a tensor that has had a gradient.
-2. Where the gradient is 0, m's code falls: a code that would round back to itself becomes the next smaller one. With stochastic rounding,
-   which moves by itself, values below the format's smallest normal value are rounded toward zero there. COAT's codes change their
-   values at each step; they fall where they would undo more than half of the decay.
-3. No step is larger than Adam's own supremum over all gradients, lr (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), which
-   follows from Cauchy and Schwarz's inequality: 1.17 lr at betas 0.9 and 0.95, 7.3 lr at 0.9 and 0.999. The step of exact moments never
-   reaches it.
+1. In a tensor that has had a gradient, v is stored as at least the format's smallest value, never as 0.
+2. If the gradient of an element is 0, the code of m must decrease: a code that would round back to itself becomes the next smaller one.
+   Stochastic rounding decreases it by itself, except that values below the format's smallest normal value are rounded toward zero. COAT's
+   codes change their values at each step; they decrease if they would undo more than half of the decay.
+3. No step exceeds the supremum of Adam's step over all gradients, lr (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), from the
+   Cauchy-Schwarz inequality: 1.17 lr at betas 0.9 and 0.95, 7.3 lr at 0.9 and 0.999. The step of exact moments never reaches it.
 """
 
 import math
@@ -27,16 +25,16 @@ from msamp.numerics.range_expand import Expanded
 from msamp.numerics.stochastic_rounding import Thresholds
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
-# Elements updated at a time: each of the half dozen FP32 temporaries takes 128 MiB, or as much as the largest tensor.
+# Elements updated at a time: each of about six FP32 temporaries takes 128 MiB, or the size of the largest tensor.
 CHUNK = 2**25
 GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
-_LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a Batch, beside its states
+_LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a Batch, besides its states
 _OPTIONAL = ("grads", "weights", "keys", "offsets")
 _WITH_PAYLOAD = (ScalingTensor, Expanded)
 
 
 class Hyper(NamedTuple):
-    """Adam's numbers for one parameter group; `weight_decay` is decoupled (AdamW's)."""
+    """Adam's hyperparameters of one parameter group; `weight_decay` is decoupled (AdamW's)."""
 
     lr: float
     beta1: float
@@ -46,7 +44,7 @@ class Hyper(NamedTuple):
 
     @property
     def largest_step(self) -> float:
-        """The supremum of Adam's step over all gradients, in units of lr; infinite where beta1^2 >= beta2 > 0, and there is none.
+        """Return the supremum of Adam's step over all gradients, in units of lr; infinite if beta1^2 >= beta2 > 0.
 
         m = (1 - beta1) sum beta1^i g_i is the inner product of sqrt(beta2)^i g_i and (beta1 / sqrt(beta2))^i; the norm of the first is
         sqrt(v / (1 - beta2)). Bias correction makes the quotient smaller.
@@ -58,25 +56,25 @@ class Hyper(NamedTuple):
 
 
 def hyper_numbers(hyper: Hyper) -> list[float]:
-    """What the kernels find on the device: a `Hyper`, the logarithms of its betas, and the largest step."""
+    """Return the numbers that the kernels read on the device: a `Hyper`, the logarithms of its betas, and the largest step."""
     return [*hyper, *(math.log(beta) if beta else -math.inf for beta in (hyper.beta1, hyper.beta2)), hyper.largest_step]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Parameters, or rows of parameters, that are updated together: each list has one entry for each, and its tensors are all plain and of
-    one dtype, or ScalingTensors or Expanded of one format.
+    """Parameters, or rows of parameters, that are updated together. Each list has one entry per parameter, and its tensors are all plain of
+    one dtype, or all ScalingTensors or all Expanded of one format.
 
     Attributes:
-        grads: any format; only read. Empty where nothing is updated.
-        masters: what is updated in place.
-        weights: what is cast from the masters as stored; empty where the masters are the weights.
-        states: by key, what the update keeps beside the master, changed in place, scales too; AdamW's are named below.
-        steps: FP32 0-dim, the number of steps taken, raised by one.
-        indices: column of each in the table of amaxes of whole tensors.
-        places: column of each in the table of amaxes as stored.
-        keys: of each one's thresholds for stochastic rounding (`tensor_key`); empty with nearest rounding.
-        offsets: index of each one's first element in its parameter, where it is some rows of it; as many as keys.
+        grads: any format; only read. Empty if nothing is updated.
+        masters: updated in place.
+        weights: cast from the stored masters; empty if the masters are the weights.
+        states: by key, the update's states besides the master, changed in place including scales; AdamW's are named below.
+        steps: FP32 0-dim, the number of steps taken, incremented.
+        indices: columns in the table of amaxes of whole tensors.
+        places: columns in the table of stored amaxes.
+        keys: for stochastic rounding (`tensor_key`); empty with nearest rounding.
+        offsets: index of the first element within the parameter, for rows of a parameter; as many as keys.
     """
 
     grads: list[torch.Tensor]
@@ -90,11 +88,11 @@ class Batch:
     offsets: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """ValueError where lists differ in length, or tensors of one parameter in shape or device, or those of a list in format: a kernel
-        takes addresses and one length, and would write into the memory of others."""
+        """Raise a ValueError if lists differ in length, tensors of one parameter in shape or device, or tensors of one list in format. A
+        kernel only gets addresses and one length, and would write to other tensors' memory."""
         for name, column in (self._lists() | self.states).items():
             if len(column) != len(self.masters) and (column or name not in _OPTIONAL):
-                raise ValueError(f"{len(self.masters)} masters are given with {len(column)} {name}; give as many of each")
+                raise ValueError(f"{len(self.masters)} masters were passed with {len(column)} {name}; pass the same number of each")
         bare = [x.payload if isinstance(x, _WITH_PAYLOAD) else x for x in self.masters]
         for name, column in {"grads": self.grads, "masters": self.masters, "weights": self.weights, **self.states}.items():
             kinds = set()
@@ -103,12 +101,12 @@ class Batch:
                 kinds.add((payload.dtype, isinstance(x, ScalingTensor)))
                 if payload.shape != stored.shape or payload.device != stored.device:
                     raise ValueError(
-                        f"a master is {_described(stored)}, and what stands beside it in {name} is {_described(payload)}; a parameter, its "
-                        "gradient and its states have one shape, on one device"
+                        f"a master is {_described(stored)}, but its entry in {name} is {_described(payload)}; a parameter, its gradient "
+                        "and its states must have the same shape and device"
                     )
             if len(kinds) > 1:
                 listed = ", ".join(sorted(f"{dtype}{' with a scale' if scaled else ''}" for dtype, scaled in kinds))
-                raise ValueError(f"{name} are in several formats ({listed}); update those of one format together")
+                raise ValueError(f"{name} have several formats ({listed}); put tensors of one format in a batch")
 
     @property
     def ms(self) -> list[Any]:
@@ -122,21 +120,21 @@ class Batch:
 
     @property
     def weight_remainders(self) -> list[torch.Tensor]:
-        """What stands beside the masters for updates in BF16 (`reference.collage`), else empty."""
+        """Remainders or compensations of the masters, for BF16 updates (`reference.collage`); otherwise empty."""
         return self.states.get("weight_remainder", [])
 
     @property
     def v_remainders(self) -> list[torch.Tensor]:
-        """What stands beside the second moments for updates in BF16, else empty."""
+        """Remainders of the second moments, for BF16 updates; otherwise empty."""
         return self.states.get("exp_avg_sq_remainder", [])
 
     def each(self, take: Callable[[list[Any]], list[Any]]) -> Self:
-        """The batch with `take` of each list that is not empty in its place, such as some of the parameters."""
+        """Return the batch with `take` applied to each non-empty list, for example to select parameters."""
         lists: dict[str, Any] = {name: take(column) for name, column in self._lists().items() if column}
         return replace(self, **lists, states={key: take(column) for key, column in self.states.items()})
 
     def chunks(self) -> Iterator[Self]:
-        """The batch in parts of at most CHUNK elements (or one larger tensor)."""
+        """Split the batch into parts of at most CHUNK elements (or one larger tensor)."""
         start, elements = 0, 0
         for i, g in enumerate(self.grads):
             if i > start and elements + g.numel() > CHUNK:
@@ -149,7 +147,7 @@ class Batch:
         return self.each(lambda column: column[start:end])
 
     def _lists(self) -> dict[str, list[Any]]:
-        """The lists by name, but for the states."""
+        """Return the lists by name, without the states."""
         return {name: getattr(self, name) for name in _LISTS}
 
 
@@ -158,11 +156,11 @@ def _described(x: torch.Tensor) -> str:
 
 
 def check_amaxes(batch: Batch, hyper: torch.Tensor, amaxes: torch.Tensor, kept: torch.Tensor, *others: Any, **flags: Any) -> None:
-    """ValueError where a batch has columns that the tables of amaxes lack; the arguments are those of `adamw`, without its tables."""
+    """Raise a ValueError if the tables of amaxes have too few columns for a batch. Arguments as in `adamw`, without its tables."""
     for name, table, columns in (("amaxes", amaxes, batch.indices), ("kept", kept, batch.places)):
         if not all(0 <= column < table.shape[1] for column in columns):
             raise ValueError(
-                f"{name} has {table.shape[1]} columns, and the batch asks for {min(columns)} to {max(columns)}; give it as many"
+                f"{name} has {table.shape[1]} columns, but the batch uses columns {min(columns)} to {max(columns)}; pass a larger table"
             )
 
 
@@ -178,24 +176,23 @@ def adamw(
     decoupled: bool,
     rounding: Rounding = NEAREST,
 ) -> None:
-    """Load, update, store (FP8-LM section 2.2), or nothing at all where the step is not usable.
+    """Load, update and store (FP8-LM section 2.2), or do nothing if the step is not usable.
 
-    Scales come from bounds that hold before the values are known: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares,
-    master and weight from twice the master's amax. A weight is cast from its master as stored: a cast of the unrounded update would
-    let every weight with a master that sits midway between two FP8 codes (one BF16 value in 16) jump by a code with an update too small for
-    the master.
+    Scales come from bounds that are known before the values: m from beta1 amax_m + (1 - beta1) amax_g, v likewise with squares, master and
+    weight from twice the master's amax. A weight is cast from its stored master. If it were cast from the unrounded update, every weight
+    whose master is midway between two FP8 codes (one BF16 value in 16) could jump by a code after an update too small for the master.
 
     Args:
-        tables: where the kernel keeps its table of addresses; the twin needs none.
+        tables: stores the kernel's table of addresses; the twin needs none.
         batch: the tensors.
         hyper: FP64 [5 or more], a `Hyper` first.
-        amaxes: FP32 [4 or more, parameters]: of gradient, m, v and master as stored, of whole tensors.
+        amaxes: FP32 [4 or more, parameters]: stored amaxes of gradient, m, v and master, of whole tensors.
         kept: FP32 [3 or more, pieces], changed in place: amaxes of m, v and master as this call stores them; rows of plain moments are
-            0, and so is that of a plain master unless its weight is scaled or its decay Adam's.
-        coefficient: FP32 0-dim: multiplies gradients; None clips nothing.
-        usable: bool 0-dim.
-        decoupled: False takes weight decay as Adam's, in the gradient.
-        rounding: of moments and masters as they are stored; stochastic rounding needs the batch's keys.
+            0, and so is that of a plain master unless its weight is scaled or the decay is Adam's.
+        coefficient: FP32 0-dim, the factor of the gradients; None: 1.
+        usable: bool 0-dim, whether to take the step.
+        decoupled: False adds weight decay to the gradient, as in Adam.
+        rounding: of moments and masters; stochastic rounding requires the batch's keys.
     """
     if not bool(usable):
         return
@@ -215,12 +212,12 @@ def update_(
     rounding: Rounding,
     bounded: bool = False,
 ) -> None:
-    """`adamw` of a usable step on tensors that are few enough for their FP32 temporaries.
+    """Run `adamw` for a usable step on a batch small enough for FP32 temporaries.
 
     Args:
         amaxes: FP32 [4 or more, tensors of the batch].
-        bounded: the moments are rounded by the caller, although they are FP32 here: the guard of the step holds.
-        The others: as of `adamw`.
+        bounded: limit the step even if the moments are FP32 here, because the caller rounds them.
+        The others are those of `adamw`.
 
     Raises:
         ValueError: for stochastic rounding of a batch without keys; nothing has changed then.
@@ -233,7 +230,7 @@ def update_(
         gs = [g * coefficient for g in gs]
         g_amax = g_amax * coefficient
     ms, vs, ps = load(batch.ms), load(batch.vs), load(batch.masters)
-    if hyper.weight_decay and not decoupled:  # Adam's decay is part of the gradient, so the bounds must see it
+    if hyper.weight_decay and not decoupled:  # Adam's decay is part of the gradient, so it counts in the bounds
         gs = list(torch._foreach_add(gs, ps, alpha=hyper.weight_decay))
         g_amax = g_amax + hyper.weight_decay * amaxes[MASTER]
         hyper = hyper._replace(weight_decay=0.0)
@@ -256,8 +253,8 @@ def update_(
 def stored_amaxes(
     states: Sequence[Sequence[Any]], masters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, decoupled: bool
 ) -> torch.Tensor:
-    """FP32 [states + 1, n]: amaxes of each list of states and of the masters, as they are stored; 0 where no scale and no bound will be
-    taken from them. `weights` as in a `Batch`."""
+    """Return the stored amaxes of each list of states and of the masters, FP32 [states + 1, n]; 0 if no scale or bound follows from one.
+    `weights` as in a `Batch`."""
     columns = (*states, masters)
     wanted = [isinstance(column[0], ScalingTensor) for column in columns]
     wanted[-1] |= not decoupled or any(isinstance(x, ScalingTensor) for x in weights)
@@ -266,7 +263,7 @@ def stored_amaxes(
 
 
 def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> list[list[Thresholds] | None]:
-    """Of m, v and the masters, each tensor's thresholds at its step; None of what is rounded to nearest."""
+    """Return the thresholds of each tensor at its step, for m, v and the masters; None for those rounded to nearest."""
     if rounding == NEAREST:
         return [None, None, None]
     found = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
@@ -274,10 +271,10 @@ def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> lis
 
 
 def check_keys(batch: Batch) -> None:
-    """ValueError where a batch has no keys for stochastic rounding."""
+    """Raise a ValueError if a batch has no keys for stochastic rounding."""
     if not batch.keys or not batch.offsets:
         raise ValueError(
-            f"stochastic rounding is asked for {len(batch.grads)} tensors without keys and offsets of their thresholds; give each its own "
+            f"stochastic rounding of {len(batch.grads)} tensors requires a key and an offset for each; pass them "
             "(msamp.numerics.stochastic_rounding.tensor_key), or round to nearest"
         )
 
@@ -291,16 +288,15 @@ def adam_(
     hyper: Hyper,
     largest_step: float = math.inf,
 ) -> None:
-    """One step of AdamW on lists of tensors, in place.
+    """Take one step of AdamW on lists of tensors, in place.
 
-    The parameters are updated from the moments as just computed, before those are rounded to what stores them
-    (FP8-LM section 2.2).
+    The parameters are updated with the new moments before these are rounded (FP8-LM section 2.2).
 
     Args:
-        ps, ms, vs, gs: parameters, first and second moments, gradients; FP32, equal shapes at equal places. `gs` is only read.
+        ps, ms, vs, gs: parameters, first and second moments, gradients; FP32, corresponding entries of equal shape. `gs` is only read.
         steps: number of this step for each tensor, from 1.
-        hyper: the group's numbers.
-        largest_step: in units of lr, what no step exceeds, but for the decay.
+        hyper: the group's hyperparameters.
+        largest_step: limit of the step in units of lr, without the decay.
     """
     lr, beta1, beta2, eps, weight_decay = hyper
     if weight_decay:

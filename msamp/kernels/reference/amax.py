@@ -6,5 +6,5 @@ from msamp.numerics.granularity import TENSORWISE
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """FP32 0-dim amax of `x` (FP32, BF16 or FP16); +inf where it holds a NaN or an infinity."""
+    """Return the amax of `x` (FP32, BF16 or FP16), FP32 0-dim; +inf if `x` contains NaN or Inf."""
     return TENSORWISE.amax(x)

@@ -1,4 +1,4 @@
-"""Cast in blocks, along the rows of a matrix, along its columns, or both."""
+"""Cast with block scales, along the rows of a matrix, along its columns, or both."""
 
 import torch
 
@@ -11,31 +11,31 @@ SMALLEST, LARGEST = 16, 128  # columns of a block
 
 
 def has_kernel(rows: int, columns: int) -> bool:
-    """Whether `block_cast` takes these blocks: 1 x n or n x n, n a power of two from 16 to 128."""
+    """Whether `block_cast` supports these blocks: 1 x n or n x n, n a power of two from 16 to 128."""
     return SMALLEST <= columns <= LARGEST and not columns & (columns - 1) and rows in (1, columns)
 
 
 def check_block_cast(x: torch.Tensor, rows: int, columns: int, scale_rule: str) -> None:
-    """ValueError for a tensor that is no matrix, blocks that have no kernel, and an unknown rule."""
+    """Raise a ValueError if `x` is not a matrix, the blocks have no kernel, or the rule is unknown."""
     if x.ndim != 2:
-        raise ValueError(f"x is {tuple(x.shape)}; blocks are cast of [M, N]: flatten the tokens into M")
+        raise ValueError(f"x is {tuple(x.shape)}; a cast with blocks requires [M, N]: flatten the tokens into M")
     if not has_kernel(rows, columns):
         raise ValueError(
-            f"a block of {rows} x {columns} has no kernel; give 1 x n or n x n, n a power of two from {SMALLEST} to {LARGEST}, "
+            f"a block of {rows} x {columns} has no kernel; use 1 x n or n x n, n a power of two from {SMALLEST} to {LARGEST}, "
             "such as 1 x 128, 128 x 128 or 1 x 32"
         )
     by_name(scale_rule)
 
 
 def new_operand(x: torch.Tensor, shape: tuple[int, int], block: Block, dtype: torch.dtype, scale_rule: str) -> list[torch.Tensor]:
-    """Memory on the device of `x` for the payload of [M, N] in `block`s and for its scale_inv, as `block_cast` lays them out."""
+    """Allocate payload and scale_inv for [M, N] in blocks, on the device of `x` and in the layout of `block_cast`."""
     (M, N), kind = block.scales_shape(shape), by_name(scale_rule).kept_dtype
     table = x.new_empty((N, M), dtype=kind).t() if block.rows == 1 else x.new_empty((M, N), dtype=kind)
     return [x.new_empty(shape, dtype=dtype), table]
 
 
 def no_operand(x: torch.Tensor, dtype: torch.dtype, scale_rule: str) -> list[torch.Tensor]:
-    """Empty tensors in place of a layout that is not asked for."""
+    """Return empty tensors for a layout that is not requested."""
     return [x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=by_name(scale_rule).kept_dtype)]
 
 
@@ -51,28 +51,28 @@ def block_cast(
     row: bool,
     col: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise `x` with a just-in-time scale for every block, as it stands, transposed, or both, in one read.
+    """Cast `x` with a just-in-time scale per block, its transpose, or both, in one read.
 
-    The transpose is a cast of `x.t()` in blocks of the same shape. Blocks of one row thus run along the rows of `x` in one and along its
-    columns in the other, and each is cast anew from `x`. Square blocks are the same in both, and so are their codes.
+    The transpose is a cast of `x.t()` with blocks of the same shape. So blocks of one row run along the rows of `x` in one cast and along
+    its columns in the other, and each is cast separately from `x`. Square blocks, and their codes, are the same in both.
 
     Args:
         x: [M, N] FP32, BF16, FP16 or FP8.
-        multiplier: FP32, 0-dim: cast `x * multiplier` (in FP32), such as the payload of an FP16 or FP8 weight by its scale_inv.
-        amax_slot: FP32, 0-dim, raised in place to the amax of what is cast (+inf where it is not finite); None takes no amax.
+        multiplier: FP32, 0-dim: cast `x * multiplier` (in FP32), such as the payload of an FP16 or FP8 weight times its scale_inv.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the values (+inf if not finite); None does not measure it.
         rows, columns: of a block, 1 x n or n x n, n a power of two from 16 to 128; blocks at an edge may be short.
         dtype: an FP8 dtype.
         scale_rule: `fp32`, `power-of-two` or `e8m0` of `msamp.numerics.block_scale`.
-        row: give the cast of `x`.
-        col: give that of its transpose.
+        row: return the cast of `x`.
+        col: return the cast of its transpose.
 
     Returns:
         Payload [M, N] row-major of `dtype`; its scale_inv [ceil(M / rows), ceil(N / columns)], FP32 or (`e8m0`) uint8; and the same two of
         `x.t()`: [N, M], [ceil(N / rows), ceil(M / columns)]. Tables of blocks of one row are column-major and the others row-major, as
-        Hopper's GEMM reads them (`msamp.kernels.scaled_mm.block_scaled_mm`). What is not asked for is empty.
+        Hopper's GEMM reads them (`msamp.kernels.scaled_mm.block_scaled_mm`). Results that are not requested are empty.
 
     Raises:
-        ValueError: for another shape or block, or an unknown rule.
+        ValueError: if the shape, the block or the rule is not supported.
     """
     check_block_cast(x, rows, columns, scale_rule)
     v, block = x.detach().float(), Block(rows, columns)

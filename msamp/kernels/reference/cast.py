@@ -1,4 +1,4 @@
-"""Scaled cast."""
+"""Cast with a given scale."""
 
 import torch
 
@@ -7,9 +7,9 @@ from msamp.numerics.quantize import quantize
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantise `x` with `scale`, or round the product to BF16.
+    """Cast `x` to FP8 with `scale`, or round the product to BF16.
 
-    One read and one write. `torch.mul` with an output of another dtype runs at a third of a copy's speed (H200).
+    It takes one read and one write. `torch.mul` with an output of another dtype runs at a third of a copy's speed (H200).
 
     Args:
         x: [M, N] FP32, BF16 or FP16.

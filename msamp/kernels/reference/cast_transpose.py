@@ -1,4 +1,4 @@
-"""Scaled cast that leaves either layout or both, and the column sums of its input."""
+"""Cast with one scale to either layout or both, with the column sums of the input."""
 
 import torch
 
@@ -21,28 +21,28 @@ def cast_transpose(
     scale_inv_slot: torch.Tensor | None = None,
     maxima: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise `x` once; Hopper's FP8 GEMM takes K-major operands only, so grad_weight wants the transpose (FP8-LM section 2).
+    """Cast `x` and return the payload, its transpose, or both. Hopper's FP8 GEMM only supports K-major operands, so grad_weight requires
+    the transpose (FP8-LM section 2).
 
     Args:
         x: [M, N] FP32, BF16 or FP16.
-        scale: FP32, 0-dim, a power of two; None takes it from the amax of `x`, just in time.
-        amax_slot: FP32, 0-dim, raised in place to the amax of `x` (+inf where it is not finite); None takes no amax.
+        scale: FP32, 0-dim, a power of two; None uses a just-in-time scale from the amax of `x`.
+        amax_slot: FP32, 0-dim, raised in place to the amax of `x` (+inf if not finite); None does not measure it.
         dtype: an FP8 dtype.
-        row: give the payload.
-        col: give its transpose.
-        colsum: give the column sums of `x`: of a grad_output, the gradient of the bias. Only beside `row` or `col`.
-        scale_inv_slot: FP32, 0-dim, 16-byte aligned, holding 0: where scale_inv is left instead of in memory that this call would
-            have to zero first.
-        maxima: FP32, any shape, contiguous: the first stage of Group Scaling (`msamp.numerics.range_expand.two_stage_amax`), as the
-            producer of `x` left it. The same scale follows from them without a read of `x`. Only where `scale` is None.
+        row: return the payload.
+        col: return its transpose.
+        colsum: return the column sums of `x`, which for a grad_output are the bias gradient. Only together with `row` or `col`.
+        scale_inv_slot: FP32, 0-dim, 16-byte aligned, containing 0: receives scale_inv, instead of new memory that must first be zeroed.
+        maxima: FP32, any shape, contiguous: the first stage of Group Scaling (`msamp.numerics.range_expand.two_stage_amax`), from the
+            kernel that wrote `x`. The same scale follows from them without a read of `x`. Only if `scale` is None.
 
     Returns:
-        Payload [M, N] and transpose [N, M], both row-major, of `dtype`; scale_inv (FP32, 0-dim; NaN where `x` is not finite,
-        since an infinity saturates in the payload); column sums of parts of the rows, FP32 [parts, N], for `sum_parts`. What is not
-        asked for is empty, and so is scale_inv where it has a slot.
+        Payload [M, N] and transpose [N, M], both row-major, of `dtype`; scale_inv (FP32, 0-dim; NaN if `x` is not finite, since an infinity
+        saturates in the payload); column sums of parts of the rows, FP32 [parts, N], for `sum_parts`. Results that are not requested are
+        empty, and so is scale_inv if a slot is given.
 
     Raises:
-        ValueError: for column sums alone; for `maxima` beside a scale, or that are not FP32.
+        ValueError: for column sums alone; for `maxima` together with a scale, or of another dtype.
     """
     check_asked(row=row, col=col, colsum=colsum)
     check_maxima(maxima, scale)
@@ -62,26 +62,26 @@ def cast_transpose(
 
 
 def check_asked(*, row: bool, col: bool, colsum: bool) -> None:
-    """ValueError for column sums alone: Triton 3.6 compiles a kernel that stores nothing else wrongly (H200: every other column's sum)."""
+    """Raise a ValueError for column sums alone: Triton 3.6 miscompiles a kernel that stores nothing else (H200: half the sums)."""
     if colsum and not (row or col):
-        raise ValueError("column sums come with a cast only: ask for row or col too, or take x.sum(0)")
+        raise ValueError("colsum requires row or col; set one of them, or use x.sum(0)")
 
 
 def check_maxima(maxima: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-    """ValueError for `maxima` beside a scale, or that are not FP32."""
+    """Raise a ValueError for `maxima` together with a scale, or of another dtype than FP32."""
     if maxima is not None and scale is not None:
-        raise ValueError("maxima stand in for the amax of a just-in-time cast: give scale None with them, or leave them out")
+        raise ValueError("maxima and scale were both passed; maxima are for a just-in-time scale: pass scale=None, or leave maxima out")
     if maxima is not None and maxima.dtype != torch.float32:
-        raise ValueError(f"maxima are {maxima.dtype}; the largest magnitudes of the parts of a tensor are torch.float32")
+        raise ValueError(f"maxima are {maxima.dtype}; they must be torch.float32")
 
 
 def cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The transpose of what `cast_transpose` gave, the same codes, made again in backward.
+    """Recompute in backward the transpose of `cast_transpose`'s payload, with the same codes.
 
     Args:
         x: [M, N] FP32, BF16 or FP16.
         scale_inv: FP32, 0-dim, as `cast_transpose` returned it.
-        dtype: the FP8 dtype of then.
+        dtype: the FP8 dtype of `cast_transpose`.
 
     Returns:
         [N, M] of `dtype`, row-major.
@@ -98,7 +98,7 @@ def _store(
     colsum: bool,
     scale_inv_slot: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output of a producer with the FP32 result `v` [M, N]: `cast_transpose` of it, or `v` plain in a wide `dtype`."""
+    """Return the output of an operator with the FP32 result `v` [M, N]: `cast_transpose` of it, or plain `v` in a wide `dtype`."""
     if dtype.itemsize == 1:
         return cast_transpose(v, scale, amax_slot, dtype, row=True, col=col, colsum=colsum, scale_inv_slot=scale_inv_slot)
     sums = v.sum(0, keepdim=True) if colsum else v.new_empty(0)

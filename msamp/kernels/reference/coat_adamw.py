@@ -1,4 +1,4 @@
-"""AdamW with moments, one or both, of COAT's format: FP8 in groups with range expansion [COAT, part 1]. The arithmetic is `adamw`'s."""
+"""AdamW with one or both moments in COAT's format, FP8 groups with range expansion [COAT, part 1]. The arithmetic is that of `adamw`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,14 +25,14 @@ def coat_adamw(
     decoupled: bool,
     rounding: Rounding = NEAREST,
 ) -> None:
-    """As `adamw`, with moments that are `Expanded`: load to FP32, update, and store with new maxima and exponents.
+    """As `adamw`, with `Expanded` moments: load to FP32, update, and store with new maxima and exponents.
 
-    These come from the new moments themselves, group by group, so that no bound is needed and rows of `kept` stay 0. A moment in
-    another format is stored as `adamw` does.
+    These are measured on the new moments, group by group, so no bound is needed and their rows of `kept` stay 0. A moment in another format
+    is stored as in `adamw`.
 
     Args:
-        batch: `ms` or `vs`, or both, hold `Expanded` moments.
-        The others: as `adamw`.
+        batch: `ms` or `vs`, or both, are `Expanded`.
+        The others are those of `adamw`.
     """
     if not bool(usable):
         return
@@ -47,12 +47,12 @@ def coat_adamw(
 
 
 def _without_gradient(g: torch.Tensor, p: torch.Tensor, decays: float) -> torch.Tensor:
-    """bool, where neither a gradient nor a decay in it moves m."""
+    """Return a bool mask of the elements where m gets no gradient or decay."""
     return (fp32_values(g) == 0) & (fp32_values(p) == 0) if decays else fp32_values(g) == 0
 
 
 def _loaded(states: Sequence[torch.Tensor | Expanded]) -> list[torch.Tensor | Expanded]:
-    """Expanded states as FP32 tensors, others as they are."""
+    """Return Expanded states as FP32 tensors, and others unchanged."""
     return [state.dequantize() if isinstance(state, Expanded) else state for state in states]
 
 
@@ -62,14 +62,14 @@ def _store(
     silent: Sequence[torch.Tensor] | None = None,
     beta1: float = 0.0,
 ) -> None:
-    """Overwrite `Expanded` states. Where it is `silent`, codes of m fall that would undo more than half of its decay."""
+    """Overwrite `Expanded` states. Where `silent`, codes of m decrease if they would undo more than half of its decay."""
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         if isinstance(state, Expanded) and isinstance(value, torch.Tensor):
             fmt = of_dtype(state.payload.dtype)
             new = quantize_expanded(value, fmt, state.group)
             payload = new.payload
             if silent is not None:
-                # The codes' values move with the group's maximum and exponent, so that a code can follow m without being m's own.
+                # A code's value changes with the group's maximum and exponent, so m may decrease although its code stays.
                 largest, k = (state.group.spread(x.double(), value.shape) for x in (new.max, new.k))
                 payload = fallen(payload, fmt.max * (state.dequantize().abs() * beta1**0.5 / largest) ** k, silent[i])
             for old, now in ((state.payload, payload), (state.max, new.max), (state.k, new.k)):

@@ -1,4 +1,4 @@
-"""AdamW's update in BF16, weight and second moment as pairs of BF16 (Collage, algorithm 2), and the options of its Table 2."""
+"""AdamW with BF16 arithmetic and weight and second moment as pairs of BF16 (Collage, algorithm 2), and the options of its Table 2."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,9 +15,9 @@ class Variant(NamedTuple):
 
     Attributes:
         dtype: of m, v and the arithmetic of the update; scalars are computed in FP64 and rounded to it.
-        weight: what stands beside the BF16 weight: "nothing", "pair" (a second component), "kahan" (a compensation), "master" (FP32).
-        pair_v: v and beta2 are pairs.
-        remainder: dtype in which second components are stored (`mcf.remainder_payload`); the arithmetic has them in BF16.
+        weight: the addition to the BF16 weight: "nothing", "pair" (a second component), "kahan" (a compensation), "master" (FP32).
+        pair_v: whether v and beta2 are pairs.
+        remainder: dtype in which second components are stored (`mcf.remainder_payload`); the arithmetic uses BF16.
     """
 
     dtype: torch.dtype
@@ -45,15 +45,15 @@ def collage(
     coefficient: torch.Tensor | None,
     usable: torch.Tensor,
 ) -> None:
-    """One step of an update in BF16 over many tensors, or nothing at all where the step is not usable.
+    """Take one step with BF16 arithmetic on many tensors, or do nothing if the step is not usable.
 
     Args:
-        tables: where the kernel keeps its table of addresses; the twin needs none.
-        batch: plain BF16 tensors; the masters are the weights. `weight_remainders` and `v_remainders` as `update` wants them.
+        tables: stores the kernel's table of addresses; the twin needs none.
+        batch: plain BF16 tensors; the masters are the weights. `weight_remainders` and `v_remainders` as `update` requires.
         hyper: FP64 [5 or more], a `Hyper`; the decay is AdamW's.
-        update: one of `VARIANTS` in BF16.
-        coefficient: FP32 0-dim: multiplies gradients, in FP32, and the product is rounded to BF16; None clips nothing.
-        usable: bool 0-dim.
+        update: a BF16 row of `VARIANTS`.
+        coefficient: FP32 0-dim, the factor of the gradients: the FP32 product is rounded to BF16; None: 1.
+        usable: bool 0-dim, whether to take the step.
     """
     if not bool(usable):
         return
@@ -77,18 +77,18 @@ def step_(
     hyper: Hyper,
     variant: Variant,
 ) -> torch.Tensor:
-    """One step of one tensor, in place (Collage, algorithm 2).
+    """Take one step on one tensor, in place (Collage, algorithm 2).
 
     Args:
         weight, g: BF16, of one shape; `g` is only read.
         state: `exp_avg`, `exp_avg_sq` in the variant's dtype; by variant `weight_remainder`, `exp_avg_sq_remainder` in its
             `remainder`, `master` in FP32.
         step: number of this step, from 1.
-        hyper: the group's numbers.
-        variant: what is rounded where.
+        hyper: the group's hyperparameters.
+        variant: the precision option.
 
     Returns:
-        The update of the weight as it was wanted, in the variant's dtype.
+        The exact update of the weight, in the variant's dtype.
     """
     delta = _delta(state.get("master", weight), g, state, step, hyper, variant)
     if variant.weight == "master":
@@ -110,7 +110,7 @@ def _delta(
     hyper: Hyper,
     variant: Variant,
 ) -> torch.Tensor:
-    """Lines 6 to 12: bring the moments up to date and return the update of the weight."""
+    """Update the moments and return the update of the weight (lines 6 to 12)."""
 
     def scalar(x: float) -> float:
         return torch.tensor(x, dtype=torch.float64).to(variant.dtype).item()
@@ -130,7 +130,7 @@ def _delta(
 
 
 def power(base: float, exponent: int) -> float:
-    """`base` to a whole power >= 0 by squaring: FP64 products in an order that the kernel follows, so that both come to the same bits."""
+    """Return `base` to an integer power >= 0 by squaring, with FP64 products in the kernel's order, so that both give the same bits."""
     result = 1.0
     while exponent:
         if exponent % 2:

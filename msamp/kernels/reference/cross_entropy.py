@@ -1,19 +1,19 @@
-"""Cross entropy of logits over the vocabulary, and its gradient in their place.
+"""Cross entropy of logits over the vocabulary, with the gradient written in place of the logits.
 
-Where tensor-parallel ranks hold some columns of the vocabulary each, a row's softmax wants three numbers of every rank: the largest logit,
-the sum of exponentials below it, and the label's logit. `softmax_parts` gives a rank's own, and the ranks gather them.
-`cross_entropy_of_parts_` then does what `cross_entropy_` does with whole rows. The losses are the same on every rank, bit for bit, since
-each combines the same numbers in the order of the ranks.
+If tensor-parallel ranks each have some columns of the vocabulary, the softmax of a row requires three numbers from every rank: the largest
+logit, the sum of exponentials relative to it, and the label's logit. `softmax_parts` computes a rank's own, and the ranks gather them.
+`cross_entropy_of_parts_` then does what `cross_entropy_` does for whole rows. The losses are the same on every rank, bit for bit, since all
+ranks combine the same numbers in the same order.
 """
 
 import torch
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Loss of every row of `logits`, which are overwritten by the gradient of the weighted sum of the losses.
+    """Return the loss of every row of `logits`, and overwrite them with the gradient of the weighted sum of the losses.
 
-    That gradient is `weights[m] * (softmax(logits[m]) - onehot(labels[m]))`, so a row of weight 0 becomes zeros. What is not finite
-    stays so, in the loss and in the row; a label outside the vocabulary makes both NaN, since no device can raise without a host sync.
+    That gradient is `weights[m] * (softmax(logits[m]) - onehot(labels[m]))`, so a row of weight 0 becomes zeros. Non-finite logits give a
+    non-finite loss and row. A label outside the vocabulary makes both NaN, since an exception would require a host sync.
 
     Args:
         logits: [M, V] FP32, BF16 or FP16, row-major, changed in place.
@@ -33,16 +33,16 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Te
 
 
 def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-    """One rank's part of the softmax of every row.
+    """Compute one rank's part of the softmax of every row.
 
     Args:
         logits: [M, V] FP32, BF16 or FP16, row-major: columns `first` to `first + V - 1` of the whole vocabulary.
-        labels: [M] int64, numbered in the whole vocabulary.
+        labels: [M] int64, indices in the whole vocabulary.
         first: this rank's first column.
 
     Returns:
-        [3, M] FP32: the largest logit (at least FP32's lowest finite number), the sum of exp(logit - largest), and the label's logit, 0
-        where another rank has it.
+        [3, M] FP32: the largest logit (at least FP32's lowest finite value), the sum of exp(logit - largest), and the label's logit, or 0
+        if another rank has it.
     """
     x = logits.float()
     at = labels - first
@@ -55,11 +55,11 @@ def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> tor
 def cross_entropy_of_parts_(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, first: int
 ) -> torch.Tensor:
-    """`cross_entropy_` of rows with columns spread over ranks, of which this one holds `logits`.
+    """Compute `cross_entropy_` for rows whose columns are sharded over ranks; this rank has `logits`.
 
     Args:
         logits: [M, V] FP32, BF16 or FP16, row-major, columns `first` to `first + V - 1`; overwritten by their part of the gradient.
-        labels: [M] int64, 0 to ranks * V - 1; another makes loss and gradient NaN.
+        labels: [M] int64, 0 to ranks * V - 1; any other makes loss and gradient NaN.
         weights: [M] FP32, the loss mask.
         parts: [ranks, 3, M] FP32, `softmax_parts` of every rank in the order of the ranks.
         first: this rank's first column.

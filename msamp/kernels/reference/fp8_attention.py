@@ -1,8 +1,8 @@
-"""Attention with FP8 operands in plain torch: the definition that cuDNN's kernels are held to (`msamp.kernels.fp8_attention`).
+"""FP8 attention in plain torch: the definition with which cuDNN's kernels must agree (`msamp.kernels.fp8_attention`).
 
-Products are sums in FP32 of FP8 values. Between the two products of a direction stands an FP8 tensor of s x s: the softmax S in E4M3, and
-in backward the gradient of the scores, dP, in E5M2. Forward rounds exp(score - largest score of the row) and divides by the sum of the
-row behind the product, as a kernel does that never holds a whole row. Backward rounds the softmax itself, which it makes again from the
+GEMMs multiply FP8 values and accumulate in FP32. Between the two GEMMs of forward, and of backward, an s x s tensor is cast to FP8: the
+softmax S to E4M3, and in backward the gradient of the scores, dP, to E5M2. Forward casts exp(score - largest score of the row) and divides
+by the sum of the row after the GEMM, like a kernel that never has a whole row. Backward casts the softmax itself, recomputed from the
 scores and the logarithm of that sum.
 """
 
@@ -14,18 +14,18 @@ from msamp.kernels.reference.amax import amax
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import quantize
 
-# No element of S is above 1, and with a causal mask the first of each row begins with 1: the scale is known without an amax.
+# No element of S is above 1, and with a causal mask the first row is 1: the scale is known without an amax.
 SOFTMAX_SCALE = 256.0
 
 
 class AttentionScales(NamedTuple):
-    """The scales that backward takes, on the device.
+    """The scales for backward, on the device.
 
     Attributes:
         qkv: FP32 [3], scale_inv of queries, keys and values.
         o, grad_o: FP32 0-dim, scale_inv of the output and of its gradient.
-        gradients: FP32 [4], the scales into FP8 of dP, dQ, dK and dV.
-        dp_scale_inv: FP32 0-dim, the inverse of the first of them.
+        gradients: FP32 [4], the scales of dP, dQ, dK and dV.
+        dp_scale_inv: FP32 0-dim, the inverse of dP's scale.
     """
 
     qkv: torch.Tensor
@@ -36,13 +36,13 @@ class AttentionScales(NamedTuple):
 
 
 def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """ValueError unless the query is [s, b, heads, d], and key and value are [s, b, groups, d] with groups a divisor of the heads."""
+    """Raise a ValueError unless the query is [s, b, heads, d], and key and value are [s, b, groups, d] with groups a divisor of heads."""
     s, b, heads, d = query.shape
     for name, x in (("key", key), ("value", value)):
         groups = x.shape[2]
         if x.shape != (s, b, key.shape[2], d) or not groups or heads % groups:
             raise ValueError(
-                f"{name} is {tuple(x.shape)}; beside a query of {tuple(query.shape)} it must be [{s}, {b}, groups, {d}] with groups a "
+                f"{name} is {tuple(x.shape)}; for a query of {tuple(query.shape)} it must be [{s}, {b}, groups, {d}] with groups a "
                 "divisor of the heads"
             )
 
@@ -57,22 +57,22 @@ def attention_forward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scaled dot product attention of FP8 queries, keys and values.
+    """Compute scaled dot product attention with FP8 queries, keys and values.
 
     Args:
         query: [s, b, heads, d] E4M3.
         key, value: [s, b, groups, d] E4M3.
         scale_invs: FP32 [3], of query, key and value.
         o_scale: FP32 0-dim, a power of two: the scale of the output.
-        softmax_scale: factor on the scores.
-        causal: a token sees those before it; else all of its sequence.
+        softmax_scale: factor of the scores.
+        causal: whether a token attends only to itself and earlier tokens.
 
     Returns:
-        Output [s, b, heads, d] E4M3; for backward FP32 [b, heads, s, 1], the logarithm of the sum of each row; FP32 0-dim, the amax of the
-        output before its cast.
+        Output [s, b, heads, d] E4M3; for backward the logarithm of the sum of each row, FP32 [b, heads, s, 1]; the amax of the output
+        before its cast, FP32 0-dim.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: if shapes do not match.
     """
     check_heads(query, key, value)
     q, k, v = (_by_head(x, query.shape[2]) for x in (query, key, value))
@@ -97,19 +97,19 @@ def attention_backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `attention_forward`.
+    """Compute the gradients of `attention_forward`.
 
     Args:
         query, key, value, softmax_scale, causal: as for `attention_forward`.
-        o, stats: what it returned.
+        o, stats: as returned by `attention_forward`.
         grad_o: [s, b, heads, d] E5M2.
-        scales: of all of these, and of what is made.
+        scales: of all inputs and outputs.
 
     Returns:
-        dQ [s, b, heads, d], dK and dV [s, b, groups, d], E5M2; FP32 [4], the amaxes of dP, dQ, dK and dV before their casts.
+        dQ [s, b, heads, d], dK and dV [s, b, groups, d], E5M2; the amaxes of dP, dQ, dK and dV before their casts, FP32 [4].
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: if shapes do not match.
     """
     check_heads(query, key, value)
     groups = key.shape[2]
@@ -128,7 +128,7 @@ def attention_backward(
 
 
 def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[s, b, n, d] FP8 -> [b, heads, s, d] FP32, each group's as often as it has heads."""
+    """[s, b, n, d] FP8 -> [b, heads, s, d] FP32, repeating each group for its heads."""
     return x.float().permute(1, 2, 0, 3).repeat_interleave(heads // x.shape[2], 1)
 
 
@@ -138,7 +138,7 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[b, heads, s, d] -> [b, groups, s, d], heads of a group added up."""
+    """[b, heads, s, d] -> [b, groups, s, d], summed over the heads of a group."""
     b, heads, s, d = x.shape
     return x.view(b, groups, heads // groups, s, d).sum(2)
 

@@ -1,4 +1,4 @@
-"""Largest magnitudes and sums of squares of many gradients."""
+"""Amaxes and sums of squares of many gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,22 +20,22 @@ def grad_stats(
     *,
     squares: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Amaxes and sums of squares, both exact: any cut and any order gives the same.
+    """Return amaxes and sums of squares, both exact and independent of sharding and order.
 
-    A payload's range is known before its values, so its amax and squares come from one read. A plain gradient's squares need its amax
-    first: a call without `squares`, then one with `factors`.
+    The range of a payload is known in advance, so one read gives its amax and squares. The squares of a plain gradient require its amax
+    first: call it without `squares`, then with `factors`.
 
     Args:
-        tables: where the kernel keeps its table of addresses; the twin needs none.
+        tables: stores the kernel's table of addresses; the twin needs none.
         gs: contiguous plain tensors or ScalingTensors, any shapes, on one device.
-        factors: FP64 [n], where `gs` are plain and `squares` are wanted: |g * factor| must stay below 4.
-        units: then, a power of two for each gradient, at most 2^46: the squares must stay below 2^51 units.
-        squares: whether squares are added up.
+        factors: FP64 [n], for the squares of plain `gs`: |g * factor| must be below 4.
+        units: with `factors`, a power of two for each gradient, at most 2^46: the squares must be below 2^51 units.
+        squares: whether to sum squares.
 
     Returns:
-        FP32 [2, n]: the amax of the values, +inf where one is not finite; and scale_inv, 0 where there is none or it is NaN.
+        FP32 [2, n]: the amax of the values, +inf if one is not finite; and scale_inv, 0 if there is none or it is NaN.
         int64 [n, 2]: sums of (g * factor)^2 in 1 / units, or of payload^2 in 1 / PAYLOAD_UNITS, as whole units and 2^-30 units with
-        0 <= those < 2^30. Meaningless where a value is not finite; int64 [0, 2] without `squares`.
+        0 <= those < 2^30. Meaningless if a value is not finite; int64 [0, 2] without `squares`.
     """
     device = gs[0].device if gs else torch.device("cpu")
     stats = torch.stack([_amaxes(gs), _scale_invs(gs)]) if gs else torch.zeros(2, 0, dtype=torch.float32)
@@ -50,22 +50,22 @@ def grad_stats(
 
 
 def check_lengths(gs: Sequence[torch.Tensor], factors: torch.Tensor | None = None, units: Sequence[int] = (), **flags: Any) -> None:
-    """ValueError where there are not as many factors and units as gradients, or gradients stand on several devices; the arguments are those
-    of `grad_stats`, without its tables."""
+    """Raise a ValueError if the numbers of factors, units and gradients differ, or gradients are on several devices. Arguments as in
+    `grad_stats`, without its tables."""
     if factors is not None and not len(gs) == factors.numel() == len(units):
-        raise ValueError(f"{len(gs)} gradients are given with {factors.numel()} factors and {len(units)} units; give as many of each")
+        raise ValueError(f"{len(gs)} gradients were passed with {factors.numel()} factors and {len(units)} units; pass as many of each")
     if len(devices := {g.device for g in gs}) > 1:
-        raise ValueError(f"gradients are on {', '.join(sorted(map(str, devices)))}; give those of one device together")
+        raise ValueError(f"gradients are on {', '.join(sorted(map(str, devices)))}; pass gradients of one device")
 
 
 def carried(sums: torch.Tensor) -> torch.Tensor:
-    """int64 [n, 2] sums with whole units carried out of the 2^-30 units: the same number is then the same bits."""
+    """Carry whole units out of the 2^-30 units of int64 [n, 2] sums, so that equal numbers have equal bits."""
     return torch.stack([sums[:, 0] + (sums[:, 1] >> 30), sums[:, 1] & (2**30 - 1)], 1)
 
 
 def square_sum(x: torch.Tensor, factor: torch.Tensor, units: float) -> torch.Tensor:
-    """int64 [2]: the sum of (x * factor)^2 in 1 / `units`, as whole units and 2^-30 units, not `carried`; `factor` FP64 0-dim."""
-    # Each square is taken in FP64 and rounded to whole units; the remainder is rounded to 2^-30 units.
+    """Return the sum of (x * factor)^2 in 1 / `units`, int64 [2]: whole units and 2^-30 units, not `carried`; `factor` is FP64 0-dim."""
+    # Each square is computed in FP64 and rounded to whole units; the remainder is rounded to 2^-30 units.
     squares = (x.float().double() * factor).square_().mul_(units)
     whole = squares.round()
     rest = squares.sub_(whole).mul_(2.0**30).round_()
@@ -92,7 +92,7 @@ def _amaxes(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _fp8_amaxes(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Without their sign bit FP8's bit patterns are in the order of the magnitudes: no copy in FP32.
+    # Without the sign bit, FP8 bit patterns have the order of their magnitudes, so no FP32 copy is needed.
     largest = [
         (x.view(torch.uint8) & 0x7F).max().view(x.dtype).float() if x.numel() else x.new_zeros((), dtype=torch.float32) for x in payloads
     ]

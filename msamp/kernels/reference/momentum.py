@@ -1,7 +1,8 @@
-"""Updates with one momentum, in FP32 and in torch.optim's own order of operations, so that FP32 states equal it bit for bit: SGD's heavy
-ball [Sutskever et al. 2013], and Muon, which orthogonalises the momentum of a matrix [Jordan et al. 2024].
+"""Momentum updates in FP32: SGD with momentum [Sutskever et al. 2013], and Muon, which orthogonalizes a matrix's momentum [Jordan et al.
+2024].
 
-Numbers are Python floats, or FP64 0-dim on a GPU, which nothing waits for.
+The order of operations is that of torch.optim, so that FP32 states are equal bit for bit. Hyperparameters are Python floats, or on a GPU
+FP64 0-dim tensors, so that the host never waits.
 """
 
 import math
@@ -10,20 +11,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 Number = float | torch.Tensor
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic: steep at 0, where small singular values start [Jordan et al. 2024]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, steep at 0 for small singular values [Jordan et al. 2024]
 
 
 def _original(rows: int, columns: int) -> float:
-    """The spectral norm that a step has follows the matrix's shape [Jordan et al. 2024]."""
+    """Set the spectral norm of a step from the matrix's shape [Jordan et al. 2024]."""
     return math.sqrt(max(1.0, rows / columns))
 
 
 def _match_rms_adamw(rows: int, columns: int) -> float:
-    """A step has the root mean square 0.2, as AdamW's have, whatever the shape [Liu et al. 2025, equation 4]."""
+    """Give a step the root mean square 0.2 of AdamW's steps, for any shape [Liu et al. 2025, equation 4]."""
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-# Factor of the learning rate by `adjust_lr_fn`, as torch.optim.Muon spells it.
+# Factor of the learning rate by `adjust_lr_fn`, with the names of torch.optim.Muon.
 ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {None: _original, "original": _original, "match_rms_adamw": _match_rms_adamw}
 
 
@@ -40,15 +41,15 @@ def heavy_ball_(
     nesterov: bool,
     decoupled: bool,
 ) -> None:
-    """One step of SGD: buffer = momentum buffer + (1 - dampening) g, p = p - lr buffer.
+    """Take one step of SGD: buffer = momentum buffer + (1 - dampening) g, p = p - lr buffer.
 
     Args:
         p, g, buffer: FP32, of one shape; `g` is only read. Without a buffer the step is g.
-        lr, momentum, dampening: the group's.
-        weight_decay: None: there is none.
-        first: bool 0-dim, whether this is the first step, which is not dampened; None where nothing is.
-        nesterov: the step is g + momentum buffer.
-        decoupled: the decay shrinks the weight, else it is added to the gradient.
+        lr, momentum, dampening: of the group.
+        weight_decay: None for no decay.
+        first: bool 0-dim, whether this is the first step, which is not dampened; None without dampening.
+        nesterov: whether the step is g + momentum buffer.
+        decoupled: apply the decay to the weight instead of adding it to the gradient.
     """
     if weight_decay is not None:
         if decoupled:
@@ -77,14 +78,14 @@ def muon_(
     ns_steps: int,
     adjust_lr_fn: str | None,
 ) -> None:
-    """One step of Muon: buffer = momentum buffer + (1 - momentum) g, p = (1 - lr weight_decay) p - lr' orthogonal(buffer).
+    """Take one step of Muon: buffer = momentum buffer + (1 - momentum) g, p = (1 - lr weight_decay) p - lr' orthogonal(buffer).
 
     Args:
         p, g, buffer: FP32 [rows, columns]; `g` is only read.
-        lr, momentum, weight_decay: the group's; decay None: there is none.
-        nesterov: orthogonalise momentum buffer + (1 - momentum) g instead of the buffer.
+        lr, momentum, weight_decay: of the group; weight_decay None for no decay.
+        nesterov: orthogonalize momentum buffer + (1 - momentum) g instead of the buffer.
         ns_coefficients, ns_steps, eps: of `orthogonal`.
-        adjust_lr_fn: lr' = lr times what this key of `ADJUSTMENTS` makes of the shape.
+        adjust_lr_fn: key of `ADJUSTMENTS`; its function of the shape times lr is lr'.
     """
     buffer.lerp_(g, _weight(1 - momentum))
     step = orthogonal(g.lerp(buffer, _weight(momentum)) if nesterov else buffer, ns_coefficients, ns_steps, eps)
@@ -94,8 +95,8 @@ def muon_(
 
 
 def orthogonal(x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
-    """BF16 [rows, columns]: U S' V^T of x = U S V^T, the singular values S' between about 0.7 and 1.2, by steps of a X + (b A + c A^2) X,
-    A = X X^T (Newton-Schulz), on x divided by its Frobenius norm, which is taken to be at least `eps`."""
+    """Return U S' V^T for x = U S V^T, BF16 [rows, columns], with singular values S' between about 0.7 and 1.2. It takes Newton-Schulz
+    steps a X + (b A + c A^2) X, A = X X^T, starting at x divided by its Frobenius norm, or by `eps` if that is larger."""
     a, b, c = coefficients
     wide = x.shape[0] <= x.shape[1]
     y = (x if wide else x.T).bfloat16()
@@ -107,10 +108,10 @@ def orthogonal(x: torch.Tensor, coefficients: Sequence[float], steps: int, eps: 
 
 
 def add_(x: torch.Tensor, y: torch.Tensor, factor: Number) -> torch.Tensor:
-    """x + factor y in place."""
+    """Add factor * y to x in place."""
     return x.addcmul_(y.to(x.dtype), factor.to(x.dtype)) if isinstance(factor, torch.Tensor) else x.add_(y, alpha=factor)
 
 
 def _weight(x: Number) -> Number:
-    """As lerp wants it beside FP32."""
+    """Return `x` in the type that lerp requires with FP32 tensors."""
     return x.float() if isinstance(x, torch.Tensor) else x

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with the residual addition before and the cast to FP8 behind, their transposed recomputation, their backward."""
+"""LayerNorm and RMSNorm fused with the residual addition before and the FP8 cast after, their transposed recomputation, and backward."""
 
 import torch
 
@@ -15,17 +15,17 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 def check_normalize(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, rms: bool
 ) -> None:
-    """ValueError for shapes and dtypes that the norms are not defined for."""
+    """Raise a ValueError for shapes and dtypes that the norms do not support."""
     if x.ndim != 2 or x.dtype not in WIDE:
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; a norm takes [M, N] of BF16, FP16 or FP32: flatten the tokens into M")
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; a norm requires [M, N] in BF16, FP16 or FP32: flatten the tokens into M")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}; it must match x, {x.dtype} {tuple(x.shape)}: convert it")
     if any(p is not None and p.shape != x.shape[1:] for p in (weight, bias)):
         raise ValueError(f"weight is {tuple(weight.shape)}; weight and bias must be [N], {tuple(x.shape[1:])}: pass those of this norm")
     if rms and bias is not None:
-        raise ValueError("RMSNorm got a bias, it has none; pass None, or rms=False for LayerNorm")
+        raise ValueError("RMSNorm does not support a bias; pass None, or rms=False for LayerNorm")
     if dtype not in WIDE and dtype.itemsize != 1:
-        raise ValueError(f"output dtype is {dtype}; choose an FP8 dtype, or bfloat16, float16 or float32 for the unquantised values")
+        raise ValueError(f"output dtype is {dtype}; choose an FP8 dtype, or bfloat16, float16 or float32 for the values before the cast")
 
 
 def _deviation(x: torch.Tensor, mean: torch.Tensor, rms: bool) -> torch.Tensor:
@@ -51,28 +51,28 @@ def normalize(
     rms: bool,
     scale_inv_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """LayerNorm (Ba et al. 2016, equation 4) or RMSNorm (Zhang and Sennrich 2019, equation 4) of `x + residual`, quantised.
+    """Compute LayerNorm (Ba et al. 2016, equation 4) or RMSNorm (Zhang and Sennrich 2019, equation 4) of `x + residual`, cast to FP8.
 
-    All arithmetic is FP32, on the sum as it is stored: y = (sum - mean) * rstd * weight + bias.
+    All arithmetic is FP32, on the stored sum: y = (sum - mean) * rstd * weight + bias.
 
     Args:
         x: [M, N] BF16, FP16 or FP32.
-        residual: as `x`, added before the norm; None adds nothing.
+        residual: like `x`, added before the norm; None adds nothing.
         weight, bias: [N] of any float dtype; bias None adds nothing.
         eps: added to the variance (RMSNorm: to the mean square).
-        scale: FP32, 0-dim, a power of two, used as it is (delayed scaling); None takes it from the amax of this y (just in time).
-        amax_slot: FP32, 0-dim, raised in place to the amax of the unquantised y (+inf where that is not finite); None takes no amax.
-        dtype: an FP8 dtype; with bfloat16, float16 or float32 y stays unquantised, `scale` and `amax_slot` are left alone.
+        scale: FP32, 0-dim, a power of two (delayed scaling); None uses a just-in-time scale from the amax of y.
+        amax_slot: FP32, 0-dim, raised in place to the amax of y before the cast (+inf if not finite); None does not measure it.
+        dtype: an FP8 dtype; with bfloat16, float16 or float32, y is plain, and `scale` and `amax_slot` are not used.
         rms: RMSNorm; otherwise LayerNorm.
-        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
+        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
 
     Returns:
-        sum [M, N] of the dtype of `x`, x + residual rounded once (empty where residual is None: it would be `x`);
-        y [M, N] of `dtype`; scale_inv FP32 0-dim, NaN where y is not finite (empty where y is not quantised, and where it has a slot);
+        sum [M, N] in the dtype of `x`, x + residual rounded once (empty if residual is None, since it would be `x`);
+        y [M, N] of `dtype`; scale_inv FP32 0-dim, NaN if y is not finite (empty if y is plain or a slot is given);
         mean [M] FP32 (empty with `rms`); rstd [M] FP32.
 
     Raises:
-        ValueError: for shapes or dtypes that do not fit, and for an RMSNorm with a bias.
+        ValueError: if shapes or dtypes do not match, or an RMSNorm has a bias.
     """
     check_normalize(x, residual, weight, bias, dtype, rms=rms)
     total = x.contiguous() if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
@@ -96,21 +96,21 @@ def normalize_transposed(
     *,
     rms: bool,
 ) -> torch.Tensor:
-    """The transpose of the y that `normalize` gave, the same codes, computed again in backward: the grad_weight GEMM wants it K-major.
+    """Recompute in backward the transpose of `normalize`'s y, with the same codes: the grad_weight GEMM requires it K-major.
 
     Args:
-        x: [M, N], the sum that was normalised, as stored.
+        x: [M, N], the stored sum that was normalized.
         mean, rstd: [M] FP32, as `normalize` returned them.
-        weight, bias: as given to `normalize`.
+        weight, bias: as in `normalize`.
         scale_inv: FP32, 0-dim, as `normalize` returned it.
         dtype: the FP8 dtype of y.
-        rms: as given to `normalize`.
+        rms: as in `normalize`.
 
     Returns:
         [N, M] of `dtype`, row-major.
 
     Raises:
-        ValueError: for shapes or dtypes that do not fit.
+        ValueError: if shapes or dtypes do not match.
     """
     check_normalize(x, None, weight, bias, dtype, rms=rms)
     y = _normalized(_deviation(x, mean, rms), rstd, weight, bias)
@@ -128,24 +128,24 @@ def normalize_backward(
     rms: bool,
     maxima: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of LayerNorm or RMSNorm, with the gradient of the residual path added in FP32 before the one rounding.
+    """Compute the gradients of LayerNorm or RMSNorm, adding the gradient of the residual path in FP32 before rounding once.
 
     Args:
         grad_y: [M, N] of any float dtype, the gradient of y.
-        x: [M, N] BF16, FP16 or FP32, the sum that was normalised, as stored.
+        x: [M, N] BF16, FP16 or FP32, the stored sum that was normalized.
         mean, rstd: [M] FP32, as `normalize` returned them.
         weight: [N] of any float dtype.
-        grad_residual: [M, N], the gradient that reaches the sum along the residual path; None adds nothing.
+        grad_residual: [M, N], the gradient of the residual path; None adds nothing.
         rms: RMSNorm; otherwise LayerNorm.
-        maxima: leave the first stage of Group Scaling, for a just-in-time cast of grad_x.
+        maxima: return the first stage of Group Scaling, for a just-in-time cast of grad_x.
 
     Returns:
-        grad_x [M, N] of the dtype of `x`, the gradient of `x` and of the residual alike; grad_weight [parts, N] FP32 and grad_bias [parts,
-        N] FP32 (empty with `rms`), each the sums of parts of the rows, for `sum_parts`; the largest magnitudes of parts of the rows of
-        grad_x as stored, FP32 [parts, 1], +inf where one is not finite (empty without `maxima`).
+        grad_x [M, N] in the dtype of `x`, the gradient of both `x` and the residual; grad_weight [parts, N] FP32 and grad_bias [parts, N]
+        FP32 (empty with `rms`), each the sums of parts of the rows, for `sum_parts`; the largest magnitudes of parts of the rows of the
+        stored grad_x, FP32 [parts, 1], +inf if one is not finite (empty without `maxima`).
 
     Raises:
-        ValueError: for shapes or dtypes that do not fit.
+        ValueError: if shapes or dtypes do not match.
     """
     check_backward(grad_y, x, weight, grad_residual)
     grad = grad_y.float()
@@ -165,8 +165,8 @@ def normalize_backward(
 
 
 def check_backward(grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, grad_residual: torch.Tensor | None) -> None:
-    """Refuse gradients that do not belong to `x` (ValueError)."""
+    """Raise a ValueError for gradients that do not match `x`."""
     check_normalize(x, None, weight, None, x.dtype, rms=False)
     for name, grad in (("grad_y", grad_y), ("grad_residual", grad_residual)):
         if grad is not None and grad.shape != x.shape:
-            raise ValueError(f"{name} is {tuple(grad.shape)}; it must be {tuple(x.shape)}, as x: pass the gradient of this norm")
+            raise ValueError(f"{name} is {tuple(grad.shape)}; it must be {tuple(x.shape)}, like x: pass the gradient of this norm")

@@ -1,9 +1,9 @@
-"""Many gradients into one flat buffer, measured on their way.
+"""Pack many gradients into one flat buffer and measure them in the same read.
 
-The scale of a gradient follows from its amax, which takes a read of its own before the cast. But the scale, a power of two, is mostly
-that of the step before. So gradients are packed with that one as a guess while their amaxes are taken, and packed again where the guess
-was wrong (`msamp.comm.bucket`): one read instead of two, and the same bits. What the norm wants to know of the codes that were
-written, their largest and the sum of their squares, is taken on the way too, which spares another read.
+The scale of a gradient follows from its amax, which normally takes a separate read before the cast. But the scale, a power of two, is
+usually that of the previous step. So gradients are packed with that scale as a guess while their amaxes are measured, and packed again only
+if the guess was wrong (`msamp.comm.bucket`): one read instead of two, with the same bits. The statistics for the gradient norm, the largest
+code and the sum of squares, are measured in the same read.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from msamp.numerics.formats import E4M3, of_dtype
 from msamp.numerics.quantize import cast, quantize
 
 Span = tuple[int, int, int, int]
-TALLY = 3  # numbers of a run
+TALLY = 3  # numbers per run
 
 
 def check_spans(
@@ -29,25 +29,25 @@ def check_spans(
     tallies: torch.Tensor | None = None,
     unless: torch.Tensor | None = None,
 ) -> None:
-    """ValueError for a run that leaves its tensor or `out`, for another number of factors than tensors, for tallies that do not fit, or
-    another device; the arguments are those of `pack`, without its tables."""
+    """Raise a ValueError for a run outside its tensor or `out`, or for factors, tallies or devices that do not match. Arguments as in
+    `pack`, without its tables."""
     for name, each in (("factors", factors), ("amaxes", amaxes), ("factors of before", unless)):
         if each is not None and each.numel() != len(xs):
-            raise ValueError(f"{len(xs)} tensors are given with {each.numel()} {name}; give as many")
+            raise ValueError(f"{len(xs)} tensors were passed with {each.numel()} {name}; pass as many of each")
     if unless is not None and factors is None:
-        raise ValueError("factors of before are given without factors to compare them with; give both")
+        raise ValueError("unless was passed without factors to compare with; pass both")
     if tallies is not None and (out.dtype != E4M3.dtype or tallies.shape != (len(spans), TALLY)):
         raise ValueError(
-            f"tallies of {list(tallies.shape)} are given for {len(spans)} runs into {out.dtype}; they are [runs, {TALLY}], of {E4M3.dtype}"
+            f"tallies are {list(tallies.shape)} for {len(spans)} runs into {out.dtype}; they must be [runs, {TALLY}], for {E4M3.dtype}"
         )
     if not all(x.device == out.device for x in xs):
-        raise ValueError(f"tensors to be packed are not all on {out.device}, where the buffer is; give those of one device")
+        raise ValueError(f"tensors are not all on {out.device}, where the buffer is; pass tensors of one device")
     sizes, room = [x.numel() for x in xs], out.numel()
     for i, first, elements, start in spans:
         if min(first, elements, start) < 0 or first + elements > sizes[i] or start + elements > room:
             raise ValueError(
-                f"a run of {elements} elements from {first} on, to {start} of the buffer, leaves tensor {i} of {sizes[i]} elements or the "
-                f"buffer of {room}; the gradient's shape must be its parameter's"
+                f"a run of {elements} elements from {first}, written at {start}, exceeds tensor {i} of {sizes[i]} elements or the buffer "
+                f"of {room}; a gradient must have its parameter's shape"
             )
 
 
@@ -62,19 +62,19 @@ def pack(
     tallies: torch.Tensor | None = None,
     unless: torch.Tensor | None = None,
 ) -> None:
-    """Write `cast(x * factor)` of runs of tensors to their places in `out`: one read, one write.
+    """Write `cast(x * factor)` for runs of tensors to `out`: one read, one write.
 
     Args:
-        tables: where the kernel keeps its table of addresses; the twin needs none.
+        tables: stores the kernel's table of addresses; the twin needs none.
         xs: contiguous; FP32, BF16 or FP16.
-        spans: of each run which of `xs`, its first element there, its number of elements, its first element in `out`.
+        spans: for each run the index in `xs`, its first element there, its number of elements, and its first element in `out`.
         out: flat, in any format, changed in place.
-        factors: FP32 [len(xs)]; None casts without one.
-        amaxes: FP32 [len(xs)], raised to the largest magnitude of each tensor's runs, +inf where one is not finite; None: not taken.
-        tallies: int64 [len(spans), 3], for E4M3: what each run wrote, added up. The largest magnitude of its codes' values, as the bits of
-            FP32; their squares in 1 / `PAYLOAD_UNITS`, as whole units and 2^-30 units, to be `carried`. A tally is meaningless where
-            a value is NaN, but for its largest, which is then infinity. None: not taken.
-        unless: FP32 [len(xs)], factors with which all was written before: a tensor that still has its factor is left alone.
+        factors: FP32 [len(xs)]; None: 1.
+        amaxes: FP32 [len(xs)], raised to the largest magnitude of each tensor's runs, +inf if one is not finite; None: not measured.
+        tallies: int64 [len(spans), 3], for E4M3, the statistics of each run: the largest magnitude of its codes' values, as the bits of
+            FP32; the sum of their squares in 1 / `PAYLOAD_UNITS`, as whole units and 2^-30 units, before `carried`. With a NaN among the
+            values the largest is infinity and the others are meaningless. None: not measured.
+        unless: FP32 [len(xs)], the factors with which `out` was written before: a tensor whose factor did not change is skipped.
     """
     fmt = of_dtype(out.dtype)
     for run, (i, first, elements, start) in enumerate(spans):

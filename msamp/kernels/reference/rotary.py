@@ -1,4 +1,4 @@
-"""Rotary position embedding on a packed QKV projection, and its gradient as the projection's GEMMs want it."""
+"""Rotary position embedding of a packed QKV projection, and its gradient, cast for the projection's GEMMs."""
 
 import torch
 
@@ -10,19 +10,19 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 
 
 def check_tables(cos: torch.Tensor, sin: torch.Tensor, sequence: int, head_dim: int) -> None:
-    """ValueError unless cos and sin are [sequence, r] with r even and at most the width of a head."""
+    """Raise a ValueError unless cos and sin are [sequence, r] with r even and at most the width of a head."""
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape != cos.shape or table.ndim != 2 or table.shape[0] != sequence or table.shape[1] % 2 or table.shape[1] > head_dim:
             raise ValueError(
                 f"{name} is {tuple(table.shape)}; it must be [{sequence}, r] with r even and at most the {head_dim} channels of a head, "
-                "cos and sin alike: cut the tables to the sequence"
+                "the same for cos and sin: slice the tables to the sequence"
             )
 
 
 def head_width(qkv: torch.Tensor, heads: int, groups: int) -> int:
-    """Width of one head of a packed projection [s, b, (heads + 2 groups) * d]; ValueError where it cannot be cut so."""
+    """Return the width d of a head in a packed projection [s, b, (heads + 2 groups) * d]; ValueError if the shape does not match."""
     if groups < 1 or heads % groups:
-        raise ValueError(f"{heads} heads in {groups} query groups; heads must be a multiple of groups")
+        raise ValueError(f"{heads} heads cannot be divided into {groups} query groups; heads must be a multiple of groups")
     slots = heads + 2 * groups
     if qkv.ndim != 3 or qkv.shape[2] % (2 * slots):
         raise ValueError(
@@ -32,19 +32,19 @@ def head_width(qkv: torch.Tensor, heads: int, groups: int) -> int:
 
 
 def check_gradients(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """ValueError unless dq is [s, b, heads, d] and dk and dv are [s, b, groups, d] of its dtype."""
+    """Raise a ValueError unless dq is [s, b, heads, d] and dk and dv are [s, b, groups, d] of its dtype."""
     s, b, heads, d = dq.shape
     for name, grad in (("dk", dk), ("dv", dv)):
         groups = grad.shape[2]
         if tuple(grad.shape) != (s, b, dk.shape[2], d) or heads % groups or d % 2 or grad.dtype != dq.dtype:
             raise ValueError(
-                f"{name} is {tuple(grad.shape)} of {grad.dtype}; beside dq {tuple(dq.shape)} of {dq.dtype} it must be "
+                f"{name} is {tuple(grad.shape)} of {grad.dtype}; with dq {tuple(dq.shape)} of {dq.dtype} it must be "
                 f"[{s}, {b}, groups, {d}] of the same dtype, with groups a divisor of the heads and an even width"
             )
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """FP32 of the first r channels of x [s, b, groups, n, d], rotated; cos and sin [s, 1, 1, 1, r]."""
+    """Return the rotated first r channels of x [s, b, groups, n, d] in FP32; cos and sin are [s, 1, 1, 1, r]."""
     half = cos.shape[-1] // 2
     x1, x2 = x[..., :half].float(), x[..., half : 2 * half].float()
     cos1, cos2, sin1, sin2 = cos[..., :half], cos[..., half:], sin[..., :half], sin[..., half:]
@@ -52,7 +52,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _transposed(sin: torch.Tensor) -> torch.Tensor:
-    """The table that makes `_rotate` its own transpose: halves exchanged and negated."""
+    """Return the sin table with which `_rotate` computes its transpose: halves swapped and negated."""
     return -sin.roll(sin.shape[-1] // 2, -1)
 
 
@@ -60,16 +60,16 @@ def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int,
     """Rotate the queries and keys of a packed projection in place (Su et al., 2021, in the "rotate half" form).
 
     The first r channels x of each query and key become x[i] cos[i] - x[i + r/2] sin[i] for i < r/2 and
-    x[i] cos[i] + x[i - r/2] sin[i] above, in FP32 and rounded once; the rest and the values stay.
+    x[i] cos[i] + x[i - r/2] sin[i] above, in FP32 and rounded once; the other channels and the values do not change.
 
     Args:
         qkv: [s, b, (heads + 2 groups) * d], contiguous, BF16, FP16 or FP32, in Megatron's order: for each query group its
             heads / groups queries, its key, its value, each d wide.
         cos, sin: FP32 [s, r], r even and at most d; r = 0 rotates nothing.
-        heads, groups: of queries, and of keys and values.
+        heads, groups: number of heads of queries, and of keys and values.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: if shapes do not match.
     """
     d = head_width(qkv, heads, groups)
     check_tables(cos, sin, qkv.shape[0], d)
@@ -78,10 +78,10 @@ def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int,
 
 
 def check_three(scales: torch.Tensor | None, what: str) -> None:
-    """ValueError unless there are none, or FP32 [3]: of queries, keys and values."""
+    """Raise a ValueError unless `scales` is None, or FP32 [3]: of queries, keys and values."""
     if scales is not None and (tuple(scales.shape) != (3,) or scales.dtype != torch.float32):
         raise ValueError(
-            f"{what} are {tuple(scales.shape)} of {scales.dtype}; they must be FP32 [3], of queries, keys and values: stack the three"
+            f"{what} are {tuple(scales.shape)} of {scales.dtype}; they must be FP32 [3] for queries, keys and values: stack the three"
         )
 
 
@@ -97,23 +97,23 @@ def rotary_cast(
     *,
     scale_inv_slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of a packed projection in FP8, queries and keys rotated: what FP8 attention takes.
+    """Rotate queries and keys of a packed projection, and cast queries, keys and values to FP8 for FP8 attention.
 
-    The values that are cast are those that `rotary_` leaves, rounded to the dtype of `qkv`.
+    The cast values are those of `rotary_`, rounded to the dtype of `qkv`.
 
     Args:
-        qkv, cos, sin, heads, groups: as `rotary_` takes them; `qkv` stays as it is.
-        scales: FP32 [3], powers of two, of queries, keys and values; None takes each from its own amax, just in time.
-        amax_slots: FP32 [3], contiguous, raised in place to the three amaxes (+inf where one is not finite); None takes no amax.
+        qkv, cos, sin, heads, groups: as in `rotary_`; `qkv` is only read.
+        scales: FP32 [3], powers of two, of queries, keys and values; None uses just-in-time scales.
+        amax_slots: FP32 [3], contiguous, raised in place to the three amaxes (+inf if not finite); None does not measure them.
         dtype: an FP8 dtype.
-        scale_inv_slots: FP32 [3], contiguous, holding 0, for the three scale_inv.
+        scale_inv_slots: FP32 [3], contiguous, containing 0, for the three scale_invs.
 
     Returns:
-        Queries [s, b, heads, d], keys and values [s, b, groups, d], contiguous, of `dtype`; the three scale_inv, FP32 [3], NaN where what
-        it serves is not finite, or FP32 [0] with slots for them.
+        Queries [s, b, heads, d], keys and values [s, b, groups, d], contiguous, of `dtype`; the three scale_invs, FP32 [3], NaN for a
+        tensor that is not finite, or FP32 [0] if slots are given.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: if shapes do not match.
     """
     check_three(scales, "scales")
     check_three(amax_slots, "amax_slots")
@@ -150,26 +150,26 @@ def rotary_backward(
     scale_inv_slot: torch.Tensor | None = None,
     scale_invs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of the packed projection from those of attention's inputs: rotated back, packed, and quantised for the GEMMs.
+    """Compute the gradient of the packed projection from those of attention's inputs: rotate back, pack, and cast for the GEMMs.
 
     Args:
         dq: [s, b, heads, d] BF16, FP16, FP32 or E5M2, of any strides.
         dk, dv: [s, b, groups, d] of its dtype, of any strides.
-        cos, sin: as given to `rotary_`.
-        scale: FP32, 0-dim, a power of two; None takes it from the amax of the gradient, just in time.
-        amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf where it is not finite); None takes no amax.
-        dtype: of the gradient: an FP8 dtype quantises; a wide one leaves it plain, and gives no transpose and no scale_inv.
-        colsum: give the column sums of the gradient before quantisation: the gradient of the projection's bias.
-        scale_inv_slot: FP32, 0-dim, as `cast_transpose` takes it.
-        scale_invs: FP32 [3], the factors from dq, dk and dv to their values, as FP8 attention leaves them; None: they are the values.
+        cos, sin: as in `rotary_`.
+        scale: FP32, 0-dim, a power of two; None uses a just-in-time scale from the amax of the gradient.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf if not finite); None does not measure it.
+        dtype: of the gradient; a wide dtype gives a plain gradient without transpose and scale_inv.
+        colsum: also return the column sums of the gradient before the cast: the gradient of the projection's bias.
+        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
+        scale_invs: FP32 [3], the scale_invs of dq, dk and dv from FP8 attention; None if they are not scaled.
 
     Returns:
         Gradient g [s * b, (heads + 2 groups) * d] in the order of `rotary_` and its transpose, of `dtype`; scale_inv FP32, 0-dim,
-        NaN where g is not finite; column sums of parts of the rows, FP32 [parts, (heads + 2 groups) * d], for `sum_parts`. What is not
-        asked for is empty, and so is scale_inv where it has a slot.
+        NaN if g is not finite; column sums of parts of the rows, FP32 [parts, (heads + 2 groups) * d], for `sum_parts`. Results that are
+        not requested are empty, and so is scale_inv if a slot is given.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: if shapes do not match.
     """
     check_gradients(dq, dk, dv)
     s, b, heads, d = dq.shape

@@ -1,4 +1,4 @@
-"""From amax to scale, in one launch."""
+"""Compute scales from amaxes, in one launch."""
 
 import torch
 
@@ -7,13 +7,13 @@ from msamp.numerics.granularity import TENSORWISE
 
 
 def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None, otherwise: float) -> torch.Tensor:
-    """`msamp.numerics.scaling.scale_from_amax`, the definition: the largest power of two with `amax * scale <= fp_max`.
+    """Return the largest power of two with `amax * scale <= fp_max`, as defined by `msamp.numerics.scaling.scale_from_amax`.
 
     Args:
         amax: FP32, any shape, contiguous.
         fp_max: largest value of the target format.
-        last: FP32 of the same shape, contiguous: the scale where amax is zero, negative or not finite. None takes `otherwise`.
-        otherwise: the scale there, without `last`.
+        last: FP32 of the same shape, contiguous: the scale if amax is zero, negative or not finite. None uses `otherwise`.
+        otherwise: the scale for these without `last`.
 
     Returns:
         FP32 scales in the shape of `amax`.
@@ -22,13 +22,13 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None
 
 
 def scale_from_maxima(maxima: torch.Tensor, fp_max: float) -> torch.Tensor:
-    """The second stage of Group Scaling (`msamp.numerics.range_expand.two_stage_amax`) and the scale that follows from it.
+    """Run the second stage of Group Scaling (`msamp.numerics.range_expand.two_stage_amax`) and return the scale.
 
     Args:
-        maxima: FP32, any shape, contiguous: the largest magnitudes of parts of a tensor, together all of it.
+        maxima: FP32, any shape, contiguous: the largest magnitude of each part of a tensor.
         fp_max: largest value of the target format.
 
     Returns:
-        FP32, 0-dim: `scale_from_amax` of their amax; 1 where that is 0 or not finite.
+        FP32, 0-dim: `scale_from_amax` of the maximum; 1 if that is 0 or not finite.
     """
     return scaling.scale_from_amax(TENSORWISE.amax(maxima), fp_max)

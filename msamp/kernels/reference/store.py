@@ -1,7 +1,7 @@
-"""How the updates load and store optimizer states of every format: scales from bounds, nearest or stochastic rounding, and two guards.
+"""Load and store optimizer states in every format: scales from bounds, nearest or stochastic rounding, and two guards.
 
-A second moment above 0 is stored as no less than its format's smallest value, and the code of a first moment without a gradient falls.
-`kernels.reference.adamw` says why.
+A second moment above 0 is stored as at least its format's smallest value, and the code of a first moment without a gradient decreases.
+`kernels.reference.adamw` explains why.
 """
 
 import math
@@ -18,11 +18,7 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 
 class Rounding(NamedTuple):
-    """How states are stored that have fewer bits than FP32: to nearest even, or stochastically (`numerics.stochastic_rounding`).
-
-    Attributes:
-        m, v, masters: whether each is rounded stochastically.
-    """
+    """Whether each state with fewer bits than FP32 is rounded stochastically (`numerics.stochastic_rounding`), or else to nearest even."""
 
     m: bool = False
     v: bool = False
@@ -33,23 +29,23 @@ NEAREST = Rounding()
 
 
 def rounding_of(moments: str, masters: str, v: Format, beta2: float) -> Rounding:
-    """How m, v and master are stored where moments and masters are asked to be rounded to "nearest" or stochastically.
+    """Return the rounding of m, v and master for the requested "nearest" or "stochastic" rounding of moments and masters.
 
-    Rounded to nearest, v stalls where (1 - beta2) |g^2 - v| is below half a code: within 2^-(mantissa_bits + 1) / (1 - beta2) of v. Below
-    2 % that moves a step by less than 1 %, and nearest rounding, which has half the error and costs less time, is kept for v: so for FP16
-    at beta2 0.95 (1 %), but not at 0.999 (49 %).
+    With nearest rounding, v stalls if (1 - beta2) |g^2 - v| is below half a code: within 2^-(mantissa_bits + 1) / (1 - beta2) of v. If that
+    is below 2 %, it changes a step by less than 1 %, and v always uses nearest rounding, which has half the error and costs less time. This
+    is so for FP16 at beta2 0.95 (1 %), but not at 0.999 (49 %).
     """
     stall = 2.0 ** -(v.mantissa_bits + 1) / (1 - beta2) if beta2 < 1 else math.inf
     return Rounding(moments == "stochastic", moments == "stochastic" and stall > 0.02, masters == "stochastic")
 
 
 def load(states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """FP32 values; a state that is FP32 itself is returned as it is, not copied."""
+    """Return FP32 values; an FP32 state is returned without a copy."""
     return [fp32_values(state) if isinstance(state, ScalingTensor) else state.float() for state in states]
 
 
 def is_rounded(states: Sequence[Any]) -> bool:
-    """Whether states are stored in fewer bits than FP32."""
+    """Whether states have fewer bits than FP32."""
     return isinstance(states[0], ScalingTensor) or states[0].dtype != torch.float32
 
 
@@ -66,12 +62,12 @@ def store_(
     """Overwrite states, plain or ScalingTensors of one format, with FP32 `values`; FP16 saturates.
 
     Args:
-        bounds: FP32 [len(states)], each at least the amax of its values, from which scales follow; a bound of zero keeps the last
+        bounds: FP32 [len(states)], each at least the amax of its values, from which the scale follows; a bound of zero keeps the last
             scale. None for plain states.
         thresholds: of each state, for stochastic rounding; None rounds to nearest.
         name: the state that has these thresholds: "m", "v" or "master".
-        positive: store no less than the format's smallest value, where the bound is above 0.
-        silent: bool, in the shapes of the values: where a code has to fall, since there is no gradient; None: nowhere.
+        positive: store at least the format's smallest value if the bound is above 0.
+        silent: bool, in the shapes of the values: elements without a gradient, whose code must decrease; None: no elements.
     """
     if not is_rounded(states):
         for state, value in zip(states, values, strict=True):
@@ -104,15 +100,15 @@ def store_(
 
 
 def fallen(payload: torch.Tensor, before: torch.Tensor, silent: torch.Tensor) -> torch.Tensor:
-    """`payload` with the next smaller code wherever a gradient of 0 has not made the value smaller.
+    """Return `payload` with the next smaller code wherever the gradient is 0 and rounding did not decrease the value.
 
     Args:
         payload: of the new values, FP8, FP16 or BF16.
         before: FP32, the magnitudes of the values that it replaces, in units of the new payload.
-        silent: bool, where the gradient is 0.
+        silent: bool, whether the gradient is 0.
     """
     magnitude = payload.float().abs()
     held = silent & (magnitude > 0) & (magnitude >= before)
-    # The codes of magnitudes are in their order, beside a sign bit.
+    # Apart from the sign bit, codes have the order of their magnitudes.
     codes = payload.view(torch.uint8 if payload.element_size() == 1 else torch.int16)
     return (codes - held.to(codes.dtype)).view(payload.dtype)

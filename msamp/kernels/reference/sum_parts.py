@@ -1,4 +1,4 @@
-"""Sums over rows that a kernel has left in parts."""
+"""Sum the partial column sums that kernels return."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ import torch
 
 
 def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Add up partial column sums, always in the same order, and round each once: the gradients of biases and norms.
+    """Sum partial column sums in a fixed order and round each once: the gradients of biases and norms.
 
     Args:
-        parts: FP32 [parts, N] each, contiguous, with parts and N of its own.
+        parts: FP32 [parts, N], contiguous; the number of parts and N may differ between entries.
         dtype: of the results, a wide one.
 
     Returns:

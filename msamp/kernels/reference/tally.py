@@ -1,10 +1,10 @@
-"""How well a payload represents its values, and how much of an update arrives: sums for the log line and for the precision recorder."""
+"""Rounding statistics of casts and updates: the sums for the log line and the precision recorder."""
 
 import torch
 
 from msamp.numerics.formats import of_dtype
 
-CHUNK = 2**23  # elements looked at in one go: three FP64 temporaries of 64 MiB
+CHUNK = 2**23  # elements read at a time, with three FP64 temporaries of 64 MiB
 
 
 @torch.no_grad()
@@ -25,15 +25,15 @@ def count_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor) -> None:
 
 @torch.no_grad()
 def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """Add to `row` how `payload`, made from `x`, represents it: one read of both, without a host sync, so that a CUDA graph may hold it.
+    """Add the statistics of a cast from `x` to `payload` to `row`: one read of both, without a host sync (for CUDA graphs).
 
     Args:
         row: FP64 [8], `msamp.numerics.metrics.TALLY`, changed in place: counts of elements, of non-zero ones, of non-zero ones that are
-            zero in the payload, of elements at its format's maximum; sums of x^2 and of (x - payload * scale_inv)^2; raised to the amax of
-            x; the scale, that of this call.
+            zero in the payload, of elements at the format's maximum; sums of x^2 and of (x - payload * scale_inv)^2; the running amax of
+            x; the scale of this call.
         x: FP32, BF16 or FP16, of any shape.
-        payload: any format, as many elements in the same order.
-        scale_inv: FP32 0-dim; for this twin also what broadcasts against `x`; its scale is then the smallest of all.
+        payload: any format, with the same number and order of elements.
+        scale_inv: FP32 0-dim; this twin also accepts a tensor that broadcasts against `x`, and records the smallest scale.
     """
     limit = of_dtype(payload.dtype).max
     if not x.numel():
@@ -53,15 +53,16 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
 
 @torch.no_grad()
 def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor, stored: torch.Tensor, scale_inv: torch.Tensor) -> None:
-    """Add to `row` how much of an update arrives, for `descent`, `lost_frac` and `undelivered_frac` of `msamp.numerics.metrics`: one read,
-    without a host sync.
+    """Add the statistics of a stored update to `row`, for `descent`, `lost_frac` and `undelivered_frac` of `msamp.numerics.metrics`.
+
+    It takes one read, without a host sync.
 
     Args:
-        row: FP64 [7], changed in place: elements; sums of stored^2, of update^2 and of update times what arrived of it; elements left
-            unchanged by an update that is not zero; sums of |update| and of sign(update) times what arrived of it.
+        row: FP64 [7], changed in place: number of elements; sums of stored^2, of update^2 and of update times stored change; number of
+            elements that a non-zero update leaves unchanged; sums of |update| and of sign(update) times stored change.
         before: FP32 values of the master, of any shape.
         wanted: FP32 values after the update, before they are stored.
-        stored: the payload that is kept, in any format, as many elements in the same order.
+        stored: the stored payload in any format, with the same number and order of elements.
         scale_inv: FP32 0-dim, of `stored`.
     """
     for old, new, kept in zip(*(x.reshape(-1).split(CHUNK) for x in (before, wanted, stored)), strict=True):

@@ -1,1 +1,1 @@
-"""Triton kernels. Each file and function has its twin of the same name in `msamp.kernels.reference`."""
+"""Triton kernels. Each file and function has a twin of the same name in `msamp.kernels.reference`."""

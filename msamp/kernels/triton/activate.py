@@ -20,13 +20,13 @@ from msamp.kernels.triton.cast_transpose import (
 )
 
 TILE_M, TILE_N, WARPS = 32, 256, 8
-# Rows, columns and warps of a tile, tiles of a program and those under way; with a second half of y the registers are full.
+# Rows, columns and warps of a tile, tiles per program and pipeline stages; SwiGLU's second half of y fills the registers.
 BACKWARD = {"gelu": (64, 64, 4, 1, 1), "swiglu": (32, 64, 4, 4, 1)}
 
 
 @triton.jit
 def _sigmoid(z, HARDWARE: tl.constexpr):
-    """1 / (1 + 2^z). On a GPU without the steps that keep subnormal numbers, which cost more than the function."""
+    """1 / (1 + 2^z). On a GPU it flushes subnormals to zero, since supporting them costs more than the function itself."""
     if HARDWARE:
         s = tl.inline_asm_elementwise(
             "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.ftz.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
@@ -39,8 +39,8 @@ def _sigmoid(z, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _gelu(y, HARDWARE: tl.constexpr):
-    """GELU of `y`, its sigmoid and the clamped y^2. Every product that is added to stands in an `fma`: the compiler must not contract this
-    differently in forward and backward, since both codes have to be the same."""
+    """GELU of `y`, its sigmoid and the clamped y^2. Every multiply-add is an explicit `fma`: the compiler must not contract it differently
+    in forward and backward, which must give the same codes."""
     square = tl.minimum(y * y, 256.0)
     # -log2(e) * 2 u, with 2 u = 1.59577 (y + 0.044715 y^3)
     s = _sigmoid(y * tl.fma(square, -0.10294324, -2.3022082), HARDWARE)
@@ -126,7 +126,7 @@ def _activate_backward_kernel(
                 up_values = up_values + (w,)  # noqa: RUF005
             else:
                 a, s, square = _gelu(v, HARDWARE)
-                # y comes late: where it is huge, s (1 - s) is 0, and where it is NaN or infinite the gradient shows it.
+                # Multiply by y last: if it is huge, s (1 - s) is 0, and if it is NaN or infinite, so is the gradient.
                 v = grad * (s + s * (1.0 - s) * v * (square * 0.21406445 + 1.5957691))
             top, total = _higher(top, v), total + v
             values = values + (v,)  # noqa: RUF005
@@ -152,7 +152,7 @@ def _activate_backward_kernel(
 
 
 def parts(M: int, kind: str) -> int:
-    """Number of parts of the column sums of a gradient's M rows."""
+    """Return the number of parts in the column sums of a gradient with M rows."""
     return max(1, triton.cdiv(M, BACKWARD[kind][0] * BACKWARD[kind][3]))
 
 

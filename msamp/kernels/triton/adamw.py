@@ -1,4 +1,4 @@
-"""AdamW over many tensors: a launch for their scales, and one that reads and writes each element once.
+"""AdamW over many tensors: one launch computes their scales, and one reads and writes each element once.
 
 Twin: `msamp.kernels.reference.adamw`.
 """
@@ -26,20 +26,20 @@ from msamp.numerics.formats import of_dtype
 from msamp.numerics.stochastic_rounding import LANES
 from msamp.numerics.tensor import ScalingTensor
 
-BLOCK, CHUNK = 1024, 16384  # 8 elements a thread at a time: two of FP16's and one of FP32's widest accesses; elements a program
-WARPS, REGISTERS = 4, 96  # registers a thread: five blocks of 128 threads share a multiprocessor, and nothing spills
+BLOCK, CHUNK = 1024, 16384  # 8 elements per thread at a time, in 16-byte accesses; elements per program
+WARPS, REGISTERS = 4, 96  # registers per thread: five blocks of 128 threads fit on a multiprocessor, without spilling
 PACK = 4  # elements that share the branch of `_step_assembly`
 
 
 @triton.jit
 def _fma(x, y, z, HARDWARE: tl.constexpr):
-    # The interpreter's own rounds twice.
+    # The interpreter's fma rounds twice.
     return tl.fma(x, y, z) if HARDWARE else (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def _quotient(x, y, y_inverse, HARDWARE: tl.constexpr):
-    """x / y correctly rounded, for one y of many x and no underflow: what the division itself would do, without asking."""
+    """x / y correctly rounded, for one y and many x, without underflow: the division's fast path without its branch."""
     q = x * y_inverse
     q = _fma(_fma(-y, q, x, HARDWARE), y_inverse, q, HARDWARE)
     return _fma(_fma(-y, q, x, HARDWARE), y_inverse, q, HARDWARE)
@@ -47,11 +47,11 @@ def _quotient(x, y, y_inverse, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _averages(g, m, v, p, weight_decay, weight, w2, DECOUPLED: tl.constexpr, HARDWARE: tl.constexpr):
-    """New m and v, and the gradient with Adam's decay in it: `adam_` of the twin. `v` and `p` come multiplied by beta2 and the decay."""
+    """New m and v, and the gradient including Adam's decay, as in the twin's `adam_`. `v` and `p` already contain beta2 and the decay."""
     if not DECOUPLED:
         g = _fma(weight_decay, p, g, HARDWARE)
     m = _fma(weight, g - m, tl.where(weight > 0, m, g), HARDWARE)
-    # torch multiplies in another order on a CPU than on a GPU, here and below.
+    # Here and below, torch's order of multiplication differs between CPU and GPU.
     v = _fma(w2, g * g, v, HARDWARE) if HARDWARE else _fma(w2 * g, g, v, HARDWARE)
     return m, v, g
 
@@ -62,11 +62,11 @@ def _within(x, top):
 
 
 def _step_assembly(pack: int) -> str:
-    """PTX: $0 to $(pack - 1) become clip(m) / (sqrt(v) / correction + eps), correctly rounded at each of the three operations.
+    """PTX: $0 to $(pack - 1) become clip(m) / (sqrt(v) / correction + eps), with correct rounding of each of the three operations.
 
-    `sqrt.rn` and `div.rn` branch for each element: a fast path of a few FMAs is correct unless an exponent is extreme. Here all elements of
-    a thread share one branch, and one test: v in [2^-101, 2^100], and m is 0 or at least 2^-64. The caller's `unusual` is 0 where eps,
-    correction and bound are such that d then lies in [2^-40, 2^60], and all remainders are normal numbers.
+    `sqrt.rn` and `div.rn` branch per element: their fast path of a few FMAs is correct unless an exponent is extreme. Here all elements of
+    a thread share one branch and one test: v is in [2^-101, 2^100], and m is 0 or at least 2^-64. The caller sets `unusual` to 0 if eps,
+    correction and bound guarantee that d is then in [2^-40, 2^60], and all remainders are normal numbers.
     """
     v, m, correction, inverse, eps, bound, unusual = (range(pack * i, pack * (i + 1)) for i in range(1, 8))
     body = [
@@ -75,8 +75,8 @@ def _step_assembly(pack: int) -> str:
     ]
     for i in range(pack):
         body += [
-            f"mov.b32 u, ${v[i]}; add.u32 u, u, 0xf3000000; max.u32 most, most, u;",  # bits of v less those of 2^-101
-            f"mov.b32 u, ${m[i]}; shl.b32 u, u, 1; add.u32 u, u, 0xffffffff; min.u32 least, least, u;",  # no sign; 0 is the largest
+            f"mov.b32 u, ${v[i]}; add.u32 u, u, 0xf3000000; max.u32 most, most, u;",  # bits of v minus those of 2^-101
+            f"mov.b32 u, ${m[i]}; shl.b32 u, u, 1; add.u32 u, u, 0xffffffff; min.u32 least, least, u;",  # without sign; 0 is largest
         ]
     body += ["setp.gt.u32 slow, most, 0x64800000; setp.lt.or.u32 slow, least, 0x3effffff, slow; @slow bra SLOW;"]
     root = {
@@ -111,7 +111,7 @@ STEP_PACK = tl.constexpr(PACK)
 
 @triton.jit
 def _moved(m, v, p, correction, correction_inverse, eps, step_size, bound, unusual, BOUNDED: tl.constexpr, HARDWARE: tl.constexpr):
-    """The new p from new moments: the rest of `adam_`, to the bit."""
+    """The new p from the new moments: the rest of `adam_`, bit for bit."""
     if BOUNDED and HARDWARE:
         quotient = tl.inline_asm_elementwise(
             STEP_ASSEMBLY, STEP_OPERANDS, [v, m, correction, correction_inverse, eps, bound, unusual], dtype=tl.float32, is_pure=True,
@@ -135,14 +135,14 @@ def _raise(largest, stored):
 
 @triton.jit
 def _keep(kept, largest, scale_inv):
-    # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity.
+    # The bits of magnitudes have the order of the magnitudes, with NaN above infinity.
     bits = tl.max(largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     tl.atomic_max(kept, tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True) * scale_inv, sem="relaxed")
 
 
 @triton.jit
 def _numbers(own):
-    """All numbers that `_scalars_kernel` left of a tensor, in its order."""
+    """All numbers that `_scalars_kernel` computed for a tensor, in its order."""
     g_factor = tl.load(own + SCALAR.value.g_factor)
     m_old = tl.load(own + SCALAR.value.m_old)
     m_scale = tl.load(own + SCALAR.value.m_scale)
@@ -174,7 +174,7 @@ def _numbers(own):
 def _pointers(
     row, first, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Pointers to element `first` of gradient, moments, master and weight; the last is the master's again without a weight beside it."""
+    """Pointers to element `first` of gradient, moments, master and weight; without a separate weight, the last is the master's again."""
     g_pointer = _pointer(tl.load(row + ROW.value.grad), G, ALIGNED) + first
     m_pointer = _pointer(tl.load(row + ROW.value.m), M, ALIGNED) + first
     v_pointer = _pointer(tl.load(row + ROW.value.v), V, ALIGNED) + first
@@ -190,7 +190,7 @@ def _store_weights(
     p_pointer, w_pointer, at, inside, p, p_scale, w_factor, largest, P: tl.constexpr, W: tl.constexpr, HARDWARE: tl.constexpr, words,
     SR: tl.constexpr,
 ):  # fmt: skip
-    """Store the master, cast the weight from it as stored, and give the `largest` magnitudes of masters so far."""
+    """Store the master, cast the weight from the stored master, and return the `largest` magnitudes of masters so far."""
     stored = _store_master(p_pointer, at, inside, p, p_scale, P, HARDWARE, words, SR)
     largest = _raise(largest, tl.where(inside, stored, 0.0))
     if W != 0:
@@ -211,7 +211,7 @@ def _adamw_kernel(
         return
     row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
     own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
-    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+    # Load all numbers before the loop: the compiler does not know that the stores in it cannot change them.
     (
         g_factor, m_old, m_scale, m_new, v_factor, v_scale, v_new, v_floor, p_factor, p_scale, p_new, w_factor, weight_decay, weight, w2,
         correction, eps, step_size, correction_inverse, bound, turn,
@@ -256,12 +256,12 @@ def _scale_address(x: torch.Tensor) -> int:
 
 
 def _mantissa(xs: list[torch.Tensor]) -> int:
-    """The format of tensors that have one; 0 for none."""
+    """Return the mantissa bits of the tensors' format; 0 if there are none."""
     return of_dtype((xs[0].payload if isinstance(xs[0], ScalingTensor) else xs[0]).dtype).mantissa_bits if xs else 0
 
 
 def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Sequence[int]) -> list[tuple[int, ...]]:
-    """A `Row` of each parameter of a batch, from its gradients, moments, masters and weights as `columns`; the weights may be none."""
+    """Return a `Row` for each parameter of a batch; `columns` are its gradients, moments, masters and weights, which may be empty."""
     none = [0] * len(numels)
     grad, m, v, master, weight = ([_address(x) for x in column] or none for column in columns)
     of_grad, of_m, of_v, of_master, of_weight = ([_scale_address(x) for x in column] or none for column in columns)
@@ -275,10 +275,10 @@ def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Seq
 
 
 def constants_of(batch: Batch, m: int, v: int, master: int, rounding: Rounding) -> dict[str, bool]:
-    """What a kernel is compiled for: which states are rounded stochastically, and what it may expect of their indices.
+    """Return the compile-time constants of stochastic rounding: which states use it, and the properties of their indices.
 
     Args:
-        m, v, master: mantissa bits of their formats; 23 where nothing of a state is rounded here.
+        m, v, master: mantissa bits of their formats; 23 for a state that is not rounded here.
     """
     found = {"SR_M": rounding.m and m != 23, "SR_V": rounding.v and v != 23, "SR_P": rounding.masters and master != 23}
     if not any(found.values()):
@@ -301,7 +301,7 @@ def adamw(
     decoupled: bool,
     rounding: Rounding = NEAREST,
 ) -> None:
-    """See the reference twin; `hyper`: FP64 [8], as `hyper_numbers` makes it."""
+    """See the reference twin; `hyper` is FP64 [8], from `hyper_numbers`."""
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)
     rows = _table_rows(batch, columns, [g.numel() for g in batch.grads])
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
@@ -310,7 +310,7 @@ def adamw(
     table, parts = tables.lay_out(key, rows, 5, CHUNK)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
     flag, sizes = usable.view(torch.uint8), {"COLUMNS": COLUMNS, "SCALARS": SCALARS}
-    # For its scale a plain FP16 weight is as one in FP32: it has none.
+    # A plain FP16 weight has no scale, so it is treated like FP32.
     scales_of = formats if any(isinstance(w, ScalingTensor) for w in batch.weights) else formats | {"W": 23}
     _scalars_kernel[(len(rows),)](
         table, hyper, amaxes, amaxes.shape[1], kept, kept.shape[1], flag if coefficient is None else coefficient, flag, scalars,

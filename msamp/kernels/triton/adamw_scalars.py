@@ -1,4 +1,4 @@
-"""The launch before an update of Adam's: what is one number for each tensor, so its step, bias correction, bounds and scales.
+"""The launch before an Adam update, which computes the numbers per tensor: step count, bias correction, bounds and scales.
 
 Twin: the first half of `msamp.kernels.reference.adamw.adamw`.
 """
@@ -15,8 +15,8 @@ from msamp.numerics.stochastic_rounding import SPREAD
 
 
 class Row(NamedTuple):
-    """A parameter: its number of elements, addresses (0 for an absent tensor), its columns in `amaxes` and `kept`, and its thresholds' key
-    and first index."""
+    """A parameter: its number of elements, addresses (0 for a missing tensor), columns in `amaxes` and `kept`, and the key and first index
+    for stochastic rounding."""
 
     numel: int
     grad: int
@@ -45,13 +45,13 @@ class Derived(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The numbers of a parameter that the launch for scales leaves for the other, FP32: factors of what is read, scales of what is stored,
-    and Adam's numbers. All scales are powers of two, so that their products with other factors are exact.
+    """The numbers of a parameter that this launch passes to the update's launch, FP32: factors of loaded values, scales of stored values,
+    and Adam's numbers. All scales are powers of two, so their products with other factors are exact.
 
-    `g_factor` is the gradient's scale_inv and the clip coefficient, `v_factor` v's scale_inv and beta2, `p_factor` the master's scale_inv
-    and 1 - lr weight_decay where the decay is decoupled, `w_factor` the scale of the weight beside the master over the master's.
-    `m_new` to `p_new` are the scale_inv of what is stored, `v_floor` the least positive v in its payload's units, or 0 where no element
-    ever had a gradient. `weight` is that of the gradient in m, `bound` the largest quotient of m and its denominator, `turn` the bits that
+    `g_factor` is the gradient's scale_inv times the clip coefficient, `v_factor` v's scale_inv times beta2, `p_factor` the master's
+    scale_inv times 1 - lr weight_decay (if decoupled), and `w_factor` the ratio of the weight's scale to the master's. `m_new` to `p_new`
+    are the scale_invs of the stored values, and `v_floor` is the smallest positive v in units of its payload, or 0 if no element ever had a
+    gradient. `weight` is the gradient's weight in m, `bound` the limit of the quotient of m and its denominator, and `turn` the bits that
     the step adds to all random words."""
 
     g_factor: int
@@ -90,7 +90,7 @@ def _inverse(scale):
 
 @triton.jit
 def _new_scale(scale_inv_address, bound, MANTISSA: tl.constexpr):
-    """The old scale_inv, and the new scale and its inverse, which replaces the old: `scale_from_amax` of a bound."""
+    """Return the old scale_inv, and the new scale and scale_inv for a bound (`scale_from_amax`); store the new scale_inv."""
     old = bound * 0.0 + 1.0
     scale = old
     if MANTISSA != 23 and MANTISSA != 7:
@@ -111,7 +111,7 @@ def _scalars_kernel(
     G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, P: tl.constexpr, W: tl.constexpr,
     CLIP: tl.constexpr, DECOUPLED: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
-    """Everything about one tensor that is a number: step count, bias correction, bounds and scales."""
+    """Compute the numbers of one tensor: step count, bias correction, bounds and scales."""
     if tl.load(usable) == 0:
         return
     row = table + tl.program_id(0) * COLUMNS
@@ -161,7 +161,7 @@ def _scalars_kernel(
     tl.store(out + SCALAR.value.v_factor, v_old * b2)
     tl.store(out + SCALAR.value.v_scale, v_scale)
     tl.store(out + SCALAR.value.v_new, v_new)
-    # From its bits: as a constant BF16's, 2^-133, would be FP64.
+    # From its bits: as a constant, BF16's 2^-133 would be FP64.
     SMALLEST: tl.constexpr = 0x3B000000 if V == 3 else (0x37800000 if V == 2 else (0x33800000 if V == 10 else 0x10000))
     tl.store(out + SCALAR.value.v_floor, tl.where(v_bound > 0, tl.full((), SMALLEST, tl.int32).to(tl.float32, bitcast=True), 0.0))
     tl.store(out + SCALAR.value.p_factor, p_factor)

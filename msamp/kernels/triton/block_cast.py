@@ -1,7 +1,7 @@
-"""Cast in blocks, along rows, along columns, or both, in one read of the input. Twin: `msamp.kernels.reference.block_cast`.
+"""Cast with block scales, along rows, along columns, or both, in one read of the input. Twin: `msamp.kernels.reference.block_cast`.
 
-A tile of 128 x 128 holds the whole of every block that begins in it, whichever way the blocks run, so that the amax, the scale and both
-casts of an element need no second look at memory. Threads hold rows in fours, as in `cast_transpose`.
+A tile of 128 x 128 contains all of every block that starts in it, in both directions, so amax, scale and both casts of an element need only
+one read. Each thread has groups of four rows, as in `cast_transpose`.
 """
 
 import torch
@@ -18,30 +18,30 @@ from msamp.numerics.granularity import Block
 from msamp.numerics.scaling import SMALLEST, _fields
 
 TILE, WARPS = 128, 8
-REGISTERS = 128  # a thread, so that two programs share a multiprocessor and one loads while the other stores; left alone it takes up to 214
+REGISTERS = 128  # per thread, so that two programs fit on a multiprocessor and overlap loads and stores; the default is up to 214
 
 
 @triton.jit
 def _magnitude(v):
-    """|v|, and an infinity for NaN, which a maximum would drop."""
+    """|v|, with NaN replaced by infinity, since a maximum ignores NaN."""
     return tl.where(v == v, tl.abs(v), float("inf"))
 
 
 @triton.jit
 def _max_of_columns(v, SIZE: tl.constexpr):
-    """[R, C] -> [R, C / SIZE]: the largest of every SIZE columns."""
+    """[R, C] -> [R, C / SIZE]: the maximum of every SIZE columns."""
     return tl.max(v, 1)[:, None] if v.shape[1] == SIZE else tl.max(tl.reshape(v, [v.shape[0], v.shape[1] // SIZE, SIZE]), 2)
 
 
 @triton.jit
 def _max_of_rows(v, SIZE: tl.constexpr):
-    """[R, C] -> [R / SIZE, C]: the largest of every SIZE rows."""
+    """[R, C] -> [R / SIZE, C]: the maximum of every SIZE rows."""
     return tl.max(v, 0)[None, :] if v.shape[0] == SIZE else tl.max(tl.reshape(v, [v.shape[0] // SIZE, SIZE, v.shape[1]]), 1)
 
 
 @triton.jit
 def _over_columns(v, SIZE: tl.constexpr):
-    """[R, B] -> [R, B SIZE], every value SIZE times; where B is 1, `v` itself, which broadcasts."""
+    """[R, B] -> [R, B SIZE], repeating every value SIZE times; if B is 1, `v` itself, which broadcasts."""
     if v.shape[1] > 1:
         v = tl.reshape(tl.broadcast_to(v[:, :, None], [v.shape[0], v.shape[1], SIZE]), [v.shape[0], v.shape[1] * SIZE])
     return v
@@ -49,7 +49,7 @@ def _over_columns(v, SIZE: tl.constexpr):
 
 @triton.jit
 def _over_rows(v, SIZE: tl.constexpr):
-    """[B, C] -> [B SIZE, C], every value SIZE times; where B is 1, `v` itself, which broadcasts."""
+    """[B, C] -> [B SIZE, C], repeating every value SIZE times; if B is 1, `v` itself, which broadcasts."""
     if v.shape[0] > 1:
         v = tl.reshape(tl.broadcast_to(v[:, None, :], [v.shape[0], SIZE, v.shape[1]]), [v.shape[0] * SIZE, v.shape[1]])
     return v
@@ -59,7 +59,7 @@ def _over_rows(v, SIZE: tl.constexpr):
 def _scales(
     amax, RULE: tl.constexpr, EXPONENT: tl.constexpr, LIMIT: tl.constexpr, FP8_MAX: tl.constexpr, SMALLEST_AMAX: tl.constexpr
 ):  # fmt: skip
-    """scale and scale_inv as it is kept, of blocks with these maxima, by one of `msamp.numerics.block_scale.RULES`."""
+    """Return scale and stored scale_inv of blocks with these maxima, by one of `msamp.numerics.block_scale.RULES`."""
     finite = amax < float("inf")
     if RULE == "fp32":
         scale_inv = tl.div_rn(tl.maximum(amax, SMALLEST_AMAX), FP8_MAX)
@@ -79,7 +79,7 @@ def _scales(
 
 @triton.jit
 def _store_table(table, kept, row, column, rows, columns, row_stride, column_stride):
-    """Store `kept` in `table` [rows, columns] at int64 `row`s and `column`s."""
+    """Store `kept` to `table` [rows, columns] at int64 `row`s and `column`s."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(table + row[:, None] * row_stride + column[None, :] * column_stride, kept, mask=inside)
 

@@ -1,4 +1,4 @@
-"""Scaled cast, one read of the input. Twin: `msamp.kernels.reference.cast`."""
+"""Cast with a given scale, in one read of the input. Twin: `msamp.kernels.reference.cast`."""
 
 import functools
 
@@ -13,9 +13,9 @@ BLOCK = 8192
 
 @triton.jit
 def _fp8_code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
-    """Code (uint8) of FP32 `v` rounded to nearest even and saturated; NaN stays NaN.
+    """Return the code (uint8) of FP32 `v`, rounded to nearest even and saturated; NaN remains NaN.
 
-    Without HARDWARE the rounding is done in integers: Triton's interpreter rounds ties away from zero and loses carries.
+    Without HARDWARE it rounds in integers, because Triton's interpreter rounds ties away from zero and loses carries.
     """
     clamped = tl.minimum(tl.maximum(v, -FP8_MAX), FP8_MAX)
     if HARDWARE:
@@ -39,7 +39,7 @@ def _fp8_code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constex
 
 @triton.jit
 def _rounded(v, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 `v` rounded to nearest even into DTYPE; Triton's interpreter would truncate into BF16."""
+    """Round FP32 `v` to nearest even in DTYPE; for BF16 Triton's interpreter would truncate."""
     if not HARDWARE and tl.bfloat16 == DTYPE:
         bits = v.to(tl.int32, bitcast=True)
         even = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -65,14 +65,14 @@ def _cast_kernel(
 
 @functools.cache
 def fp8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
-    """The format of `dtype` as compile-time constants of a kernel; HARDWARE is False under the interpreter (CPU tensors)."""
+    """Return the format of `dtype` as compile-time constants of a kernel; HARDWARE is False under the interpreter (CPU tensors)."""
     fmt = of_dtype(dtype)
     bias = {3: 7, 2: 15}[fmt.mantissa_bits]
     return {"FP8_MAX": fmt.max, "MANTISSA": fmt.mantissa_bits, "BIAS": bias, "HARDWARE": device.type == "cuda"}
 
 
 def _constants(dtype: torch.dtype, device: torch.device) -> dict[str, float | int | bool]:
-    """`fp8_constants`, with MANTISSA 0 for a dtype that is stored plain."""
+    """Return `fp8_constants`, with MANTISSA 0 for a dtype that is stored without a cast."""
     if dtype.itemsize == 1:
         return fp8_constants(dtype, device)
     return {"FP8_MAX": 0.0, "MANTISSA": 0, "BIAS": 0, "HARDWARE": device.type == "cuda"}

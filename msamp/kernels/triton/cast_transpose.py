@@ -1,8 +1,8 @@
-"""Scaled cast that leaves either layout or both, one read of the input. Twin: `msamp.kernels.reference.cast_transpose`.
+"""Cast with one scale to either layout or both, in one read of the input. Twin: `msamp.kernels.reference.cast_transpose`.
 
-The functions that every kernel with an FP8 output needs stand here too. A thread takes four rows that follow each other, so that a column's
-four codes are one 32-bit word before they cross threads on their way into the transpose (byte by byte costs more than the memory
-does), and sums and amaxes cross threads once for four rows.
+This file also has the functions that every kernel with FP8 output uses. A thread processes four consecutive rows, so that the four codes of
+a column form one 32-bit word before threads exchange them for the transpose (an exchange of single bytes costs more than the memory
+traffic), and sums and amaxes are exchanged once per four rows.
 """
 
 import functools
@@ -22,7 +22,7 @@ TILE_M, TILE_N, WARPS = 128, 64, 4
 
 @triton.jit
 def _code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
-    """`_fp8_code` without its NaN's sign: the conversion saturates by itself. In PTX for the reason that `_words` gives."""
+    """`_fp8_code` without the sign of NaN: the conversion instruction saturates. It is in PTX for the reason given in `_words`."""
     if HARDWARE and MANTISSA == 3:
         code = tl.inline_asm_elementwise(
             "{ .reg .b16 l; cvt.rn.satfinite.e4m3x2.f32 l, 0f00000000, $1; cvt.u32.u16 $0, l; }",
@@ -40,18 +40,18 @@ def _code(v, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, 
 
 @triton.jit
 def _tile(quad, N, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """A tile of [M, N] from row 4 `quad` and from `column` on, both int64: the quads of rows and the columns in it, the offset of its
-    origin, and int32 offsets from there of the quads' first rows. (As int64 they would take twice the registers.)"""
+    """Return a tile of [M, N] starting at row 4 `quad` and at `column`, both int64: its quads of rows and its columns, the offset of its
+    origin, and the offsets of the quads' first rows from there, in int32 since int64 would take twice the registers."""
     q, n = tl.arange(0, TILE_M // 4), tl.arange(0, TILE_N)
     return q, n, 4 * quad * N + column, (4 * q)[:, None] * N + n[None, :]
 
 
 @triton.jit
 def _load_rows(x, at, stride, q, left, columns):
-    """Four tiles from `x` on, 0 outside of `left` rows and of `columns`: the first rows of quads `q`, which start at `at`, and the three
-    rows after each of them.
+    """Load four tiles from `x`, with 0 outside `left` rows and `columns`: the first rows of quads `q`, which start at `at`, and the three
+    rows after each.
 
-    All are loaded before any is used: the compiler cannot move a load above a store.
+    All are loaded before any is used, since the compiler cannot move a load above a store.
     """
     x0 = tl.load(x + at, mask=(4 * q < left)[:, None] & columns[None, :], other=0.0)
     x1 = tl.load(x + stride + at, mask=(4 * q + 1 < left)[:, None] & columns[None, :], other=0.0)
@@ -62,16 +62,16 @@ def _load_rows(x, at, stride, q, left, columns):
 
 @triton.jit
 def _higher(top, v):
-    """The larger magnitude, NaN where either is."""
+    """The larger magnitude; NaN if either is NaN."""
     return tl.maximum(top, tl.abs(v), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _words(values, scale, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
-    """The codes of four FP32 tiles as the bytes of one int32 tile, the first tile's lowest.
+    """Pack the codes of four FP32 tiles into the bytes of one int32 tile, the first tile's code lowest.
 
-    Converted and packed in one piece of PTX: put together from 8-bit codes that are also stored, the words came out wrong (H200, Triton
-    3.6: the transposed half of a cast+transpose, three bytes of four, in either format).
+    One piece of PTX converts and packs: words assembled from 8-bit codes that are also stored were wrong (H200, Triton 3.6: three of four
+    bytes of the transpose in a cast with both layouts, in both formats).
     """
     a, b, c, d = values[0] * scale, values[1] * scale, values[2] * scale, values[3] * scale
     if not HARDWARE:
@@ -96,10 +96,10 @@ def _put(
     values, y, y_t, origin, quad, column, at, stride, q, n, M, left, columns, scale,
     ALIGNED: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Store four FP32 tiles, the first rows of quads `q` and the three after each: in `y` from `origin` on, at `at` and multiples of
-    `stride` after it, and in `y_t`, where the tile begins at `quad` and `column` (int64), at quads `q` and columns `n` from there.
+    """Cast and store four FP32 tiles, the first rows of quads `q` and the three rows after each. In `y` they start at `origin + at`, with
+    `stride` between rows. In `y_t` the tile starts at `quad` and `column` (int64), with quads `q` and columns `n` from there.
 
-    Either may be None. Quantised, or plain (and not in `y_t`) where MANTISSA is 0.
+    `y` or `y_t` may be None. With MANTISSA 0, values are stored plain, and only in `y`.
     """
     if MANTISSA == 0:
         for k in tl.static_range(4):
@@ -118,7 +118,7 @@ def _put(
 
 @triton.jit
 def _put_transposed(words, y_t, quad, column, q, n, M, left, columns, ALIGNED: tl.constexpr):
-    """Store `words` of four rows each into the transpose [N, M], at quads `q` after `quad` and columns `n` after `column`."""
+    """Store `words` of four rows each to the transpose [N, M], at quads `q` after `quad` and columns `n` after `column`."""
     if ALIGNED:
         inside = columns[:, None] & (q < left // 4)[None, :]
         at = n[:, None] * (M // 4) + q[None, :]
@@ -132,23 +132,23 @@ def _put_transposed(words, y_t, quad, column, q, n, M, left, columns, ALIGNED: t
 
 @triton.jit
 def _put_sums(total, sums, column, n, N, columns):
-    """Store the column sums of a tile, from `column` on, in the row of `sums` [tiles, N] that belongs to the program's tokens."""
+    """Store the column sums of a tile, starting at `column`, to the row of `sums` [tiles, N] for the program's tokens."""
     if sums is not None:
         tl.store(sums + (tl.program_id(0).to(tl.int64) * N + column) + n, tl.sum(total, 0), mask=columns)
 
 
 @triton.jit
 def _inverse(scale):
-    """1 / scale of a power of two from 2^-126 to 2^126, exact and without a division; NaN of NaN."""
+    """1 / scale for a power of two from 2^-126 to 2^126, exact and without a division; NaN for NaN."""
     bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
     return tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
 
 
 @triton.jit
 def _tell(top, scale, amax, scale_inv):
-    """Raise `amax` to the largest of `top`, and leave 1 / scale in `scale_inv`, or NaN where a program's `top` is not finite.
+    """Raise `amax` to the maximum of `top`, and store 1 / scale in `scale_inv`, or NaN if any program's `top` is not finite.
 
-    Both as integers: the bits of floats that are not negative order as the floats do, and NaN above all.
+    Both use integer maxima: the bits of non-negative floats have the order of the floats, with NaN above all.
     """
     highest = _block_amax(top)
     if amax is not None:
@@ -197,10 +197,10 @@ def _quantise(
     device: torch.device,
     maxima: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run a kernel with (scale, amax, scale_inv), twice where the scale is to come from an amax and no `maxima` tell it; its scale_inv,
-    empty with a slot for it.
+    """Run a kernel with (scale, amax, scale_inv), and return scale_inv, empty if a slot is given. For a just-in-time scale without
+    `maxima` it runs twice.
 
-    Without a scale a kernel stores nothing and takes the amax only; into a wide dtype it is given none of the three.
+    Without a scale, a kernel only measures the amax and stores nothing; for a wide dtype it gets none of the three.
     """
     if dtype.itemsize > 1:
         launch(None, None, None)
@@ -223,24 +223,24 @@ def _kept_nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is not asked for: [0]. The same one again, since the host needs as long for it as for memory; a new one where autograd is on,
-    which marks an operator's results."""
+    """Return an empty tensor [0] for a result that is not requested. It is cached, since allocating it takes the host as long as other
+    memory, except under autograd, which marks an operator's results."""
     return torch.empty(0, dtype=dtype, device=device) if torch.is_grad_enabled() else _kept_nothing(dtype, device)
 
 
 def _layouts(M: int, N: int, row: bool, col: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for [M, N] and its transpose, empty where not asked for."""
+    """Allocate [M, N] and its transpose, empty if not requested."""
     y = torch.empty((M, N), dtype=dtype, device=device) if row else nothing(dtype, device)
     return y, torch.empty((N, M), dtype=dtype, device=device) if col else nothing(dtype, device)
 
 
 def _partial_sums(asked: bool, tiles: int, N: int, device: torch.device) -> torch.Tensor:
-    """Memory for the column sums of every row tile, which `sum_parts` adds up; empty where not asked for."""
+    """Allocate the column sums of every row tile, for `sum_parts`; empty if not requested."""
     return torch.empty((tiles, N), dtype=torch.float32, device=device) if asked else nothing(torch.float32, device)
 
 
 def parts(M: int) -> int:
-    """Number of parts of the column sums of M rows."""
+    """Return the number of parts in the column sums of M rows."""
     return max(1, -(-M // TILE_M))
 
 

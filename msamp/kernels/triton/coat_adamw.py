@@ -1,5 +1,5 @@
-"""AdamW over many tensors with moments, one or both, of COAT's format: a launch for their numbers, and one that reads and writes each
-element once. A tile holds whole groups, so that their maxima and exponents need no second pass. Twin: `msamp.kernels.reference.coat_adamw`.
+"""AdamW over many tensors with one or both moments in COAT's format: one launch computes their numbers, and one reads and writes each
+element once. A tile contains whole groups, so maxima and exponents need no second pass. Twin: `msamp.kernels.reference.coat_adamw`.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.tensor import ScalingTensor
 
 GROUP = STATE_GROUP.size
-TILE, CHUNK = 2, 32  # groups a program works on at a time, and in all
-WARPS = 1  # which waits for no other
-SHORTEST = tl.constexpr(2.0**-24)  # logarithm of max / min of a group: what FP32 leaves where two numbers are neighbours
+TILE, CHUNK = 2, 32  # groups per iteration and per program
+WARPS = 1  # a single warp never waits for another
+SHORTEST = tl.constexpr(2.0**-24)  # lower limit of log2(max / min) of a group: that of two adjacent FP32 numbers
 
 
 class Groups(NamedTuple):
-    """The columns after AdamW's `Row`: the length of a row of the weight, and addresses of the moments' maxima and exponents, or 0."""
+    """The columns after AdamW's `Row`: the row length of the weight, and addresses of the moments' maxima and exponents, or 0."""
 
     length: int
     m_max: int
@@ -52,9 +52,9 @@ GROUPS, WIDTH = tl.constexpr(numbered(Groups, COLUMNS)), COLUMNS + len(Groups._f
 
 @triton.jit
 def _approximate(x, FUNCTION: tl.constexpr, HARDWARE: tl.constexpr):
-    """lg2 (to 2^-22), rcp or sqrt (to 2^-23) of FP32 that is 0, normal or not finite; subnormal numbers count as 0.
+    """Approximate lg2 (to 2^-22), rcp or sqrt (to 2^-23) of FP32 that is 0, normal or not finite; subnormals count as 0.
 
-    The correctly rounded forms branch for each element, and a warp waits at each branch.
+    The correctly rounded instructions branch per element, and a warp waits at each branch.
     """
     if HARDWARE:
         y = tl.inline_asm_elementwise(FUNCTION + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -79,10 +79,10 @@ def _with_sign_of(x, magnitude):
 
 @triton.jit
 def _contracted(raw, largest, k, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Values of payloads [groups, GROUP]: sign(q) max (|q| / fp_max)^(1 / k)."""
+    """Dequantize payloads [groups, GROUP]: sign(q) max (|q| / fp_max)^(1 / k)."""
     FP_MAX: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     q = _value(raw, MANTISSA, HARDWARE)
-    quotient = tl.abs(q) * (1.0 / FP_MAX)  # 1 where q is FP_MAX
+    quotient = tl.abs(q) * (1.0 / FP_MAX)  # exactly 1 if q is FP_MAX
     exponent = _approximate(quotient, "lg2", HARDWARE) * _approximate(k, "rcp", HARDWARE)[:, None]
     magnitude = tl.exp2(exponent) * largest[:, None]
     return _with_sign_of(q, magnitude) if SIGNED else magnitude
@@ -90,20 +90,21 @@ def _contracted(raw, largest, k, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, H
 
 @triton.jit
 def _expanded(x, silent, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Payloads of FP32 [groups, GROUP], and each group's maximum and exponent: `quantize_expanded`. A short group is filled up by 0.
+    """Return the payloads of FP32 [groups, GROUP], and each group's maximum and exponent, as `quantize_expanded` does. A short group is
+    padded with 0.
 
-    The signed moment is m. Where it is `silent`, x is beta1 times what m was, and codes fall that undo more than half of this decay.
+    The signed moment is m. Where `silent`, x is beta1 times the former m, and codes decrease that would undo more than half of this decay.
     """
     LOG2_MAX: tl.constexpr = 8.807354922057604 if MANTISSA == 3 else 15.807354922057604
     SMALLEST: tl.constexpr = 0.001953125 if MANTISSA == 3 else 0.0000152587890625
     LOG2_RANGE: tl.constexpr = 17.807354922057604 if MANTISSA == 3 else 31.807354922057604
-    # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity; less 1, those of 0 are above all others.
+    # The bits of magnitudes have the order of the magnitudes, with NaN above infinity; minus 1, those of 0 are above all others.
     bits = _bits(x) & 0x7FFFFFFF if SIGNED else _bits(x)
     top = tl.max(bits, 1)
     low = tl.min(bits - 1, 1) + 1
     usable = (top > 0) & (top < 0x7F800000)
     divisor = tl.where(usable, top, 0x3F800000)
-    # A power of two brings the group where its logarithms are small, and so exact.
+    # Scale the group by a power of two, so that its logarithms are small and therefore precise.
     power = (tl.maximum(254 - (divisor >> 23).to(tl.int32), 1) << 23).to(tl.float32, bitcast=True)
     log2_max = _approximate(divisor.to(tl.float32, bitcast=True) * power, "lg2", HARDWARE)
     span = log2_max - _approximate(low.to(tl.float32, bitcast=True) * power, "lg2", HARDWARE)
@@ -111,7 +112,7 @@ def _expanded(x, silent, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.constexp
     k = tl.where(usable & (low < top), _approximate(span, "rcp", HARDWARE) * LOG2_RANGE, 1.0)
     first = LOG2_MAX - k * log2_max
     grown = tl.exp2(_fma(_approximate(tl.abs(x) * power[:, None], "lg2", HARDWARE), k[:, None], first[:, None], HARDWARE))
-    # Where k is large, an error of the logarithm must not cause underflow.
+    # With a large k, an error of the logarithm must not cause underflow.
     stored = tl.where(x != 0, tl.maximum(grown, SMALLEST), grown)
     if SIGNED:
         payload = _payload(_with_sign_of(x, stored), MANTISSA, HARDWARE)
@@ -141,7 +142,7 @@ def _store_moment(
     pointer, at, inside, x, before, g, scale, floor, log2_beta1, reached, largest, exponents, groups, known,
     MANTISSA: tl.constexpr, COAT: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr,
 ):  # fmt: skip
-    """Store; returns the largest magnitudes `reached` so far, for a format with a scale. The signed moment is m."""
+    """Store a moment; for a format with a scale, return the largest magnitudes `reached` so far. The signed moment is m."""
     if COAT:
         payload, of_each, k = _expanded(x, g == 0, log2_beta1, MANTISSA, SIGNED, HARDWARE)
         tl.store(pointer + at, payload, mask=inside)
@@ -168,19 +169,19 @@ def _coat_adamw_kernel(
         return
     row = table + tl.load(owners + tl.program_id(0)) * COLUMNS
     own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
-    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+    # Load all numbers before the loop: the compiler does not know that the stores in it cannot change them.
     (
         g_factor, m_old, m_scale, m_new, v_factor, v_scale, v_new, v_floor, p_factor, p_scale, p_new, w_factor, weight_decay, weight, w2,
         _, eps, step_size, correction_inverse, bound, turn,
     ) = _numbers(own)  # fmt: skip
     log2_beta1 = _approximate(tl.where(weight > 0, 1.0 - weight, -weight), "lg2", HARDWARE)
-    # `first` of all groups is this program's first.
+    # `first` is this program's first group.
     first = (skipped + tl.program_id(0) - tl.load(row + HEAD.value.first)) * CHUNK
     left = tl.minimum((tl.load(row + HEAD.value.numel) + GROUP - 1) // GROUP - first, CHUNK).to(tl.int32)
     if FULL:
         start = first * GROUP
     else:
-        # A row of the weight has `in_row` groups; the first is in column `column` of its row.
+        # A row of the weight has `in_row` groups; the first one is in column `column` of its row.
         length = tl.load(row + GROUPS.value.length)
         in_row = (length + GROUP - 1) // GROUP
         column = (first % in_row).to(tl.int32)
@@ -204,7 +205,7 @@ def _coat_adamw_kernel(
     for tile in range(0, left, TILE):
         groups = tile + tl.arange(0, TILE)
         known = groups < left
-        if FULL:  # one run of memory
+        if FULL:  # contiguous memory
             at = (groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
             inside = at < left * GROUP
         else:
@@ -216,7 +217,7 @@ def _coat_adamw_kernel(
         v = _load_moment(v_pointer, at, inside, v_factor, v_largest, v_exponents, groups, known, V, V_COAT, False, HARDWARE)
         p = _value(tl.load(p_pointer + at, mask=inside, other=0), P, HARDWARE) * p_factor
         m, v, g = _averages(g, before, v, p, weight_decay, weight, w2, DECOUPLED, HARDWARE)
-        # The moments are known to 2^-20 or so, and that is more than approximations add to the update.
+        # The moments have a precision of about 2^-20; the error of the approximations is smaller.
         d = _fma(_approximate(v, "sqrt", HARDWARE), correction_inverse, eps, HARDWARE)
         used = _within(m, d * bound)
         p = _fma(step_size, used * _approximate(d, "rcp", HARDWARE), p, HARDWARE)
@@ -244,13 +245,13 @@ def _plain(states: list[torch.Tensor | Expanded]) -> list[torch.Tensor]:
 
 
 def _beside(states: Sequence[torch.Tensor | Expanded]) -> tuple[list[int], list[int]]:
-    """Addresses of maxima and exponents, 0 where a state has none."""
+    """Return the addresses of maxima and exponents, 0 if a state has none."""
     parts = [(state.max.data_ptr(), state.k.data_ptr()) if isinstance(state, Expanded) else (0, 0) for state in states]
     return [of_max for of_max, _ in parts], [of_k for _, of_k in parts]
 
 
 def _size(shape: torch.Size) -> int:
-    """Elements of all groups if none were short; one less where the length of a row does not let programs use 16-byte accesses."""
+    """Return the number of elements with all groups padded; minus 1 if the row length does not allow 16-byte accesses."""
     *rows, length = shape or (1,)
     size = torch.Size(rows).numel() * -(-length // GROUP) * GROUP
     return size - (size > 0 and length % 16 != 0)
@@ -268,7 +269,7 @@ def coat_adamw(
     decoupled: bool,
     rounding: Rounding = NEAREST,
 ) -> None:
-    """See the reference twin; `hyper`: FP64 [8], as `hyper_numbers` makes it."""
+    """See the reference twin; `hyper` is FP64 [8], from `hyper_numbers`."""
     m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
     columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)
     (m_max, m_k), (v_max, v_k) = _beside(batch.ms), _beside(batch.vs)
@@ -280,7 +281,7 @@ def coat_adamw(
     table, parts = tables.lay_out(key, rows, 5, CHUNK * GROUP)
     scalars = torch.empty(len(rows), SCALARS, device=tables.device, dtype=torch.float32)
     flag, sizes = usable.view(torch.uint8), {"COLUMNS": WIDTH, "SCALARS": SCALARS}
-    # COAT's moments and a plain FP16 weight carry no scale of their own, and count as FP32 here.
+    # COAT's moments and a plain FP16 weight have no scale per tensor, so they are treated like FP32 here.
     scaled = {"M": not m_coat, "V": not v_coat, "W": any(isinstance(w, ScalingTensor) for w in batch.weights)}
     scales_of = formats | {name: 23 for name, has in scaled.items() if not has}
     _scalars_kernel[(len(rows),)](

@@ -1,6 +1,6 @@
-"""AdamW's update in BF16 over many tensors: a launch for their scalars, and one that reads and writes each element once.
+"""AdamW with BF16 arithmetic over many tensors: one launch computes their scalars, and one reads and writes each element once.
 
-Numbers are FP32 here and rounded to BF16 after every elementary operation, which is what torch does with BF16 tensors.
+Values are FP32 here and rounded to BF16 after every elementary operation, as torch does for BF16 tensors.
 Twin: `msamp.kernels.reference.collage`.
 """
 
@@ -16,11 +16,11 @@ from msamp.kernels.tables import Tables, numbered, rows_of
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 
-BLOCK, CHUNK = 1024, 16384  # elements a program works on at a time, and in all
+BLOCK, CHUNK = 1024, 16384  # elements per iteration and per program
 
 
 class Row(NamedTuple):
-    """A parameter: its number of elements, and addresses, 0 for an absent tensor."""
+    """A parameter: its number of elements, and addresses, 0 for a missing tensor."""
 
     numel: int
     grad: int
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The numbers of a parameter that the first launch leaves: the group's numbers and bias corrections in BF16."""
+    """The numbers of a parameter from the first launch: the group's hyperparameters and bias corrections in BF16."""
 
     clip: int
     beta1: int
@@ -74,7 +74,7 @@ def _two_sum(a, b, HARDWARE: tl.constexpr):
 @triton.jit
 def _mul(x1, y1, x2, y2, HARDWARE: tl.constexpr):
     p = _rounded(x1 * x2, HARDWARE)
-    e = _rounded(x1 * x2 - p, HARDWARE)  # the product of two BF16 is exact in FP32
+    e = _rounded(x1 * x2 - p, HARDWARE)  # the product of two BF16 numbers is exact in FP32
     cross = _rounded(_rounded(x1 * y2, HARDWARE) + _rounded(y1 * x2, HARDWARE), HARDWARE)
     return _fast_two_sum(p, _rounded(e + cross, HARDWARE), HARDWARE)
 
@@ -112,7 +112,7 @@ def _two_to(biased):
 
 @triton.jit
 def _power(base, exponent):
-    """FP64 `base` to an int32 power below 2^24 (an FP32 counts no further), by squaring as the twin does."""
+    """FP64 `base` to an int32 power below 2^24 (the limit of an FP32 counter), by squaring as in the twin."""
     result = base * 0.0 + 1.0
     for _ in range(24):
         result = tl.where(exponent % 2 == 1, result * base, result)
@@ -123,7 +123,7 @@ def _power(base, exponent):
 
 @triton.jit
 def _put(out, x, HARDWARE: tl.constexpr):
-    """An FP64 scalar as BF16, over FP32 as torch casts it."""
+    """Store an FP64 scalar as BF16, rounded via FP32 as in torch."""
     tl.store(out, _rounded(x.to(tl.float32), HARDWARE))
 
 
@@ -131,7 +131,7 @@ def _put(out, x, HARDWARE: tl.constexpr):
 def _scalars_kernel(
     table, hyper, coefficient, usable, scalars, CLIP: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
 ):  # fmt: skip
-    """Everything about one tensor that is a number: its step count and, in BF16, the group's numbers and bias corrections."""
+    """Compute the numbers of one tensor: its step count and, in BF16, the group's hyperparameters and bias corrections."""
     if tl.load(usable) == 0:
         return
     step_pointer = _pointer(tl.load(table + tl.program_id(0) * COLUMNS + ROW.value.step), 23, False)
@@ -167,7 +167,7 @@ def _collage_kernel(
         return
     row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
     own = scalars + tl.load(owners + tl.program_id(0)) * SCALARS
-    # All numbers come before the loop: the compiler cannot tell that its stores leave them alone.
+    # Load all numbers before the loop: the compiler does not know that the stores in it cannot change them.
     clip = tl.load(own + SCALAR.value.clip)
     beta1 = tl.load(own + SCALAR.value.beta1)
     w1 = tl.load(own + SCALAR.value.w1)

@@ -1,8 +1,8 @@
-"""Cross entropy and its gradient in place, one program a row. Twin: `msamp.kernels.reference.cross_entropy`.
+"""Cross entropy with the gradient in place, one program per row. Twin: `msamp.kernels.reference.cross_entropy`.
 
-The maximum and the sum of exponentials are taken online (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax",
-algorithm 3), so a row is read twice and written once; the second read finds a vocabulary of 50,000 in the L2 cache. Where the vocabulary
-is spread over ranks, two kernels do the two reads, and an exchange of three numbers a row stands between them.
+The maximum and the sum of exponentials are computed online (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax",
+algorithm 3), so a row is read twice and written once; for a vocabulary of 50,000 the second read hits the L2 cache. If the vocabulary is
+sharded over ranks, two kernels do the two reads, and the ranks exchange three numbers per row between them.
 """
 
 import torch
@@ -11,16 +11,16 @@ import triton.language as tl
 
 from msamp.kernels.triton.cast import _rounded
 
-# 16 warps hold 2 rows a multiprocessor: 26 MB of BF16 rows under way on an H200 with 50 MB of L2.
+# With 16 warps a multiprocessor works on 2 rows: 26 MB of BF16 rows at a time on an H200 with 50 MB of L2.
 BLOCK, WARPS = 8192, 16
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # FP32's lowest finite value
 
 
 @triton.jit
 def _largest_and_total(x, V, BLOCK: tl.constexpr):
-    """The maximum of a row, and the sum of the exponentials below it."""
+    """The maximum of a row, and the sum of exponentials relative to it."""
     columns = tl.arange(0, BLOCK)
-    # Not -inf: where all so far is -inf, a difference of infinities would be NaN.
+    # Not -inf: if all values so far are -inf, a difference of infinities would be NaN.
     largest = tl.full((), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
@@ -33,7 +33,7 @@ def _largest_and_total(x, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_gradient(x, V, at_label, weight, largest, log_total, BLOCK: tl.constexpr, HARDWARE: tl.constexpr):
-    """`weight * (softmax - onehot)` in the place of a row; no column is `at_label` where another rank has the label."""
+    """Overwrite a row with `weight * (softmax - onehot)`; no column equals `at_label` if another rank has the label."""
     columns = tl.arange(0, BLOCK)
     for start in range(0, V, BLOCK):
         at = start + columns
@@ -48,11 +48,11 @@ def _cross_entropy_kernel(logits, labels, weights, losses, V, BLOCK: tl.constexp
     label = tl.load(labels + row)
     known = (label >= 0) & (label < V)
     x = logits + row * V
-    # Before the first barrier: further down another warp may have overwritten it.
+    # Load it before the first barrier: later another warp may have overwritten it.
     picked = tl.load(x + label, mask=known, other=float("nan")).to(tl.float32)
     weight = tl.where(known, tl.load(weights + row), float("nan"))
     largest, total = _largest_and_total(x, V, BLOCK)
-    # Kept apart from the maximum: their sum would lose the digits that large logits leave it.
+    # Not added to the maximum: next to large logits the sum would lose precision.
     log_total = tl.log(total)
     tl.store(losses + row, log_total - (picked - largest))
     _write_gradient(x, V, label, weight, largest, log_total, BLOCK, HARDWARE)

@@ -1,4 +1,4 @@
-"""Amaxes and sums of squares of many gradients, one launch a format and one read. Twin: `msamp.kernels.reference.grad_stats`."""
+"""Amaxes and sums of squares of many gradients, with one launch per format and one read. Twin: `msamp.kernels.reference.grad_stats`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from msamp.numerics.tensor import ScalingTensor
 
 
 class Tile(NamedTuple):
-    """How a launch is cut: elements of a block, blocks of them on their way at a time, elements of a program, and its warps."""
+    """The tiling of a launch: elements per block, blocks loaded at a time, elements per program, and warps."""
 
     block: int
     blocks: int
@@ -23,14 +23,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-# Measured on an H200 with the gradients of GPT-1.3B, and of Llama-3-8B's vocabulary for BF16's squares: LOG.md of tools/bench.
+# Measured on an H200 with the gradients of GPT-1.3B, and for BF16's squares of Llama-3-8B's vocabulary: tools/bench/LOG.md.
 AMAX = Tile(4096, 2, 32768, 8)  # without squares
 CODES = Tile(2048, 4, 65536, 4)  # of E4M3
-WIDE = Tile(1024, 1, 32768, 4)  # of other formats; E5M2's was not measured
+WIDE = Tile(1024, 1, 32768, 4)  # for other formats; E5M2 was not measured
 
 
 class Row(NamedTuple):
-    """A gradient: its number of elements, the address of its values, which one it is, the address of its scale_inv or 0, and its units."""
+    """A gradient: its number of elements, the address of its values, its index, the address of its scale_inv or 0, and its units."""
 
     numel: int
     values: int
@@ -61,7 +61,7 @@ def _grad_stats_kernel(
         units = tl.load(row + ROW.value.units).to(tl.float64)
     for start in range(0, left, BLOCK * BLOCKS):
         loaded = ()
-        for i in tl.static_range(BLOCKS):  # all before any is used: one block on its way does not fill the memory's pipe
+        for i in tl.static_range(BLOCKS):  # load all before using any: one block at a time does not saturate the memory
             at = start + i * BLOCK + tl.arange(0, BLOCK)
             loaded = loaded + (tl.load(x + at, mask=at < left, other=0),)  # noqa: RUF005
         for i in tl.static_range(BLOCKS):
@@ -72,8 +72,8 @@ def _grad_stats_kernel(
             elif SQUARES:
                 d = v.to(tl.float64) * factor
                 squares = d * d * units
-                # Added to 3 * 2^51, the FP64 adder rounds to a whole number, ties to even, which then stands in the lowest bits: a
-                # conversion to an integer takes four times as long.
+                # Adding 3 * 2^51 in FP64 rounds to an integer, ties to even, and puts it in the lowest bits; a conversion instruction
+                # takes four times as long.
                 raised = squares + 6755399441055744.0
                 whole_sum += raised.to(tl.int64, bitcast=True) - 0x4338000000000000
                 rest = (squares - (raised - 6755399441055744.0)) * 1073741824.0 + 6755399441055744.0

@@ -1,4 +1,4 @@
-"""Cast with one power-of-two scale for every few elements of a row, and its inverse. Twin: `msamp.kernels.reference.group_cast`."""
+"""Cast with one power-of-two scale per small group of a row, and its inverse. Twin: `msamp.kernels.reference.group_cast`."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ BLOCK = 4096
 
 @triton.jit
 def _group_exponent(amax, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Biased exponent of the scale_inv that belongs to FP32 `amax`, int32: 1 to 253, 127 where amax is 0, 255 where it is not finite."""
+    """Biased exponent of the scale_inv for FP32 `amax`, int32: 1 to 253; 127 if amax is 0, 255 if it is not finite."""
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) + (127 - EXPONENT) + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
@@ -26,14 +26,14 @@ def _group_exponent(amax, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _group_scale_inv(exponent):
-    """FP32 scale_inv of a stored exponent, NaN of 255."""
+    """FP32 scale_inv of a stored exponent; NaN for 255."""
     bits = exponent.to(tl.int32) << 23
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _places(groups, a_row, N, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Indices int64 [GROUPS] of this program's groups and which of them exist; offsets of their elements [GROUPS, SIZE] and which exist."""
+    """Indices int64 [GROUPS] of this program's groups and a mask of valid ones; offsets of their elements [GROUPS, SIZE] and a mask."""
     g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     column = ((g % a_row) * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
     return g, g < groups, (g // a_row * N)[:, None] + column, (g < groups)[:, None] & (column < N)
@@ -64,7 +64,7 @@ def _group_decode_kernel(
 
 
 def _grid(x: torch.Tensor, size: int) -> tuple[tuple[int], dict[str, int]]:
-    """Programs, and how the groups of `x` [M, N] lie."""
+    """Return the number of programs, and the layout of the groups of `x` [M, N]."""
     M, N = x.shape
     a_row, held = -(-N // size), max(1, BLOCK // size)
     return (triton.cdiv(M * a_row, held),), {"groups": M * a_row, "a_row": a_row, "N": N, "GROUPS": held, "SIZE": size}

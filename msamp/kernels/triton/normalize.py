@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: residual addition, norm and cast in one read; transposed recomputation; backward in one read.
+"""LayerNorm and RMSNorm: residual addition, norm and cast in one read, the transposed recomputation, and backward in one read.
 
 Twin: `msamp.kernels.reference.normalize`.
 """
@@ -11,18 +11,18 @@ from msamp.kernels.reference.normalize import check_backward, check_normalize
 from msamp.kernels.triton.cast import _constants, _rounded, fp8_constants
 from msamp.kernels.triton.cast_transpose import _code, _inverse, _quantise, _tell
 
-# Elements a program holds at once; a row longer than that is held by more warps.
+# Elements per program; a longer row uses more warps.
 TILE = 4096
 TILE_M, TILE_N = 64, 128
-# Neighbours in a row: a thread folds their magnitudes into one before it keeps them from row to row.
+# Neighbors in a row whose magnitudes a thread reduces to one maximum, which it carries from row to row.
 FOLD = 8
-# Shared memory that prefetching the next rows may take of a multiprocessor's 227 KiB.
+# Shared memory for prefetching the next rows, of a multiprocessor's 227 KiB.
 PREFETCH_BYTES = 100 * 1024
 
 
 @triton.jit
 def _normalized(x, mean, rstd, weight, bias, RMS: tl.constexpr):
-    """Both calling kernels are compiled without contraction to FMA, so that they and the twin round alike."""
+    """Both calling kernels are compiled without FMA contraction, so that their rounding equals the twin's."""
     if not RMS:
         x = x - mean
     y = x * rstd * weight
@@ -143,7 +143,7 @@ def _normalize_backward_kernel(
 
 
 def _rows(N: int) -> tuple[dict[str, int], int]:
-    """Tile of whole rows of N elements, and how many elements that is."""
+    """Return the tile for whole rows of N elements, and its number of elements."""
     block = triton.next_power_of_2(N)
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block}, rows * block
@@ -168,7 +168,7 @@ def normalize(
     M, N = x.shape
     tile, elements = _rows(N)
     constants = {**tile, **_constants(dtype, x.device), "RMS": rms, "num_warps": max(4, min(32, elements // 1024))}
-    grid = (max(1, triton.cdiv(M, tile["ROWS"])),)  # the first program tells scale_inv, rows or none
+    grid = (max(1, triton.cdiv(M, tile["ROWS"])),)  # the first program writes scale_inv even without rows
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     mean = x.new_empty(0 if rms else M, dtype=torch.float32)
@@ -210,13 +210,13 @@ def normalize_transposed(
 
 
 def _backward_warps(elements: int) -> tuple[int, int]:
-    """Warps of a program that holds so many elements, and programs a multiprocessor holds at 128 registers a thread."""
+    """Return the warps of a program with this many elements, and the programs per multiprocessor at 128 registers per thread."""
     num_warps = max(8, min(32, elements // 512))
     return num_warps, max(1, 16 // num_warps)
 
 
 def parts(M: int, N: int, device: torch.device) -> int:
-    """Number of parts of the gradients of weight and bias, and of the maxima: one a program, as many as the multiprocessors hold."""
+    """Return the number of parts in the weight and bias gradients and in the maxima: one per program, as many as fit on the GPU."""
     tile, elements = _rows(N)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     return max(1, min(multiprocessors * _backward_warps(elements)[1], triton.cdiv(M, tile["ROWS"])))

@@ -1,6 +1,6 @@
-"""Casts of many tensors into one flat buffer in one launch: one read, one write. Twin: `msamp.kernels.reference.pack`.
+"""Cast many tensors to one flat buffer in one launch: one read, one write. Twin: `msamp.kernels.reference.pack`.
 
-It also has the functions by which kernels over many tensors read and write any format; a format is identified by its mantissa bits.
+This file also has the functions by which kernels over many tensors read and write any format; mantissa bits identify a format.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from msamp.kernels.tables import Tables, numbered
 from msamp.kernels.triton.cast import _fp8_code
 from msamp.numerics.formats import of_dtype
 
-BLOCK, CHUNK, WARPS = 4096, 32768, 8  # elements a program works on at a time, and in all
-MEASURED_BLOCK, MEASURED_WARPS = 1024, 4  # where they are measured: sums of 64 bits take registers (H200: LOG.md of tools/bench)
+BLOCK, CHUNK, WARPS = 4096, 32768, 8  # elements per iteration and per program
+MEASURED_BLOCK, MEASURED_WARPS = 1024, 4  # with tallies, whose 64-bit sums take registers (H200: tools/bench/LOG.md)
 
 
 class Head(NamedTuple):
     """The first columns of every row."""
 
-    first: int  # number of its first program, which `Tables.lay_out` puts there
+    first: int  # number of its first program, set by `Tables.lay_out`
     numel: int
 
 
 class Row(NamedTuple):
-    """A run of a tensor: its number of elements, addresses of its first element and of its place, which tensor it is of, and which run."""
+    """A run of a tensor: its number of elements, source and destination addresses, the index of its tensor, and its own index."""
 
     numel: int
     source: int
@@ -42,7 +42,7 @@ HEAD, ROW = tl.constexpr(numbered(Head, 0)), tl.constexpr(numbered(Row))
 
 @triton.jit
 def _pointer(address, MANTISSA: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to the payload at an int64 address; FP8 payloads are read and written as bytes."""
+    """Return a pointer to the payload at an int64 address; FP8 payloads are read and written as bytes."""
     if MANTISSA == 23:
         pointer = address.to(tl.pointer_type(tl.float32))
     elif MANTISSA == 7:
@@ -64,7 +64,7 @@ def _value(raw, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     elif HARDWARE:
         FP8: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
         value = raw.to(FP8, bitcast=True).to(tl.float32)
-    else:  # the interpreter's own conversion knows no NaN
+    else:  # the interpreter's conversion does not support NaN
         BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
         FIRST_NAN: tl.constexpr = 0x7F if MANTISSA == 3 else 0x7D
         code = raw.to(tl.int32)
@@ -77,8 +77,8 @@ def _value(raw, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _payload(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, TOWARD_ZERO: tl.constexpr = False):
-    """FP32 `v` rounded to nearest even into a payload: FP8 and FP16 saturate, BF16 and FP32 do not; NaN stays NaN. FP16 can be rounded
-    toward zero."""
+    """Round FP32 `v` to nearest even in the payload's format: FP8 and FP16 saturate, BF16 and FP32 do not; NaN remains NaN. FP16 can be
+    rounded toward zero."""
     if MANTISSA <= 3:
         FP8: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
         if HARDWARE:  # which saturates by itself
@@ -98,7 +98,7 @@ def _payload(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, TOWARD_ZERO: tl.
         payload = v
     elif HARDWARE:
         payload = v.to(tl.bfloat16)
-    else:  # the interpreter's own conversion truncates
+    else:  # the interpreter's conversion truncates
         bits = v.to(tl.int32, bitcast=True)
         even = tl.where(v == v, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         payload = even.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -118,15 +118,15 @@ def _span(table, owners, skipped, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, AL
 
 @triton.jit
 def _bits(v):
-    """Of magnitudes: they are in the order of the magnitudes, and those of NaN above infinity's."""
+    """The bits of magnitudes, which have the order of the magnitudes, with NaN above infinity."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _e4m3_square(v):
-    """int64: the square of E4M3's value `v` in units of 2^-18. Every value is a multiple of 2^-9, and the square's 36 bits are exact.
+    """The square of an E4M3 value `v` in units of 2^-18, int64. Every value is a multiple of 2^-9, so the square's 36 bits are exact.
 
-    Added to 3 * 2^22 the multiple stands in the lowest bits: a conversion takes four times as long.
+    Adding 3 * 2^22 puts the multiple in the lowest bits; a conversion instruction takes four times as long.
     """
     k = ((v * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int64)
     return k * k
@@ -134,13 +134,13 @@ def _e4m3_square(v):
 
 @triton.jit
 def _in_payload_units(total):
-    """A sum of `_e4m3_square` as whole units of 2^3 and 2^-30 of one."""
+    """Split a sum of `_e4m3_square` into whole units of 2^3 and 2^-30 units."""
     return total >> 21, (total & 0x1FFFFF) << 9
 
 
 @triton.jit
 def _told(largest):
-    """FP32: the largest of `_bits`, infinity for NaN."""
+    """The FP32 value of the largest `_bits`; infinity for NaN."""
     return tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
 
 

@@ -1,8 +1,8 @@
-"""Rotary embedding in place on packed QKV or into FP8, and its gradient in both layouts. Twin: `msamp.kernels.reference.rotary`.
+"""Rotary embedding of packed QKV, in place or cast to FP8, and its gradient in both layouts. Twin: `msamp.kernels.reference.rotary`.
 
-A program takes some tokens of one query group: its heads share the loaded cos and sin; backward, of one head: two heads one after the
-other would wait for each other's memory. The two channels that turn together stand in two tiles at the same place; so do, unturned,
-those above the rotated ones.
+A forward program processes some tokens of one query group, whose heads share the loaded cos and sin. A backward program processes one head,
+since two heads in sequence would wait for each other's memory. The two channels of a rotated pair are at the same position in two tiles; so
+are the channels above the rotated ones, which do not change.
 """
 
 import torch
@@ -27,12 +27,12 @@ from msamp.numerics.formats import of_dtype
 
 TILE_M, WARPS = 16, 4
 BACKWARD_TILE_M = 32
-CHANNELS_A_WARP = 32  # of a half head, backward
+CHANNELS_A_WARP = 32  # of half a head, in backward
 
 
 @triton.jit
 def _pairs(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
-    """Channels of a head in two halves, those that turn together at the same place, and which places hold channels."""
+    """Return the channels of a head in two halves, with rotated pairs at the same position, and a mask of valid positions."""
     j = tl.arange(0, HALF)
     channels = j < D // 2
     if R == D:
@@ -44,7 +44,7 @@ def _pairs(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _angles(cos, sin, position, rows, c1, c2, R: tl.constexpr):
-    """cos and sin of both halves; of channels that do not turn, 1 and 0."""
+    """Return cos and sin of both halves; 1 and 0 for channels that are not rotated."""
     at = position[:, None] * R
     in1, in2 = rows[:, None] & (c1 < R)[None, :], rows[:, None] & (c2 < R)[None, :]
     cos1, sin1 = tl.load(cos + at + c1[None, :], mask=in1, other=1.0), tl.load(sin + at + c1[None, :], mask=in1, other=0.0)
@@ -89,7 +89,7 @@ def _put_codes(
     x1, x2, cos1, sin1, cos2, sin2, y, line, c1, c2, inside, top, scale,
     STORE: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one head's pairs, round them as `_rotary_kernel` stores them, and store their codes in `y`; `top` with their magnitudes."""
+    """Rotate the pairs of one head, round them as `_rotary_kernel` does, store their codes in `y`, and update the maximum `top`."""
     a, b = x1.to(tl.float32), x2.to(tl.float32)
     v1 = _rounded(a * cos1 - b * sin1, x1.dtype, HARDWARE).to(tl.float32)
     v2 = _rounded(b * cos2 + a * sin2, x1.dtype, HARDWARE).to(tl.float32)
@@ -139,7 +139,7 @@ def _rotary_cast_kernel(
 
 @triton.jit
 def _value(x, unscale, E5M2: tl.constexpr):
-    """FP32 of what was loaded: a number, or a code of E5M2, which is the upper byte of an FP16 number, times its scale_inv."""
+    """Return the FP32 value of a loaded number, or of an E5M2 code (the upper byte of an FP16 number) times its scale_inv."""
     if E5M2:
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return x.to(tl.float32) * unscale
@@ -208,7 +208,7 @@ def _rotary_backward_kernel(
 
 
 def parts(M: int) -> int:
-    """Number of parts of the column sums of a gradient's M rows."""
+    """Return the number of parts in the column sums of a gradient with M rows."""
     return max(1, triton.cdiv(M, BACKWARD_TILE_M))
 
 

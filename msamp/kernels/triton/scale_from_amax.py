@@ -1,4 +1,4 @@
-"""From amax to scale in one launch: as torch operations it is eighteen. Twin: `msamp.kernels.reference.scale_from_amax`."""
+"""Compute scales from amaxes in one launch instead of 18 torch operations. Twin: `msamp.kernels.reference.scale_from_amax`."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ BLOCK, MANY = 256, 1024
 
 @triton.jit
 def _scale(v, kept, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """The scale of FP32 amaxes; `kept` where an amax is 0 or not finite."""
+    """Return the scale of FP32 amaxes; `kept` if an amax is 0 or not finite."""
     bits = v.to(tl.int32, bitcast=True)
     exponent = EXPONENT - (bits >> 23) - ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)
@@ -52,7 +52,7 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None
 
 
 def scale_from_maxima(maxima: torch.Tensor, fp_max: float) -> torch.Tensor:
-    """See the reference twin. One program: a producer leaves some hundred maxima."""
+    """See the reference twin. One program is enough: there are a few hundred maxima."""
     scale = torch.empty((), dtype=torch.float32, device=maxima.device)
     exponent, mantissa = _fields(fp_max)
     _scale_from_maxima_kernel[1,](maxima, scale, maxima.numel(), EXPONENT=exponent, MANTISSA=mantissa, BLOCK=MANY, num_warps=4)

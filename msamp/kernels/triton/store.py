@@ -1,4 +1,4 @@
-"""How kernels load and store optimizer states of every format, in functions of Triton. Twin: `msamp.kernels.reference.store`."""
+"""Triton functions that load and store optimizer states in every format. Twin: `msamp.kernels.reference.store`."""
 
 import triton
 import triton.language as tl
@@ -12,11 +12,11 @@ HASH_LANES, OF_M, OF_V, OF_P = (tl.constexpr(x) for x in (LANES, *MULTIPLIERS.va
 
 @triton.jit
 def _hash(key, index, at, WIDE: tl.constexpr, WHOLE: tl.constexpr):
-    """`stochastic_rounding.hashes` of the elements `index + at`, uint32, and the lane of each.
+    """Return `stochastic_rounding.hashes` of the elements `index + at`, uint32, and the lane of each.
 
     Args:
-        WIDE: indices need more than 34 bits.
-        WHOLE: `index` is a multiple of the number of lanes. Then the compiler sees which elements share a hash, and computes it once.
+        WIDE: whether indices need more than 34 bits.
+        WHOLE: whether `index` is a multiple of the number of lanes. Then the compiler computes a hash that elements share only once.
     """
     if WHOLE:
         lane, inner = at % HASH_LANES, at // HASH_LANES
@@ -35,14 +35,14 @@ def _hash(key, index, at, WIDE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _words(h, lane, turn, FIRST_LANE: tl.constexpr, SECOND_LANE: tl.constexpr, THIRD_LANE: tl.constexpr, FOURTH_LANE: tl.constexpr):
-    """`Thresholds.of` a state: 32 random bits of each element, from its hash and the multipliers of the lanes."""
+    """Return `Thresholds.of` a state: 32 random bits per element, from its hash and the multipliers of the lanes."""
     first_two = tl.where(lane == 0, FIRST_LANE, SECOND_LANE)
     return h * tl.where(lane < 2, first_two, tl.where(lane == 2, THIRD_LANE, FOURTH_LANE)).to(tl.uint32) + turn
 
 
 @triton.jit
 def _draws(key, index, at, turn, WIDE: tl.constexpr, WHOLE: tl.constexpr):
-    """Random words for m, v and master of the elements `index + at`. The compiler drops those of states that are rounded to nearest."""
+    """Return random words for m, v and master of the elements `index + at`. The compiler removes those that are not used."""
     h, lane = _hash(key, index, at, WIDE, WHOLE)
     of_m = _words(h, lane, turn, OF_M.value[0], OF_M.value[1], OF_M.value[2], OF_M.value[3])
     of_v = _words(h, lane, turn, OF_V.value[0], OF_V.value[1], OF_V.value[2], OF_V.value[3])
@@ -52,9 +52,9 @@ def _draws(key, index, at, turn, WIDE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _next_below(y, MANTISSA: tl.constexpr):
-    """The next smaller magnitude of a format, of FP32 magnitudes `y` that it holds, above 0.
+    """Return the next smaller magnitude in a format, for FP32 magnitudes `y` above 0 that the format represents.
 
-    In FP32 and not on codes: a byte less a predicate came out wrong in code for Hopper (ptxas of CUDA 13, Triton 3.6).
+    It works on FP32 values, not codes: subtracting a predicate from a byte was miscompiled for Hopper (ptxas of CUDA 13, Triton 3.6).
     """
     TINY: tl.constexpr = 2.0**-6 if MANTISSA == 3 else 2.0**-14
     below = (y.to(tl.int32, bitcast=True) - (1 << (23 - MANTISSA))).to(tl.float32, bitcast=True)
@@ -70,13 +70,13 @@ def _with_sign(magnitude, x):
 
 @triton.jit
 def _or_nan(y, x):
-    """`y`, or NaN where `x` is not finite: its bits could have become those of a number."""
+    """`y`, or NaN if `x` is not finite: its bits could have become those of a number."""
     return tl.fma(x, tl.full((), 0.0, tl.float32), y)
 
 
 @triton.jit
 def _stochastic(x, words, silent, MANTISSA: tl.constexpr):
-    """`stochastic_rounding.round_stochastically`; where it is `silent`, what is below the smallest normal value goes toward zero."""
+    """`stochastic_rounding.round_stochastically`; where `silent`, values below the smallest normal value are rounded toward zero."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     if MANTISSA == 7:
         added = (words >> (32 - SHIFT)).to(tl.int32, bitcast=True)
@@ -96,7 +96,7 @@ def _stochastic(x, words, silent, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _fallen(y, held_below, MANTISSA: tl.constexpr):
-    """Values that a format holds: the next smaller magnitude of those that are not below `held_below`; `fallen` of the twin."""
+    """Return representable values with the next smaller magnitude for those that are not below `held_below`, as the twin's `fallen`."""
     magnitude = tl.abs(y)
     held = (magnitude >= held_below) & (magnitude > 0)
     return _with_sign(tl.where(held, _next_below(magnitude, MANTISSA), magnitude), y)
@@ -104,19 +104,19 @@ def _fallen(y, held_below, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _scaled(x, scale, MANTISSA: tl.constexpr):
-    """`x * scale`; FP32 and BF16 have a scale of 1, which would cost an instruction for each element."""
+    """`x * scale`; for FP32 and BF16, whose scale is 1, without the multiplication."""
     return x if MANTISSA == 23 or MANTISSA == 7 else x * scale
 
 
 @triton.jit
 def _read(pointer, at, inside, scale_inv, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 values, 0 outside."""
+    """Load FP32 values, 0 outside."""
     return _scaled(_value(tl.load(pointer + at, mask=inside, other=0), MANTISSA, HARDWARE), scale_inv, MANTISSA)
 
 
 @triton.jit
 def _store(pointer, at, inside, x, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, TOWARD_ZERO: tl.constexpr = False):
-    """Store FP32 `x` as it is scaled already; returns the payload as FP32."""
+    """Store FP32 `x`, which is already scaled; return the payload as FP32."""
     payload = _payload(x, MANTISSA, HARDWARE, TOWARD_ZERO)
     tl.store(pointer + at, payload, mask=inside)
     return _value(payload, MANTISSA, HARDWARE)
@@ -126,7 +126,8 @@ def _store(pointer, at, inside, x, MANTISSA: tl.constexpr, HARDWARE: tl.constexp
 def _store_m(
     pointer, at, inside, m, before, g, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr
 ):  # fmt: skip
-    """Store the first moment; returns the payload as FP32. To nearest, its code falls where the gradient is 0. `before` is what it was."""
+    """Store the first moment, formerly `before`; return the payload as FP32. With nearest rounding its code decreases if the gradient is
+    0."""
     x = _scaled(m, scale, MANTISSA)
     if SR:
         x = _stochastic(x, words, g == 0, MANTISSA)
@@ -138,7 +139,7 @@ def _store_m(
 
 @triton.jit
 def _store_v(pointer, at, inside, v, scale, floor, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr):
-    """Store the second moment, as no less than `floor` of its payload's units; returns the payload as FP32."""
+    """Store the second moment, at least `floor` in units of its payload; return the payload as FP32."""
     x = _scaled(v, scale, MANTISSA)
     if MANTISSA != 23:
         x = tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
@@ -149,9 +150,9 @@ def _store_v(pointer, at, inside, v, scale, floor, MANTISSA: tl.constexpr, HARDW
 
 @triton.jit
 def _store_master(pointer, at, inside, p, scale, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, words, SR: tl.constexpr):
-    """Store the master; returns the payload as FP32."""
+    """Store the master; return the payload as FP32."""
     x = _scaled(p, scale, MANTISSA)
-    if SR and MANTISSA == 10:  # as elsewhere, but subnormal values lose what exceeds a code
+    if SR and MANTISSA == 10:  # as for other formats, but subnormals drop the bits below a code
         y = (x.to(tl.int32, bitcast=True) + (words >> 19).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         x = _or_nan(y, x)
     elif SR:

@@ -1,4 +1,4 @@
-"""Partial column sums of several tensors added up and rounded in one launch. Twin: `msamp.kernels.reference.sum_parts`."""
+"""Sum and round the partial column sums of several tensors in one launch. Twin: `msamp.kernels.reference.sum_parts`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The ranks' payloads summed in FP32, one read of each. Twin: `msamp.kernels.reference.sum_payloads`."""
+"""Sum the ranks' payloads in FP32, with one read of each. Twin: `msamp.kernels.reference.sum_payloads`."""
 
 import torch
 import triton

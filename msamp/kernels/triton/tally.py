@@ -10,10 +10,10 @@ import triton.language as tl
 from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
 
-BLOCK, CHUNK = 2048, 65536  # elements at a time, and a program
+BLOCK, CHUNK = 2048, 65536  # elements per iteration and per program
 TALLY_SUMS, UPDATE_SUMS = 6, 7
 FINISH = 1024
-# A recorded step that is captured must find every variant compiled, and its scales stand elsewhere than those of the eager one before.
+# A captured step must find every variant compiled, although its scales have other addresses than those of the eager step before.
 EVERYWHERE = ["row", "scale_inv", "programs"]
 
 
@@ -68,7 +68,7 @@ def _tally_kernel(
         lost = code.to(tl.float64) * inv - wide
         signal += wide * wide
         noise += lost * lost
-        # Bits of magnitudes are in the order of the magnitudes, and those of NaN above infinity.
+        # The bits of magnitudes have the order of the magnitudes, with NaN above infinity.
         largest = tl.maximum(largest, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     out = partials + program
     tl.store(out, left.to(tl.float64))
@@ -120,7 +120,7 @@ def _tally_update_kernel(
 
 @triton.jit(do_not_specialize=EVERYWHERE)
 def _finish_kernel(partials, programs, row, scale_inv, SUMS: tl.constexpr, FINISH: tl.constexpr):
-    """A program a column of the row: sums, then the amax, then the scale."""
+    """One program per column of the row: sums, then the amax, then the scale."""
     column = tl.program_id(0)
     at = tl.arange(0, FINISH)
     old = tl.load(row + column)

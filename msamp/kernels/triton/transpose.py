@@ -1,4 +1,4 @@
-"""Transpose of an FP8 payload, one read. Twin: `msamp.kernels.reference.transpose`."""
+"""Transpose of an FP8 payload, in one read. Twin: `msamp.kernels.reference.transpose`."""
 
 import torch
 import triton

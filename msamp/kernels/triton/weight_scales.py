@@ -1,7 +1,7 @@
 """The scales between a stored weight and its FP8 operand. Twin: `msamp.kernels.reference.weight_scales`.
 
-Every program of the first kernel leaves the amax of its part; the second kernel, one program, makes the scale of their largest. An atomic
-maximum would want a place that holds 0, which is a launch.
+Each program of the first kernel writes the amax of its part; the second kernel, a single program, computes the scale from their maximum. An
+atomic maximum would require a zeroed scalar, which is another launch.
 """
 
 import torch
@@ -13,7 +13,7 @@ from msamp.kernels.triton.cast_transpose import _inverse
 from msamp.kernels.triton.scale_from_amax import _scale
 from msamp.numerics.scaling import _fields
 
-BLOCK, BLOCKS, MANY = 4096, 8, 1024  # elements a program reads at a time, how many times at most, and maxima read at a time
+BLOCK, BLOCKS, MANY = 4096, 8, 1024  # elements per iteration, maximum iterations per program, and maxima read at a time
 
 
 @triton.jit

@@ -31,18 +31,18 @@ def test_widths_that_no_kernel_takes_are_refused():
     for width in (16, 64, 128):
         check_width(width)
     for width in (0, 24, 144):
-        with pytest.raises(ValueError, match=f"multiple of 16 channels up to 128, and they have {width}: give other --kv-channels"):
+        with pytest.raises(ValueError, match=f"heads have {width} channels; FP8 attention requires a multiple of 16 up to 128"):
             check_width(width)
 
 
 def test_a_gpu_that_has_none_is_refused_by_name(monkeypatch):
     check_available(CPU, 64)
     on_a_gpu(monkeypatch, (8, 9))
-    with pytest.raises(ValueError, match=r"card \(compute capability 8.9\) has no FP8 attention, which needs 9.0 or later"):
+    with pytest.raises(ValueError, match=r"card \(compute capability 8.9\) has no FP8 attention, which requires 9.0 or later"):
         check_available(CUDA, 128)
     on_a_gpu(monkeypatch, (9, 0))
     check_available(CUDA, 128)
-    with pytest.raises(ValueError, match="heads of 128 channels alone, and they have 64: give --kv-channels 128"):
+    with pytest.raises(ValueError, match=r"heads have 64 channels; .* requires 128: use --kv-channels 128"):
         check_available(CUDA, 64)
     on_a_gpu(monkeypatch, (10, 0))
     check_available(CUDA, 64)

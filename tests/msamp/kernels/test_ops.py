@@ -239,13 +239,13 @@ def test_functions_over_many_tensors_are_on_the_device_of_their_tables(name, mon
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("adamw", (BATCH, None, torch.zeros(4, 1), torch.zeros(3, 2)), "amaxes has 1 columns, and the batch asks for 0 to 1"),
-        ("coat_adamw", (BATCH, None, torch.zeros(4, 2), torch.zeros(3, 1)), "kept has 1 columns, and the batch asks for 0 to 1"),
-        ("grad_stats", ([ONES], torch.ones(2), [1]), "1 gradients are given with 2 factors and 1 units"),
+        ("adamw", (BATCH, None, torch.zeros(4, 1), torch.zeros(3, 2)), "amaxes has 1 columns, but the batch uses columns 0 to 1"),
+        ("coat_adamw", (BATCH, None, torch.zeros(4, 2), torch.zeros(3, 1)), "kept has 1 columns, but the batch uses columns 0 to 1"),
+        ("grad_stats", ([ONES], torch.ones(2), [1]), "1 gradients were passed with 2 factors and 1 units"),
         ("grad_stats", ([ONES, ONES.to("meta")],), "gradients are on cpu, meta"),
-        ("pack", ([ONES], [(0, 0, 3, 0)], torch.zeros(3), torch.ones(2)), "1 tensors are given with 2 factors"),
-        ("pack", ([ONES], [(0, 0, 4, 0)], torch.zeros(4), None), "a run of 4 elements from 0 on, to 0 of the buffer, leaves tensor 0 of 3"),
-        ("pack", ([ONES], [(0, 0, 3, 1)], torch.zeros(3), None), "leaves tensor 0 of 3 elements or the buffer of 3"),
+        ("pack", ([ONES], [(0, 0, 3, 0)], torch.zeros(3), torch.ones(2)), "1 tensors were passed with 2 factors"),
+        ("pack", ([ONES], [(0, 0, 4, 0)], torch.zeros(4), None), "a run of 4 elements from 0, written at 0, exceeds tensor 0 of 3"),
+        ("pack", ([ONES], [(0, 0, 3, 1)], torch.zeros(3), None), "exceeds tensor 0 of 3 elements or the buffer of 3"),
     ],
 )
 def test_unequal_lengths_are_refused_before_anything_is_read(name, args, message, monkeypatch):

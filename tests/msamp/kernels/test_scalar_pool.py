@@ -48,7 +48,7 @@ def test_several_scalars_lie_together_and_none_is_given_twice(device):
     assert places.take().tolist() == 0.0
     assert [take(torch.device(device), size).shape for size in (None, 1, 3)] == [(), (1,), (3,)]
     for wrong in (0, 5):
-        with pytest.raises(ValueError, match=f"a place of {wrong} values: give 1 to 4"):
+        with pytest.raises(ValueError, match=f"size is {wrong}; it must be in"):
             take(torch.device(device), wrong)
 
 

@@ -243,7 +243,7 @@ def test_emulated_blocks_do_not_overflow_before_the_scales_come():
 @pytest.mark.parametrize(
     ("left", "right", "what"),
     [
-        (SQUARE, ROWS, r"block\(128 x 128\) by block\(1 x 128\) is no blockwise product"),
+        (SQUARE, ROWS, r"block\(128 x 128\) by block\(1 x 128\) is not supported"),
         (ROWS, MX, "the right one in 1 x n or n x n"),
         (ROWS, Block(32, 128), "1 x n or n x n"),
         (Block(1, 48), Block(1, 48), "divisor of 128"),
@@ -257,7 +257,7 @@ def test_blocks_that_have_no_product_are_refused(left, right, what):
 
 def test_a_table_of_other_blocks_is_refused():
     a, b = in_blocks(torch.ones(16, 256), ROWS, "fp32"), in_blocks(torch.ones(16, 256), SQUARE, "fp32")
-    with pytest.raises(ValueError, match=r"b_scale_inv is \(1, 2\); \(16, 256\) in block\(1 x 128\) has \(16, 2\)"):
+    with pytest.raises(ValueError, match=r"b_scale_inv is \(1, 2\); it must be \(16, 2\) for \(16, 256\) in block\(1 x 128\)"):
         block_product(a, b, ROWS, ROWS)
 
 
@@ -354,7 +354,7 @@ def test_emulated_blocks_are_told_once_a_device(gpu):
     for capability, columns in (((9, 0), 32), ((8, 9), 128), ((10, 0), 128)):
         device = gpu(capability)
         with pytest.warns(
-            UserWarning, match=rf"NVIDIA H100 .*multiplies no FP8 blocks of {columns} here.*dequantised values.*blockwise on Hopper"
+            UserWarning, match=rf"NVIDIA H100 .*has no GEMM for FP8 blocks of {columns} here.*dequantized values.*blockwise on Hopper"
         ):
             warn_if_blocks_emulated(device, columns)
         with warnings.catch_warnings():

@@ -158,7 +158,7 @@ def test_a_machine_without_fp8_attention_is_refused_before_there_is_a_model(monk
     monkeypatch.setattr(process_groups, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
-    with pytest.raises(ValueError, match=r"--attention-precision fp8: card .* has no FP8 attention, which needs 9.0 or later"):
+    with pytest.raises(ValueError, match=r"--attention-precision fp8: card .* has no FP8 attention, which requires 9.0 or later"):
         check_precision(settings)
     with pytest.raises(ValueError, match="--attention-precision fp8: card"):
         build_training(settings, tiny.VOCABULARY)

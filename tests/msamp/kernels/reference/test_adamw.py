@@ -77,7 +77,7 @@ def batch(**columns) -> Batch:
 )
 def test_lists_of_unequal_length_are_refused(column, name):
     lists = {"steps": batch().steps, "indices": [0, 1], "places": [0, 1], column: getattr(batch(), column)[:1]}
-    with pytest.raises(ValueError, match=f"2 masters are given with 1 {name}; give as many of each"):
+    with pytest.raises(ValueError, match=f"2 masters were passed with 1 {name}; pass the same number"):
         batch(**lists)
 
 
@@ -86,7 +86,7 @@ def test_lists_of_unequal_length_are_refused(column, name):
 @pytest.mark.parametrize("other", [torch.ones(1024), torch.ones(4, 4), torch.ones(16, device="meta")], ids=["length", "shape", "device"])
 def test_a_state_of_another_shape_or_device_than_its_gradient_is_refused(column, other):
     """1,008 elements behind a state of 16 would be written."""
-    with pytest.raises(ValueError, match="a parameter, its gradient and its states have one shape, on one device"):
+    with pytest.raises(ValueError, match="a parameter, its gradient and its states must have the same shape and device"):
         batch(**{column: [torch.ones(16), other]})
 
 
@@ -96,5 +96,5 @@ def test_a_state_of_another_shape_or_device_than_its_gradient_is_refused(column,
     ids=["dtype", "scale", "groups"],
 )
 def test_a_list_in_two_formats_is_refused(other):
-    with pytest.raises(ValueError, match=r"exp_avg are in several formats .*; update those of one format together"):
+    with pytest.raises(ValueError, match=r"exp_avg are in several formats .*; put tensors of one format in a batch"):
         batch(ms=[torch.ones(16), other])

@@ -111,7 +111,7 @@ def test_it_takes_no_part_in_autograd():
 @pytest.mark.parametrize(
     ("shape", "rows", "columns", "rule", "what"),
     [
-        ((4,), 1, 32, "fp32", "blocks are cast of"),
+        ((4,), 1, 32, "fp32", "a cast with blocks requires"),
         ((4, 4), 1, 48, "fp32", "block of 1 x 48 has no kernel"),
         ((4, 4), 1, 256, "fp32", "power of two from 16 to 128"),
         ((4, 4), 1, 8, "fp32", "power of two from 16 to 128"),

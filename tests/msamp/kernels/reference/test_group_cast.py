@@ -74,7 +74,9 @@ def test_the_largest_of_the_groups_is_the_amax_of_the_tensor(size):
     assert Group(size).maxima(x).amax() == amax(x)
 
 
-@pytest.mark.parametrize(("shape", "size", "what"), [((4,), 16, "groups are cast"), ((4, 4), 12, "power of two"), ((4, 4), 0, "power of")])
+@pytest.mark.parametrize(
+    ("shape", "size", "what"), [((4,), 16, "a cast with groups"), ((4, 4), 12, "power of two"), ((4, 4), 0, "power of")]
+)
 def test_what_does_not_fit_is_refused(shape, size, what):
     with pytest.raises(ValueError, match=what):
         group_cast(torch.zeros(shape), size, E4M3.dtype)

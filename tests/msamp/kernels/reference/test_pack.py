@@ -46,11 +46,11 @@ def test_what_has_its_factor_already_is_left_alone():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"amaxes": torch.zeros(2)}, "1 tensors are given with 2 amaxes"),
-        ({"unless": torch.ones(2), "factors": torch.ones(1)}, "1 tensors are given with 2 factors of before"),
-        ({"unless": torch.ones(1)}, "factors of before are given without factors"),
-        ({"tallies": torch.zeros(2, 3)}, r"tallies of \[2, 3\] are given for 1 runs into torch.float8_e4m3fn"),
-        ({"tallies": torch.zeros(1, 3), "dtype": E5M2.dtype}, r"tallies of \[1, 3\] are given for 1 runs into torch.float8_e5m2"),
+        ({"amaxes": torch.zeros(2)}, "1 tensors were passed with 2 amaxes"),
+        ({"unless": torch.ones(2), "factors": torch.ones(1)}, "1 tensors were passed with 2 factors of before"),
+        ({"unless": torch.ones(1)}, "unless was passed without factors"),
+        ({"tallies": torch.zeros(2, 3)}, r"tallies are \[2, 3\] for 1 runs into torch.float8_e4m3fn"),
+        ({"tallies": torch.zeros(1, 3), "dtype": E5M2.dtype}, r"tallies are \[1, 3\] for 1 runs into torch.float8_e5m2"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags, message):

@@ -116,7 +116,7 @@ def test_the_maxima_decide_the_scale_and_the_tensor_is_not_asked(triton_device):
 
 def test_maxima_beside_a_scale_are_refused(triton_device):
     x, one = torch.ones(4, 8, device=triton_device), torch.ones((), device=triton_device)
-    with pytest.raises(ValueError, match="maxima stand in for the amax"):
+    with pytest.raises(ValueError, match="maxima and scale were both passed"):
         kernel(x, one, None, E4M3.dtype, row=True, maxima=one)
 
 
