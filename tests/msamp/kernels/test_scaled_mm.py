@@ -244,7 +244,7 @@ def test_emulated_blocks_do_not_overflow_before_the_scales_come():
     ("left", "right", "what"),
     [
         (SQUARE, ROWS, r"block\(128 x 128\) by block\(1 x 128\) is not supported"),
-        (ROWS, MX, "the right one in 1 x n or n x n"),
+        (ROWS, MX, "1 x n or n x n for the right one"),
         (ROWS, Block(32, 128), "1 x n or n x n"),
         (Block(1, 48), Block(1, 48), "divisor of 128"),
     ],

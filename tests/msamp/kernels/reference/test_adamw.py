@@ -96,5 +96,5 @@ def test_a_state_of_another_shape_or_device_than_its_gradient_is_refused(column,
     ids=["dtype", "scale", "groups"],
 )
 def test_a_list_in_two_formats_is_refused(other):
-    with pytest.raises(ValueError, match=r"exp_avg are in several formats .*; put tensors of one format in a batch"):
+    with pytest.raises(ValueError, match=r"exp_avg have several formats .*; put tensors of one format in a batch"):
         batch(ms=[torch.ones(16), other])

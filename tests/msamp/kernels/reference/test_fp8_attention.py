@@ -92,7 +92,7 @@ def test_what_is_not_finite_reaches_output_and_gradients():
 
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v, _ = (x.to(torch.float8_e4m3fn) for x in inputs("normal"))
-    with pytest.raises(ValueError, match=r"value is \(64, 2, 1, 32\); beside a query of \(64, 2, 4, 32\)"):
+    with pytest.raises(ValueError, match=r"value is \(64, 2, 1, 32\); for a query of \(64, 2, 4, 32\)"):
         attention_forward(q, k, v[:, :, :1], torch.ones(3), torch.ones(()), 1.0, causal=True)
     with pytest.raises(ValueError, match=r"key is \(64, 2, 3, 32\)"):
         attention_forward(q, q[:, :, :3], q[:, :, :3], torch.ones(3), torch.ones(()), 1.0, causal=True)

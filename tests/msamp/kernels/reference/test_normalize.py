@@ -161,7 +161,7 @@ STATS = torch.ones(4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: normalize(X[0], None, ROW, None, EPS, None, None, E4M3.dtype, rms=True), r"\(8,\).*takes \[M, N\].*flatten"),
+        (lambda: normalize(X[0], None, ROW, None, EPS, None, None, E4M3.dtype, rms=True), r"\(8,\).*requires \[M, N\].*flatten"),
         (lambda: normalize(X.double(), None, ROW, None, EPS, None, None, E4M3.dtype, rms=True), "float64.*BF16, FP16 or FP32"),
         (
             lambda: normalize(X, X.bfloat16(), ROW, None, EPS, None, None, E4M3.dtype, rms=True),

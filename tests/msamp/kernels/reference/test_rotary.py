@@ -107,7 +107,7 @@ def test_permuted_views_are_taken_as_they_are():
 
 def test_what_does_not_fit_is_refused():
     qkv, cos = torch.zeros(4, 2, 48), torch.zeros(4, 8)
-    with pytest.raises(ValueError, match="3 heads in 2 query groups; heads must be a multiple"):
+    with pytest.raises(ValueError, match="3 heads cannot be divided into 2 query groups; heads must be a multiple"):
         rotary_(qkv, cos, cos, 3, 2)
     with pytest.raises(ValueError, match=r"qkv is \(4, 2, 48\); it must be \[sequence, batch, 15 x d\]"):
         rotary_(qkv, cos, cos, 5, 5)
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"cos is \(3, 8\); it must be \[4, r\] with r even and at most the 8 channels"):
         rotary_(qkv, cos[:3], cos[:3], 2, 2)
     dq, dk = torch.zeros(4, 2, 4, 8), torch.zeros(4, 2, 2, 8)
-    with pytest.raises(ValueError, match=r"dv is \(4, 2, 1, 8\) of torch.float32; beside dq"):
+    with pytest.raises(ValueError, match=r"dv is \(4, 2, 1, 8\) of torch.float32; with dq"):
         rotary_backward(dq, dk, dk[:, :, :1], cos, cos, None, None, E5M2.dtype)
     with pytest.raises(ValueError, match=r"dk is \(4, 2, 3, 8\)"):
         rotary_backward(dq, torch.zeros(4, 2, 3, 8), torch.zeros(4, 2, 3, 8), cos, cos, None, None, E5M2.dtype)
