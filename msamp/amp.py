@@ -1,4 +1,4 @@
-"""FP16 mixed precision with loss scaling, in the two lines of Apex and of the slides (Micikevicius et al. 2017).
+"""FP16 mixed precision with loss scaling, with the two calls of Apex and of the slides (Micikevicius et al. 2017).
 
 model, optimizer = msamp.amp.initialize(model, optimizer, opt_level="O1")
 with msamp.amp.scale_loss(loss, optimizer) as scaled: scaled.backward()

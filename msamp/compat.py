@@ -1,7 +1,7 @@
 """Names of Microsoft's MS-AMP, for code that was written for it: `from msamp.compat import LBAdamW`. `import msamp` does not load them.
 
-A name does what MS-AMP's did, through this library, or raises and says what to write instead. docs/guide/moving.md has the
-table, and what differs numerically.
+Each name does what it does in MS-AMP, using this library, or raises an error with the replacement. docs/guide/moving.md has the table and
+the numerical differences.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from msamp.optim.optimizer import FP8AdamW
 
 opt_levels = ["O1", "O2", "O3"]
 
-# Its names of formats ("qtypes"); here they are `msamp.formats`.
+# MS-AMP's names of formats ("qtypes"); here they are `msamp.formats`.
 Dtypes = SimpleNamespace(kfloat8_e4m3=E4M3, kfloat8_e5m2=E5M2, kfloat16=FP16, kbfloat16=BF16, kfloat32=FP32)
 _MOMENTS: dict[torch.dtype, Format] = {torch.uint8: E4M3, torch.float16: FP16, torch.float32: FP32}
 
@@ -29,7 +29,7 @@ class LBAdamW(FP8AdamW):
     """MS-AMP's AdamW: moments in `exp_avg_dtype` and `exp_avg_sq_dtype`, torch.uint8 (E4M3), torch.float16 (scaled) or torch.float32.
 
     Raises:
-        ValueError: for `bias_correction=False`, `amsgrad`, `maximize`, `tensor_scale=False` and other dtypes.
+        ValueError: for `bias_correction=False`, `amsgrad`, `maximize`, `tensor_scale=False`, or another dtype.
     """
 
     _decoupled = True
@@ -53,7 +53,7 @@ class LBAdamW(FP8AdamW):
         needed |= {"amsgrad": (amsgrad, False), "maximize": (maximize, False)}
         for name, (value, legal) in needed.items():
             if value != legal:
-                raise ValueError(f"{name} is {value}; it must be {legal}: leave it out, or take torch.optim.AdamW without msamp")
+                raise ValueError(f"{name} is {value}; it must be {legal}: leave it out, or use torch.optim.AdamW without msamp")
         for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
             if dtype not in _MOMENTS:
                 raise ValueError(f"{name} is {dtype}; choose one of {', '.join(map(str, _MOMENTS))}")
@@ -62,23 +62,23 @@ class LBAdamW(FP8AdamW):
 
 
 class LBAdam(LBAdamW):
-    """MS-AMP's Adam: as `LBAdamW`, with the decay in the gradient."""
+    """MS-AMP's Adam: like `LBAdamW`, with the decay added to the gradient."""
 
     _decoupled = False
 
 
 class LinearReplacer:
-    """Replaces linear layers by FP8 ones; `msamp.convert` does, and `msamp.initialize` for the optimizer too."""
+    """Replaces linear layers by FP8 layers, as `msamp.convert` does; `msamp.initialize` also converts the optimizer."""
 
     @classmethod
     def replace(cls, model: nn.Module, weight_qtype: Format = FP16, src_rank: int = 0, group: Any = None) -> nn.Module:
-        """The model with its linear layers in FP8, their weights in `weight_qtype`, changed in place.
+        """Convert the model's linear layers to FP8 in place, with weights in `weight_qtype`, and return the model.
 
         Raises:
-            ValueError: for a weight in another format than FP16 or E4M3, and for ranks, which `msamp.initialize` makes equal.
+            ValueError: if `weight_qtype` is not FP16 or E4M3, or ranks are given: `msamp.initialize` makes their weights equal.
         """
         if src_rank != 0 or group is not None:
-            raise ValueError("LinearReplacer.replace broadcasts no weights; give msamp.initialize(model, optimizer, group=group)")
+            raise ValueError("LinearReplacer.replace does not broadcast weights; use msamp.initialize(model, optimizer, group=group)")
         found = {FP16: recipe.O2, E4M3: recipe.O3}.get(weight_qtype)
         if found is None:
             raise ValueError(f"weight_qtype is {weight_qtype}; choose Dtypes.kfloat16 or Dtypes.kfloat8_e4m3")
@@ -86,25 +86,25 @@ class LinearReplacer:
 
 
 class ScalingMeta:
-    """MS-AMP's scale, amax and window of a tensor: refused, since scale and history stand apart here."""
+    """MS-AMP's scale, amax and window of a tensor: not supported, since scales and amax histories are separate here."""
 
     def __init__(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "ScalingMeta is not here: msamp.ScalingTensor.quantize(x, msamp.formats.E4M3) makes a tensor with its scale (x.scale_inv), "
-            "and histories of amaxes belong to a layer's casts (msamp.scaling.Delayed)"
+            "ScalingMeta is not supported: msamp.ScalingTensor.quantize(x, msamp.formats.E4M3) returns a tensor with its scale "
+            "(x.scale_inv), and amax histories belong to a layer's casts (msamp.scaling.Delayed)"
         )
 
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """`msamp.clip_grad_norm_`: the 2-norm before clipping, FP64 0-dim.
+    """Call `msamp.clip_grad_norm_`; return the 2-norm before clipping, FP64 0-dim.
 
     Raises:
-        ValueError: for another norm.
-        RuntimeError: with `error_if_nonfinite`, for gradients that are not finite; they have been scaled then.
+        ValueError: if `norm_type` is not 2.
+        RuntimeError: with `error_if_nonfinite`, if gradients are not finite; they are already scaled then.
     """
     norm = loop_optimizer.clip_grad_norm_(parameters, max_norm, norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the gradient norm is {float(norm)}; leave out error_if_nonfinite, and the optimizer skips such a step")
+        raise RuntimeError(f"the gradient norm is {float(norm)}; without error_if_nonfinite, the optimizer skips such a step")
     return norm

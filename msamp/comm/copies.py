@@ -1,23 +1,24 @@
-"""Exchange between the GPUs of one host by copies through NVLink, in place of NCCL's kernels.
+"""Collectives between the GPUs of one host by NVLink copies, instead of NCCL's kernels.
 
-NCCL moves bytes by kernels that run on multiprocessors, in rings, and both cost: its gather of an FP8 activation moves 186 GB/s a
-direction between two H200s where the link has 450, and beside a GEMM it takes multiprocessors from it. Memory that all ranks of a group
-have mapped ("symmetric memory", of torch) needs neither: a rank writes what a peer wants into the peer's memory, and copy engines do the
-work. That leaves a collective of two barriers, each a kernel of a few microseconds that runs on one multiprocessor:
+NCCL moves bytes with ring kernels on the multiprocessors, which has two costs: its all-gather of an FP8 activation reaches 186 GB/s per
+direction between two H200s, whose link has 450, and it takes multiprocessors from a concurrent GEMM. torch's symmetric memory, which all
+ranks of a group have mapped, avoids both: each rank writes directly to the other ranks' memory with the copy engines. A collective then
+    only
+requires two barriers, kernels of a few microseconds on one multiprocessor:
 
-    wait for the producer -> barrier: every rank has done with this window -> copies into the peers' windows -> barrier: all is there
+    wait for the producer -> barrier: no rank reads this window anymore -> copies to the peers' windows -> barrier: all copies have arrived
 
-A window is used again by a later collective. The first barrier makes that safe: it comes after all that a rank has enqueued before it,
-hence after the kernels that read the window last, once they are enqueued. The reader says so by `Pending.done`, in program order, the same
-on every rank; `Window.take` refuses a window that has not been given back. When Python or an autograd thread frees a tensor plays no part.
+Later collectives reuse a window. The first barrier makes this safe: it runs after everything that a rank has enqueued before, and thus
+after the last kernels that read the window, if these have been enqueued. The reader declares this by `Pending.done`, in program order, the
+same on every rank; `Window.take` raises for a window that was not released. It does not matter when Python or an autograd thread frees a
+tensor.
 
-This library then computes sums itself: each rank has the others' partial sums in its memory and adds them up in FP32 in the order of the
-ranks, in one kernel (`ops.sum_payloads`). So the bits are those of the FP32 sum over any backend; NCCL's own sum of BF16 rounds after each
-rank.
+This library computes the sums itself: each rank has the other ranks' partial sums in its memory and sums them in FP32 in rank order, in one
+kernel (`ops.sum_payloads`). So the bits are those of an FP32 sum over any backend, while NCCL's sum of BF16 rounds after each rank.
 
-A collective here is ordered by its stream, and may be captured into a CUDA graph once its windows exist: an eager step makes them. A rank
-that is lost leaves the others in a barrier, where the watchdog of the run finds them, as in NCCL's kernels. Symmetric memory is private to
-torch, so it is found by trying: `obstacle` says why a group has none.
+These collectives are ordered by their stream, and a CUDA graph can capture them once their windows exist, which an eager step creates. If a
+rank is lost, the others wait in a barrier until the run's watchdog finds them, as in NCCL's kernels. Symmetric memory is a private API of
+torch, so it is probed: `obstacle` returns why it is not available for a group.
 """
 
 import socket
@@ -31,32 +32,32 @@ from msamp.comm.bucket import as_bytes
 from msamp.comm.collectives import Peers, Pending
 from msamp.comm.counters import WireBytes, all_gather_sent, all_to_all_sent
 
-GATHER_WINDOWS = 3  # in backward two gathers are on their way while the operand of the one before is still multiplied
+GATHER_WINDOWS = 3  # in backward, two gathers are pending while a GEMM still reads the one before
 SUM_WINDOWS = 2
 ARRIVED, COPIED = 0, 1  # channels of the barriers
 PROBE_BYTES = 2**10
-SAMPLE_BYTES, REPEATS = 2**24, 10  # what a rank gives to a gather of the 1.3B model, and how often each way is timed
+SAMPLE_BYTES, REPEATS = 2**24, 10  # bytes per rank in an all-gather of the 1.3B model, and the repetitions per timing
 TRANSPORTS = ("auto", "nccl", "copies")
 
 
 def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, measure: bool = True) -> tuple[Peers, str]:
-    """The peers of a group by a transport, and one line that says which transport and why. Collective unless `transport` is "nccl".
+    """Return the peers of a group for a transport, and one line with the transport and the reason. Collective unless `transport` is "nccl".
 
     Args:
         group: the ranks.
-        sent: where bytes are counted.
+        sent: the counter of sent bytes.
         transport: one of `TRANSPORTS`; "nccl" is the group's own backend, whatever it is.
-        measure: whether "auto" measures both where there are two; else it takes copies.
+        measure: whether "auto" measures both transports if both are available; otherwise it chooses copies.
 
     Raises:
-        ValueError: copies are asked for where there can be none, or where they fail `self_test`.
+        ValueError: if copies are requested but not available, or fail `self_test`.
     """
     if transport == "nccl" or dist.get_world_size(group) == 1:
         return Peers(group, sent), f"by {dist.get_backend(group)}"
     why = obstacle(group)
     if why is not None:
         if transport == "copies":
-            raise ValueError(f"transport 'copies': no rank can copy into another's memory, since {why}; choose nccl or auto")
+            raise ValueError(f"transport 'copies' is not available, since {why}; choose nccl or auto")
         return Peers(group, sent), f"by {dist.get_backend(group)}: {why}"
     copies = CopyPeers(group, sent)
     why = self_test(CopyPeers(group, WireBytes()), Peers(group, WireBytes()))
@@ -70,16 +71,15 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
     slowest = torch.tensor(times, device="cuda", dtype=torch.float32)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     nccl, copied = slowest.tolist()
-    told = f"a gather of {SAMPLE_BYTES / 2**20:g} MiB a rank takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"
+    told = f"an all-gather of {SAMPLE_BYTES / 2**20:g} MiB per rank takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"
     return (copies, f"by copies between the GPUs: {told}") if copied < nccl else (Peers(group, sent), f"by NCCL: {told}")
 
 
 def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
-    """Why copies are not to be trusted on this machine; None where they bring, byte for byte, what NCCL brings. Collective, the same answer
-    on every rank.
+    """Return why copies fail on this machine; None if they deliver the same bytes as NCCL. Collective, with the same answer on every rank.
 
-    More gathers and all-to-alls than there are windows, as in several micro-batches; in inference mode, as in evaluation; and captured in
-    a CUDA graph that is replayed over new data.
+    The test runs more gathers and all-to-alls than there are windows, as several micro-batches do; in inference mode, as in evaluation; and
+    in a CUDA graph that is replayed with new data.
     """
     ranks, wrong = copies.ranks, []
     payload = torch.empty(ranks * PROBE_BYTES, dtype=torch.uint8, device="cuda")
@@ -89,12 +89,12 @@ def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
         payload.copy_(torch.arange(payload.numel(), device="cuda").mul_(2 * copies.rank + 3).add_(seed).remainder_(251))
 
     def exchange(peers: Peers, out: torch.Tensor) -> None:
-        """A gather and an all-to-all that are out at a time."""
+        """Run a gather and an all-to-all at the same time."""
         gather = peers.start_all_gather(payload, [payload.numel()] * ranks, "a sample", "activation")
         slices = peers.start_all_to_all(payload, [PROBE_BYTES] * ranks, "a sample", "activation")
         out.copy_(gather.wait())
         out[: payload.numel()].bitwise_xor_(slices.wait())
-        if slices.lacks_own:  # its place holds the previous exchange's bytes
+        if slices.lacks_own:  # its slice contains the previous exchange's bytes
             own = slice(peers.rank * PROBE_BYTES, (peers.rank + 1) * PROBE_BYTES)
             out[own].bitwise_xor_(slices.wait()[own]).bitwise_xor_(payload[own])
         gather.done()
@@ -118,14 +118,14 @@ def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
             exchange(copies, brought[0])
     for seed in range(20, 20 + GATHER_WINDOWS):
         compare("from a CUDA graph", seed, graph.replay)
-    torch.cuda.synchronize()  # before the graph and its memory go
+    torch.cuda.synchronize()  # before the graph and its memory are freed
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, next(iter(wrong), None), copies.group)
-    return next((f"they brought other bytes than NCCL {when} on rank {rank}" for rank, when in enumerate(found) if when), None)
+    return next((f"copies delivered other bytes than NCCL {when} on rank {rank}" for rank, when in enumerate(found) if when), None)
 
 
 def _time_of_a_gather(peers: Peers) -> float:
-    """Microseconds, mean of `REPEATS`."""
+    """Return the mean time of `REPEATS` gathers in microseconds."""
     payload = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device="cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for number in range(-2, REPEATS):
@@ -140,7 +140,8 @@ def _time_of_a_gather(peers: Peers) -> float:
 
 
 def obstacle(group: dist.ProcessGroup) -> str | None:
-    """Why the ranks of a group cannot copy into each other's memory; None where they can. Collective, the same answer on every rank."""
+    """Return why the ranks of a group cannot copy to each other's memory; None if they can. Collective, with the same answer on every
+    rank."""
     if dist.get_backend(group) != "nccl":
         return f"the group's backend is {dist.get_backend(group)}, not nccl"
     hosts: list[Any] = [None] * dist.get_world_size(group)
@@ -155,22 +156,23 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
     found: list[Any] = [None] * len(hosts)
     dist.all_gather_object(found, why, group)
-    return next((f"torch gives no symmetric memory on rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
+    return next((f"torch has no symmetric memory on rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
 
 
 class Window:
-    """A buffer of one size on every rank of a group, mapped by all of them. Making it is collective, and not possible inside a CUDA graph.
+    """A buffer of the same size on every rank of a group, mapped by all ranks. Creating it is collective, and not possible during a
+    capture.
 
     Args:
         group: the ranks.
         size: bytes on each rank.
 
     Attributes:
-        handle: torch's, with the barriers.
+        handle: torch's handle, with the barriers.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        import torch.distributed._symmetric_memory as symmetric  # late: private to torch, and older ones lack it
+        import torch.distributed._symmetric_memory as symmetric  # lazy: it is private, and missing in older versions of torch
 
         self.size = size
         self._memory = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
@@ -178,34 +180,34 @@ class Window:
         self._taken = False
 
     def of(self, rank: int, start: int, size: int) -> torch.Tensor:
-        """uint8 [size]: bytes of a rank's window, from byte `start`."""
+        """Return `size` bytes of a rank's window from byte `start`, as uint8."""
         return self.handle.get_buffer(rank, (size,), torch.uint8, start)
 
     def take(self, rank: int) -> torch.Tensor:
-        """This rank's whole window, for the result of a collective; RuntimeError where the one before it was not given back."""
+        """Return this rank's whole window for the result of a collective; RuntimeError if the previous result was not released."""
         if self._taken:
             raise RuntimeError(
-                "the result of a tensor-parallel collective was not given back before its memory is needed again: this is a bug of the "
-                "program, report it, and run with --tp-transport nccl"
+                "the result of a tensor-parallel collective was not released before its memory is needed again: this is a bug, please "
+                "report it, and run with --tp-transport nccl"
             )
         self._taken = True
         return self.of(rank, 0, self.size)
 
     def give_back(self) -> None:
-        """All kernels that read the window are enqueued on the current stream."""
+        """Release the window: all kernels that read it are enqueued on the current stream."""
         self._taken = False
 
 
 class CopyPeers(Peers):
-    """`Peers` that copy in all-gathers and all-to-alls of equal slices; all else is NCCL's.
+    """`Peers` whose all-gathers and all-to-alls of equal slices are copies; all other collectives are NCCL's.
 
-    The result of a collective that was started stands in a window until `Pending.done`; of one size at most `GATHER_WINDOWS` gathers and
-    `SUM_WINDOWS` all-to-alls can be out at a time. The result of `start_all_to_all` lacks this rank's own slice, which the caller has
-    already. `all_gather` returns memory of its own, and `all_to_all` is NCCL's.
+    The result of a started collective is in a window until `Pending.done`; at most `GATHER_WINDOWS` gathers and `SUM_WINDOWS` all-to-alls
+    of one size can be pending. The result of `start_all_to_all` lacks this rank's own slice, which the caller already has. `all_gather`
+    returns memory of its own, and `all_to_all` is NCCL's.
 
     Args:
-        group: ranks of one host for which there is no `obstacle`.
-        sent: where bytes are counted, the same as of NCCL's collectives.
+        group: ranks of one host for which `obstacle` is None.
+        sent: the counter of sent bytes, the same as for NCCL's collectives.
     """
 
     copies = True
@@ -214,7 +216,7 @@ class CopyPeers(Peers):
         super().__init__(group, sent)
         self._windows: dict[tuple[str, int], list[Window]] = {}
         self._turn: dict[tuple[str, int], int] = {}
-        self._stream = torch.cuda.Stream(priority=-1)  # before the GEMMs: what it brings is waited for
+        self._stream = torch.cuda.Stream(priority=-1)  # with priority over GEMMs, which wait for its copies
 
     def all_to_all(self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight") -> torch.Tensor:
         pending = super().start_all_to_all(flat, sizes, what, kind, async_op=False)
@@ -261,7 +263,7 @@ class CopyPeers(Peers):
         return pending
 
     def _others(self) -> list[int]:
-        """The other ranks, starting with the neighbour, so that no two ranks write to the same peer at a time."""
+        """Return the other ranks, starting with the next one, so that no two ranks write to the same peer at the same time."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def _window(self, role: str, size: int, count: int) -> Window:
@@ -269,18 +271,18 @@ class CopyPeers(Peers):
         if key not in self._windows:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"a CUDA graph is captured before an eager step has exchanged {size} bytes: its memory cannot be made now"
+                    f"a CUDA graph is captured before an eager step exchanged {size} bytes, which allocates its memory; run a step first"
                 )
             group = self.group
             assert group is not None
-            self._windows[key] = [self.run(lambda: Window(group, size), f"making of {size} bytes for a {role}") for _ in range(count)]
+            self._windows[key] = [self.run(lambda: Window(group, size), f"allocating {size} bytes for a {role}") for _ in range(count)]
             self._turn[key] = 0
         turn = self._turn[key]
         self._turn[key] = (turn + 1) % count
         return self._windows[key][turn]
 
     def _copy(self, window: Window, parts: Sequence[tuple[int, torch.Tensor]], size: int, source: torch.Tensor, what: str) -> Pending:
-        """Write each part (bytes) to this rank's place in a rank's window, on a stream of its own."""
+        """Write each part (bytes) to this rank's slice of another rank's window, on a separate stream."""
         mine = window.take(self.rank)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -294,7 +296,7 @@ class CopyPeers(Peers):
 
 
 class _Copied(Pending):
-    """The result of copies. It holds their sources until the stream that wrote them has waited; they may be written again then."""
+    """The result of copies. It keeps their sources alive until the stream that wrote them has waited; then they may be overwritten."""
 
     def __init__(
         self, peers: Peers, window: Window, result: torch.Tensor, copied: torch.cuda.Event, source: torch.Tensor, what: str

@@ -1,1 +1,1 @@
-"""FP16 mixed precision with loss scaling (Micikevicius et al. 2017); users take it as `msamp.amp`."""
+"""FP16 mixed precision with loss scaling (Micikevicius et al. 2017); its public name is `msamp.amp`."""

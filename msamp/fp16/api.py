@@ -1,6 +1,7 @@
-"""The calls that a training loop makes: Apex's, and the slides' spelling of them.
+"""The functions that a training loop calls, with the names of Apex and of the slides.
 
-Apex kept one state a process; here it belongs to the optimizers that were initialized together, so `state_dict` takes one of them.
+Apex has one global state per process. Here the state belongs to the optimizers that were initialized together, so `state_dict` takes one of
+them as its argument.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(eq=False)
 class _Amp:
-    """State shared by the optimizers of one `initialize`: one scaler for each loss, one step for each optimizer."""
+    """State that the optimizers of one `initialize` share: a scaler per loss, and an `AmpStep` per optimizer."""
 
     scalers: list[LossScaler]
     steps: dict[torch.optim.Optimizer, AmpStep]
@@ -36,16 +37,16 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], level: OptLev
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
         if hasattr(optimizer, "amp"):
-            raise ValueError("the optimizer has been through msamp.amp.initialize already: do it once, with all models as a list")
+            raise ValueError("the optimizer was already passed to msamp.amp.initialize; call it once, with all models in a list")
         if level.fp16_weights and not level.master_weights and optimizer.state:
-            raise ValueError(f"the optimizer has FP32 states already, which do not go with {level.name}'s weights: take a new one, or O2")
+            raise ValueError(f"the optimizer already has FP32 states, but weights are FP16 at {level.name}; use a new optimizer, or O2")
         for group in optimizer.param_groups:
             if not seen.isdisjoint(group["params"]):
-                raise ValueError("a parameter is in two optimizers, and would be unscaled twice: give each parameter to one")
+                raise ValueError("a parameter is in two optimizers and would be unscaled twice; put each parameter in one optimizer")
             seen.update(group["params"])
             eps, rounded = group.get("eps"), level.fp16_weights and not level.master_weights and not group.get("fused")
             if rounded and isinstance(eps, float) and eps and not torch.tensor(eps, dtype=torch.float32).half():
-                raise ValueError(f"eps is {eps}, which is 0 in FP16, where {level.name} divides by it: take eps >= 1e-7, or O2")
+                raise ValueError(f"eps is {eps}, which is 0 in FP16, the optimizer's precision at {level.name}; use eps >= 1e-7, or O2")
 
 
 def initialize(
@@ -70,24 +71,25 @@ def initialize(
     | O2 | FP16, norms FP32 | FP16, norms FP32 | FP32 masters, rounded to the weights after each step | dynamic |
     | O3 | FP16 | FP16 | the weights | 1 |
 
-    Models take and return FP32 at every level; only what `forward` does is cast, so a loss outside the model is FP32. The optimizer
-    stays the same object. Its groups hold the masters at O2 (`master_params`), and `step` drops their gradients. Weights written
-    from outside at O2 (a pretrained `load_state_dict`) become masters at the next step. Wrap in DistributedDataParallel afterwards:
-    gradients that it averages overflow on all ranks or on none.
+    Models take and return FP32 at every level. Casts apply only inside `forward`, so a loss outside the model is FP32. The optimizer
+    remains the same object. At O2 its groups contain the masters (`master_params`), and `step` drops their gradients. Weights that
+    something else writes at O2 (a pretrained `load_state_dict`) are copied to the masters at the next step. Wrap the model in
+    DistributedDataParallel
+    afterwards: gradients that it averages overflow on all ranks or on none.
 
     Args:
         model: a module or a list of modules, FP32, changed in place.
-        optimizer: one or a list, no parameter in two of them; at O3 without states, before their first step.
-        loss_scale: "dynamic" or a constant; None is the level's.
-        num_losses: how many losses have a scale of their own, see `scale_loss`.
+        optimizer: one or a list, without common parameters; at O3 before the first step, without states.
+        loss_scale: "dynamic" or a constant; None uses the level's default.
+        num_losses: number of losses with their own scale, see `scale_loss`.
         init_scale, growth_interval, min_loss_scale, max_loss_scale: of a dynamic scale, see `LossScaler`.
-        keep_fp32: which modules stay FP32 at O2: module -> bool.
+        keep_fp32: module -> bool, whether it stays FP32 at O2.
 
     Returns:
-        Models and optimizers, the same objects, lists where lists were given.
+        Models and optimizers, the same objects; lists if lists were passed.
 
     Raises:
-        ValueError: for a level, scale, model or optimizer that does not fit, saying what would. Nothing has changed then.
+        ValueError: if the level, the scale, a model or an optimizer is not supported; nothing has changed then.
     """
     level = by_name(opt_level)
     models, optimizers = _list(model), _list(optimizer)
@@ -113,27 +115,27 @@ def _amp(optimizers: Sequence[torch.optim.Optimizer]) -> _Amp:
     amps = {getattr(optimizer, "amp", None) for optimizer in optimizers}
     found = amps.pop() if len(amps) == 1 else None
     if found is None:
-        raise ValueError("the optimizers have not been through one msamp.amp.initialize together: pass what it returned")
+        raise ValueError("the optimizers were not initialized by one msamp.amp.initialize call; pass the optimizers that it returned")
     return found
 
 
 @contextmanager
 def scale_loss(loss: torch.Tensor, optimizer: Optimizers, loss_id: int = 0, *, delay_unscale: bool = False) -> Iterator[torch.Tensor]:
-    """The loss times its scale, for `backward()` inside the `with`; on leaving, `.grad` of `master_params` is the loss's gradient.
+    """Context with the scaled loss, for `backward()` inside it; on exit, `.grad` of `master_params` is the unscaled gradient.
 
-    On leaving, the new gradients are divided by the scale in FP32 and added to those that were there. If one is infinite or NaN,
-    the next `step()` of these optimizers is skipped, and a dynamic scale is halved. All of it stays on the device: the only host sync
-    is the one of `step()`. A backward that raises leaves the gradients as they were.
+    On exit, the new gradients are divided by the scale in FP32 and added to the existing ones. If one is infinite or NaN, the next `step()`
+    of these optimizers is skipped, and a dynamic scale is halved. All of this runs on the device; only `step()` has a host sync. If the
+    backward raises, the gradients do not change.
 
     Args:
-        loss: any shape; FP32 inside.
-        optimizer: the optimizer, or the list of those with parameters that this loss trains.
-        loss_id: which of `num_losses` scales.
-        delay_unscale: leave the gradients scaled and add the next micro-batch to them; for all but the last micro-batch of a step.
+        loss: any shape; FP32 inside the context.
+        optimizer: the optimizer, or a list of all optimizers whose parameters this loss trains.
+        loss_id: index of the loss scale, below `num_losses`.
+        delay_unscale: keep the gradients scaled and accumulate the next micro-batch; for all micro-batches of a step but the last.
 
     Raises:
-        ValueError: for optimizers that were not initialized together, another `loss_id`, gradients that wait for another scale, a
-            sparse gradient, or where no gradient came.
+        ValueError: if the optimizers were not initialized together, `loss_id` is invalid, gradients are still scaled by another scale, a
+            gradient is sparse, or there are no gradients.
     """
     optimizers = _list(optimizer)
     amp = _amp(optimizers)
@@ -157,21 +159,21 @@ def scale_loss(loss: torch.Tensor, optimizer: Optimizers, loss_id: int = 0, *, d
         return
     flags = [flag for flag in [step.unscale() for step in steps] if flag is not None]
     if not flags:
-        raise ValueError("no gradient reached the optimizer's parameters: call backward() of the scaled loss inside the with")
+        raise ValueError("no gradient reached the optimizer's parameters; call backward() on the scaled loss inside the context")
     overflow = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
     scaler.update(overflow)
     for step in steps:
         step.note(overflow)
 
 
-scaled_loss = scale_loss  # as the slides spell it
+scaled_loss = scale_loss  # the slides' name
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters that `optimizer` updates, FP32 masters at O2. Clip these after `scale_loss`.
+    """Return the parameters that `optimizer` updates, at O2 the FP32 masters. Clip their gradients after `scale_loss`.
 
     Raises:
-        ValueError: while their gradients wait to be unscaled.
+        ValueError: if their gradients are still scaled.
     """
     step = _amp([optimizer]).steps[optimizer]
     step.check_unscaled()
@@ -179,10 +181,10 @@ def master_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Loss scales, steps skipped and masters of all optimizers that were initialized together with this one; waits for the device.
+    """Return loss scales, skipped steps and masters of all optimizers that were initialized together; waits for the device.
 
-    `loss_scaler<i>` has the scale of loss i; `skipped_steps` and `master_weights` (FP32, the tensors themselves; none but at O2) have an
-    entry an optimizer. Save it beside the `state_dict` of models and optimizers.
+    `loss_scaler<i>` is the scaler of loss i; `skipped_steps` and `master_weights` (at O2, the FP32 tensors themselves) have one entry per
+    optimizer. Save it together with the `state_dict` of models and optimizers.
     """
     amp = _amp([optimizer])
     for step in amp.steps.values():
@@ -195,24 +197,24 @@ def state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_state_dict(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Go on bit for bit from `state`, after `initialize` as it was then, and before or after models and optimizers load theirs.
+    """Load `state` to resume bit for bit, after the same `initialize` call, before or after models and optimizers load their own state.
 
     Raises:
-        ValueError: where the state has other losses, optimizers or masters than there are here. Nothing has changed then.
+        ValueError: if losses, optimizers or masters differ; nothing has changed then.
     """
     amp = _amp([optimizer])
     steps = list(amp.steps.values())
     scalers = sorted(key for key in state if key.startswith("loss_scaler"))
     if len(scalers) != len(amp.scalers):
         raise ValueError(
-            f"the state has {len(scalers)} loss scales, here are {len(amp.scalers)}: initialize with num_losses={len(scalers)}"
+            f"the state has {len(scalers)} loss scales, but there are {len(amp.scalers)}; initialize with num_losses={len(scalers)}"
         )
     saved = [[tuple(x.shape) for x in masters] for masters in state["master_weights"]]
     here = [[tuple(master.shape) for master in step.masters] for step in steps]
     if saved != here:
         raise ValueError(
-            f"the state has master weights {_summary(saved)}, here are {_summary(here)}: "
-            "initialize the same models and optimizers at the level it was saved at"
+            f"the state has master weights {_summary(saved)}, expected those {_summary(here)}; "
+            "initialize the same models and optimizers at the level of the saved run"
         )
     for i, scaler in enumerate(amp.scalers):
         scaler.check_state(state[f"loss_scaler{i}"])

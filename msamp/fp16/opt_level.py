@@ -1,6 +1,6 @@
 """Apex's levels O0 to O3 as data, and the conversion of a model to a level.
 
-They are not the FP8 levels of `msamp.initialize`, which have the same names in another paper.
+They are not the FP8 levels of `msamp.initialize`, which FP8-LM gives the same names.
 """
 
 import functools
@@ -21,14 +21,14 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 @dataclass(frozen=True)
 class OptLevel:
-    """What a level does.
+    """The settings of a level.
 
     Attributes:
-        name: what the user writes.
-        loss_scale: by default, "dynamic" or a constant.
-        autocast: GEMM-like operations in FP16, reductions in FP32, weights as they are.
-        fp16_weights: the model is FP16; it casts its inputs to FP16 and its outputs back to FP32.
-        fp32_norms: but its norms stay FP32, weights and arithmetic.
+        name: as the user writes it.
+        loss_scale: the default, "dynamic" or a constant.
+        autocast: run GEMM-like operations in FP16 and reductions in FP32, with unchanged weights.
+        fp16_weights: convert the model to FP16; it casts its inputs to FP16 and its outputs back to FP32.
+        fp32_norms: keep norms in FP32, both weights and arithmetic.
         master_weights: the optimizer updates FP32 copies of the FP16 weights.
     """
 
@@ -49,44 +49,46 @@ LEVELS: Mapping[str, OptLevel] = {
 
 
 def by_name(name: str) -> OptLevel:
-    """The level of that name; ValueError for another name."""
+    """Return the level of that name; ValueError if it is unknown."""
     if name not in LEVELS:
         raise ValueError(f"opt_level is {name!r}; choose one of {', '.join(LEVELS)} (FP8 levels are those of msamp.initialize)")
     return LEVELS[name]
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` is one of torch's norms, or has no modules below it and a class name that ends in Norm."""
+    """Whether `module` is one of torch's norms, or a leaf module whose class name ends in Norm."""
     return isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and not list(module.children()))
 
 
 def check_model(model: nn.Module, level: OptLevel) -> None:
-    """ValueError for a model that `prepare_model` must not touch, naming what is wrong with it."""
+    """Raise a ValueError for a model that cannot be converted to the level."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(f"the model is a {type(model).__name__}, and its buckets know the dtypes already: initialize first, then wrap it")
+        raise ValueError(
+            f"the model is a {type(model).__name__}, whose buckets already depend on the dtypes; initialize first, then wrap it"
+        )
     if any(isinstance(m.forward, functools.partial) and m.forward.func in (_autocast, _between) for m in model.modules()):
-        raise ValueError("the model has been through msamp.amp.initialize already: do it once, with all optimizers as a list")
+        raise ValueError("the model was already passed to msamp.amp.initialize; call it once, with all optimizers in a list")
     if not list(model.parameters()):
-        raise ValueError("the model has no parameters, which tell the device: leave it out, or initialize what it is part of")
+        raise ValueError("the model has no parameters, which determine the device; leave it out, or initialize the model that contains it")
     for name, p in model.named_parameters():
         if isinstance(p, ScalingTensor):
-            raise ValueError(f"{name} is a ScalingTensor; FP8 models train without amp: use msamp.initialize alone")
+            raise ValueError(f"{name} is a ScalingTensor; FP8 models do not use amp: call only msamp.initialize")
         if p.is_floating_point() and p.dtype != torch.float32:
-            raise ValueError(f"{name} is {p.dtype}; amp starts from torch.float32: call model.float() first")
+            raise ValueError(f"{name} is {p.dtype}; amp requires torch.float32: call model.float() first")
         if level.fp16_weights and p.grad is not None:
-            raise ValueError(f"{name} has a gradient, which would be lost: initialize before the first backward")
+            raise ValueError(f"{name} has a gradient, which would be lost; initialize before the first backward")
         if level.fp16_weights and p.is_floating_point() and p.numel() and not p.detach().abs().amax() <= FP16.max:
-            raise ValueError(f"{name} has values outside +-{FP16.max:.0f}, all that FP16 holds: train it at O1, or in BF16")
+            raise ValueError(f"{name} has values outside +-{FP16.max:.0f}, the range of FP16; train it at O1, or in BF16")
 
 
 def prepare_model(model: nn.Module, level: OptLevel, keep_fp32: Keep = is_norm) -> dict[torch.Tensor, torch.Tensor]:
-    """Make `model` compute as `level` says, in place; its parameters stay the same objects.
+    """Convert `model` to `level` in place; its parameters remain the same objects.
 
     Args:
-        keep_fp32: which modules stay FP32 where the level keeps norms so.
+        keep_fp32: module -> bool, whether it stays FP32 at a level with `fp32_norms`.
 
     Returns:
-        The former FP32 values of each parameter that has become FP16.
+        The former FP32 values of each parameter that is now FP16.
     """
     full: dict[torch.Tensor, torch.Tensor] = {}
     if level.fp16_weights:
@@ -102,7 +104,7 @@ def prepare_model(model: nn.Module, level: OptLevel, keep_fp32: Keep = is_norm) 
 
 
 def _halve(module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Casts the tensors of `module` itself to FP16; returns the former values of its parameters."""
+    """Cast the tensors of `module` itself to FP16; return the former values of its parameters."""
     full: dict[torch.Tensor, torch.Tensor] = {p: p.data for p in module.parameters(recurse=False) if p.is_floating_point()}
     for p, values in full.items():
         p.data = values.half()
@@ -115,11 +117,11 @@ def _halve(module: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in nested tuples, lists and dicts to `dtype`."""
+    """Cast the floating-point tensors in nested tuples, lists and dicts to `dtype`."""
     return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
-# Partials of bound methods: unlike a closure, a deep copy of the module takes them along to the copy.
+# Partials of bound methods, not closures: a deep copy of the module then binds them to the copy.
 
 
 def _between(forward: Callable[..., Any], inside: torch.dtype, outside: torch.dtype, *args: Any, **kwargs: Any) -> Any:

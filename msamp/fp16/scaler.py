@@ -1,4 +1,5 @@
-"""The loss scale c: gradients of c L lie in FP16's range, and divided by c they are those of L (Micikevicius et al. 2017, section 3.2)."""
+"""The loss scale c: gradients of c L are in the range of FP16, and dividing by c gives those of L (Micikevicius et al. 2017, section
+3.2)."""
 
 from typing import Any
 
@@ -6,21 +7,21 @@ import torch
 
 
 class LossScaler:
-    """A loss scale, static or dynamic; it lives on the device, so that following it makes no process wait.
+    """A static or dynamic loss scale on the device, so that updates do not make the host wait.
 
-    Dynamic: halved at every overflow, doubled after `growth_interval` good steps in a row. With `hysteresis` h the first h - 1
-    overflows since it last doubled do not halve it.
+    A dynamic scale is halved at every overflow and doubled after `growth_interval` good steps in a row. With `hysteresis` h, the first
+    h - 1 overflows since it last doubled do not halve it.
 
     Args:
         loss_scale: "dynamic", or a positive constant (the slides: 8 typically works).
-        init_scale: where a dynamic scale starts.
+        init_scale: initial value of a dynamic scale.
         growth_interval: good steps before a dynamic scale doubles.
-        min_loss_scale, max_loss_scale: a dynamic scale stays within these.
-        hysteresis: which overflow halves it, as Megatron-LM counts; 1: every one.
-        in_place: let the scale always stand in the same memory, where a CUDA graph finds it; a caller may then keep no old one.
+        min_loss_scale, max_loss_scale: limits of a dynamic scale.
+        hysteresis: number of overflows until it is halved, as in Megatron-LM; 1: every one.
+        in_place: keep the scale in the same memory, for CUDA graphs; callers must then not hold an old scale.
 
     Raises:
-        ValueError: for a scale that is not a positive number, an interval or a hysteresis below 1, or a start outside the limits.
+        ValueError: if a scale is not positive, the interval or hysteresis is below 1, or the initial scale is outside the limits.
     """
 
     def __init__(
@@ -51,24 +52,24 @@ class LossScaler:
         self.hysteresis, self.in_place = hysteresis, in_place
         self._scale = torch.tensor(init_scale if self.dynamic else float(loss_scale), dtype=torch.float32)
         self._good = torch.zeros((), dtype=torch.int32)
-        self._left = torch.tensor(hysteresis, dtype=torch.int32)  # overflows until one halves the scale
+        self._left = torch.tensor(hysteresis, dtype=torch.int32)  # overflows left until the scale is halved
 
     def scale(self, device: torch.device) -> torch.Tensor:
-        """The scale, FP32 0-dim on `device`. Unless `in_place`, it stays one object until the scale may have changed, and is never written
-        to."""
+        """Return the scale, FP32 0-dim on `device`. Unless `in_place`, it is the same object until the scale may have changed, and is never
+        written to."""
         if self._scale.device != device:
             self._scale, self._good, self._left = self._scale.to(device), self._good.to(device), self._left.to(device)
         return self._scale
 
     def multiply(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, in FP32."""
+        """Return the loss times the scale, in FP32."""
         return loss.float() * self.scale(loss.device)
 
     def update(self, overflow: torch.Tensor) -> None:
-        """Look at one step's gradients.
+        """Adapt the scale after a step.
 
         Args:
-            overflow: bool 0-dim on any device, whether one of them is infinite or NaN.
+            overflow: bool 0-dim on any device, whether a gradient was infinite or NaN.
         """
         if not self.dynamic:
             return
@@ -88,22 +89,25 @@ class LossScaler:
             self._scale, self._good, self._left = scale, good, left
 
     def state_dict(self) -> dict[str, Any]:
-        """`loss_scale`, `unskipped` good steps since it last changed, `overflows_left` until one halves it; waits for the device."""
+        """Return `loss_scale`, `unskipped` good steps since it last changed, and `overflows_left` until it is halved; waits for the
+        device."""
         return {"loss_scale": self._scale.item(), "unskipped": int(self._good), "overflows_left": int(self._left)}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError for a saved state that this scaler cannot go on from."""
+        """Raise a ValueError for a saved state from which this scaler cannot resume."""
         saved, (low, high) = state["loss_scale"], self.limits
         if self.dynamic and not low <= saved <= high:
-            raise ValueError(f"the saved loss scale is {saved}; this one stays in [{low}, {high}]: initialize with wider limits")
+            raise ValueError(f"the saved loss scale is {saved}, but the limits are [{low}, {high}]; initialize with wider limits")
         if not self.dynamic and saved != self._scale.item():
-            raise ValueError(f"the saved loss scale is {saved}, the static one here {self._scale.item()}: initialize with the saved one")
+            raise ValueError(
+                f"the saved loss scale is {saved}, but the static scale is {self._scale.item()}; initialize with the saved one"
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`; ValueError as in `check_state`, nothing has changed then."""
+        """Resume from `state`; ValueError as in `check_state`, in which case nothing has changed."""
         self.check_state(state)
         device = self._scale.device
-        left = min(state.get("overflows_left", self.hysteresis), self.hysteresis)  # Apex's states have none
+        left = min(state.get("overflows_left", self.hysteresis), self.hysteresis)  # Apex does not save it
         self._become(
             torch.tensor(state["loss_scale"], dtype=torch.float32, device=device),
             torch.tensor(state["unskipped"], dtype=torch.int32, device=device),

@@ -1,1 +1,1 @@
-"""How optimizer states, gradients and weights are spread over ranks."""
+"""Sharding of optimizer states, gradients, weights and activations over ranks."""

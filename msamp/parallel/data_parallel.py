@@ -1,4 +1,4 @@
-"""A gradient synchroniser for a model: its parameters in buckets, each bucket spread over the ranks."""
+"""Build the gradient synchronizer of a model: assign its parameters to buckets, and each bucket's rows to the ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from msamp.comm.grad_sync import GradSync
 from msamp.comm.partition import plan_buckets
 from msamp.numerics.formats import Format
 
-# 128 MiB of FP8. With 2^25 a step of GPT-1.3B has four times as many collectives, each of which costs the host 0.1 to 0.2 ms.
+# 128 MiB of FP8. With 2^25 a step of GPT-1.3B would have four times as many collectives, each of which costs the host 0.1 to 0.2 ms.
 BUCKET_ELEMENTS = 2**27
 
 
@@ -25,21 +25,21 @@ def grad_sync(
     whole: Iterable[Tensor] = (),
     **options: Any,
 ) -> GradSync:
-    """A GradSync with buckets that fill in the order of backward and are spread evenly over the ranks.
+    """Return a GradSync whose buckets fill in the order of backward and are balanced over the ranks.
 
     Args:
-        model: its parameters are synchronised.
-        formats: gradient format of every parameter that wants one.
+        model: the model whose gradients are synchronized.
+        formats: gradient format of every parameter that requires a gradient.
         group: the data-parallel ranks; None for one process.
-        bucket_elements: elements of a bucket; a larger parameter has one of its own.
-        whole: parameters that are not cut, however uneven the load gets: those of an update of whole matrices (Muon).
-        sums: as GradSync's; entries without parameters or other ranks have no effect.
-        options: GradSync's others.
+        bucket_elements: elements per bucket; a larger parameter has a bucket of its own.
+        whole: parameters that are never split, however uneven the load: those of an update that requires whole matrices (Muon).
+        sums: as in GradSync; entries without parameters or other ranks have no effect.
+        options: other arguments of GradSync.
     """
     params = [p for p in model.parameters() if p.requires_grad and p in formats]
     params.reverse()
     ranks = 1 if group is None else dist.get_world_size(group)
-    # A gradient that leaves late for such a sum shares no bucket with one that need not wait.
+    # Gradients that must wait for such a sum do not share a bucket with gradients that need not wait.
     sums = [(others, members) for others, members in sums if members and others.ranks > 1]
     summed = {p for _, members in sums for p in members}
     kinds = [formats[p].name + (" summed" if p in summed else "") for p in params]

@@ -1,15 +1,14 @@
-"""FSDP2 over FP8: weights that `torch.distributed.fsdp.fully_shard` cuts into rows and gathers in FP8, and our optimizer on the rows.
+"""FSDP2 with FP8: weights that `torch.distributed.fsdp.fully_shard` shards by rows and gathers in FP8, and our optimizer on the shards.
 
-`fully_shard` keeps a share of each parameter's rows on each rank, gathers the whole before a forward or backward that needs it, and
-averages gradients into shares again. A tensor subclass may say what is gathered: `fsdp_pre_all_gather` gives the bytes that this rank
-sends, `fsdp_post_all_gather` turns all ranks' bytes into the parameter that the layer computes with. `ShardedWeight` is such a subclass.
-Between steps it is a ScalingTensor in FP16 with one scale for all ranks. It sends one byte an element: the codes in which the GEMM takes
-the weight on one process. So the ranks must know the amax of the whole weight before they cast their rows. `FSDP.measure` takes the
-amaxes of all weights after each update, in one small all-reduce; a weight that was written from outside since then is measured when it is
-gathered.
+`fully_shard` stores a shard of each parameter's rows on each rank, gathers the whole parameter before a forward or backward, and
+reduce-scatters gradients into shards. A tensor subclass can define what is gathered: `fsdp_pre_all_gather` returns the bytes that this rank
+sends, and `fsdp_post_all_gather` turns all ranks' bytes into the parameter with which the layer computes. `ShardedWeight` is such a
+subclass. Between steps it is a ScalingTensor in FP16 with one scale for all ranks. It sends one byte per element: the FP8 codes that the
+GEMM would use on one process. So the ranks must know the amax of the whole weight before they cast their rows. `FSDP.measure` measures all
+weights after each update, with one small all-reduce. A weight that something else wrote since is measured when it is gathered.
 
-`FSDP` is the optimizer's `Shard`: each rank updates its rows. Rows share the scales of their tensor, as pieces do under greedy ZeRO, and
-the norm is added in integers. So weights and states do not depend on the number of ranks for the same gradients.
+`FSDP` is the optimizer's `Shard`: each rank updates its rows. Rows share the scales of their tensor, like pieces under greedy ZeRO, and the
+norm is summed in integers. So for the same gradients, weights and states do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -45,26 +44,26 @@ aten = torch.ops.aten
 
 
 class ShardedWeight(ScalingTensor):
-    """A weight of an FP8Linear that `fully_shard` can cut along dim 0: a ScalingTensor, and so are its rows, which share its scale.
+    """The weight of an FP8Linear that `fully_shard` can shard along dim 0: a ScalingTensor, whose rows are ScalingTensors with its scale.
 
-    It is written by the optimizer, or from another ScalingTensor. Plain values would be quantised by each rank with a scale of its own, so
-    writing them is refused.
+    Only the optimizer, or a copy from another ScalingTensor, can write it. Writing plain values raises, since each rank would quantize its
+    rows with a scale of its own.
     """
 
-    _scales: tuple[int, torch.Tensor, torch.Tensor] | None  # version of the payload, multiplier into FP8, scale_inv of the gathered weight
+    _scales: tuple[int, torch.Tensor, torch.Tensor] | None  # version of the payload, multiplier to FP8, scale_inv of the gathered weight
 
     def __init__(self, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(payload, scale_inv, dtype)
         self._scales = None
 
     def set_amax(self, amax: torch.Tensor, cast: Cast) -> None:
-        """Take the scales of the gathered weight from the amax of the whole one as it is stored, FP32 0-dim."""
+        """Set the scales of the gathered weight from the amax of the whole stored weight, FP32 0-dim."""
         self.set_scale(*scales_of_weights(cast, amax, self.scale_inv))
 
     def set_scale(self, multiplier: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Take the scales of the gathered weight, until the rows are written again.
+        """Set the scales of the gathered weight, valid until the rows are written again.
 
-        multiplier: from the stored payload into FP8, FP32 0-dim.
+        multiplier: from the stored payload to FP8, FP32 0-dim.
         scale_inv: of the gathered weight, FP32 0-dim.
         """
         self._scales = (self.payload._version, multiplier, scale_inv)
@@ -72,7 +71,7 @@ class ShardedWeight(ScalingTensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """torch's extension point: this rank's rows as bytes in FP8, padded to as many rows as every rank sends; and the scale_inv."""
+        """torch's extension point: return this rank's rows as FP8 bytes, padded to the rows per rank, and the scale_inv."""
         assert isinstance(module, FP8Linear)
         cast = module.scaling.gemm.weight
         if self._scales is None or self._scales[0] != self.payload._version:
@@ -89,12 +88,12 @@ class ShardedWeight(ScalingTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """torch's extension point: the whole weight in FP8, in the memory that was gathered; looks like a tensor of `param_dtype`."""
+        """torch's extension point: return the whole weight in FP8, in the gathered memory, presenting itself in `param_dtype`."""
         scale_inv, dtype = metadata
         if out is None:
             return ShardedWeight(all_gather_outputs[0].view(dtype), scale_inv.clone(), param_dtype), ()
         assert isinstance(out, ShardedWeight)
-        out.scale_inv.copy_(scale_inv)  # its payload is the memory that was gathered
+        out.scale_inv.copy_(scale_inv)  # its payload is the gathered memory
         return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -125,13 +124,13 @@ def _new(func: Any, x: ShardedWeight, size: Any, **kwargs: Any) -> ShardedWeight
 def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
     if isinstance(target, ShardedWeight) and not (isinstance(source, ScalingTensor) and source.payload.dtype == target.payload.dtype):
         raise ValueError(
-            f"a sharded FP8 weight of {target.payload.dtype} was to take values of {getattr(source, 'payload', source).dtype}: each rank "
-            "would scale its own rows by themselves; load the model before fully_shard, or with msamp.integrations.fsdp.load_model"
+            f"cannot copy {getattr(source, 'payload', source).dtype} values to a sharded FP8 weight of {target.payload.dtype}: each rank "
+            "would scale its rows separately; load the model before fully_shard, or with msamp.integrations.fsdp.load_model"
         )
     return ScalingTensor.__torch_dispatch__(func, (), (target, source, non_blocking))
 
 
-# The operations by which fully_shard cuts a parameter and pads its rows.
+# The operations with which fully_shard shards a parameter and pads its rows.
 _CUTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default), _same_scale),
     **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
@@ -140,26 +139,26 @@ _CUTS: dict[Any, Callable[..., Any]] = {
 
 
 def rows_of(p: DTensor, rank: int) -> slice:
-    """The rows that a rank holds of a parameter which `fully_shard` has cut: equal shares, the last ones smaller or empty."""
+    """Return a rank's rows of a parameter that `fully_shard` has sharded: equal shards, the last ones smaller or empty."""
     share = -(-p.shape[0] // p.device_mesh.size())
     start = min(rank * share, p.shape[0])
     return slice(start, min(start + share, p.shape[0]))
 
 
 def check_cut(name: str, p: torch.Tensor) -> None:
-    """ValueError naming a parameter that is not cut along dim 0 over one dimension of ranks."""
+    """Raise a ValueError naming the parameter if it is not sharded along dim 0 over a one-dimensional mesh."""
     if not isinstance(p, DTensor):
         raise ValueError(f"{name} is not sharded; call torch.distributed.fsdp.fully_shard(model) before the optimizer is built")
     if p.device_mesh.ndim != 1 or p.placements != (CutAlong(0),):
         raise ValueError(
-            f"{name} is placed as {p.placements} on a mesh of {p.device_mesh.ndim} dimensions; FP8 weights are sharded along dim 0 over a "
-            "mesh of one dimension: leave out shard_placement_fn, HSDP and tensor parallelism"
+            f"{name} is placed as {p.placements} on a mesh of {p.device_mesh.ndim} dimensions; FP8 weights must be sharded along dim 0 "
+            "over a mesh of one dimension: remove shard_placement_fn, HSDP and tensor parallelism"
         )
 
 
 @dataclass(eq=False)
 class Rows(Holding):
-    """This rank's rows of a parameter that no process has whole."""
+    """This rank's rows of a parameter that no process has as a whole."""
 
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -169,16 +168,16 @@ class Rows(Holding):
 
 
 class FSDP:
-    """The part of an FP8AdamW over parameters that `fully_shard` has cut: a `Shard` (see `msamp.optim.shard`).
+    """The `Shard` (`msamp.optim.shard`) of an FP8AdamW whose parameters `fully_shard` has sharded.
 
-    A gradient is the average that FSDP leaves in `p.grad`, quantised in the step with one scale for all ranks.
+    The gradient is FSDP's average in `p.grad`; the step quantizes it with one scale for all ranks.
 
     Args:
-        casts: for each parameter that is gathered in FP8, how the GEMMs of its layer cast it.
+        casts: for each parameter that is gathered in FP8, its cast in the GEMMs of its layer.
         group: the ranks of the mesh.
 
     Attributes:
-        peers: these ranks, and what they sent for scales and the norm.
+        peers: these ranks, with a counter of the bytes sent for scales and the norm.
     """
 
     def __init__(self, casts: Mapping[torch.Tensor, Cast], group: dist.ProcessGroup) -> None:
@@ -191,7 +190,7 @@ class FSDP:
         return self.peers.ranks
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """ValueError for a parameter that is not cut as these are."""
+        """Raise a ValueError for a parameter that is not sharded along dim 0."""
         for i, p in enumerate(group["params"]):
             check_cut(f"parameter {i} of a group, of shape {tuple(p.shape)},", p)
 
@@ -206,7 +205,7 @@ class FSDP:
         return found
 
     def _weight(self, p: torch.Tensor) -> torch.Tensor:
-        """The rows in this process's memory, always as the same object: FSDP pads rows anew when a model is loaded."""
+        """Return this process's rows, always as the same object, although FSDP replaces its padded rows when a model is loaded."""
         now = local(p)
         held = self._held.setdefault(p, now)
         if isinstance(held, ScalingTensor) and held is not now:
@@ -217,7 +216,7 @@ class FSDP:
         grads = {whole.index: contiguous(local(whole.param.grad)) for whole in wholes if whole.param.grad is not None}
         formats = {whole.index: by_name(whole.formats["grad"]) for whole in wholes}
         scaled = [i for i in grads if formats[i].scaled]
-        if scaled:  # every rank comes here, with rows or without
+        if scaled:  # every rank takes part, even without rows
             amaxes = TENSORWISE.amaxes([grads[i] for i in scaled])
             amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of gradients")
             for fmt, places in _places([formats[i] for i in scaled]).items():
@@ -239,16 +238,16 @@ class FSDP:
         return self.peers.all_reduce(table, dist.ReduceOp.SUM, "the gradient norm")
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """FSDP gathers weights itself. A rank without rows takes the scale that the others have stored."""
+        """FSDP gathers weights itself. A rank without rows only takes the scale that the others stored."""
         for p, new in scale_invs.items():
             local(p).scale_inv.copy_(new)
 
     def wait(self) -> None:
-        """Nothing is on its way between steps."""
+        """Do nothing: no weights are being gathered between steps."""
 
     @torch.no_grad()
     def measure(self) -> None:
-        """The scales in which the weights are gathered next, from their amaxes as they are now: one small all-reduce for all of them."""
+        """Compute the scales for the next gather of all weights, from their current amaxes, with one small all-reduce."""
         amaxes = TENSORWISE.amaxes([payload(p) for p in self.casts])
         amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of weights")
         weights = [local(p) for p in self.casts]
@@ -265,7 +264,7 @@ class FSDP:
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[int, dict[str, torch.Tensor]]:
-        """The states of whole parameters, gathered tensor by tensor, on the CPU of the first rank; collective."""
+        """Gather the states of whole parameters, tensor by tensor, on the CPU of the first rank; collective."""
         mine = {holding.index: state.get(holding.weight, {}) for holding in self.holdings(wholes)}
         steps = torch.full((len(wholes),), -1.0, device=wholes[0].param.device, dtype=torch.float32)
         for index, states in mine.items():
@@ -287,7 +286,7 @@ class FSDP:
         return found
 
     def whole(self, rows: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """The whole tensor on every rank, from each rank's rows of it, which are those of `p`; collective."""
+        """Return the whole tensor on every rank, from each rank's rows, which are those of `p`; collective."""
         assert isinstance(p, DTensor)
         held, scale = payload(rows).contiguous(), scale_inv(rows)
         width = p.shape[1:].numel()
@@ -301,7 +300,7 @@ class FSDP:
 
 
 def _places(kinds: Sequence[Any]) -> dict[Any, list[int]]:
-    """Where each of some kinds stands in a list."""
+    """Map each kind to its positions in a list."""
     found: dict[Any, list[int]] = {}
     for place, kind in enumerate(kinds):
         found.setdefault(kind, []).append(place)
@@ -309,12 +308,12 @@ def _places(kinds: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def _some(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-    """The values at some places; no copy where these are all."""
+    """Return the values at some positions, without a copy if these are all."""
     return values if len(places) == len(values) else torch.stack([values[place] for place in places])
 
 
 def sharded_casts(model: nn.Module) -> dict[torch.Tensor, Cast]:
-    """Parameter -> cast, for the weights of the FP8 layers of a sharded model."""
+    """Return parameter -> cast for the weights of a sharded model's FP8 layers."""
     return {
         layer.weight: layer.scaling.gemm.weight for layer in model.modules() if isinstance(layer, FP8Linear) and is_scaled(layer.weight)
     }

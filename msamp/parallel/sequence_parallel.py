@@ -1,7 +1,7 @@
-"""The exchange between sequence- and tensor-parallel regions: converter g and its conjugate (FP8-LM section 2.3, Figure 2).
+"""The collectives between sequence- and tensor-parallel regions: converter g and its conjugate (FP8-LM section 2.3, Figure 2).
 
-Rows are gathered, and partial sums added up, with the conversion to FP8 before the collective. Without sequence parallelism nothing is
-gathered, and an all-reduce takes the place of the reduce-scatter.
+Rows are gathered and partial sums are reduced, after a cast to FP8. Without sequence parallelism nothing is gathered, and an all-reduce
+replaces the reduce-scatter.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ KIND = "activation"
 
 
 def shared_amax(amax: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """The largest amax (FP32, 0-dim, changed in place) of all ranks, so that one scale serves them."""
+    """Return the maximum of `amax` (FP32, 0-dim, changed in place) over all ranks, so that they share one scale."""
     return peers.all_reduce(amax, dist.ReduceOp.MAX, "the amax of an activation", KIND, "amax all-reduce")
 
 
 def gathered_shape(shape: Sequence[int], peers: Peers) -> tuple[int, ...]:
-    """The shape of a tensor with dim 0 spread evenly over the ranks."""
+    """Return the shape of the whole tensor whose dim 0 is split evenly over the ranks."""
     return (shape[0] * peers.ranks, *shape[1:])
 
 
 class GatheredRows:
-    """All ranks' rows, on their way: `msamp.nn.ends.PendingRows` by a collective."""
+    """The rows of all ranks while they are gathered: `msamp.nn.ends.PendingRows` for a collective."""
 
     def __init__(self, pending: Pending, shape: tuple[int, ...]) -> None:
         self._pending, self._shape = pending, shape
@@ -45,15 +45,15 @@ class GatheredRows:
 
 
 def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> GatheredRows:
-    """All-gather rows, the same number from each rank.
+    """Start an all-gather of rows, the same number from each rank.
 
     Args:
-        payload: contiguous [M, N], any dtype; FP8 travels in one byte an element.
+        payload: contiguous [M, N], any dtype; FP8 is sent as 1 byte per element.
         peers: the ranks.
-        label: under which the bytes are counted, such as "input all-gather".
+        label: the name under which bytes are counted, such as "input all-gather".
 
     Returns:
-        [ranks M, N], rank after rank, on its way. On a GPU the stream alone waits for it.
+        The pending [ranks M, N], in the order of the ranks. On a GPU only the stream waits for it.
     """
     pending = peers.start_all_gather(payload.view(-1), [payload.numel()] * peers.ranks, f"an activation ({label})", KIND, label)
     return GatheredRows(pending, gathered_shape(payload.shape, peers))
@@ -62,22 +62,22 @@ def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> GatheredRow
 def start_sum(
     partial: torch.Tensor, peers: Peers, role: str, *, scatter: bool, wire: tuple[CastScales, Cast] | None = None
 ) -> Callable[[], torch.Tensor]:
-    """Add up the ranks' partial sums of a GEMM.
+    """Start the sum of the ranks' partial sums of a GEMM.
 
-    In FP8 each rank quantises its own with the shared scale and sends to each other rank the slice that this one owns,
-    which adds the payloads up in FP32 in rank order. To have the whole sum everywhere, the slices are quantised once more,
-    with a scale so much smaller that ranks times the largest payload fit, and gathered.
+    In FP8, each rank casts its partial sum with the shared scale and sends every other rank its slice. The receiver sums the payloads in
+    FP32, in rank order. For an all-reduce, the slices are cast again and gathered, with a scale that is smaller, so that ranks times the
+    largest payload fits.
 
     Args:
-        partial: contiguous [M, N] FP32, BF16 or FP16; overwritten where NCCL sums it.
+        partial: contiguous [M, N] FP32, BF16 or FP16; overwritten if NCCL sums it.
         peers: the ranks.
         role: "output" or "grad_input"; bytes are counted under "{role} reduce-scatter" or "{role} all-reduce".
-        scatter: leave on each rank its block of M / ranks rows, where M is a multiple of the ranks; else the whole sum.
-        wire: slot and cast of each rank's own, with one scale a tensor. None: the sum travels in the dtype of `partial`, summed by NCCL
-            itself, or by copies and over other backends in FP32 in rank order and rounded once.
+        scatter: return each rank's block of M / ranks rows, where M is a multiple of the ranks; otherwise the whole sum.
+        wire: slot and cast of this rank's partial sum, with one scale per tensor. None: it is sent in the dtype of `partial`. NCCL then
+            sums it itself; copies and other backends sum in FP32 in rank order and round once.
 
     Returns:
-        A function that waits, on a GPU in the stream alone, and returns [M / ranks, N] or [M, N] in the dtype of `partial`; the whole sum
+        A function that waits (on a GPU only the stream waits) and returns [M / ranks, N] or [M, N] in the dtype of `partial`; the whole sum
         is bitwise the same on all ranks.
     """
     if peers.ranks == 1:

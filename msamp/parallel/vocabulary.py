@@ -1,13 +1,14 @@
-"""The LM head and its cross entropy over a vocabulary with rows spread over tensor-parallel ranks.
+"""The vocabulary-parallel LM head and its cross entropy.
 
-Each rank holds W [V / T, h] and sees every token. Its logits are T-th parts of rows. The softmax of a row needs three FP32 numbers from
-each rank: the largest logit, the sum of exponentials and the label's logit. They are gathered once a chunk. Everything else is as without
-tensor parallelism (`msamp.nn.vocabulary_loss`): no more than a chunk of the logits is ever held, and gradients are computed in forward.
+Each of T tensor-parallel ranks has W [V / T, h] and computes its columns of the logits for every token. The softmax of a row requires three
+FP32 numbers from each rank: the largest logit, the sum of exponentials and the label's logit. They are gathered once per chunk. Everything
+else is the same as without tensor parallelism (`msamp.nn.vocabulary_loss`): only one chunk of logits exists at a time, and gradients are
+computed in forward.
 
-With sequence parallelism each rank starts from its own tokens, which are gathered in the compute dtype. The ranks' summands of their
-gradient are added up, and each rank keeps those of its tokens.
+With sequence parallelism each rank starts from its own tokens, which are gathered in the compute dtype. In backward the ranks' partial
+gradients are reduce-scattered.
 
-megatron-core's vocabulary-parallel cross entropy copies all logits to FP32, passes over them five times and exchanges three times.
+megatron-core's vocabulary-parallel cross entropy copies all logits to FP32, reads them five times and communicates three times.
 """
 
 from typing import Any
@@ -34,25 +35,25 @@ def vocabulary_parallel_cross_entropy(
     chunk_bytes: int | None = None,
     precision: str = COMPUTE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy` with rank r's `weight` being rows r V to (r + 1) V - 1 of the head.
+    """Compute `linear_cross_entropy`, where rank r's `weight` contains rows r V to (r + 1) V - 1 of the head.
 
     Args:
-        hidden: [T, h] FP32, BF16 or FP16: all tokens, the same on every rank, or with `sequence_parallel` this rank's, the same number
-            on each.
+        hidden: [T, h] FP32, BF16 or FP16: all tokens, the same on every rank; with `sequence_parallel` this rank's tokens, the same number
+            on each rank.
         weight: [V, h], of the same dtype.
-        labels: [all tokens] int64, numbered in the whole vocabulary.
+        labels: [all tokens] int64, indices in the whole vocabulary.
         weights: [all tokens] FP32, the loss mask.
         peers: the tensor-parallel ranks.
-        sequence_parallel: whether the tokens are spread over the ranks.
-        chunk_bytes: about so many bytes of logits are held at a time; None: as `linear_cross_entropy` has it.
-        precision: as `linear_cross_entropy` has it; each rank's shard of the weight has a scale of its own.
+        sequence_parallel: whether the tokens are split over the ranks.
+        chunk_bytes: as in `linear_cross_entropy`.
+        precision: as in `linear_cross_entropy`; each rank's shard of the weight has its own scale.
 
     Returns:
-        The sum of `weights * losses`, FP32 0-dim, with gradient to `hidden` and `weight`; and the losses, FP32 in nats, without. Both
-        bitwise the same on every rank. The backward of each rank must start from the same gradient of the sum.
+        The sum of `weights * losses`, FP32 0-dim, differentiable in `hidden` and `weight`; and the losses, FP32 in nats, detached. Both are
+        bitwise the same on every rank. The backward of every rank must start from the same gradient of the sum.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together.
+        ValueError: if shapes or dtypes do not match.
     """
     first = peers.rank * weight.shape[0]
 
@@ -66,14 +67,14 @@ def vocabulary_parallel_cross_entropy(
 
 
 class _OfAllRanks(torch.autograd.Function):
-    """Gathers rows, or passes on rows that all ranks have; in backward the ranks' gradients are added up."""
+    """Gather rows, or return rows that all ranks have; in backward sum the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers, sequence_parallel: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.peers, ctx.scatter = peers, sequence_parallel
         if not sequence_parallel:
             return x.view_as(x)
-        return start_gather(x.contiguous(), peers, WHAT + "input all-gather").keep()  # the graph holds it until backward
+        return start_gather(x.contiguous(), peers, WHAT + "input all-gather").keep()  # autograd keeps it until backward
 
     @staticmethod
     @differentiable_once

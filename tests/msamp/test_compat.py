@@ -89,9 +89,9 @@ def test_dtypes_and_layers():
         assert model[0].weight.format is qtype
     with pytest.raises(ValueError, match=r"choose Dtypes\.kfloat16"):
         compat.LinearReplacer.replace(nn.Linear(32, 32), E5M2)
-    with pytest.raises(ValueError, match="broadcasts no weights"):
+    with pytest.raises(ValueError, match="does not broadcast weights"):
         compat.LinearReplacer.replace(nn.Linear(32, 32), src_rank=1)
-    with pytest.raises(ValueError, match=r"ScalingMeta is not here: msamp\.ScalingTensor\.quantize"):
+    with pytest.raises(ValueError, match=r"ScalingMeta is not supported: msamp\.ScalingTensor\.quantize"):
         compat.ScalingMeta(E4M3)
 
 

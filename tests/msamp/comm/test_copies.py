@@ -129,8 +129,8 @@ def test_copies_bring_what_nccl_brings():
         assert found["graph"] == [True] * 3
         assert found["self_test"] is None
         assert found["poisoned"] == [True] * 2
-        assert "was not given back" in found["held"]
-        assert "before an eager step has exchanged" in found["captured"]
+        assert "was not released" in found["held"]
+        assert "before an eager step exchanged" in found["captured"]
         assert found["auto"] == ranks[0]["auto"]
         assert "us by copies" in found["auto"][1]
     assert copies.TRANSPORTS[0] == "auto"

@@ -171,7 +171,7 @@ def test_unknown_levels_and_models_that_do_not_fit_are_refused():
     half = Net().half()
     with pytest.raises(ValueError, match=r"linear\.weight is torch\.float16; .*model\.float\(\)"):
         check_model(half, by_name("O1"))
-    with pytest.raises(ValueError, match="been through msamp"):
+    with pytest.raises(ValueError, match="already passed to msamp"):
         check_model(nn.Sequential(prepared("O1")), by_name("O1"))
     with pytest.raises(ValueError, match=r"a DataParallel, .*initialize first, then wrap"):
         check_model(nn.DataParallel(Net()), by_name("O1"))

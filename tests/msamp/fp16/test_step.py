@@ -219,7 +219,7 @@ def test_schedulers_built_before_and_after_drive_the_optimizer():
 
 def test_steps_that_would_go_wrong_are_refused():
     model, optimizer = weight_and_optimizer("O2", 0.1)
-    with pytest.raises(ValueError, match="was given a closure"):
+    with pytest.raises(ValueError, match="step got a closure"):
         optimizer.step(lambda: model(torch.ones(1, 1)).sum())
     model(torch.ones(1, 1)).sum().backward()
     with pytest.raises(ValueError, match="a gradient that no scale_loss unscaled"):
@@ -232,9 +232,9 @@ def test_steps_that_would_go_wrong_are_refused():
     model.zero_grad()
     with amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer, delay_unscale=True) as scaled:
         scaled.backward()
-    with pytest.raises(ValueError, match="still multiplied by the loss scale"):
+    with pytest.raises(ValueError, match="still scaled by the loss scale"):
         optimizer.step()
-    with pytest.raises(ValueError, match="still multiplied by the loss scale"):
+    with pytest.raises(ValueError, match="still scaled by the loss scale"):
         amp.master_params(optimizer)
     assert model.weight.item() == 1.0
 
@@ -252,7 +252,7 @@ def test_sparse_gradients_and_groups_without_masters_are_refused():
     model, optimizer = amp.initialize(model, torch.optim.SGD(model[0].parameters(), lr=0.1), "O2")
     optimizer.add_param_group({"params": list(model[1].parameters())})
     with (
-        pytest.raises(ValueError, match=r"shape \(2, 2\) has no master weight: add all groups before initialize"),
+        pytest.raises(ValueError, match=r"shape \(2, 2\) has no master weight; add all groups before initialize"),
         amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled,
     ):
         scaled.backward()
