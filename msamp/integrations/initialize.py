@@ -297,6 +297,7 @@ def initialize(
     clip_grad: float | None = None,
     master_rounding: str | None = None,
     moment_rounding: str | None = None,
+    grad_format: str | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """Turn a model and its Adam into those of a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
@@ -312,13 +313,16 @@ def initialize(
     | "fp32" | as they are | FP32 | FP32 | FP32 |
 
     In a recipe with FP8 layers, the linear layers that `accept` admits become FP8, and the columns gradients, master and moments are those
-    of their weights. A gradient is quantised once, after all micro-batches of the step have accumulated. Other matrices, such as embeddings
+    of their weights. A gradient is quantised once, after all micro-batches of the step have accumulated, where those before the last run
+    under `optimizer.no_sync()`. Other matrices, such as embeddings
     and kernels of convolutions, keep their dtype and have BF16 gradients and the same moments; in FP32 they are their own masters, in BF16
     the master beside them has the table's format. Norms and biases have FP32 gradients and states. The model's own norms and activations
     are not replaced, so that they keep for backward what they kept before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and
     `msamp.Activation` to have that in FP8 groups.
 
-    On one process `p.grad` is what backward leaves and `optimizer.step()` quantises. On several, in place of
+    On one process the gradients of a recipe with FP8 gradients are cast during backward: `p.grad` has the parameter's dtype and stores one
+    byte per element and a scale (`msamp.numerics.fp8_gradient`). A second backward before `zero_grad` and any other write but a clipping
+    widens it to the parameter's dtype; under `optimizer.no_sync()` nothing is cast. On several, in place of
     DistributedDataParallel, which cannot hold FP8 weights: all start from the weights and buffers of the group's first
     rank, gradients leave during backward, and `step` takes their average over the ranks. Then `p.grad` is None after backward: clip with
     `clip_grad` or `msamp.clip_grad_norm_`; torch's `clip_grad_norm_` and others that read gradients find the average in `p.grad` after
@@ -347,6 +351,8 @@ def initialize(
         master_rounding: how masters narrower than FP32 are stored, "nearest" or "stochastic" (`msamp.numerics.stochastic_rounding`); None:
             as the recipe does.
         moment_rounding: the same of moments.
+        grad_format: of the gradients of FP8 layers' weights, "fp8-e4m3", "fp8-e5m2", "fp16", "bf16" or "fp32"; None: as the recipe does.
+            With "bf16" no gradient is rounded to FP8, in `p.grad`, on the wire and in the optimizer.
         seed: of stochastic rounding. `optimizer.state_dict()` has the parameters' keys that follow from it.
 
     Returns:
@@ -354,12 +360,12 @@ def initialize(
         process), and `no_sync`, that one's context (without effect on one process).
 
     Raises:
-        ValueError: for an unknown recipe or optimizer (listing those accepted), two recipes, a model in a dtype that the recipe does not
-            take, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks where the
-            models differ. No layer has been converted then.
+        ValueError: for an unknown recipe, gradient format or optimizer (listing those accepted), two recipes, a model in a dtype that the
+            recipe does not take, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or
+            ranks where the models differ. No layer has been converted then.
     """
     ms_amp.check_alone()
-    chosen = chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding)
+    chosen = chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding, grad_format)
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)

@@ -20,12 +20,13 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.backward_casts import BackwardCasts
 from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.decision import GradientDecision, LossScale
 from msamp.optim.foreign_states import in_own_formats, packed_names, unpacked_names
 from msamp.optim.kept_states import update_of
 from msamp.optim.optimizer import FP8AdamW
-from msamp.optim.shard import Holding, gradient
+from msamp.optim.shard import Holding, Whole, gradient
 from msamp.optim.states import local, parameter_kind, weight_format
 from msamp.optim.updates import formats_of
 from msamp.parallel.data_parallel import grad_sync
@@ -95,6 +96,7 @@ class LoopOptimizer(FP8AdamW):
 
     Attributes:
         grad_sync: as given.
+        casts: of gradients to FP8 during backward, on one process.
     """
 
     _step_supports_amp_scaling = True  # what GradScaler asks for
@@ -105,13 +107,17 @@ class LoopOptimizer(FP8AdamW):
     def __init__(
         self, params: Iterable[Any], recipe: Recipe, scaling: ScalingState, grad_sync: GradSync | None = None, **settings: Any
     ) -> None:
-        self.recipe, self.scaling, self.grad_sync = recipe, scaling, grad_sync
+        self.recipe, self.scaling, self.grad_sync, self.casts = recipe, scaling, grad_sync, BackwardCasts()
         super().__init__(params, **settings)
         _LIVE.add(self)
+        self._attach_casts()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         taken = state.pop("taken", None)  # torch's load_state_dict comes here too, and leaves the gradients as they are
         super().__setstate__(state)
+        if "casts" not in vars(self):
+            self.casts = BackwardCasts()
+        self._attach_casts()
         if taken is not None:
             self._taken(taken)  # a copied gradient has a version of its own
         _LIVE.add(self)
@@ -141,6 +147,12 @@ class LoopOptimizer(FP8AdamW):
         super().add_param_group(param_group)
         if not isinstance(params, set) and renewed:
             self.renew_grad_sync()
+        self._attach_casts()
+
+    def _attach_casts(self) -> None:
+        """Cast gradients during backward where one process has whole ones and no synchroniser takes them."""
+        if self.live and self.grad_sync is None and isinstance(self.shard, Whole):
+            self.casts.attach(pair for group in self.param_groups for pair in zip(group["params"], formats_of(group), strict=True))
 
     def _unaveraged(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether the synchroniser has to be rebuilt for parameters that are to be updated; ValueError where it cannot."""
@@ -195,8 +207,9 @@ class LoopOptimizer(FP8AdamW):
         return None if self.grad_sync is None else self.grad_sync.peers.group
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For all micro-batches of a step but the last: gradients add up on this rank and none leaves. Without effect on one process."""
-        return contextlib.nullcontext() if self.grad_sync is None else self.grad_sync.no_sync()
+        """For all micro-batches of a step but the last. On one process gradients accumulate in the parameters' dtype and none is cast to
+        FP8; on several they accumulate in the recipe's accumulator and none is sent."""
+        return self.casts.paused() if self.grad_sync is None else self.grad_sync.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Gradients that have left for the other processes are dropped too. If no step has taken the gradients, their amaxes
@@ -291,6 +304,7 @@ class LoopOptimizer(FP8AdamW):
         if self.grad_sync is not None:
             self._tell_of_clipping()
         self._average()
+        self._attach_casts()  # a parameter may have been unfrozen
         given = self.loss_scale
         self.loss_scale = self._loss_scale()
         try:

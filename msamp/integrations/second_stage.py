@@ -69,6 +69,7 @@ def take_masters(former: LoopOptimizer) -> dict[torch.Tensor, torch.Tensor]:
 def release(former: LoopOptimizer) -> None:
     """Retire a former optimizer: its step raises, and it averages no gradient and keeps no state from now on."""
     former.register_step_pre_hook(_refuse_step)
+    former.casts.detach()
     former.grad_sync, former.shard = None, Whole()
     former.state.clear()
     former.live = False

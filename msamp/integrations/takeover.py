@@ -17,6 +17,8 @@ from torch import nn
 
 from msamp.integrations.loop_optimizer import LoopOptimizer, parameter_formats
 from msamp.numerics import recipe as recipes
+from msamp.numerics.formats import ALL as ALL_FORMATS
+from msamp.numerics.formats import by_name
 from msamp.numerics.recipe import FP32_STATES, GEMMS, KINDS, Recipe, StateFormats
 from msamp.optim import updates
 from msamp.optim.optimizer import LowPrecisionOptimizer
@@ -24,6 +26,7 @@ from msamp.optim.states import parameter_kind
 from msamp.optim.updates import format_names
 
 ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # of torch.optim, and the update; None: the recipe's
+_GRAD_FORMATS = tuple(fmt.name for fmt in ALL_FORMATS)
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 _RETIRED = "_msamp_retired"  # attribute of an optimizer that was taken over
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
@@ -35,11 +38,13 @@ def chosen_recipe(
     fp8_recipe: str | None,
     master_rounding: str | None = None,
     moment_rounding: str | None = None,
+    grad_format: str | None = None,
 ) -> Recipe:
     """The recipe that the arguments name together; O2 where they name none. Arguments as of `msamp.initialize`.
 
     Raises:
-        ValueError: for an unknown name, two recipes, one that scales the loss, and a cast for a recipe without FP8 GEMMs.
+        ValueError: for an unknown name, two recipes, one that scales the loss, and a cast or a gradient format for a recipe without FP8
+            GEMMs.
     """
     named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
     first, *others = named or [recipes.O2]
@@ -48,6 +53,14 @@ def chosen_recipe(
     if first.scales_loss:
         raise ValueError(f"recipe {first.name!r} scales the loss, which an optimizer cannot do; use msamp.amp.initialize and scale_loss")
     first = first.with_rounding(master=master_rounding, moments=moment_rounding)
+    if grad_format is not None:
+        if grad_format not in _GRAD_FORMATS:
+            raise ValueError(f"grad_format is {grad_format!r}; it must be one of {', '.join(_GRAD_FORMATS)}")
+        if not first.fp8:
+            raise ValueError(
+                f"grad_format is {grad_format!r}, and recipe {first.name!r} has no FP8 layer; drop it, or take a recipe with FP8 layers"
+            )
+        first = first.with_states(grad=by_name(grad_format))
     if fp8_recipe is None:
         return first
     if fp8_recipe not in GEMMS:

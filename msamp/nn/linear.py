@@ -42,7 +42,9 @@ import torch
 from torch import nn
 
 from msamp.nn.linear_fn import linear
+from msamp.nn.parameter_swap import register_hooks_again
 from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.lost_writes import loading
 from msamp.numerics.recipe import O2, Gemms, Recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -104,7 +106,16 @@ class Loading(nn.Module):
         self.watch_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Loading":
+        # Torch swaps the contents of low-precision tensors, which a reference to the gradient would forbid, and which silences hooks.
+        aside = {name: p.grad for name, p in self._parameters.items() if p is not None and isinstance(p.grad, FP8Gradient)}
+        for name in aside:
+            self.get_parameter(name).grad = None
         super()._apply(fn, recurse)
+        for name, gradient in aside.items():
+            self.get_parameter(name).grad = gradient.applied(fn)
+        for p in self._parameters.values():
+            if isinstance(p, ScalingTensor):
+                register_hooks_again(p)
         self.watch_weights()
         return self
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from msamp.numerics.formats import Format, by_name
+from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import contiguous
 from msamp.optim.grad_cast import GradCast
@@ -155,6 +156,7 @@ class Whole:
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of `p`: `p.main_grad` where a synchroniser has put one (Megatron's name), else `p.grad`."""
+    """The gradient of `p` as it is stored: `p.main_grad` where a synchroniser has put one (Megatron's name), else `p.grad`."""
     main_grad = getattr(p, "main_grad", None)
-    return p.grad if main_grad is None else main_grad
+    g = p.grad if main_grad is None else main_grad
+    return g.held if isinstance(g, FP8Gradient) else g

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from msamp.numerics.tensor import ScalingTensor
+from msamp.optim.shard import gradient
 from msamp.optim.updates import MASTER
 
 
@@ -16,7 +17,7 @@ class Stored:
 
     Attributes:
         weights: parameters; where they are their own masters (O1, O2), these too.
-        gradients: that lie in `p.grad` now.
+        gradients: that are in `p.grad` now, or that a synchronizer holds in `p.main_grad`.
         masters, moments: of the optimizer.
         parameters: their number.
     """
@@ -53,7 +54,7 @@ def stored(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         state = {} if optimizer is None else optimizer.state.get(p, {})
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
         master = size(tensors.pop(MASTER.key, None))
-        found += Stored(size(p), size(p.grad), master, sum(map(size, tensors.values())), p.numel())
+        found += Stored(size(p), size(gradient(p)), master, sum(map(size, tensors.values())), p.numel())
     return found
 
 

@@ -9,9 +9,9 @@ from megatron.lm.post.memory import Stored, peak, reset_peak, size, stored
 
 BYTES = {  # of a linear weight in BF16: weight, gradient as backward leaves it, master, both moments
     "O0": (2, 2, 4, 8),
-    "O1": (2, 2, 0, 8),
-    "O2": (2, 2, 0, 3),
-    "O3": (1, 2, 2, 3),
+    "O1": (2, 1, 0, 8),
+    "O2": (2, 1, 0, 3),
+    "O3": (1, 1, 2, 3),
 }
 
 

@@ -1,0 +1,380 @@
+"""FP8 gradients in a loop of one's own on one process: which recipes have them, and what a loop does to gradients."""
+
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import msamp
+from helpers import dist
+from helpers.mlp_loop import adamw, batches, mlp, train
+from helpers.numerics import bytes_of, codes
+from msamp.integrations import fsdp
+from msamp.numerics.formats import E4M3
+from msamp.numerics.fp8_gradient import FP8Gradient
+from msamp.numerics.tensor import ScalingTensor
+
+LEVELS = ("O1", "O2", "O3")
+every_level = pytest.mark.parametrize("level", LEVELS)
+pytestmark = pytest.mark.filterwarnings("ignore:less than half")
+
+
+def started(level: str = "O2", dtype=torch.bfloat16, **settings):
+    return msamp.initialize(model := mlp().to(dtype), adamw(model), level, **settings)
+
+
+def loss_of(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    ((x, y),) = batches(1, seed=seed)
+    return (model(x.to(next(model.parameters()).dtype)).float() - y).square().mean()
+
+
+def backward(model: nn.Module, seed: int = 1) -> None:
+    loss_of(model, seed).backward()
+
+
+def steps(model: nn.Module, optimizer, count: int, first: int = 0) -> None:
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def narrow(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if isinstance(p.grad, FP8Gradient) and isinstance(p.grad.held, ScalingTensor)]
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return bytes_of(p.detach() for p in model.parameters())
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    assert all(a.equal(b) for a, b in zip(weights(model), weights(other), strict=True))
+
+
+MATRICES = ["0.weight", "3.weight", "5.weight"]
+
+
+@pytest.mark.promise("Recipes", "At O1 to O3 `p.grad` of a linear weight stores E4M3 and one scale after a backward on one process.")
+@every_level
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_linear_weights_are_e4m3_in_the_weight_s_dtype(level, dtype):
+    model, _ = started(level, dtype)
+    backward(model)
+    assert narrow(model) == MATRICES
+    for p in model.parameters():
+        assert p.grad.dtype == dtype
+        if isinstance(p.grad, FP8Gradient):
+            assert p.grad.held.payload.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("settings", [{"recipe": "coat"}, {"recipe": "bf16"}, {"grad_format": "bf16"}, {"grad_format": "fp32"}], ids=str)
+def test_other_recipes_and_formats_leave_gradients_plain(settings):
+    model = mlp()
+    model, _ = msamp.initialize(model, adamw(model), **settings)
+    backward(model)
+    assert narrow(model) == []
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+
+
+def test_a_format_of_gradients_replaces_the_recipe_s_in_the_optimizer_too():
+    model, optimizer = started(grad_format="fp8-e5m2")
+    backward(model)
+    assert model[0].weight.grad.held.payload.dtype == torch.float8_e5m2
+    model, optimizer = started(grad_format="bf16")
+    stored = [formats["grad"] for formats in optimizer.param_groups[0]["formats"]]
+    assert stored == ["bf16" if name in MATRICES else "fp32" for name, _ in model.named_parameters()]
+    assert optimizer.recipe.states.v == msamp.recipes.O2.states.v
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grad_format": "e4m3"}, r"grad_format is 'e4m3'; it must be one of fp32, bf16, fp16, fp8-e4m3, fp8-e5m2"),
+        ({"grad_format": "bf16", "recipe": "bf16"}, r"recipe 'bf16' has no FP8 layer; drop it, or take a recipe with FP8 layers"),
+    ],
+    ids=str,
+)
+def test_a_format_that_is_none_is_refused_before_anything_changes(settings, message):
+    model = mlp()
+    with pytest.raises(ValueError, match=message):
+        msamp.initialize(model, adamw(model), **settings)
+    assert type(model[0]) is nn.Linear
+
+
+# ------------------------------------------------------------------------------------------------------------- same numbers
+
+
+@every_level
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_has_the_bits_of_one_that_casts_in_the_step(level, dtype):
+    """`no_sync` leaves gradients to the step, as every backward did before."""
+    results = []
+    for late in (False, True):
+        model, optimizer = started(level, dtype, clip_grad=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            with optimizer.no_sync() if late else contextlib.nullcontext():
+                backward(model, step)
+            assert bool(narrow(model)) != late
+            optimizer.step()
+        results.append((weights(model), optimizer.grad_norm))
+    assert all(a.equal(b) for a, b in zip(results[0][0], results[1][0], strict=True))
+    assert results[0][1] == results[1][1]
+
+
+@every_level
+def test_losses_follow_those_of_bf16_gradients(level):
+    first, last = (train(*started(level, torch.float32, **settings), 40) for settings in ({}, {"grad_format": "bf16"}))
+    assert last[-10:].mean() < 0.5 * last[0]
+    assert first[-10:].mean() == pytest.approx(last[-10:].mean().item(), rel=0.03)
+
+
+def test_micro_batches_under_no_sync_are_rounded_once():
+    model, optimizer = started()
+    for seed in range(4):
+        with optimizer.no_sync() if seed < 3 else contextlib.nullcontext():
+            backward(model, seed)
+    reference, _ = started(grad_format="bf16")
+    for seed in range(4):
+        backward(reference, seed)
+    for name in MATRICES:
+        got, want = model.get_parameter(name).grad, ScalingTensor.quantize(reference.get_parameter(name).grad, E4M3)
+        assert codes(got.held.payload).equal(codes(want.payload))
+
+
+@pytest.mark.promise("Recipes", "A second backward before `zero_grad` accumulates in the weight's dtype, not in FP8.")
+def test_micro_batches_without_no_sync_accumulate_in_bf16():
+    """Only the first is rounded to E4M3. Sums in E4M3 would lose what is below half a code of the sum."""
+    model, optimizer = started()
+    reference, _ = started(grad_format="bf16")
+    for seed in range(8):
+        backward(model, seed)
+        backward(reference, seed)
+        assert (narrow(model) == MATRICES) == (seed == 0)
+    for name in MATRICES:
+        got, want = model.get_parameter(name).grad, reference.get_parameter(name).grad
+        assert (got.dequantize().float() - want.float()).norm() < 0.02 * want.float().norm()
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    assert narrow(model) == MATRICES
+
+
+# ---------------------------------------------------------------------------------------------------- what loops do to them
+
+
+def test_clipping_by_torch_and_by_msamp_folds_into_the_scale():
+    norms = []
+    for clip in (nn.utils.clip_grad_norm_, msamp.clip_grad_norm_, lambda p, n: nn.utils.clip_grad_norm_(p, n, foreach=True)):
+        model, optimizer = started(dtype=torch.float32)
+        backward(model)
+        payloads = {name: codes(model.get_parameter(name).grad.held.payload) for name in MATRICES}
+        norms.append(float(clip(model.parameters(), 1e-2)))
+        assert narrow(model) == MATRICES
+        assert all(codes(model.get_parameter(name).grad.held.payload).equal(payload) for name, payload in payloads.items())
+        assert float(nn.utils.get_total_norm([p.grad for p in model.parameters()])) == pytest.approx(1e-2, rel=1e-3)
+        optimizer.step()
+        assert float(optimizer.grad_norm) == pytest.approx(1e-2, rel=1e-3)
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_clipping_by_value_and_writing_reach_the_optimizer():
+    model, optimizer = started(dtype=torch.float32)
+    backward(model)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    assert max(float(p.grad.abs().max()) for p in model.parameters()) == pytest.approx(1e-4)
+    for p in model.parameters():
+        p.grad.data.zero_()
+        p.grad.view(-1)[0] = 3.0
+    optimizer.step()
+    assert float(optimizer.grad_norm) == pytest.approx(3.0 * len(list(model.parameters())) ** 0.5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_grad_scaler_unscales_and_skips(level):
+    model, optimizer = started(level, torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = weights(model)
+    for spoilt in (True, False):
+        scaler.scale(loss_of(model) * (float("inf") if spoilt else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        assert narrow(model) == MATRICES
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = not all(a.equal(b) for a, b in zip(before, weights(model), strict=True))
+        assert changed != spoilt
+    assert 0 < float(norm) < 100
+    assert scaler.get_scale() == 512.0
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_either_way_trains_alike(to_none):
+    results = []
+    for early in (True, False):
+        model, optimizer = started()
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=to_none if early else True)
+            backward(model, step)
+            assert narrow(model) == MATRICES
+            optimizer.step()
+        results.append(model)
+    assert_same(*results)
+    optimizer.zero_grad(set_to_none=False)
+    before = optimizer.state[model[0].weight]["step"].clone()
+    optimizer.step()  # of zeros, as torch's
+    assert optimizer.state[model[0].weight]["step"] == before + 1
+
+
+def test_a_penalty_on_gradients_is_refused_through_fp8_and_works_beside_it():
+    model, optimizer = started(dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True)
+    optimizer.zero_grad()
+    keep = msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r"^5$"))
+    model, optimizer = msamp.initialize(model := mlp(), adamw(model), accept=keep)
+    hidden = model[:5](torch.randn(8, 64))
+    (slope,) = torch.autograd.grad(model[5](hidden.detach().requires_grad_()).square().sum(), [model[5].weight], create_graph=True)
+    (model[5](hidden).square().mean() + slope.square().sum()).backward()
+    assert narrow(model) == MATRICES[:2]
+    assert model[5].weight.grad is not None
+    optimizer.step()
+
+
+# -------------------------------------------------------------------------------------------------------- copies, load, move
+
+
+def saved(pair):
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), saved])
+def test_a_copy_casts_too_and_trains_on_bit_for_bit(how):
+    model, optimizer = started()
+    steps(model, optimizer, 2)
+    other, second = how((model, optimizer))
+    for pair in ((model, optimizer), (other, second)):
+        steps(*pair, 2, first=2)
+        assert narrow(pair[0]) == MATRICES
+    assert_same(model, other)
+
+
+def test_gradients_of_a_copy_are_its_own():
+    model, optimizer = started()
+    backward(model)
+    other, second = copy.deepcopy((model, optimizer))
+    model[0].weight.grad.zero_()
+    assert narrow(other) == MATRICES
+    assert other[0].weight.grad.abs().max() > 0
+    second.step()
+
+
+def test_loaded_weights_and_states_leave_the_hooks():
+    model, optimizer = started()
+    steps(model, optimizer, 2)
+    weights_of, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    other, second = started()
+    other.load_state_dict(weights_of)
+    second.load_state_dict(states)
+    for pair in ((model, optimizer), (other, second)):
+        steps(*pair, 2, first=2)
+        assert narrow(pair[0]) == MATRICES
+    assert_same(model, other)
+
+
+def test_a_second_initialize_casts_once_for_the_new_optimizer():
+    model, optimizer = started()
+    steps(model, optimizer, 1)
+    model, second = msamp.initialize(model, adamw(model), "O2")
+    second.zero_grad()
+    with optimizer.no_sync():  # the former optimizer says nothing any more
+        backward(model)
+    assert narrow(model) == MATRICES
+    second.step()
+    fired = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: fired.append(1))
+    steps(model, second, 1)
+    assert len(fired) == len(list(model.parameters()))
+
+
+def test_a_model_that_is_moved_keeps_its_hooks_and_gradients():
+    """`model.to` swaps the contents of low-precision weights, upon which torch forgets their hooks, those of the loop too."""
+    model, optimizer = started(dtype=torch.float32)
+    fired = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: fired.append("after"))
+    model[0].weight.register_hook(lambda _: fired.append("before"))
+    backward(model)
+    held = model[0].weight.grad
+    values = held.dequantize()
+    model.bfloat16()
+    assert narrow(model) == MATRICES
+    assert model[0].weight.grad.dtype == torch.bfloat16
+    assert model[0].weight.grad.equal(values.bfloat16())
+    optimizer.zero_grad()
+    backward(model)
+    assert narrow(model) == MATRICES
+    assert fired == ["before", "after"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:no optimizer given holds")
+def test_groups_added_and_layers_unfrozen_later():
+    model = mlp().bfloat16()
+    model[5].requires_grad_(False)
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW([*model[0].parameters(), *model[5].parameters()]))
+    steps(model, optimizer, 1)
+    assert narrow(model) == MATRICES[:1]
+    optimizer.add_param_group({"params": model[3].parameters()})
+    model[5].requires_grad_(True)
+    steps(model, optimizer, 2)
+    assert narrow(model) == MATRICES
+    model[0].requires_grad_(False)
+    optimizer.zero_grad()
+    backward(model)
+    assert narrow(model) == MATRICES[1:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_cast_too():
+    model, optimizer = started()
+    eager, _ = started()
+    model.compile(backend="aot_eager")
+    backward(model)
+    backward(eager)
+    assert narrow(model) == MATRICES
+    got, want = model[0].weight.grad, eager[0].weight.grad
+    assert torch.allclose(got.dequantize().float(), want.dequantize().float(), rtol=0.2, atol=float(want.abs().max()) * 0.02)
+    optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------------------------- several processes
+
+
+def synchronizers() -> None:
+    model, optimizer = started("O2")
+    backward(model)
+    assert all(p.grad is None for p in model.parameters())
+    assert narrow(model) == []
+    optimizer.step()
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = fsdp.prepare(mlp().bfloat16(), recipe="O2")
+    fully_shard(sharded)
+    optimizer = fsdp.optimizer(sharded, adamw(sharded), recipe="O2")
+    loss_of(sharded).backward()
+    assert narrow(sharded) == []
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:the gradients of 2 processes")
+def test_synchronizers_of_several_processes_own_the_gradients():
+    dist.run(synchronizers, 2)

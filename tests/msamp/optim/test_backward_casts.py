@@ -1,0 +1,346 @@
+"""Hooks that cast gradients during backward: which, when, in what order with other hooks, and what is alive at a time."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from helpers.numerics import codes
+from msamp.nn.convert import convert
+from msamp.numerics.formats import E4M3
+from msamp.numerics.fp8_gradient import FP8Gradient
+from msamp.numerics.recipe import O2
+from msamp.numerics.tensor import ScalingTensor
+from msamp.optim import backward_casts
+from msamp.optim.backward_casts import BackwardCasts
+
+FP8, BF16 = {"grad": "fp8-e4m3"}, {"grad": "bf16"}
+
+
+def net(width: int = 32, depth: int = 3, dtype=torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(dtype), O2)
+
+
+def attached(model: nn.Module, formats=FP8) -> BackwardCasts:
+    casts = BackwardCasts()
+    casts.attach((p, formats) for p in model.parameters())
+    return casts
+
+
+def backward(model: nn.Module, seed: int = 0, **options: Any) -> torch.Tensor:
+    p = next(model.parameters())
+    x = torch.randn(16, p.shape[1], generator=torch.Generator().manual_seed(seed)).to(p.dtype)
+    loss = model(x).float().square().mean()
+    loss.backward(**options)
+    return loss
+
+
+def plain_gradients(seeds=(0,), **shape: Any) -> list[torch.Tensor]:
+    model = net(**shape)
+    for seed in seeds:
+        backward(model, seed)
+    return [p.grad for p in model.parameters()]
+
+
+def assert_cast(model: nn.Module, plain: list[torch.Tensor]) -> None:
+    """The gradients are those of `plain`, in E4M3 with one scale, to the bit."""
+    for p, g in zip(model.parameters(), plain, strict=True):
+        want = ScalingTensor.quantize(g, E4M3)
+        assert p.grad.dtype == g.dtype
+        assert codes(p.grad.held.payload).equal(codes(want.payload))
+        assert p.grad.held.scale_inv.equal(want.scale_inv)
+
+
+def narrow(model: nn.Module) -> list[bool]:
+    return [isinstance(p.grad, FP8Gradient) and isinstance(p.grad.held, ScalingTensor) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_bits_are_those_of_a_cast_after_backward(dtype):
+    model = net(dtype=dtype)
+    casts = attached(model)
+    backward(model)
+    assert_cast(model, plain_gradients(dtype=dtype))
+    assert casts is not None
+
+
+def test_only_gradients_in_fp8_are_cast():
+    model = net()
+    casts = BackwardCasts()
+    casts.attach([(p, FP8 if i == 1 else {"grad": ("bf16", "", "fp16")[i]}) for i, p in enumerate(model.parameters())])
+    backward(model)
+    assert narrow(model) == [False, True, False]
+    casts.detach()
+    model.zero_grad()
+    backward(model)
+    assert not any(narrow(model))
+
+
+def test_a_second_backward_accumulates_in_the_parameter_s_dtype():
+    model = net()
+    casts = attached(model)
+    backward(model, 0)
+    first = [p.grad.dequantize() for p in model.parameters()]
+    for seed in (1, 2):
+        backward(model, seed)
+        assert not any(narrow(model))
+    for p, one, two, three in zip(model.parameters(), first, plain_gradients((1,)), plain_gradients((2,)), strict=True):
+        assert p.grad.dtype == torch.bfloat16
+        assert p.grad.dequantize().equal(one + two + three)
+    assert casts is not None
+
+
+def test_paused_micro_batches_are_cast_once_with_the_last():
+    model = net()
+    casts = attached(model)
+    with casts.paused(), casts.paused():
+        backward(model, 0)
+    assert not any(narrow(model))
+    backward(model, 1)
+    assert all(narrow(model))
+    assert_cast(model, plain_gradients((0, 1)))
+
+
+@pytest.mark.parametrize("clear", ["none", "zero", "by hand"])
+def test_after_zero_grad_it_is_cast_again(clear):
+    model = net()
+    casts = attached(model)
+    for seeds in ((0,), (1, 2), (3,)):
+        for seed in seeds:
+            backward(model, seed)
+        held = [p.grad for p in model.parameters()]
+        if clear == "by hand":
+            for p in model.parameters():
+                p.grad = None
+        else:
+            model.zero_grad(set_to_none=clear == "none")
+            assert all(g.eq(0).all() for g in held) == (clear == "zero")
+    backward(model, 4)
+    assert all(narrow(model))
+    assert all((p.grad is g) == (clear == "zero") for p, g in zip(model.parameters(), held, strict=True))
+    assert_cast(model, plain_gradients((4,)))
+    assert casts is not None
+
+
+def test_a_retained_graph_adds_the_same_gradient_twice():
+    model = net()
+    casts = attached(model)
+    loss = backward(model, retain_graph=True)
+    once = [p.grad.dequantize() for p in model.parameters()]
+    loss.backward()
+    for p, one, g in zip(model.parameters(), once, plain_gradients(), strict=True):
+        assert p.grad.dequantize().equal(one + g)
+    assert casts is not None
+
+
+class Twice(nn.Module):
+    """One layer used twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = net(depth=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x).relu())
+
+
+def test_two_uses_in_one_backward_are_added_before_the_cast():
+    model, reference = Twice(), Twice()
+    casts = attached(model)
+    backward(model)
+    backward(reference)
+    want = ScalingTensor.quantize(reference.layer[0].weight.grad, E4M3)
+    assert codes(model.layer[0].weight.grad.held.payload).equal(codes(want.payload))
+    assert casts is not None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant):
+    model = net()
+    casts = attached(model)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    y = x
+    for layer in model:
+        y = checkpoint(layer, y, use_reentrant=reentrant)
+    y.float().square().mean().backward()
+    assert all(narrow(model))
+    assert_cast(model, plain_gradients())
+    assert casts is not None
+
+
+def test_a_backward_that_fails_leaves_the_next_one_whole():
+    model = net()
+    casts = attached(model)
+    handle = model[0].weight.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    handle.remove()
+    model.zero_grad()
+    backward(model)
+    assert all(narrow(model))
+    assert_cast(model, plain_gradients())
+    assert casts is not None
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_of_the_loop_keep_their_order_and_may_take_the_gradient(before):
+    model = net()
+    seen, taken = [], []
+    first, second, third = model.parameters()
+
+    def halve(p: torch.Tensor) -> None:
+        p.grad.mul_(0.5)
+
+    def take(p: torch.Tensor) -> None:
+        taken.append(p.grad)
+        p.grad = None
+
+    def register() -> None:
+        first.register_hook(lambda g: seen.append(type(g)) or g * 2)
+        second.register_post_accumulate_grad_hook(halve)
+        third.register_post_accumulate_grad_hook(take)
+
+    if before:
+        register()
+    casts = attached(model)
+    if not before:
+        register()
+    backward(model)
+    assert seen == [torch.Tensor]
+    assert narrow(model) == [True, True, False]
+    assert third.grad is None
+    plain = plain_gradients()
+    assert taken[0].equal(plain[2])
+    assert first.grad.dequantize().equal(ScalingTensor.quantize(plain[0] * 2, E4M3).dequantize())
+    assert second.grad.dequantize().equal(ScalingTensor.quantize(plain[1] * 0.5, E4M3).dequantize())
+    assert casts is not None
+
+
+def test_a_frozen_parameter_is_hooked_once_it_wants_a_gradient():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    casts = attached(model)
+    backward(model)
+    assert model[0].weight.grad is None
+    model[0].weight.requires_grad_(True)
+    model.zero_grad()
+    backward(model)
+    assert narrow(model) == [False, True, True]
+    casts.attach((p, FP8) for p in model.parameters())
+    model[1].weight.requires_grad_(False)
+    model.zero_grad()
+    backward(model)
+    assert narrow(model) == [True, False, True]
+
+
+def test_some_inputs_and_gradients_that_are_returned():
+    model = net()
+    casts = attached(model)
+    backward(model, inputs=[model[1].weight])
+    assert narrow(model) == [False, True, False]
+    x = torch.randn(4, 32).bfloat16()
+    (g,) = torch.autograd.grad(model(x).float().sum(), [model[2].weight])
+    assert type(g) is torch.Tensor
+    assert model[2].weight.grad is None
+    assert casts is not None
+
+
+def test_a_gradient_set_by_hand_is_not_cast_and_a_backward_on_it_is():
+    model = net()
+    casts = attached(model)
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape, dtype=torch.bfloat16)
+    assert not any(narrow(model))
+    backward(model)
+    assert all(narrow(model))
+    assert_cast(model, [1 + g for g in plain_gradients()])
+    assert casts is not None
+
+
+def test_non_finite_values_poison_their_gradient_alone():
+    model = net()
+    casts = attached(model)
+    model[1].weight.register_hook(lambda g: g.clone().index_fill_(0, torch.tensor([0]), float("inf")))
+    backward(model)
+    assert [bool(p.grad.isfinite().all()) for p in model.parameters()] == [True, False, True]
+    assert casts is not None
+
+
+def test_the_hooks_do_not_keep_their_owner_alive():
+    model = net()
+    casts = attached(model)
+    alive = weakref.ref(casts)
+    del casts
+    gc.collect()
+    assert alive() is None
+    backward(model)
+    assert not any(narrow(model))
+
+
+def test_a_group_is_cast_as_soon_as_it_is_complete(monkeypatch):
+    model = net(depth=5)
+    monkeypatch.setattr(backward_casts, "GROUP_ELEMENTS", 2 * 32 * 32)
+    casts, seen = attached(model), []
+    for layer in model:
+        layer.weight.register_hook(lambda _: seen.append(narrow(model)))
+    backward(model)
+    cast = [sum(each) for each in seen]
+    assert cast == [0, 0, 2, 2, 4]
+    assert all(narrow(model))
+    storages = {p.grad.held.payload.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == 3
+    assert casts is not None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the BF16 and FP8 storages that operations have made and that are alive, and the most at a time. FP32 does not count: the
+    reference twins compute in it, and kernels do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak, self._alive = 0, 0, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if type(x) is torch.Tensor and x.dtype != torch.float32:
+                storage = x.untyped_storage()
+                key = storage._cdata
+                if key not in self._alive:
+                    size = storage.nbytes()
+                    self._alive[key] = weakref.ref(storage, lambda _, key=key, size=size: self._freed(key, size))
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+        return made
+
+    def _freed(self, key: int, size: int) -> None:
+        del self._alive[key]
+        self.live -= size
+
+
+def test_the_peak_of_backward_holds_one_group_in_bf16(monkeypatch):
+    """Layers are wide and the batch is small, so that gradients are nearly all that backward leaves."""
+    width, depth = 256, 16
+    elements = width * width
+    monkeypatch.setattr(backward_casts, "GROUP_ELEMENTS", 2 * elements)
+    peaks = {}
+    for formats in (BF16, FP8):
+        model = net(width, depth)
+        casts = attached(model, formats)
+        backward(model)  # casts and caches of the first step
+        model.zero_grad()
+        gc.collect()
+        with LiveBytes() as tally:
+            backward(model)
+        peaks[formats["grad"]] = tally.peak
+        assert casts is not None
+    fallen = peaks["bf16"] - peaks["fp8-e4m3"]
+    assert peaks["bf16"] > 2 * depth * elements
+    assert fallen > (depth - 6) * elements  # half of all gradients, but for the groups that are being cast
