@@ -269,15 +269,29 @@ def test_a_step_never_waits_for_the_host(accumulate, exchange):
         sync.clear()
 
 
-@pytest.mark.promise("Hosts", "A gradient that would not be averaged, after a late `model.to()`, is named.")
+@pytest.mark.promise("Hosts", "A gradient that would not be averaged, set by hand or after a late `model.to()` of a plain module, is named.")
 def test_a_gradient_that_passes_the_hooks_by_is_named():
     """As it does of a low-precision weight after `model.to`, which would otherwise be updated by this rank's own gradient."""
+    model = nn.ParameterList([nn.Parameter(ScalingTensor.quantize(make("normal", (16, 16)), E4M3))])
+    sync = grad_sync(model, {p: E4M3 for p in model.parameters()})
+    model.to("cpu")
+    model[0].mul(2.0).sum().backward()
+    with pytest.raises(ValueError, match=r"the gradient of 0 bypassed the gradient synchronizer.*move the model first"):
+        sync.finish()
+
+
+def test_layers_of_msamp_keep_their_hooks_on_the_same_device():
     model = nn.Sequential(FP8Linear(16, 16))
     sync = grad_sync(model, {p: E4M3 if p.dim() == 2 else FP32 for p in model.parameters()})
     model.to("cpu")
     model(torch.ones(2, 16)).sum().backward()
-    with pytest.raises(ValueError, match=r"the gradient of 0\.weight bypassed the gradient synchronizer.*move the model first"):
-        sync.finish()
+    sync.finish()
+    assert model[0].weight.main_grad.dequantize().equal(torch.full((16, 16), 2.0))
+    sync.clear()
+    for bucket in sync.buckets:
+        bucket.tables.device = torch.device("cuda:7")
+    with pytest.raises(ValueError, match=r"is on cpu, and the gradient synchronizer was built for cuda:7; move the model first"):
+        model(torch.ones(2, 16)).sum().backward()
 
 
 @pytest.mark.parametrize("shard", [False, True])

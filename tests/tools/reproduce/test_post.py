@@ -94,20 +94,9 @@ def test_the_page_of_rlhf_has_the_rows_that_speak_against_it():
     found = {finding.quantity: finding.ours for finding in post.table4(KEPT)}
     assert found["DPO, O0: loss of the last steps"] < found["DPO, O0: loss of the first step"] < found["DPO, O3: loss of the last steps"]
     assert found["PPO, O3: time of a step"] > 3 * found["PPO, O0: time of a step"]
-    bound = "O3: states and gradients from O0's, of a linear weight with its gradient in BF16"
-    assert found[bound] == pytest.approx(-50)
-    assert found["O3: states and gradients from O0's"] > found[bound]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_loop_of_ones_own_keeps_gradients_in_the_models_dtype(level):
-    """So the states and gradients of a linear weight cannot fall by 62 % there: `post.BOUND4` is the most."""
-    import msamp
-
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32)).bfloat16()
-    model, _ = msamp.initialize(model, torch.optim.AdamW(model.parameters()), recipe=level)
-    model(torch.ones(4, 32, dtype=torch.bfloat16)).float().sum().backward()
-    assert next(model.parameters()).grad.dtype == torch.bfloat16
+    counted = "O3, LLaMA-7B counted: states and gradients from O0's with FP32 gradients"
+    assert found[counted] == pytest.approx(-62, abs=0.5)
+    assert found["O3: states and gradients from O0's"] > found[counted]  # measured when gradients stayed in BF16
 
 
 def test_encoders_are_told_over_option_d():

@@ -1,0 +1,79 @@
+"""Count the bytes of the models of PPO, of a LLaMA's shape: FP8-LM, Table 4, measures LLaMA-7B in AlpacaFarm.
+
+PPO holds four models: a policy and a value model, which are trained, and a frozen reference and reward model. `examples/rlhf/ppo.py` keeps
+them in BF16 at O0; at FP8 levels the linear weights of frozen ones take one byte. The counts follow from the shapes and from
+`Recipe.formats_of`; a scale per tensor (4 bytes) is left out.
+
+The paper's 62 % is 16 bytes of state per parameter against 6, and its 16 bytes include an FP32 gradient. A BF16 model in a loop of one's own
+has BF16 gradients at O0, 14 bytes. So both cases are counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.lm.post.memory import Stored
+from msamp.numerics.recipe import BF16, O2, O3, Recipe
+from tools.reproduce.entry import Finding
+
+WEIGHTS4, STATES4 = -32.0, -62.0  # percent, from BF16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a LLaMA without grouped queries; embedding and LM head are two matrices."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    vocabulary: int
+
+    def elements(self, outputs: int) -> dict[str, int]:
+        """Elements by kind of parameter, of a model whose head has `outputs` outputs: the vocabulary, or 1 of a value or reward model."""
+        return {
+            "linear": self.layers * (4 * self.hidden**2 + 3 * self.hidden * self.ffn),
+            "matrix": (self.vocabulary + outputs) * self.hidden,
+            "vector": (2 * self.layers + 1) * self.hidden,
+        }
+
+
+LLAMA_7B = Shape(layers=32, hidden=4096, ffn=11008, vocabulary=32000)
+
+
+def trained(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
+    """Bytes of a BF16 model that `msamp.initialize` trains with AdamW, with the gradients that a backward leaves on one process."""
+    found = Stored()
+    for kind, elements in shape.elements(outputs).items():
+        formats, weight = recipe.formats_of(kind), recipe.weight if kind == "linear" else recipe.compute
+        gradient = formats.grad.bytes if kind == "linear" and recipe.fp8_gradients else recipe.compute.bytes
+        master = 0 if formats.master == weight else formats.master.bytes
+        each = (weight.bytes, gradient, master, formats.m.bytes + formats.v.bytes)
+        found += Stored(*(elements * x for x in each), elements)
+    return found
+
+
+def frozen(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
+    """Bytes of a model that `megatron.lm.post.models.freeze` holds."""
+    elements = shape.elements(outputs)
+    linear = recipe.compute if recipe.gemm is None else recipe.gemm.weight.format
+    weights = elements.pop("linear") * linear.bytes + sum(elements.values()) * recipe.compute.bytes
+    return Stored(weights=weights, parameters=sum(shape.elements(outputs).values()))
+
+
+def ppo(shape: Shape, recipe: Recipe) -> Stored:
+    """Bytes of policy, value model, reference and reward model."""
+    words, number = shape.vocabulary, 1
+    kept = [build(shape, outputs, recipe) for build in (trained, frozen) for outputs in (words, number)]
+    return sum(kept, Stored())
+
+
+def counted(shape: Shape = LLAMA_7B, name: str = "LLaMA-7B") -> Iterator[Finding]:
+    """Weights, and states with gradients, of all models of PPO, in percent from O0's."""
+    base = ppo(shape, BF16)
+    wide = sum(sum(shape.elements(outputs).values()) for outputs in (shape.vocabulary, 1)) * 2  # FP32 in place of BF16 gradients
+    for recipe in (O2, O3):
+        found = ppo(shape, recipe)
+        case = f"{recipe.name}, {name} counted"
+        yield Finding(f"{case}: weights of all models from O0's", 100 * (found.weights / base.weights - 1), WEIGHTS4, "%")
+        for gradients, more in (("BF16", 0), ("FP32", wide)):
+            share = (found.states + found.gradients) / (base.states + base.gradients + more)
+            yield Finding(f"{case}: states and gradients from O0's with {gradients} gradients", 100 * (share - 1), STATES4, "%")
