@@ -4,8 +4,8 @@ PPO holds four models: a policy and a value model, which are trained, and a froz
 them in BF16 at O0; at FP8 levels the linear weights of frozen ones take one byte. The counts follow from the shapes and from
 `Recipe.formats_of`; a scale per tensor (4 bytes) is left out.
 
-The paper's 62 % is 16 bytes of state per parameter against 6, and its 16 bytes include an FP32 gradient. A BF16 model in a loop of one's own
-has BF16 gradients at O0, 14 bytes. So both cases are counted.
+The paper's 62 % is 16 bytes of state per parameter against 6, and its 16 bytes include an FP32 gradient. A BF16 model in a loop of one's
+own has BF16 gradients at O0, 14 bytes. So both cases are counted.
 """
 
 from collections.abc import Iterator

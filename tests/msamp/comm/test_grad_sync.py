@@ -269,11 +269,13 @@ def test_a_step_never_waits_for_the_host(accumulate, exchange):
         sync.clear()
 
 
-@pytest.mark.promise("Hosts", "A gradient that would not be averaged, set by hand or after a late `model.to()` of a plain module, is named.")
+@pytest.mark.promise(
+    "Hosts", "A gradient that would not be averaged, set by hand or after a late `model.to()` of a plain module, is named."
+)
 def test_a_gradient_that_passes_the_hooks_by_is_named():
     """As it does of a low-precision weight after `model.to`, which would otherwise be updated by this rank's own gradient."""
     model = nn.ParameterList([nn.Parameter(ScalingTensor.quantize(make("normal", (16, 16)), E4M3))])
-    sync = grad_sync(model, {p: E4M3 for p in model.parameters()})
+    sync = grad_sync(model, dict.fromkeys(model.parameters(), E4M3))
     model.to("cpu")
     model[0].mul(2.0).sum().backward()
     with pytest.raises(ValueError, match=r"the gradient of 0 bypassed the gradient synchronizer.*move the model first"):

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tools.docs.evidence import ROOT
 from tools.reproduce import post
