@@ -324,8 +324,8 @@ class GradSync:
         past = [name for p, name in self.names.items() if p.grad is not None]
         if past:  # model.to swaps the contents of a low-precision parameter, and torch drops its hooks where no layer of msamp holds it
             raise ValueError(
-                f"the gradient of {past[0]} bypassed the gradient synchronizer and would not be averaged: it was set by hand, or model.to() dropped "
-                "the hooks of a low-precision weight; move the model first, then call msamp.initialize, and let backward set p.grad"
+                f"the gradient of {past[0]} bypassed the gradient synchronizer and would not be averaged: it was set by hand, or "
+                "model.to() dropped the hooks of a low-precision weight; move the model first, then call msamp.initialize"
             )
 
     def _send_rest(self) -> None:
