@@ -46,8 +46,8 @@ def trained(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
         formats, weight = recipe.formats_of(kind), recipe.weight if kind == "linear" else recipe.compute
         gradient = formats.grad.bytes if kind == "linear" and recipe.fp8_gradients else recipe.compute.bytes
         master = 0 if formats.master == weight else formats.master.bytes
-        each = (weight.bytes, gradient, master, formats.m.bytes + formats.v.bytes)
-        found += Stored(*(elements * x for x in each), elements)
+        moments = formats.m.bytes + formats.v.bytes
+        found += Stored(elements * weight.bytes, elements * gradient, elements * master, elements * moments, elements)
     return found
 
 
