@@ -79,15 +79,19 @@ class Survey:
     def __str__(self) -> str:
         counted = f"{len(self.converted)} of {len(self.holders)} layers with weights are in FP8"
         lines = [f"{counted}: {self.parameter_share:.1%} of the parameters, {self.flop_share:.1%} of the FLOPs (each weight once)"]
-        for why, names in self._reasons().items():
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            lines.append(f"  not converted, {why}: {', '.join(names[:_SHOWN])}{more}")
+        total = max(1, sum(holder.elements for holder in self.holders))
+        for why, left in self._reasons().items():
+            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            names = ", ".join(holder.name or "the model itself" for holder in left[:_SHOWN])
+            share = sum(holder.elements for holder in left) / total
+            lines.append(f"  not converted, {why}: {names}{more}; {share:.1%} of the FLOPs stay in 16 or 32 bits")
         return "\n".join(lines)
 
-    def _reasons(self) -> dict[str, list[str]]:
-        reasons: dict[str, list[str]] = {}
-        for name, why in self.left.items():
-            reasons.setdefault(why, []).append(name or "the model itself")
+    def _reasons(self) -> dict[str, list[Holder]]:
+        reasons: dict[str, list[Holder]] = {}
+        for holder in self.holders:
+            if holder.why:
+                reasons.setdefault(holder.why, []).append(holder)
         return reasons
 
 
