@@ -318,7 +318,7 @@ def test_a_float_copy_is_plain_in_the_same_places():
     assert sqnr_db(wide(x), model(x)) > 18
 
 
-class Experts(nn.Module):
+class JoinedExperts(nn.Module):
     """Experts as transformers 5 has them: one 3-D weight for all."""
 
     def __init__(self) -> None:
@@ -328,10 +328,10 @@ class Experts(nn.Module):
 
 
 def test_the_survey_says_what_share_of_the_flops_each_reason_leaves_in_16_bits():
-    model = nn.ModuleDict({"body": nn.Linear(64, 256), "experts": Experts(), "lm_head": nn.Linear(64, 512)}).bfloat16()
+    model = nn.ModuleDict({"body": nn.Linear(64, 256), "experts": JoinedExperts(), "lm_head": nn.Linear(64, 512)}).bfloat16()
     lines = str(survey(model)).splitlines()
     total = 64 * 256 + 4 * 64 * (128 + 64) + 64 * 512
-    reads = "not converted, Experts reads its own parameters (gate_up_proj (4, 64, 128), down_proj (4, 64, 64))"
+    reads = "not converted, JoinedExperts reads its own parameters (gate_up_proj (4, 64, 128), down_proj (4, 64, 64))"
     assert lines[1].strip().startswith(reads)
     assert lines[1].endswith(f": experts; {4 * 64 * 192 / total:.1%} of the FLOPs stay in 16 or 32 bits")
     assert lines[2].endswith(f"lm_head; {64 * 512 / total:.1%} of the FLOPs stay in 16 or 32 bits")
