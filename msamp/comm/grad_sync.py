@@ -360,7 +360,7 @@ class GradSync:
         self.steps = int(state["steps"])
         if self.autoscale is not None:
             mu = [float(state["mu"].get(name, 1.0)) for name in self._scaled_names()]
-            self.autoscale.mu.copy_(torch.tensor(mu, dtype=torch.float64))
+            self.autoscale.mu.copy_(torch.tensor(mu, dtype=torch.float64, device="cpu"))
         self.clear()
 
     def scaled_params(self) -> list[Tensor]:

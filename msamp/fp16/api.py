@@ -45,7 +45,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], level: OptLev
                 raise ValueError("a parameter is in two optimizers and would be unscaled twice; put each parameter in one optimizer")
             seen.update(group["params"])
             eps, rounded = group.get("eps"), level.fp16_weights and not level.master_weights and not group.get("fused")
-            if rounded and isinstance(eps, float) and eps and not torch.tensor(eps, dtype=torch.float32).half():
+            if rounded and isinstance(eps, float) and eps and not torch.tensor(eps, dtype=torch.float32, device="cpu").half():
                 raise ValueError(f"eps is {eps}, which is 0 in FP16, the optimizer's precision at {level.name}; use eps >= 1e-7, or O2")
 
 

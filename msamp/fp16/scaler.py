@@ -50,9 +50,9 @@ class LossScaler:
         self.growth_interval = growth_interval
         self.limits = (min_loss_scale, max_loss_scale)
         self.hysteresis, self.in_place = hysteresis, in_place
-        self._scale = torch.tensor(init_scale if self.dynamic else float(loss_scale), dtype=torch.float32)
-        self._good = torch.zeros((), dtype=torch.int32)
-        self._left = torch.tensor(hysteresis, dtype=torch.int32)  # overflows left until the scale is halved
+        self._scale = torch.tensor(init_scale if self.dynamic else float(loss_scale), dtype=torch.float32, device="cpu")
+        self._good = torch.zeros((), dtype=torch.int32, device="cpu")
+        self._left = torch.tensor(hysteresis, dtype=torch.int32, device="cpu")  # overflows left until the scale is halved
 
     def scale(self, device: torch.device) -> torch.Tensor:
         """Return the scale, FP32 0-dim on `device`. Unless `in_place`, it is the same object until the scale may have changed, and is never

@@ -342,7 +342,7 @@ class LoopOptimizer(FP8AdamW):
                     "GradScaler has seen no gradient: on several processes p.grad is None until the average is there; call "
                     "optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
                 )
-            found = torch.tensor(float(found), dtype=torch.float32)
+            found = torch.tensor(float(found), dtype=torch.float32, device="cpu")
         decision = super().decide(ready)
         found = found.to(decision.usable.device, torch.float32, copy=True)
         if self.group is not None:

@@ -74,7 +74,7 @@ class Tables:
             key: of the table; a caller has one table per key.
             numbers: the content.
         """
-        return self._cached(key, numbers, lambda: torch.tensor(numbers, dtype=dtype), in_place=True)
+        return self._cached(key, numbers, lambda: torch.tensor(numbers, dtype=dtype, device="cpu"), in_place=True)
 
     def lay_out(
         self, key: Hashable, rows: Sequence[tuple[int, ...]], wide: int, chunk: int, again: bool = False
@@ -102,7 +102,7 @@ class Tables:
         numbers = [number for start, row in zip(first, ordered, strict=False) for number in (start, *row)]
         if again and key in self._laid_out and self._laid_out[key][0] == numbers:
             return self._laid_out[key][1]
-        table = self._cached(key, numbers, lambda: torch.tensor(numbers, dtype=torch.int64))
+        table = self._cached(key, numbers, lambda: torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         owners = self._cached((key, "owners"), counts, lambda: _owners(counts))
         split = first[sum(even)]
         parts = [(owners[:split], True), (owners[split:], False)]
@@ -112,4 +112,4 @@ class Tables:
 
 
 def _owners(counts: list[int]) -> torch.Tensor:
-    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts, dtype=torch.int64))
+    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), torch.tensor(counts, dtype=torch.int64, device="cpu"))

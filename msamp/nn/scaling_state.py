@@ -174,7 +174,7 @@ class TensorScales(nn.Module):
             if len(wrong):
                 raise ValueError(f"{name} contains {float(wrong[0]):g}; it must be in [{low:g}, {high:g}]")
         scale, by_powers = state["scale"], [isinstance(cast.scaling, Current | Delayed) for cast in self.casts]
-        odd = scale[torch.tensor(by_powers) & (torch.frexp(scale).mantissa != 0.5)]
+        odd = scale[torch.tensor(by_powers, device=scale.device) & (torch.frexp(scale).mantissa != 0.5)]
         if len(odd):
             raise ValueError(f"scale contains {float(odd[0]):g}; it must be a power of two")
         if ((state["scale_inv"] * scale - 1).abs() > 2.0**-20).any():

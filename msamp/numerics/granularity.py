@@ -60,7 +60,7 @@ class Tensorwise:
     def amaxes(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """FP32 [len(xs)]: `amax` of several tensors on one device; on a GPU a few launches serve all of them."""
         if not xs:
-            return torch.zeros(0, dtype=torch.float32)
+            return torch.zeros(0, dtype=torch.float32, device="cpu")
         if not xs[0].is_cuda:
             return torch.stack([self.amax(x) for x in xs])
         filled = [x.detach() if x.numel() else x.new_zeros(1) for x in xs]  # an empty tensor has no infinity norm

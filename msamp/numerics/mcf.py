@@ -86,7 +86,7 @@ def expansion(value: float) -> Pair:
 
     0.999 is (1, -0.001) and 0.99 (0.98828125, 0.00171661), where the paper's table prints 0.9893.
     """
-    exact = tensor(value, dtype=float64)
+    exact = tensor(value, dtype=float64, device="cpu")
     first = exact.to(bfloat16)
     return first, (exact - first.double()).to(bfloat16)
 

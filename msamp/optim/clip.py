@@ -108,7 +108,7 @@ def grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the global L2 norm of whole gradients, FP64 0-dim."""
     gs = list(gradients)
     if not gs:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     tables = Tables(gs[0].device)
     scaled, plain = ([contiguous(gs[i]) for i in places] for places in scaled_first(gs))
     stats, sums = first_pass(tables, scaled, plain)

@@ -13,7 +13,7 @@ class DeviceCopy:
     def __init__(self, x: torch.Tensor) -> None:
         self._event = None
         if x.is_cuda:
-            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
             self._host.copy_(x, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(x.device))

@@ -79,7 +79,9 @@ def _with_formats(group: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Form
 def _in_own_formats(
     name: str, p: torch.Tensor, declared: Any, saved: Mapping[str, Any], present: Mapping[str, Any], turned: bool
 ) -> dict[str, torch.Tensor]:
-    own: dict[str, torch.Tensor] = {"step": torch.as_tensor(saved.get("step", 1), dtype=torch.float32).reshape(()).clone()}
+    step = saved.get("step", 1)
+    step = step.float() if isinstance(step, torch.Tensor) else torch.tensor(step, dtype=torch.float32, device="cpu")
+    own: dict[str, torch.Tensor] = {"step": step.reshape(()).clone()}
     for state, fmt in declared:
         if saved.get(state.key) is not None:
             values = own_values(as_stored(saved, state.key))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ class KeptAmaxes:
     """
 
     def __init__(self) -> None:
-        self.table = torch.zeros(0, dtype=torch.float32)
+        self.table = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._seen: dict[torch.Tensor, tuple[int, ...]] = {}
 
     def forget(self) -> None:

@@ -122,9 +122,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self.loss_scale = loss_scale
         self.seed = seed
         self.shard: Shard = Whole() if shard is None else shard
-        self._norm = torch.zeros((), dtype=torch.float64)
-        self._skips = torch.zeros((), dtype=torch.int64)
-        self._usable = torch.ones((), dtype=torch.bool)
+        self._norm = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._skips = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._usable = torch.ones((), dtype=torch.bool, device="cpu")
         update = updates.by_name(formats.update)
         given = {name: value for name, value in {"betas": betas, "eps": eps, **options}.items() if value is not None}
         own = update.options() | given
@@ -139,7 +139,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Drop all caches: tables on the device, amaxes of the stored states."""
         self._tables: Tables | None = None
         self._kept = KeptAmaxes()
-        self._grad_amaxes = torch.zeros(0, dtype=torch.float32)
+        self._grad_amaxes = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._cast: dict[torch.Tensor, tuple[int, ...]] = {}  # versions of weights when they were last cast from their masters
 
     @property

@@ -217,7 +217,7 @@ class ZeRO:
     ) -> dict[int, dict[str, torch.Tensor]]:
         """Gather the states of whole parameters, tensor by tensor, to the CPU of the group's first rank; collective."""
         owned, device = self._owned(wholes), wholes[0].param.device
-        steps = torch.full((len(wholes),), -1.0, dtype=torch.float32)
+        steps = torch.full((len(wholes),), -1.0, dtype=torch.float32, device="cpu")
         for holding, _ in owned:
             if state.get(holding.weight):
                 steps[holding.index] = state[holding.weight]["step"]

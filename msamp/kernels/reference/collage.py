@@ -113,7 +113,7 @@ def _delta(
     """Update the moments and return the update of the weight (lines 6 to 12)."""
 
     def scalar(x: float) -> float:
-        return torch.tensor(x, dtype=torch.float64).to(variant.dtype).item()
+        return torch.tensor(x, dtype=torch.float64, device="cpu").to(variant.dtype).item()
 
     m, v, beta1, beta2 = state["exp_avg"], state["exp_avg_sq"], hyper.beta1, hyper.beta2
     theta, g = theta.to(variant.dtype), g.to(variant.dtype)

@@ -38,7 +38,7 @@ def grad_stats(
         0 <= those < 2^30. Meaningless if a value is not finite; int64 [0, 2] without `squares`.
     """
     device = gs[0].device if gs else torch.device("cpu")
-    stats = torch.stack([_amaxes(gs), _scale_invs(gs)]) if gs else torch.zeros(2, 0, dtype=torch.float32)
+    stats = torch.stack([_amaxes(gs), _scale_invs(gs)]) if gs else torch.zeros(2, 0, dtype=torch.float32, device=device)
     if not squares or not gs:
         return stats, torch.zeros(0, 2, dtype=torch.int64, device=device)
     if factors is None:
@@ -96,4 +96,4 @@ def _fp8_amaxes(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
     largest = [
         (x.view(torch.uint8) & 0x7F).max().view(x.dtype).float() if x.numel() else x.new_zeros((), dtype=torch.float32) for x in payloads
     ]
-    return torch.stack(largest) if largest else torch.zeros(0, dtype=torch.float32)
+    return torch.stack(largest) if largest else torch.zeros(0, dtype=torch.float32, device="cpu")

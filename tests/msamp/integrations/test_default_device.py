@@ -1,0 +1,101 @@
+"""`torch.set_default_device` left on while training changes no bit."""
+
+import ast
+import copy
+import io
+import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import msamp
+from helpers import dist
+from helpers.numerics import make
+
+
+@contextmanager
+def default_device(device: str | None) -> Iterator[None]:
+    """As left on by a script. Whatever takes "meta" for its device has no values, so that its first use raises."""
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def trained(device: str | None, recipe: str, settings: dict[str, str], optimizer: type = torch.optim.AdamW) -> list[torch.Tensor]:
+    """The weights after 20 steps, more than a window, with everything that a loop calls in between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))
+    model = model.bfloat16() if recipe.startswith("collage") else model
+    xs = [make("normal", (16, 32), seed).to(model[0].weight.dtype) for seed in range(20)]
+    with default_device(device):
+        model, its = msamp.initialize(model, optimizer(model.parameters(), lr=1e-3), recipe, **settings)
+        for step, x in enumerate(xs):
+            its.zero_grad()
+            (model(x) - x).square().mean().backward()
+            msamp.clip_grad_norm_(model.parameters(), 1.0)
+            if step == 3:
+                msamp.lost_updates(its)
+                msamp.float_copy(model)(x)
+            its.step()
+            if step == 5:
+                saved = io.BytesIO()
+                torch.save([model.state_dict(), its.state_dict()], saved)
+                saved.seek(0)
+                states = torch.load(saved, map_location="cpu")
+                model.load_state_dict(states[0])
+                its.load_state_dict(states[1])
+            if step == 7 and not torch.distributed.is_initialized():
+                model, its = copy.deepcopy((model, its))
+        return [*msamp.plain_state_dict(model, its).values()]
+
+
+CASES = [("O1", {}), ("O2", {}), ("O3", {}), ("coat", {}), ("fp32", {}), ("bf16", {}), ("collage-plus", {}), ("collage-fp8", {})]
+CASES += [("O2", {"fp8_recipe": name}) for name in ("tensorwise", "blockwise", "mxfp8")]
+CASES += [("O3", {"master_rounding": "stochastic", "moment_rounding": "stochastic"})]
+
+
+@pytest.mark.promise("Hosts", "`torch.set_default_device` left on while training changes no bit.")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_default_device_left_on_changes_no_bit(case):
+    want = trained(None, *case)
+    assert all(a.equal(b) for a, b in zip(trained("meta", *case), want, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_nor_with_another_optimizer(optimizer):
+    want = trained(None, "O2", {}, optimizer)
+    assert all(a.equal(b) for a, b in zip(trained("meta", "O2", {}, optimizer), want, strict=True))
+
+
+def test_nor_on_two_processes():
+    (want, _), (got, other) = (dist.run(trained, 2, device, "O2", {}) for device in (None, "meta"))
+    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(want, got, other, strict=True))
+
+
+def test_a_model_made_under_the_default_device_is_on_it():
+    with default_device("meta"), pytest.raises(ValueError, match=r"0\.weight is on the meta device"):
+        msamp.initialize(nn.Sequential(nn.Linear(32, 32)), None, "O2")
+    with default_device("cpu"):
+        low = msamp.FP8Linear(32, 32)
+    assert {p.device.type for p in (*low.parameters(), *low.buffers())} == {"cpu"}
+
+
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace", "rand", "randn", "randint", "randperm", "as_tensor")
+
+
+def test_every_tensor_that_the_library_makes_names_its_device():
+    bare = []
+    for file in sorted(pathlib.Path(msamp.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or any(keyword.arg in ("device", None) for keyword in node.keywords):
+                continue
+            called = node.func
+            of_torch = isinstance(called, ast.Attribute) and getattr(called.value, "id", "") == "torch" and called.attr in FACTORIES
+            if of_torch or (isinstance(called, ast.Name) and called.id in FACTORIES):
+                bare.append(f"{file.name}:{node.lineno}")
+    assert not bare
