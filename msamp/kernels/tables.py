@@ -112,4 +112,5 @@ class Tables:
 
 
 def _owners(counts: list[int]) -> torch.Tensor:
-    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    owners = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+    return torch.repeat_interleave(owners, torch.tensor(counts, dtype=torch.int64, device="cpu"))

@@ -42,9 +42,8 @@ import torch
 from torch import nn
 
 from msamp.nn.linear_fn import linear
-from msamp.nn.parameter_swap import register_hooks_again
+from msamp.nn.parameter_swap import apply_
 from msamp.nn.scaling_state import LinearScaling
-from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.lost_writes import loading
 from msamp.numerics.recipe import O2, Gemms, Recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -106,16 +105,14 @@ class Loading(nn.Module):
         self.watch_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Loading":
-        # Torch swaps the contents of low-precision tensors, which a reference to the gradient would forbid, and which silences hooks.
-        aside = {name: p.grad for name, p in self._parameters.items() if p is not None and isinstance(p.grad, FP8Gradient)}
-        for name in aside:
-            self.get_parameter(name).grad = None
-        super()._apply(fn, recurse)
-        for name, gradient in aside.items():
-            self.get_parameter(name).grad = gradient.applied(fn)
-        for p in self._parameters.values():
-            if isinstance(p, ScalingTensor):
-                register_hooks_again(p)
+        low = {name: p for name, p in self._parameters.items() if isinstance(p, ScalingTensor)}
+        for name, p in low.items():
+            apply_(p, fn, name)
+        try:
+            self._parameters.update(dict.fromkeys(low))  # torch skips what is None
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(low)
         self.watch_weights()
         return self
 

@@ -18,12 +18,13 @@ former values.
 import gc
 import inspect
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 
-from msamp.numerics.tensor import OWN_ATTRIBUTES
+from msamp.numerics.fp8_gradient import FP8Gradient
+from msamp.numerics.tensor import OWN_ATTRIBUTES, ScalingTensor
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -45,8 +46,8 @@ def check_swappable(params: Mapping[str, torch.Tensor]) -> None:
     if found is not None:
         name, what, holder = found
         raise ValueError(
-            f"{name} cannot be converted in place: {what} is alive, held by {holder}, and would keep the unconverted weight; delete it "
-            "before the conversion and recreate it afterwards (a copy by p.detach().clone() may stay)"
+            f"{name} cannot be replaced in place: {what} is alive, held by {holder}, and would keep the former weight; delete it "
+            "before msamp.initialize or model.to and recreate it afterwards (a copy by p.detach().clone() may stay)"
         )
 
 
@@ -96,11 +97,37 @@ def swap_contents_(p: torch.Tensor, new: torch.Tensor, *, transposed: bool = Fal
     torch._C._swap_tensor_impl(p, new)  # type: ignore[attr-defined]
     if gradient is not None:
         p.grad = gradient.t() if transposed else gradient
-    register_hooks_again(p)
+    _register_hooks_again(p)
 
 
-def register_hooks_again(p: torch.Tensor) -> None:
-    """Register the hooks of a parameter again after a swap, here or by torch in `model.to`. Their handles stay valid."""
+def apply_(p: ScalingTensor, function: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
+    """Apply the function of a `Module._apply`, such as a cast or a move to another device, to a low-precision parameter and its gradient.
+
+    Torch swaps in a new tensor even if the function changes nothing, without the hooks and attributes of `p`.
+
+    Args:
+        p: a leaf.
+        function: returns the new contents of `p`, and its new gradient.
+        name: of `p`, for the message.
+
+    Raises:
+        ValueError: if the contents change while a view or the autograd node of `p` is alive.
+    """
+    with torch.no_grad():
+        new = function(p)
+    if isinstance(new, ScalingTensor) and new.payload is p.payload and new.dtype == p.dtype:
+        return
+    if p._use_count() > 2:  # type: ignore[attr-defined]  # more than the object and the graph of the last backward
+        check_swappable({p.label or name: p})
+    gradient, p.grad = p.grad, None
+    swap_contents_(p, torch.nn.Parameter(new, requires_grad=p.requires_grad))
+    if gradient is not None:
+        with torch.no_grad():
+            p.grad = gradient.applied(function) if isinstance(gradient, FP8Gradient) else function(gradient)
+
+
+def _register_hooks_again(p: torch.Tensor) -> None:
+    """Register the hooks of a parameter again after a swap. Their handles stay valid."""
     for name in _HOOKS:
         listed = getattr(p, name)
         if listed is not None:
@@ -109,7 +136,8 @@ def register_hooks_again(p: torch.Tensor) -> None:
 
 def _refuse_backward(*_: Any) -> None:
     raise RuntimeError(
-        "this graph is from a forward before msamp converted the model, and its gradients would reach no parameter; run the forward again"
+        "this graph is from a forward before msamp converted the model, or before model.to changed its weights, and its gradients would "
+        "reach no parameter; run the forward again"
     )
 
 

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def refused(what: str) -> list[bool]:
         given = torch.optim.AdamW(params, amsgrad=True)
     before = [(id(p), type(p), p.detach().clone()) for p in params], [type(module) for module in model.modules()], vars(given).keys()
     view = options.pop("view", None)
-    words = r"float64|cannot be converted in place|NaN or infinite|amsgrad=True|rank . of the group has refused"
+    words = r"float64|cannot be replaced in place|NaN or infinite|amsgrad=True|rank . of the group has refused"
     with pytest.raises(ValueError, match=words):
         msamp.initialize(model, given, **options)
     del view
@@ -176,3 +177,67 @@ def test_a_refusal_leaves_the_whole_model_as_it_was(what):
 @pytest.mark.parametrize("what", ["a view", "a rank alone"])
 def test_a_refusal_on_two_processes_is_everyone_s_and_leaves_the_model(what):
     assert all(map(all, dist.run(refused, 2, what)))
+
+
+def after_moves(level: str | None) -> dict[str, object]:
+    """What hooks, attributes, weak references and lists of a converted model do after `model.to` and its kin."""
+    model, fired = mlp(), []
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if level is not None:
+        model, optimizer = msamp.initialize(model, optimizer, recipe=level)
+    params, references = list(model.parameters()), [weakref.ref(p) for p in model.parameters()]
+    handles = [p.register_hook(lambda g: fired.append("hook")) for p in params]
+    for p in params:
+        p.register_post_accumulate_grad_hook(lambda p: fired.append("post"))
+        p.own = "kept"
+    loss = loss_of(model)  # alive to the end, and its graph with it
+    loss.backward()
+    optimizer.zero_grad()
+    fired.clear()
+    counts = []
+    for move in (lambda: model.to("cpu"), model.cpu, model.bfloat16, model.float, lambda: model.to(torch.float32)):
+        move()
+        loss_of(model.float()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append((fired.count("hook"), fired.count("post")))
+        fired.clear()
+    for handle in handles:
+        handle.remove()
+    loss_of(model).backward()
+    same = all(p is q for p, q in zip(params, model.parameters(), strict=True))
+    return {
+        "counts": {*counts},
+        "removed": fired.count("hook"),
+        "same": same and all(ref() is p for ref, p in zip(references, params, strict=True)),
+        "own": {getattr(p, "own", None) for p in params},
+    }
+
+
+@pytest.mark.promise("Conversion", "Hooks, attributes and weak references of converted weights survive `model.to`.")
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_hooks_fire_once_after_the_model_was_moved_or_cast(level):
+    assert after_moves(level) == {"counts": {(4, 4)}, "removed": 0, "same": True, "own": {"kept"}}
+
+
+def test_so_they_do_on_two_processes():
+    for found in dist.run(after_moves, 2, "O2"):
+        assert found == {"counts": {(4, 4)}, "removed": 0, "same": True, "own": {"kept"}}
+
+
+def test_a_live_view_is_named_where_a_cast_would_leave_it_behind():
+    model, _ = msamp.initialize(mlp(), None, recipe="O2")
+    view = model[0].weight.view(-1)
+    model.to("cpu")  # changes nothing
+    with pytest.raises(ValueError, match=r"0\.weight cannot be replaced in place.*the variable 'view'.*model\.to"):
+        model.bfloat16()
+    del view
+    assert model.bfloat16()[0].weight.dtype == torch.bfloat16
+
+
+def test_a_gradient_moves_with_its_weight():
+    model, _ = msamp.initialize(mlp(), None, recipe="O2")
+    loss_of(model).backward()
+    before = model[0].weight.grad.clone()
+    model.bfloat16()
+    assert model[0].weight.grad.equal(before.bfloat16())

@@ -126,7 +126,7 @@ def test_a_live_view_is_refused_with_its_holder_and_nothing_has_changed(recorded
             flat = model.get_parameter(weight).view(-1)
         for call in (lambda m: convert(m, recipe.O2), lambda m: msamp.initialize(m, recipe="O3"), lambda m: fsdp.prepare(m, recipe="O2")):
             with pytest.raises(
-                ValueError, match=rf"{weight} cannot be converted in place: a view of it is alive, held by the variable 'flat'"
+                ValueError, match=rf"{weight} cannot be replaced in place: a view of it is alive, held by the variable 'flat'"
             ):
                 call(model)
             assert_same(before, state_of(model))
@@ -153,7 +153,7 @@ def test_a_held_autograd_node_is_refused_since_its_hooks_would_be_lost():
     model = net()
     weight = model["fc"].weight
     nodes = [weight.expand_as(weight).grad_fn.next_functions[0][0]]
-    with pytest.raises(ValueError, match=r"fc\.weight cannot be converted in place: its autograd node.*held by a list"):
+    with pytest.raises(ValueError, match=r"fc\.weight cannot be replaced in place: its autograd node.*held by a list"):
         convert(model, recipe.O2)
     nodes.clear()
     convert(model, recipe.O2)
