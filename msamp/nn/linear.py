@@ -105,7 +105,7 @@ class Loading(nn.Module):
         self.watch_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Loading":
-        low = {name: p for name, p in self._parameters.items() if isinstance(p, ScalingTensor)}
+        low: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, ScalingTensor)}
         for name, p in low.items():
             apply_(p, fn, name)
         try:
