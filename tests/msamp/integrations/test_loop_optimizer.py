@@ -169,7 +169,7 @@ def test_names_tell_states_of_another_parameter():
         return optimizer
 
     made(0, 1).load_state_dict(made(0, 1).state_dict())
-    with pytest.raises(ValueError, match=r"parameter group 0 was saved with 0\.weight where this optimizer has 1\.weight"):
+    with pytest.raises(ValueError, match=r"parameter group 0 was saved with 0\.weight, but this optimizer has 1\.weight"):
         made(1, 0).load_state_dict(made(0, 1).state_dict())
 
 
