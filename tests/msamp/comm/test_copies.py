@@ -21,7 +21,7 @@ from msamp.parallel.tensor_parallel import SAVED_INPUTS, TensorParallel, column_
 def chosen_over_gloo() -> tuple[Any, ...]:
     group = torch.distributed.group.WORLD
     found = [choose_peers(group, WireBytes(), transport) for transport in ("auto", "nccl")]
-    with pytest.raises(ValueError, match=r"transport 'copies': .* the group's backend is gloo, not nccl; choose nccl or auto"):
+    with pytest.raises(ValueError, match=r"transport 'copies' .* the group's backend is gloo, not nccl; choose nccl or auto"):
         choose_peers(group, WireBytes(), "copies")
     return obstacle(group), *((type(peers), words) for peers, words in found)
 
