@@ -1,1 +1,1 @@
-"""One optional file per host: the two-line entry into a plain PyTorch loop, and what other trainers need."""
+"""Entry points: `msamp.initialize` for a PyTorch loop, and one optional file per host framework."""

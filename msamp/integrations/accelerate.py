@@ -1,13 +1,13 @@
-"""Hugging Face accelerate, on any number of processes, with one line of another import.
+"""Hugging Face accelerate on any number of processes, by changing one import.
 
     from msamp.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(recipe="O2")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-accelerate's own `prepare` puts a model into DistributedDataParallel, which cannot hold FP8 weights. This one puts the model and its
-optimizer through `msamp.initialize` instead: its optimizer averages the gradients. What accelerate does around DistributedDataParallel
-goes to that optimizer too: `accumulate`, `no_sync` and the clipping of gradients.
+accelerate's own `prepare` wraps a model in DistributedDataParallel, which does not support FP8 weights. This one passes the model and its
+optimizer to `msamp.initialize` instead, whose optimizer averages the gradients and also implements `accumulate`, `no_sync` and gradient
+clipping.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator with `msamp.initialize` as its `prepare`.
 
-    A model and an optimizer that `msamp.initialize` has returned, with arguments of one's own, are taken as they are; the model has to be
-    on `accelerator.device` before that. `save_model` writes plain weights, `save_state` exact ones: FP8 is a byte.
+    To use other arguments, call `msamp.initialize` yourself on a model that is on `accelerator.device`, and prepare what it returns.
+    `save_model` writes plain weights, and `save_state` the exact ones, with FP8 as 1 byte.
 
     Args:
         args: accelerate's own.
@@ -40,7 +40,7 @@ class Accelerator(accelerate.Accelerator):
         settings: accelerate's own.
 
     Raises:
-        ValueError: for a way of accelerate's to spread a model, or a precision, that holds no FP8 weights.
+        ValueError: for a distributed type or a precision of accelerate that does not support FP8 weights.
     """
 
     def __init__(self, *args: Any, recipe: str | Recipe | None = None, **settings: Any) -> None:
@@ -49,18 +49,18 @@ class Accelerator(accelerate.Accelerator):
         self.check()
 
     def check(self) -> None:
-        """ValueError for settings of accelerate's that do not go together with FP8 weights."""
+        """Raise a ValueError for settings of accelerate that do not support FP8 weights."""
         if self.distributed_type not in _ALONE:
             raise ValueError(
-                f"accelerate is set to {self.distributed_type.value}, which cannot hold FP8 weights; choose "
-                f"{DistributedType.MULTI_GPU.value}: msamp averages the gradients itself, and O3 spreads the optimizer over the processes"
+                f"accelerate is set to {self.distributed_type.value}, which does not support FP8 weights; choose "
+                f"{DistributedType.MULTI_GPU.value}: msamp averages the gradients itself, and O3 shards the optimizer over the processes"
             )
         if self.mixed_precision in ("fp8", "fp16"):
-            instead = "the recipe makes the layers FP8" if self.mixed_precision == "fp8" else "scaling of the loss is for msamp.amp"
+            instead = "the recipe converts the layers to FP8" if self.mixed_precision == "fp8" else "loss scaling is in msamp.amp"
             raise ValueError(f"mixed_precision is {self.mixed_precision!r}; it must be 'no' or 'bf16': {instead}")
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; one model and one optimizer among `args` go through `msamp.initialize` first."""
+        """As accelerate's, but first pass one model and one optimizer among `args` to `msamp.initialize`."""
         return super().prepare(*self._initialized(args), device_placement=device_placement)
 
     def _initialized(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -70,7 +70,7 @@ class Accelerator(accelerate.Accelerator):
             return args
         if len(models) != 1 or len(fresh) != 1:
             raise ValueError(
-                f"prepare was given {len(models)} models and {len(fresh)} optimizers to convert; give one of each, or call "
+                f"prepare got {len(models)} models and {len(fresh)} optimizers to convert; pass one of each, or call "
                 "msamp.initialize on each pair and prepare what it returns"
             )
         model = models[0].to(self.device) if self.device_placement else models[0]
@@ -81,11 +81,11 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """As accelerate's, without DistributedDataParallel around a model of `msamp.initialize`."""
         if optimizers_of(model.parameters()):
-            device_placement, evaluation_mode = False, True  # `to` would drop the hooks by which gradients leave
+            device_placement, evaluation_mode = False, True  # `to` would drop the hooks that send gradients
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """As accelerate's. Our states are on the device of their parameters already, and under ZeRO no process could load those of all."""
+        """As accelerate's, but without moving states: ours are on their parameters' device, and under ZeRO no process could load all."""
         placed = False if isinstance(_inner(optimizer), LoopOptimizer) else device_placement
         return super().prepare_optimizer(optimizer, device_placement=placed)
 
@@ -104,14 +104,14 @@ class Accelerator(accelerate.Accelerator):
         return (clip_grad_norm_ if optimizers_of(params) else super().clip_grad_norm_)(params, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """As accelerate's, of models without FP8 gradients, which have no value of their own to clip."""
+        """As accelerate's, for models without FP8 gradients, whose elements cannot be clipped individually."""
         params = list(parameters)
         for owner in optimizers_of(params):
             owner.synchronize()
         super().clip_grad_value_(params, clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """As accelerate's: plain weights for `save_model`, and exact ones for `save_state`, which asks without `unwrap`."""
+        """As accelerate's: plain weights for `save_model`, and exact ones for `save_state`, which calls it without `unwrap`."""
         owners = optimizers_of(model.parameters())
         if not owners:
             return super().get_state_dict(model, unwrap=unwrap)

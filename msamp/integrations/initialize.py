@@ -1,13 +1,14 @@
-"""`msamp.initialize`: a precision recipe in one's own PyTorch loop with one line.
+"""`msamp.initialize`: use a precision recipe in your own PyTorch loop with one call.
 
-A recipe states facts, and this file asks for nothing else. In a loop that is not ours they mean:
+In a user's loop, the fields of a recipe mean:
 
-- `gemm`: with FP8 GEMMs, linear layers become FP8Linear. Their weight stands in `weight`, beside a master where that is another format.
-- `formats_of` says the formats of converted weights, of other matrices, and of norms and biases, as in the trainer. A plain FP32 parameter
-  is its own master.
-- The gradient of a parameter is in the format of its states; on several processes the average travels in that format.
-- `scales_loss`: such a recipe needs the loop's backward too, and is for `msamp.amp`.
-- `activations`: what norms and activations keep for backward is up to these modules, and those of the model stay as they are.
+- `gemm`: if it has FP8 GEMMs, linear layers become FP8Linear. Their weight is stored in `weight`, with a separate master if the master has
+  another format.
+- `formats_of` returns the formats of converted weights, of other matrices, and of norms and biases, as in the trainer. A plain FP32
+  parameter is its own master.
+- A parameter's gradient has the gradient format of its states; on several processes the average is sent in that format.
+- `scales_loss`: such a recipe also requires control of the backward, and is for `msamp.amp`.
+- `activations`: this depends on the modules for norms and activations, and the model's modules are not replaced.
 """
 
 import logging
@@ -38,11 +39,11 @@ from msamp.parallel.data_parallel import grad_sync
 from msamp.parallel.greedy_zero import ZeRO
 
 _LOG = logging.getLogger("msamp")
-_UNWRAPPED = "give model.module: msamp averages the gradients itself"
-_UNCUT = "give the model before it is cut: msamp averages the gradients itself, and spreads the optimizer over the ranks with zero=True"
-_WRAPPERS = {  # modules that hold or cut the weights of others, and what to do instead
+_UNWRAPPED = "pass model.module: msamp averages the gradients itself"
+_UNCUT = "pass the unsharded model: msamp averages the gradients itself, and shards the optimizer over the ranks with zero=True"
+_WRAPPERS = {  # modules that wrap or shard other modules' weights, and what to do instead
     "DistributedDataParallel": _UNWRAPPED,
-    "DataParallel": "give model.module, and start one process a GPU with torchrun",
+    "DataParallel": "pass model.module, and start one process per GPU with torchrun",
     "FullyShardedDataParallel": _UNCUT,
     "FSDPModule": _UNCUT,
 }
@@ -50,23 +51,23 @@ _CASTS = {torch.float32: "model.float()", torch.bfloat16: "model.bfloat16()"}
 
 
 def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The data-parallel ranks, by default all of them; None where that is one process."""
+    """Return the data-parallel ranks, by default all of them; None for one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group given; pass the group of its own data-parallel ranks")
+        raise ValueError(f"rank {dist.get_rank()} is not in the given group; pass the group of its own data-parallel ranks")
     return (group or dist.group.WORLD) if dist.get_world_size(group) > 1 else None
 
 
 def _given(
     model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, recipe: Recipe
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers given, checked; None is an AdamW."""
+    """Return the given optimizers after checking them; None becomes an AdamW."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if not optimizers:
-        raise ValueError("optimizer is an empty list; give at least one, or None")
+        raise ValueError("optimizer is an empty list; pass at least one, or None")
     for each in optimizers:
         check_optimizer(each, recipe)
     return optimizers
@@ -79,8 +80,8 @@ def _checked(
     accept: Filter,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[torch.optim.Optimizer], dict[nn.Module, Conversion], list[LoopOptimizer]]:
-    """The optimizers given, what will be converted, and the optimizers of earlier calls that are replaced, once nothing speaks against it
-    and the ranks have the same weights. What one rank refuses, all refuse."""
+    """Run all checks and make the ranks' weights equal. Return the given optimizers, the planned conversions, and the optimizers of earlier
+    calls that are replaced. If one rank raises, all do."""
     refusal: ValueError | None = None
     optimizers: list[torch.optim.Optimizer] = []
     conversions: dict[nn.Module, Conversion] = {}
@@ -108,29 +109,29 @@ def _checked(
 
 
 def _check_values(model: nn.Module) -> None:
-    """ValueError for a parameter without values, or with values that no optimizer in low precision trains."""
+    """Raise a ValueError for a parameter without values, or with a dtype that cannot be trained in low precision."""
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ValueError(f"{name} is of a lazy module and has no shape yet; run a forward with one batch before msamp.initialize")
+            raise ValueError(f"{name} belongs to a lazy module and has no shape yet; run a forward with one batch before msamp.initialize")
         if p.is_meta:
             raise ValueError(
                 f"{name} is on the meta device and has no values; call model.to_empty(device=...) and load its weights before "
-                "msamp.initialize, which quantises them"
+                "msamp.initialize, which quantizes them"
             )
         if p.is_complex():
             raise ValueError(
-                f"{name} is {p.dtype}, and complex parameters have no low-precision form; keep real and imaginary parts in one real "
-                "parameter (torch.view_as_real), and join them in forward by torch.view_as_complex"
+                f"{name} is {p.dtype}, but complex parameters are not supported; store real and imaginary parts in one real "
+                "parameter (torch.view_as_real), and combine them in forward by torch.view_as_complex"
             )
         if not p.is_floating_point():
             raise ValueError(
-                f"{name} is {p.dtype}, which has no gradient; make it a buffer (module.register_buffer), and give a base model that "
-                "another library has quantised in its floating-point form"
+                f"{name} is {p.dtype}, which has no gradient; make it a buffer (module.register_buffer), and pass a base model that "
+                "another library quantized in its floating-point form"
             )
 
 
 def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
-    """The dtypes that a model's parameters may have; where gradients are kept in the weights' format, that one alone."""
+    """Return the dtypes that a model's parameters may have; only the weights' own if gradients have the weights' format."""
     if not recipe.fp8 and recipe.states.grad == recipe.weight:
         return (recipe.weight.dtype,)
     return torch.float32, torch.bfloat16
@@ -138,48 +139,48 @@ def _dtypes(recipe: Recipe) -> tuple[torch.dtype, ...]:
 
 def _check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recipe: Recipe, group: dist.ProcessGroup | None) -> None:
     for name, module in model.named_modules():
-        # By name: a model without a wrapper needs no import of FSDP.
+        # By name, to avoid importing FSDP.
         for kind in (each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS):
             where = f" (around {name})" if name else ""
-            raise ValueError(f"{kind}{where} cannot hold FP8 weights; {_WRAPPERS[kind]}")
+            raise ValueError(f"{kind}{where} does not support FP8 weights; {_WRAPPERS[kind]}")
     dtypes = _dtypes(recipe)
     for name, p in model.named_parameters():
         if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):  # by name, as above
-            raise ValueError(f"{name} is a DTensor; {_UNCUT}, or take msamp.integrations.fsdp.prepare(model) before fully_shard")
+            raise ValueError(f"{name} is a DTensor; {_UNCUT}, or call msamp.integrations.fsdp.prepare(model) before fully_shard")
         if p.dtype not in dtypes:
             raise ValueError(
-                f"{name} is {p.dtype}; recipe {recipe.name!r} takes a model in {' or '.join(map(str, dtypes))} "
+                f"{name} is {p.dtype}; recipe {recipe.name!r} requires a model in {' or '.join(map(str, dtypes))} "
                 f"({' or '.join(_CASTS[dtype] for dtype in dtypes)} before the optimizer is built)"
             )
     known = {id(p) for p in model.parameters()}
     given = [id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
     held = [each in known for each in given]
     if len(set(given)) < len(given):
-        raise ValueError("a parameter is in two of the optimizers given; give each parameter to one of them")
+        raise ValueError("a parameter is in two of the given optimizers; put each parameter in one of them")
     if not any(held):
-        raise ValueError("the optimizer holds no parameter of this model; build it from model.parameters()")
+        raise ValueError("the optimizer has no parameter of this model; build it from model.parameters()")
     if group is not None and not all(held):
         raise ValueError(
-            f"{held.count(False)} of the optimizer's {len(held)} parameters are not in this model, so that nothing would average "
-            "their gradients over the ranks; build one optimizer a model"
+            f"{held.count(False)} of the optimizer's {len(held)} parameters are not in this model, so their gradients would not be "
+            "averaged over the ranks; build one optimizer per model"
         )
 
 
 def _check_muon(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """ValueError where Muon, which takes matrices alone, leaves parameters to no optimizer, or to one without averaged gradients."""
+    """Raise a ValueError if Muon, which only supports matrices, leaves out parameters that no other given optimizer has."""
     given = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
     if left and any(type(each).__name__ == "Muon" for each in optimizers):
         raise ValueError(
-            f"torch.optim.Muon leaves {len(left)} parameters to another optimizer ({', '.join(left[:4])}); give both, as in "
-            "msamp.initialize(model, [muon, torch.optim.AdamW(the others)]), or freeze the others by requires_grad_(False)"
+            f"torch.optim.Muon leaves out {len(left)} parameters ({', '.join(left[:4])}); pass their optimizer too, as in "
+            "msamp.initialize(model, [muon, torch.optim.AdamW(the others)]), or freeze them by requires_grad_(False)"
         )
 
 
 def _start_equal(model: nn.Module, plan: list[str], refusal: ValueError | None, group: dist.ProcessGroup) -> None:
-    """Every rank takes the weights and buffers of the group's first, as DistributedDataParallel does; where a rank has a refusal, or other
-    plans or another model than the first, all raise ValueError."""
-    held = [*model.named_parameters(), *model.named_buffers()] if refusal is None else []  # a refused one may have no shape
+    """Broadcast the weights and buffers of the group's first rank, as DistributedDataParallel does. If a rank has an error, or another plan
+    or model than the first, all ranks raise a ValueError."""
+    held = [*model.named_parameters(), *model.named_buffers()] if refusal is None else []  # an invalid one may have no shape
     tensors = {name: x.detach() for name, x in held}
     wanting = {name for name, p in model.named_parameters() if p.requires_grad}
     mine = [f"{name} {tuple(x.shape)} {x.dtype}{'' if name in wanting else ', no gradient'}" for name, x in tensors.items()]
@@ -189,7 +190,7 @@ def _start_equal(model: nn.Module, plan: list[str], refusal: ValueError | None, 
         raise refusal
     for rank, (_, theirs) in enumerate(gathered):
         if theirs is not None:
-            raise ValueError(f"rank {rank} of the group has refused: {theirs}")
+            raise ValueError(f"rank {rank} of the group failed: {theirs}")
     lists = [described for described, _ in gathered]
     for rank, theirs in enumerate(lists):
         if theirs != lists[0]:
@@ -197,7 +198,7 @@ def _start_equal(model: nn.Module, plan: list[str], refusal: ValueError | None, 
             raise ValueError(f"ranks 0 and {rank} of the group have different models ({differing}); build the same one on every rank")
     for x in tensors.values():
         for part in (x.payload, x.scale_inv) if isinstance(x, ScalingTensor) else (x,):
-            # Bytes, since collectives know no float8.
+            # As bytes, since collectives do not support float8.
             dist.broadcast(part.view(torch.uint8) if part.element_size() == 1 else part, group=group, group_src=0)
 
 
@@ -209,7 +210,7 @@ def _low_precision_optimizer(
     zero: bool,
     **settings: Any,
 ) -> LoopOptimizer:
-    """An optimizer that takes the gradients' average over the ranks in its step, and rolls the model's scales."""
+    """Return an optimizer whose step averages the gradients over the ranks and rolls the model's scales."""
     sync = None
     if group is not None:
         formats: dict[torch.Tensor, Format] = {p: parameter_formats(p, recipe).grad for p in model.parameters()}
@@ -220,11 +221,11 @@ def _low_precision_optimizer(
 
 
 def _report(found: Survey, recipe: Recipe) -> None:
-    """Log what is in FP8; warn where that is nothing, or less than half of the products."""
+    """Log what is in FP8; warn if that is nothing, or less than half of the weight GEMMs."""
     if not found.converted:
-        warnings.warn(f"recipe {recipe.name!r} has changed no layer, and the model trains as it did:\n{found}", stacklevel=4)
+        warnings.warn(f"recipe {recipe.name!r} converted no layer, and the model trains as before:\n{found}", stacklevel=4)
     elif found.flop_share < 0.5:
-        warnings.warn(f"less than half of the model's products with weights are in FP8:\n{found}", stacklevel=4)
+        warnings.warn(f"less than half of the model's weight GEMMs are in FP8:\n{found}", stacklevel=4)
     else:
         _LOG.info("%s", found)
 
@@ -235,7 +236,7 @@ def _warn_of_untrained(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     if left:
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""
         warnings.warn(
-            f"no optimizer given holds {', '.join(left[:4])}{more}, and nothing here trains them; give all optimizers in a list, "
+            f"no given optimizer has {', '.join(left[:4])}{more}, so they are not trained; pass all optimizers in a list, "
             "msamp.initialize(model, [first, second]), or freeze these parameters by requires_grad_(False)",
             stacklevel=4,
         )
@@ -252,11 +253,11 @@ def _converted(
     zero: bool,
     **settings: Any,
 ) -> tuple[nn.Module, LoopOptimizer]:
-    """The model with its layers converted, and the optimizer that takes the place of those given."""
+    """Convert the model's layers; return the model and the optimizer that replaces the given ones."""
     if recipe.fp8 and (group is None or dist.get_rank(group) == 0):
         _report(survey(model, recipe, accept), recipe)
     _warn_of_untrained(model, optimizers)
-    # A master starts from the weight as it was, not from its FP8 rounding.
+    # A master is initialized from the weight before its rounding to FP8.
     masters: dict[torch.Tensor, torch.Tensor] = {}
     carry_out(model, recipe, conversions, masters if recipe.weight != recipe.states.master else None)
     for each in former:
@@ -300,17 +301,17 @@ def initialize(
     grad_format: str | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, LoopOptimizer]:
-    """Turn a model and its Adam into those of a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
+    """Convert a model and its optimizer to a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
 
-    | recipe | linear layers | gradients | master, m, v | a model in |
+    | recipe | linear layers | gradients | master, m, v | model dtype |
     | --- | --- | --- | --- | --- |
-    | "O1" | FP8, weight FP16 scaled | E4M3 | its own, FP32, FP32 | FP32, BF16 |
-    | "O2" | FP8, weight FP16 scaled | E4M3 | its own, E4M3, FP16 scaled | FP32, BF16 |
+    | "O1" | FP8, weight FP16 scaled | E4M3 | the weight, FP32, FP32 | FP32, BF16 |
+    | "O2" | FP8, weight FP16 scaled | E4M3 | the weight, E4M3, FP16 scaled | FP32, BF16 |
     | "O3" | FP8, weight E4M3 | E4M3 | FP16 scaled, E4M3, FP16 scaled | FP32, BF16 |
     | "coat" | FP8, weight E4M3 | BF16 | FP32, COAT's E4M3 for both | FP32, BF16 |
-    | "collage-light", "collage-plus", "collage-fp8", "bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d" | as they are | BF16 | Collage's | BF16 |
-    | "bf16" (also "O0") | as they are | FP32 | FP32 | FP32, BF16 |
-    | "fp32" | as they are | FP32 | FP32 | FP32 |
+    | "collage-light", "collage-plus", "collage-fp8", "bf16-a", "bf16-kahan", "bf16-dmw", "bf16-d" | unchanged | BF16 | Collage's | BF16 |
+    | "bf16" (also "O0") | unchanged | FP32 | FP32 | FP32, BF16 |
+    | "fp32" | unchanged | FP32 | FP32 | FP32 |
 
     In a recipe with FP8 layers, the linear layers that `accept` admits become FP8, and the columns gradients, master and moments are those
     of their weights. A gradient is quantised once, after all micro-batches of the step have accumulated, where those before the last run
@@ -328,36 +329,36 @@ def initialize(
     `clip_grad` or `msamp.clip_grad_norm_`; torch's `clip_grad_norm_` and others that read gradients find the average in `p.grad` after
     `optimizer.synchronize()`, and nothing before. All micro-batches of a step but the last run their backward under `optimizer.no_sync()`.
 
-    A model that was initialized already keeps its layers, and the new optimizer takes over the masters of the former one, which retires; a
-    recipe that stores or casts weights in another way is refused.
+    A model that was already initialized keeps its layers. The new optimizer takes the masters of the former one, whose `step` then raises.
+    A recipe that stores or casts weights differently is rejected.
 
-    The given optimizer's groups become those of the returned one, so that a scheduler built from either sets its rates; its `step` raises.
-    The logger `msamp` says what is FP8, what is not and why (`msamp.survey` gives it), and warns where FP8 is less than half. The
+    The returned optimizer shares the given optimizer's groups, so a scheduler of either sets its learning rates; the given one's `step`
+    raises. The logger `msamp` logs what is in FP8, and what is not and why (`msamp.survey`), and warns if less than half is in FP8. The
     `state_dict` of a model with `save_pretrained` is plain from now on (`msamp.save_plain`).
 
     Args:
         model: any module tree, changed in place.
         optimizer: torch.optim.AdamW, Adam, SGD or Muon over parameters of `model`, or a list of them, such as Muon
-            over matrices and AdamW over the rest, which become one optimizer; None makes one over all parameters with AdamW's defaults. The
-            momentum of SGD and Muon has the recipe's format of m. Collage's recipes and "coat" take AdamW alone, or Adam.
-        recipe: a name of the table or of `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
+            for matrices and AdamW for the rest, which become one optimizer; None is AdamW with its defaults over all parameters. The
+            momentum of SGD and Muon has the recipe's format of m. Collage's recipes and "coat" only support AdamW and Adam.
+        recipe: a name in the table or from `msamp.recipes.register`, or a Recipe; None is O2. "fp16-amp" is for `msamp.amp.initialize`.
         opt_level: the same by its short name: "O0" to "O3", or another name of a recipe.
-        fp8_recipe: how FP8 GEMMs cast their operands, in place of the recipe's own way: a key of `msamp.recipes.GEMMS`, "delayed",
+        fp8_recipe: how FP8 GEMMs cast their operands, instead of the recipe's casts: a key of `msamp.recipes.GEMMS`, "delayed",
             "tensorwise", "blockwise", "blockwise-power-of-two" or "mxfp8".
-        accept: which linear layers, see `msamp.filters`.
-        group: the data-parallel ranks; None is all of torch.distributed, where that is initialised.
-        zero: spread the optimizer over the ranks, see `ZeRO` (its `state_dict` is collective); None does so where the recipe does (O3).
+        accept: which linear layers to convert, see `msamp.filters`.
+        group: the data-parallel ranks; None is all of torch.distributed, if that is initialized.
+        zero: shard the optimizer over the ranks, see `ZeRO` (its `state_dict` is collective); None: as the recipe does (only O3).
         clip_grad: clip the global gradient norm to this in `step`, on any number of processes.
-        master_rounding: how masters narrower than FP32 are stored, "nearest" or "stochastic" (`msamp.numerics.stochastic_rounding`); None:
+        master_rounding: rounding of masters narrower than FP32, "nearest" or "stochastic" (`msamp.numerics.stochastic_rounding`); None:
             as the recipe does.
-        moment_rounding: the same of moments.
+        moment_rounding: the same for moments.
         grad_format: of the gradients of FP8 layers' weights, "fp8-e4m3", "fp8-e5m2", "fp16", "bf16" or "fp32"; None: as the recipe does.
             With "bf16" no gradient is rounded to FP8, in `p.grad`, on the wire and in the optimizer.
-        seed: of stochastic rounding. `optimizer.state_dict()` has the parameters' keys that follow from it.
+        seed: of stochastic rounding. `optimizer.state_dict()` contains the parameters' keys that follow from it.
 
     Returns:
-        The model, the same object, and the optimizer. It carries `grad_sync`, its GradSync (bytes sent, statistics; None on one
-        process), and `no_sync`, that one's context (without effect on one process).
+        The model, the same object, and the optimizer. The optimizer has `grad_sync`, its GradSync (bytes sent, statistics; None on one
+        process), and `no_sync`, the context for gradient accumulation.
 
     Raises:
         ValueError: for an unknown recipe, gradient format or optimizer (listing those accepted), two recipes, a model in a dtype that the

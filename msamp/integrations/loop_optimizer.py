@@ -1,7 +1,8 @@
-"""The optimizer of a loop of one's own: FP8AdamW, which in a step also averages the gradients and rolls the scales of the casts.
+"""The optimizer for a user's own loop: FP8AdamW whose step also averages the gradients and rolls the scales of the casts.
 
-Both belong to the object and not to hooks on it, which torch drops from copies and pickles. A copy of (model, optimizer) made together
-trains on as the two did. On several processes there is no copy: the synchroniser of the gradients hangs on the parameters of its model.
+Both are part of the object rather than hooks, which torch drops from copies and pickles. A (model, optimizer) pair that is copied together
+continues training like the original. On several processes the optimizer cannot be copied, since the gradient synchronizer is attached to
+the model's parameters.
 """
 
 import contextlib
@@ -33,13 +34,13 @@ from msamp.parallel.data_parallel import grad_sync
 
 _MARK = "_msamp_taken"  # attribute of a gradient
 
-_LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # clipping and hosts find them by their parameters
+_LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # where clipping and hosts find an optimizer by its parameters
 
 
 def parameter_formats(p: torch.Tensor, recipe: Recipe, update: str | None = None) -> StateFormats:
-    """The formats of gradient, master and moments of a parameter of a converted model, and its update, by default the recipe's own.
+    """Return the formats of gradient, master and moments of a converted model's parameter, and its update, by default the recipe's.
 
-    A plain FP32 parameter is its own master, whatever the recipe's format: a narrower copy would take more memory and know less.
+    A plain FP32 parameter is its own master, whatever the recipe's format: a narrower copy would take more memory and have less precision.
     """
     states = recipe.formats_of(parameter_kind(p))
     if weight_format(p) == FP32:
@@ -48,13 +49,13 @@ def parameter_formats(p: torch.Tensor, recipe: Recipe, update: str | None = None
 
 
 class NoDistributedDataParallel:
-    """Raises where DistributedDataParallel asks a model for parameters to ignore: the model must not be wrapped."""
+    """Raises when DistributedDataParallel reads a model's list of ignored parameters: the model must not be wrapped."""
 
     def __iter__(self) -> Iterator[str]:
         raise ValueError(
-            "DistributedDataParallel cannot hold a model of msamp.initialize: its optimizer averages the gradients itself; use the model "
-            "as it is, with optimizer.no_sync(); under accelerate take msamp.integrations.accelerate.Accelerator, and in place of the "
-            "Trainer of transformers msamp.integrations.transformers.Trainer"
+            "DistributedDataParallel does not support a model of msamp.initialize, whose optimizer averages the gradients itself; use the "
+            "model without a wrapper, with optimizer.no_sync(); with accelerate use msamp.integrations.accelerate.Accelerator, and instead "
+            "of transformers' Trainer msamp.integrations.transformers.Trainer"
         )
 
 
@@ -62,46 +63,46 @@ class GradScale:
     """The `grad_scale` of torch's GradScaler as the optimizer's loss scale.
 
     Args:
-        factor: FP32 0-dim, by what the gradients are too large.
+        factor: FP32 0-dim, the loss scale.
     """
 
     def __init__(self, factor: torch.Tensor) -> None:
         self.factor = factor
 
     def scale(self, device: torch.device) -> torch.Tensor:
-        """The factor on `device`."""
+        """Return the factor on `device`."""
         return self.factor.to(device, torch.float32)
 
     def update(self, overflow: torch.Tensor) -> None:
-        """Nothing: GradScaler has its own record of overflows."""
+        """Do nothing: GradScaler tracks overflows itself."""
 
 
 class LoopOptimizer(FP8AdamW):
-    """What `msamp.initialize` returns.
+    """The optimizer that `msamp.initialize` returns.
 
-    A step that is skipped, by a gradient that is not finite or by torch's GradScaler, leaves no trace in the amax histories and scales of
-    the casts. GradScaler calls `step` for every step and sets `grad_scale` and `found_inf` for it (its protocol for fused optimizers,
-    `torch.amp.grad_scaler.GradScaler.step`), and the device decides. A loop that skips a step by itself calls `zero_grad` of this
-    optimizer; a model's own `zero_grad` does not reach the amaxes (`ScalingState.abandon`).
+    A step that is skipped, because of a non-finite gradient or by torch's GradScaler, does not change the amax histories and scales of the
+    casts. GradScaler calls `step` every time, with `grad_scale` and `found_inf` set (its protocol for fused optimizers,
+    `torch.amp.grad_scaler.GradScaler.step`), and the device decides. A loop that skips a step itself must call this optimizer's
+    `zero_grad`; the model's `zero_grad` cannot handle the amaxes (`ScalingState.abandon`).
 
-    A group without `formats`, one added later too, takes the recipe's formats for each of its parameters, and the default update. The
-    formats of other groups have no effect on it.
+    A group without `formats`, also one added later, gets the recipe's formats for each of its parameters, and the default update,
+    independently of other groups.
 
     Args:
-        params: parameters or groups, of a converted model.
-        recipe: of the formats.
+        params: parameters or groups of a converted model.
+        recipe: defines the formats.
         scaling: the scales of the model's linear layers, which a step rolls.
         grad_sync: averages gradients over several processes; None on one.
-        settings: FP8AdamW's others; of `formats` only the update counts, by default the recipe's own.
+        settings: other arguments of FP8AdamW; of `formats` only the update is used, by default the recipe's.
 
     Attributes:
         grad_sync: as given.
         casts: of gradients to FP8 during backward, on one process.
     """
 
-    _step_supports_amp_scaling = True  # what GradScaler asks for
-    _averaged = False  # since the last step
-    _told = False  # that nothing is clipped
+    _step_supports_amp_scaling = True  # read by GradScaler
+    _averaged = False  # whether gradients were averaged since the last step
+    _told = False  # whether it warned that nothing is clipped
     live = True  # until another optimizer of `msamp.initialize` replaces it
 
     def __init__(
@@ -113,24 +114,24 @@ class LoopOptimizer(FP8AdamW):
         self._attach_casts()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        taken = state.pop("taken", None)  # torch's load_state_dict comes here too, and leaves the gradients as they are
+        taken = state.pop("taken", None)  # missing when torch's load_state_dict calls this, which does not change the gradients
         super().__setstate__(state)
         if "casts" not in vars(self):
             self.casts = BackwardCasts()
         self._attach_casts()
         if taken is not None:
-            self._taken(taken)  # a copied gradient has a version of its own
+            self._taken(taken)  # a copied gradient has its own version
         _LIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As FP8AdamW's, with the recipe's formats where the group has none, and a name for each parameter where the others have names.
+        """As FP8AdamW's, with the recipe's formats if the group has none, and a name for each parameter if the other groups have names.
 
-        On several processes the call is collective where a parameter begins to want a gradient, such as one that was frozen before: its
+        On several processes the call is collective if a parameter newly requires a gradient, such as one that was frozen before: its
         gradients are averaged from then on (`renew_grad_sync`).
 
         Raises:
-            ValueError: on several processes for a parameter outside of the model, which nothing would average, and for what
-                `renew_grad_sync` refuses. The optimizer is as it was then.
+            ValueError: on several processes, if a parameter is not in the model, or as in `renew_grad_sync`. The optimizer has not changed
+                then.
         """
         params = param_group["params"]
         if not isinstance(params, set):
@@ -155,7 +156,7 @@ class LoopOptimizer(FP8AdamW):
             self.casts.attach(pair for group in self.param_groups for pair in zip(group["params"], formats_of(group), strict=True))
 
     def _unaveraged(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether the synchroniser has to be rebuilt for parameters that are to be updated; ValueError where it cannot."""
+        """Whether the synchronizer must be rebuilt for new parameters; ValueError if it cannot be."""
         if self.grad_sync is None:
             return False
         model = self.grad_sync.model()
@@ -163,8 +164,8 @@ class LoopOptimizer(FP8AdamW):
         outside = [tuple(p.shape) for p in params if id(p) not in known]
         if outside:
             raise ValueError(
-                f"{len(outside)} of the {len(params)} parameters to be added are not in the model of this optimizer, so that nothing would "
-                f"average their gradients over the ranks (the first has shape {outside[0]}); give their module an optimizer of its own: "
+                f"{len(outside)} of the {len(params)} new parameters are not in this optimizer's model, so their gradients would not be "
+                f"averaged over the ranks (the first has shape {outside[0]}); create a separate optimizer for their module: "
                 "msamp.initialize(module, torch.optim.AdamW(module.parameters()))"
             )
         fresh = any(p.requires_grad and p not in self.grad_sync.names for p in params)
@@ -176,34 +177,33 @@ class LoopOptimizer(FP8AdamW):
         assert self.grad_sync is not None
         if self.grad_sync.shard:
             raise ValueError(
-                "the optimizer is spread over the processes (ZeRO), and its shares are cut for the parameters that wanted a gradient at "
-                "msamp.initialize; give initialize zero=False, or unfreeze every parameter to be trained before msamp.initialize and "
-                "freeze it again after"
+                "the optimizer is sharded (ZeRO) for the parameters that required a gradient at msamp.initialize; pass zero=False to "
+                "initialize, or unfreeze every parameter to be trained before msamp.initialize and freeze it again afterwards"
             )
         if self._averaged or not self.grad_sync.idle:
-            raise ValueError("gradients of a backward wait for a step; call optimizer.step() or optimizer.zero_grad() first, on every rank")
+            raise ValueError("there are gradients of a backward; call optimizer.step() or optimizer.zero_grad() first, on every rank")
 
     def renew_grad_sync(self) -> None:
-        """After `requires_grad_(True)` in the middle of a run: average the gradients of every parameter of the model that wants one now.
-        Collective; between a step (or `zero_grad`) and the next backward. Without effect on one process.
+        """Include all parameters that require a gradient now in the averaging. Call it after `requires_grad_(True)` during a run, between a
+        step (or `zero_grad`) and the next backward. Collective; without effect on one process.
 
         Raises:
-            ValueError: under ZeRO, for gradients that wait for a step, and where the ranks' models differ. Nothing has changed then.
+            ValueError: under ZeRO, if there are gradients of a backward, or if the ranks' models differ. Nothing has changed then.
         """
         if self.grad_sync is None:
             return
         self._check_renewal()
         old, model = self.grad_sync, self.grad_sync.model()
         if model is None:
-            raise ValueError("the model of this optimizer is gone; keep a reference to it as long as it is trained")
+            raise ValueError("the model of this optimizer no longer exists; keep a reference to it while it is trained")
         formats: dict[torch.Tensor, Format] = {p: parameter_formats(p, self.recipe).grad for p in model.parameters()}
         whole = [p for g in self.param_groups for p, own in zip(g["params"], formats_of(g), strict=True) if update_of(own).whole]
         self.grad_sync = grad_sync(model, formats, old.peers.group, whole=whole, accumulate=self.recipe.accumulator)
-        self.grad_sync.steps = old.steps  # the hooks of `old` refer to it weakly, and it goes
+        self.grad_sync.steps = old.steps  # the hooks of `old` reference it weakly, so it is freed
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The processes that share the scales of casts; None where there is one."""
+        """The processes that share the scales of casts; None for one process."""
         return None if self.grad_sync is None else self.grad_sync.peers.group
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -212,11 +212,11 @@ class LoopOptimizer(FP8AdamW):
         return self.casts.paused() if self.grad_sync is None else self.grad_sync.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Gradients that have left for the other processes are dropped too. If no step has taken the gradients, their amaxes
-        do not enter the histories of the casts (`ScalingState.abandon`). Collective where a backward has run since."""
+        """As torch's; gradients that were already sent to other processes are dropped too. If no step used the gradients, their amaxes are
+        not recorded as usual (`ScalingState.abandon`). Collective if a backward has run since the last step."""
         synchronized = [p.grad for p in self._params() if p.grad is not None] if self._averaged else []
         finite = self._untaken() if self.grad_sync is None else self.grad_sync.discard()
-        if finite is not None and synchronized:  # `synchronize` has taken them away from grad_sync
+        if finite is not None and synchronized:  # `synchronize` removed them from grad_sync
             finite = finite & squares_are_finite(synchronized, finite.device)
         if finite is not None:
             self.scaling.abandon(finite)
@@ -225,16 +225,16 @@ class LoopOptimizer(FP8AdamW):
         self._taken()
 
     def _untaken(self) -> torch.Tensor | None:
-        """Bool 0-dim, whether a step could have taken the gradients; None where one has taken them all: a gradient that a backward has made
-        or changed since does not have the mark of `_taken`."""
+        """Return bool 0-dim, whether a step could have used the unused gradients; None if a step used them all. A gradient that a backward
+        created or changed since then does not have the mark of `_taken`."""
         if all(_is_taken(p) for p in self._params()):
             return None
         ready = self.shard.ready(self._whole())
         return self.norm_of(ready).float().square().isfinite()
 
     def _taken(self, those: Sequence[bool] | None = None) -> None:
-        """Mark the gradients that are there, or `those`, by their version: they are a step's, or were zeroed, and not of a backward since.
-        The mark is on the tensor, since another one may have its address later."""
+        """Mark the existing gradients, or `those`, with their version: a step used them, or they were zeroed. The mark is an attribute of
+        the tensor, since another tensor may get its address later."""
         if self.grad_sync is None:
             for p, chosen in zip(params := self._params(), [True] * len(params) if those is None else those, strict=True):
                 g = gradient(p)
@@ -242,19 +242,18 @@ class LoopOptimizer(FP8AdamW):
                     setattr(local(g), _MARK, _version(g))
 
     def synchronize(self) -> None:
-        """Between the last backward of a step and `step`: bring the gradients' average over the processes into `p.grad`, in the dtype of
-        the parameter, where torch's `clip_grad_norm_` and other code that looks at gradients finds it. Collective; without effect on one
-        process.
+        """Write the gradients' average over the processes to `p.grad`, in the dtype of the parameter, for torch's `clip_grad_norm_` and
+        other code that reads gradients. Call it between the last backward of a step and `step`. Collective; without effect on one process.
 
         Raises:
-            ValueError: under ZeRO, where each process has the averages of its own share alone.
+            ValueError: under ZeRO, where each process only has the averages of its own shard.
         """
         if self.grad_sync is None:
             return
         if self.grad_sync.shard:
             raise ValueError(
-                "the optimizer is spread over the processes (ZeRO), and each has the averaged gradients of its own share alone; clip with "
-                "msamp.clip_grad_norm_ or msamp.initialize(..., clip_grad=1.0), or give initialize zero=False"
+                "the optimizer is sharded (ZeRO), and each process only has the averaged gradients of its own shard; clip with "
+                "msamp.clip_grad_norm_ or msamp.initialize(..., clip_grad=1.0), or pass zero=False to initialize"
             )
         self._average()
         for p in self.grad_sync.names:
@@ -268,7 +267,7 @@ class LoopOptimizer(FP8AdamW):
             self._averaged = True
 
     def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip the average of some parameters' gradients: what `clip_grad_norm_` does on several processes. Collective."""
+        """Clip the averages of some parameters' gradients, for `clip_grad_norm_` on several processes. Collective."""
         self._average()
         if self.shard.ranks == 1:
             return clip_([g for g in map(gradient, params) if g is not None], max_norm)
@@ -276,7 +275,7 @@ class LoopOptimizer(FP8AdamW):
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
         norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
-        # Pieces of one tensor share the memory of its scale.
+        # Pieces of one tensor share its scale's memory.
         found = [each.grad for each in ready if each.grad is not None]
         for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in found}.values():
             g.mul_(coefficient)
@@ -291,16 +290,15 @@ class LoopOptimizer(FP8AdamW):
         assert self.grad_sync is not None
         if self.clip_grad is None and not self._averaged and not self._told and self.grad_sync.peers.rank == 0:
             warnings.warn(
-                f"the gradients of {self.grad_sync.peers.ranks} processes are averaged in step(), and before it p.grad is None: a "
-                "clip_grad_norm_ of torch there would clip nothing. To clip, give msamp.initialize(..., clip_grad=1.0), call "
-                "msamp.clip_grad_norm_, or call optimizer.synchronize() before torch's; clip_grad=float('inf') says that nothing is to "
-                "be clipped",
+                f"the gradients of {self.grad_sync.peers.ranks} processes are averaged in step(), and before it p.grad is None: torch's "
+                "clip_grad_norm_ would clip nothing. To clip, use msamp.initialize(..., clip_grad=1.0) or msamp.clip_grad_norm_, or call "
+                "optimizer.synchronize() before torch's; clip_grad=float('inf') disables clipping and this warning",
                 stacklevel=5,
             )
         self._told = True
 
     def update(self) -> None:
-        """The gradients' average over the processes, FP8AdamW's update, and the next scales of the casts."""
+        """Average the gradients over the processes, run FP8AdamW's update, and compute the next scales of the casts."""
         if self.grad_sync is not None:
             self._tell_of_clipping()
         self._average()
@@ -312,34 +310,34 @@ class LoopOptimizer(FP8AdamW):
         finally:
             self.loss_scale = given
         self.scaling.roll(self.group, self.usable)
-        if self.shard.ranks == 1:  # else weights are still on their way, or FSDP measures rows
+        if self.shard.ranks == 1:  # otherwise weights are still being gathered, or FSDP measures rows
             self.scaling.measure_weights()
         if self.grad_sync is not None:
             self.grad_sync.decided(self.usable)
             self.grad_sync.clear()
             for p in self.grad_sync.names:
-                p.grad = None  # where synchronize has put an average, to which the next backward would add
+                p.grad = None  # an average from synchronize, to which the next backward would add
             self._averaged = False
         self._taken()
 
     def _loss_scale(self) -> LossScale | None:
-        """The loss scale of this step: GradScaler's where it calls, else one's own."""
+        """The loss scale of this step: GradScaler's if it calls the step, otherwise the optimizer's own."""
         factor = getattr(self, "grad_scale", None)
         if factor is None:
             return self.loss_scale
         if self.loss_scale is not None:
-            raise ValueError("the optimizer has a loss_scale and GradScaler scales the loss too; take one of the two")
+            raise ValueError("the optimizer has a loss_scale, and GradScaler scales the loss too; use one of the two")
         return GradScale(factor)
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
-        """As FP8AdamW's; a step in which torch's GradScaler has found an overflow, on any process, is not usable either."""
+        """As FP8AdamW's; a step is also not usable if torch's GradScaler found an overflow on any process."""
         found = getattr(self, "found_inf", None)
         if found is None:
             return super().decide(ready)
         if not isinstance(found, torch.Tensor):  # a sum over no gradients
             if self.grad_sync is not None:
                 raise ValueError(
-                    "GradScaler has seen no gradient: on several processes p.grad is None until the average is there; call "
+                    "GradScaler found no gradient: on several processes p.grad is None until gradients are averaged; call "
                     "optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
                 )
             found = torch.tensor(float(found), dtype=torch.float32, device="cpu")
@@ -350,26 +348,26 @@ class LoopOptimizer(FP8AdamW):
         return replace(decision, usable=decision.usable & (found == 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """As FP8AdamW's; COAT's payloads have names of their own (`msamp.optim.foreign_states`)."""
+        """As FP8AdamW's; COAT's payloads have keys of their own (`msamp.optim.foreign_states`)."""
         packed = super().state_dict()
         return {**packed, "state": packed_names(packed["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are taken over in this optimizer's formats."""
+        """As FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to this optimizer's formats."""
         super().load_state_dict(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.grad_sync is not None:
             raise ValueError(
-                "an optimizer of several processes cannot be copied or pickled, since the synchroniser of its gradients hangs on the "
-                "parameters of its model; save state_dict(), or build the copy's own with msamp.initialize and load it there"
+                "an optimizer of several processes cannot be copied or pickled, since its gradient synchronizer is attached to the "
+                "model's parameters; save state_dict(), and load it into an optimizer that msamp.initialize returns for the copy"
             )
         own = {"recipe": self.recipe, "scaling": self.scaling, "grad_sync": None, "taken": [_is_taken(p) for p in self._params()]}
         return {**super().__getstate__(), **own}
 
 
 def _is_taken(p: torch.Tensor) -> bool:
-    """Whether a parameter has no gradient that no step has taken."""
+    """Whether a parameter has no unused gradient."""
     g = gradient(p)
     return g is None or getattr(local(g), _MARK, None) == _version(g)
 
@@ -380,17 +378,17 @@ def _version(g: torch.Tensor) -> int:
 
 
 def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
-    """The optimizers of `msamp.initialize` that hold one of the parameters."""
+    """Return the optimizers of `msamp.initialize` that have one of the parameters."""
     asked = {id(p) for p in params}
     return [each for each in _LIVE if each.live and any(id(p) in asked for group in each.param_groups for p in group["params"])]
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, for plain and FP8 gradients together, on any number of processes.
 
-    Where the parameters' optimizer averages gradients over several processes, the average is clipped, and the call is collective.
+    If the parameters' optimizer averages gradients over several processes, it clips the average, and the call is collective.
 
-    The coefficient folds into an FP8 gradient's scale_inv, so clipping rounds no element of it.
+    For an FP8 gradient the coefficient is folded into its scale_inv, so no element is rounded again.
 
     Args:
         parameters: one or several.
@@ -401,14 +399,14 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         The norm before clipping, FP64 0-dim, the same on all processes.
 
     Raises:
-        ValueError: for a `max_norm` that is not positive, another norm, or parameters of several optimizers that average apart.
+        ValueError: if `max_norm` is not positive, `norm_type` is not 2, or the parameters belong to optimizers with separate averages.
     """
     if norm_type != 2:
-        raise ValueError(f"norm_type is {norm_type}; it must be 2: for another call optimizer.synchronize() and torch's clip_grad_norm_")
+        raise ValueError(f"norm_type is {norm_type}; it must be 2: for others call optimizer.synchronize() and torch's clip_grad_norm_")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     owners = [each for each in optimizers_of(params) if each.group is not None]
     if len(owners) > 1:
-        raise ValueError(f"the parameters belong to {len(owners)} optimizers that average gradients apart; clip each one's by themselves")
+        raise ValueError(f"the parameters belong to {len(owners)} optimizers that average gradients separately; clip each one's separately")
     if owners:
         return owners[0].clip(params, max_norm)
     return clip_([g for g in map(gradient, params) if g is not None], max_norm)

@@ -1,8 +1,8 @@
-"""Finds an installation of Microsoft's MS-AMP, which is imported as `msamp` too, beside this package.
+"""Detect an installation of Microsoft's MS-AMP, whose import name is also `msamp`.
 
-In one folder, the later installation has overwritten the files that both have, `msamp/__init__.py` first of all, and uninstalling either
-removes these files from the other. Where MS-AMP came later, `import msamp` is MS-AMP, and runs no line of this package; so the trainer's
-commands load this file by its path (`megatron.lm.shell.exit_codes`), and it imports nothing of ours.
+In the same folder, the later installation overwrites the files that both packages have, such as `msamp/__init__.py`, and uninstalling one
+removes these files from the other. If MS-AMP was installed later, `import msamp` imports MS-AMP and runs none of this package's code. So
+the trainer's commands load this file by its path (`megatron.lm.shell.exit_codes`), and it does not import the rest of the package.
 """
 
 import importlib.metadata
@@ -14,11 +14,11 @@ _OURS = Path(__file__).resolve().parents[1]
 
 
 def check_alone() -> None:
-    """Where MS-AMP lies in another folder of the path, warn that `import msamp` is not it.
+    """If MS-AMP is in another folder of the path, warn that `import msamp` does not import it.
 
     Raises:
-        ValueError: it lies in the folder of this package, where the files of both cannot be told apart; or files of this package are gone,
-            as when MS-AMP lay there and was uninstalled.
+        ValueError: if it is in the same folder as this package, where one overwrote files of the other; or if files of this package are
+            missing, as after MS-AMP was uninstalled there.
     """
     _check_whole()
     try:
@@ -28,11 +28,13 @@ def check_alone() -> None:
     folder, named = Path(str(theirs.locate_file("msamp"))), f"MS-AMP {theirs.version}"
     if folder.resolve() == _OURS:
         raise ValueError(
-            f"{named} is installed in {folder.parent.resolve()} too, has the same import name msamp, and files of one have overwritten "
-            f"those of the other: pip uninstall {DISTRIBUTION} msamp, then install the one of them that is wanted"
+            f"{named} is also installed in {folder.parent.resolve()} and has the same import name msamp, so one of them overwrote files of "
+            f"the other: pip uninstall {DISTRIBUTION} msamp, then install the one that you need"
         )
-    text = f"{named} is installed too ({folder.parent}); import msamp takes this package ({_OURS}): pip uninstall {DISTRIBUTION}, or keep "
-    warnings.warn(text + "each in an environment of its own", stacklevel=3)
+    text = (
+        f"{named} is also installed ({folder.parent}); import msamp imports this package ({_OURS}): pip uninstall {DISTRIBUTION}, or use "
+    )
+    warnings.warn(text + "separate environments", stacklevel=3)
 
 
 def _check_whole() -> None:
@@ -40,7 +42,7 @@ def _check_whole() -> None:
         ours = importlib.metadata.distribution(OWN)
     except importlib.metadata.PackageNotFoundError:
         return
-    # A checkout has no RECORD: what it lists is what was there when it was installed, before files moved.
+    # Skip a checkout, which has no RECORD: its list of files is from the time of installation, and files may have moved.
     if Path(str(ours.locate_file(OWN))).resolve() != _OURS or ours.read_text("RECORD") is None:
         return
     gone = [
@@ -48,6 +50,6 @@ def _check_whole() -> None:
     ]
     if gone:
         raise ValueError(
-            f"{len(gone)} files of msamp {ours.version} are gone ({', '.join(gone[:4])}), as when {DISTRIBUTION} was installed into the "
+            f"{len(gone)} files of msamp {ours.version} are missing ({', '.join(gone[:4])}), as after {DISTRIBUTION} was installed in the "
             f"same folder and uninstalled: pip uninstall {DISTRIBUTION} msamp, then install msamp again"
         )

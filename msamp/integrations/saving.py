@@ -1,12 +1,12 @@
-"""In which forms a model with low-precision weights leaves the process.
+"""The state dicts of a model with low-precision weights.
 
-- `exact_state_dict`, which is what `model.state_dict()` gives by default: weights as ScalingTensors, the scales under
-  `*.scaling.*`. Only this library reads it.
-- `plain_state_dict` is what the model would have if it had never been converted, for everyone else: no scales.
-- `fp8_state_dict` is exact and of plain tensors alone, for formats that know no other (safetensors): FP8 is one byte an element.
+- `exact_state_dict`, the default of `model.state_dict()`: weights as ScalingTensors, scales under `*.scaling.*`. Only this library can
+  read it.
+- `plain_state_dict`: the state dict of the unconverted model, without scales, for other software.
+- `fp8_state_dict`: exact, but with plain tensors only, for formats such as safetensors; FP8 is 1 byte per element.
 
-A converted model loads all three under `strict=True`, the first and the last bit for bit. Trainers and hubs ask a model for `state_dict()`
-themselves and want the second: `save_plain` makes that the model's answer.
+A converted model loads all three with `strict=True`, the first and the last bit for bit. Trainers and hubs call `model.state_dict()`
+themselves and need the second: `save_plain` makes the model return it.
 """
 
 import contextvars
@@ -24,11 +24,11 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.updates import MASTER
 
-_EXACT = contextvars.ContextVar("exact", default=False)  # True: the hook of `save_plain` does nothing
+_EXACT = contextvars.ContextVar("exact", default=False)  # True disables the hook of `save_plain`
 
 
 def exact_state_dict(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` as it is without `save_plain`: what training resumes from to the bit."""
+    """Return `model.state_dict()` without the effect of `save_plain`: training resumes from it bit for bit."""
     token = _EXACT.set(True)
     try:
         return model.state_dict()
@@ -37,15 +37,15 @@ def exact_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def plain_state_dict(model: nn.Module, optimizer: FP8AdamW | None = None) -> dict[str, torch.Tensor]:
-    """The state of a converted model as its unconverted self has it: the same keys, plain tensors of the same dtypes.
+    """Return the state dict of the unconverted model: the same keys, with plain tensors of the same dtypes.
 
     Args:
         model: any module tree.
-        optimizer: of its weights; those with a master beside them (O3) are rounded from the master, which has more bits. Under ZeRO the
-            call is collective then, and only the group's first rank gets the state; the others get an empty dict.
+        optimizer: of its weights; weights with a separate master (O3) are rounded from the master, which has more bits. Under ZeRO the
+            call is then collective, and only the group's first rank gets the state; the others get an empty dict.
 
     Returns:
-        Name -> tensor, on the model's devices; what was plain already is not copied.
+        Name -> tensor, on the model's devices; plain tensors are not copied.
     """
     masters = {} if optimizer is None else _masters(optimizer)
     if masters is None:
@@ -56,8 +56,8 @@ def plain_state_dict(model: nn.Module, optimizer: FP8AdamW | None = None) -> dic
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The exact state of a converted model in plain tensors: in place of a low-precision weight its payload (float8_e4m3fn, or float16),
-    beside it `<name>_scale_inv` (FP32, 0-dim); weight = payload * scale_inv. `load_state_dict` of a converted model takes it."""
+    """Return the exact state of a converted model in plain tensors: for a low-precision weight its payload (float8_e4m3fn or float16) and
+    `<name>_scale_inv` (FP32, 0-dim), with weight = payload * scale_inv. `load_state_dict` of a converted model accepts it."""
     state: dict[str, torch.Tensor] = {}
     for key, value in exact_state_dict(model).items():
         if isinstance(value, ScalingTensor):
@@ -68,20 +68,22 @@ def fp8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_plain(model: nn.Module, optimizer: FP8AdamW | None = None) -> RemovableHandle:
-    """From now on `model.state_dict()` is `plain_state_dict(model, optimizer)`, and so whatever asks for it saves plain weights:
-    `save_pretrained`, the Trainer of transformers, accelerate, safetensors. `msamp.initialize` does it for models with `save_pretrained`.
+    """Make `model.state_dict()` return `plain_state_dict(model, optimizer)` from now on, so that everything that calls it saves plain
+    weights: `save_pretrained`, transformers' Trainer, accelerate, safetensors. `msamp.initialize` does this for models with
+        `save_pretrained`.
 
-    The model does not keep the optimizer alive; a copy of the model is plain by its own weights. Under ZeRO, where the masters are spread
-    and `state_dict` is asked of one rank alone, weights are those that multiply: for the masters call `plain_state_dict` on every rank.
+    The model does not keep the optimizer alive; a copy of the model uses its own weights. Under ZeRO the masters are sharded and
+    `state_dict`
+    is called on one rank only, so it uses the FP8 weights: to save the masters call `plain_state_dict` on every rank.
 
     Returns:
-        A handle; its `remove()` brings the exact form back.
+        A handle; its `remove()` restores the exact state dict.
     """
     return model.register_state_dict_post_hook(_Plain(optimizer))
 
 
 class _Plain:
-    """A hook that turns the state that `state_dict` has gathered into the plain one."""
+    """A `state_dict` hook that converts the state to the plain one."""
 
     def __init__(self, optimizer: FP8AdamW | None = None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
@@ -98,8 +100,8 @@ class _Plain:
 
 
 def _masters(optimizer: FP8AdamW) -> dict[int, torch.Tensor] | None:
-    """id of a parameter -> the master beside it; None on ranks other than the first under ZeRO."""
-    optimizer.reload_model_params()  # weights may have been loaded since
+    """Return id of a parameter -> its separate master; None on ranks other than the first under ZeRO."""
+    optimizer.reload_model_params()  # weights may have been loaded since the last step
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state.get(p, {}) for p in params]
     if optimizer.shard.ranks > 1:
@@ -111,7 +113,7 @@ def _masters(optimizer: FP8AdamW) -> dict[int, torch.Tensor] | None:
 
 
 def _make_plain(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, masters: Mapping[int, torch.Tensor]) -> None:
-    for name, module in model.named_modules(remove_duplicate=False):  # one that is used under several names is saved under each
+    for name, module in model.named_modules(remove_duplicate=False):  # a module with several names is saved under each
         if isinstance(module, LinearScaling):
             for buffer, _ in module.named_buffers(recurse=False):
                 state.pop(f"{prefix}{name}.{buffer}", None)

@@ -1,8 +1,8 @@
-"""A second `msamp.initialize` on a model: a second stage of training, with a fresh optimizer and the masters of the first.
+"""A second `msamp.initialize` on a model, for a second stage of training with a new optimizer and the masters of the first.
 
-Weights at O3 and COAT are E4M3, and the bits below that are in the masters of the optimizer. A second optimizer that started from the
-weights would move each by up to 6 %. So the masters are carried over and the former optimizer retires. Layers in FP8 keep the format of
-their weights and their casts: a recipe with others is refused.
+Weights at O3 and COAT are E4M3, and only the optimizer's masters have more bits. A second optimizer that started from the weights would
+change each by up to 6 %. So it takes the masters of the former optimizer, whose step then raises. FP8 layers keep the format and the casts
+of their weights; a recipe with others is rejected.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,10 @@ from msamp.optim.updates import MASTER
 
 
 def former_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recipe: Recipe) -> list[LoopOptimizer]:
-    """The optimizers of earlier `msamp.initialize` calls on a model, which those given replace. Changes nothing.
+    """Return the optimizers of earlier `msamp.initialize` calls on a model, which the given optimizers replace, without changing them.
 
     Raises:
-        ValueError: where a layer is in FP8 by another recipe, naming it and what it is, and where a former optimizer shares no parameter
-            with those given.
+        ValueError: if a layer is in FP8 with another recipe, or a former optimizer shares no parameter with the given ones.
     """
     former = optimizers_of(model.parameters())
     names = " and ".join(sorted({repr(each.recipe.name) for each in former})) or "an earlier conversion"
@@ -37,26 +36,26 @@ def former_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
         if not isinstance(module, Loading) or not weights or not isinstance(scaling, LinearScaling):
             continue
         if not weights[0].requires_grad and id(weights[0]) not in held:
-            continue  # a frozen base, converted by itself: no optimizer of this recipe touches its weights
+            continue  # a frozen base that was converted separately: no optimizer of this recipe updates its weights
         if weights[0].format != recipe.weight or scaling.gemm != recipe.gemm:
             raise ValueError(
-                f"{name or 'the model'} is in FP8 already by {names} (weight {weights[0].format}, {scaling.described}), and recipe "
-                f"{recipe.name!r} stores or casts it in another way; give the recipe of the first msamp.initialize, or load "
+                f"{name or 'the model'} is already in FP8 with {names} (weight {weights[0].format}, {scaling.described}), but recipe "
+                f"{recipe.name!r} stores or casts it differently; use the recipe of the first msamp.initialize, or load "
                 "msamp.plain_state_dict(model, optimizer) into a new model and initialize that one"
             )
     given = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for each in former:
         if not any(id(p) in given for group in each.param_groups for p in group["params"]):
             raise ValueError(
-                "the model has an optimizer of msamp.initialize already, over other parameters, and both would roll the scales of its "
-                "casts; give all optimizers at once in a list, msamp.initialize(model, [first, second]), or delete the first one"
+                "the model already has an optimizer of msamp.initialize for other parameters, and both would roll the scales of its "
+                "casts; pass all optimizers in one list, msamp.initialize(model, [first, second]), or delete the first one"
             )
     return former
 
 
 def take_masters(former: LoopOptimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """FP32 values of the masters that a former optimizer keeps beside its parameters. Collective under ZeRO."""
-    former.reload_model_params()  # weights may have been loaded since
+    """Return the FP32 values of a former optimizer's separate masters. Collective under ZeRO."""
+    former.reload_model_params()  # weights may have been loaded since the last step
     params = [p for group in former.param_groups for p in group["params"]]
     states: list[Any] = [former.state.get(p, {}) for p in params]
     if former.shard.ranks > 1:
@@ -67,7 +66,7 @@ def take_masters(former: LoopOptimizer) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def release(former: LoopOptimizer) -> None:
-    """Retire a former optimizer: its step raises, and it averages no gradient and keeps no state from now on."""
+    """Disable a former optimizer: its step raises, and it no longer averages gradients or has states."""
     former.register_step_pre_hook(_refuse_step)
     former.casts.detach()
     former.grad_sync, former.shard = None, Whole()
@@ -77,5 +76,5 @@ def release(former: LoopOptimizer) -> None:
 
 def _refuse_step(*_: Any) -> None:
     raise ValueError(
-        "a second msamp.initialize on the model has replaced this optimizer and taken its masters; step the one that it returned"
+        "a second msamp.initialize on the model replaced this optimizer and took its masters; step the optimizer that it returned"
     )

@@ -1,7 +1,7 @@
-"""How a torch optimizer is taken over: which recipe was asked for, what its parameter groups become, and how it retires.
+"""Replace a torch optimizer by one of this library: choose the recipe, convert its parameter groups, and disable it.
 
-`msamp.initialize` does it for a whole model, `msamp.integrations.fsdp` for one that `fully_shard` has cut. An integration of your own goes
-the same way:
+`msamp.initialize` does this for a whole model, and `msamp.integrations.fsdp` for a model sharded by `fully_shard`. Your own integration can
+do the same:
 
     recipe = chosen_recipe("O2", None, None)
     check_optimizer(adamw, recipe)
@@ -25,10 +25,10 @@ from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.states import parameter_kind
 from msamp.optim.updates import format_names
 
-ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # of torch.optim, and the update; None: the recipe's
+ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # class in torch.optim -> update; None: the recipe's
 _GRAD_FORMATS = tuple(fmt.name for fmt in ALL_FORMATS)
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
-_RETIRED = "_msamp_retired"  # attribute of an optimizer that was taken over
+_RETIRED = "_msamp_retired"  # attribute of an optimizer that was replaced
 _TORCH_ONLY = {*_UNSUPPORTED, "params", "foreach", "fused", "decoupled_weight_decay"}
 
 
@@ -40,7 +40,7 @@ def chosen_recipe(
     moment_rounding: str | None = None,
     grad_format: str | None = None,
 ) -> Recipe:
-    """The recipe that the arguments name together; O2 where they name none. Arguments as of `msamp.initialize`.
+    """Return the recipe that the arguments select, O2 by default. Arguments as in `msamp.initialize`.
 
     Raises:
         ValueError: for an unknown name, two recipes, one that scales the loss, and a cast or a gradient format for a recipe without FP8
@@ -49,7 +49,7 @@ def chosen_recipe(
     named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
     first, *others = named or [recipes.O2]
     if any(other != first for other in others):
-        raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; they say the same thing, so give one of them")
+        raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; both select the recipe, so pass only one of them")
     if first.scales_loss:
         raise ValueError(f"recipe {first.name!r} scales the loss, which an optimizer cannot do; use msamp.amp.initialize and scale_loss")
     first = first.with_rounding(master=master_rounding, moments=moment_rounding)
@@ -67,22 +67,22 @@ def chosen_recipe(
         raise ValueError(f"fp8_recipe is {fp8_recipe!r}; it must be one of {', '.join(GEMMS)}")
     if not first.fp8:
         raise ValueError(
-            f"fp8_recipe is {fp8_recipe!r}, and recipe {first.name!r} has no FP8 GEMM; drop it, or take a recipe with FP8 GEMMs"
+            f"fp8_recipe is {fp8_recipe!r}, but recipe {first.name!r} has no FP8 GEMM; drop it, or use a recipe with FP8 GEMMs"
         )
     return first.with_gemm(GEMMS[fp8_recipe])
 
 
 def update_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
-    """The update that a parameter group of an accepted optimizer asks for, or its defaults; None: the recipe's own, AdamW's."""
+    """Return the update for a parameter group of an accepted optimizer, or for its defaults; None: the recipe's own, AdamW."""
     name = ACCEPTED[type(optimizer).__name__]
     return "sgd" if name == "sgd-momentum" and not group["momentum"] else name
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """ValueError for an optimizer of another class than `ACCEPTED`, one taken over before, and options or parameters that the recipe's
-    updates do not take."""
+    """Raise a ValueError if the optimizer's class is not in `ACCEPTED`, it was already replaced, or the recipe's updates do not support its
+    options or parameters."""
     kind = type(optimizer).__name__
-    if kind not in ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon is of torch 2.9
+    if kind not in ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon exists since torch 2.9
         raise ValueError(
             f"optimizer is a {type(optimizer).__module__}.{kind}; accepted are torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, "
             "torch.optim.Muon, a list of them, and None (which makes an FP8AdamW with AdamW's defaults)"
@@ -96,8 +96,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         name = update_name(optimizer, group)
         if name is not None and recipe.states.update != FP32_STATES.update:
             raise ValueError(
-                f"recipe {recipe.name!r} has an update of its own, AdamW's in BF16, and the optimizer is a {kind}; give torch.optim.AdamW, "
-                "or take another recipe"
+                f"recipe {recipe.name!r} requires AdamW with BF16 arithmetic, but the optimizer is a {kind}; pass torch.optim.AdamW, or "
+                "use another recipe"
             )
         for states in map(recipe.formats_of, KINDS):
             update = updates.by_name(name or states.update)
@@ -108,17 +108,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group of an accepted optimizer decays weights apart from the gradient."""
+    """Whether a parameter group of an accepted optimizer has decoupled weight decay."""
     return bool(group.get("decoupled_weight_decay", type(optimizer).__name__ in ("AdamW", "Muon")))
 
 
 def parameter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """The parameter groups of `optimizer`, over the parameters of the converted model, with their names and formats.
+    """Return the parameter groups of `optimizer` over the parameters of the converted model, with their names and formats.
 
     Args:
         optimizer: an accepted one.
         model: converted.
-        recipe: that it was converted by.
+        recipe: of the conversion.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     groups: list[dict[str, Any]] = []
@@ -132,7 +132,7 @@ def parameter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, recipe:
 
 
 def check_groups(optimizers: Sequence[torch.optim.Optimizer], linear: Collection[torch.Tensor], recipe: Recipe) -> None:
-    """ValueError for what a LoopOptimizer would refuse of the groups of accepted optimizers, found on a trial that keeps nothing.
+    """Raise the ValueError that a LoopOptimizer would raise for the groups of accepted optimizers, by building a temporary one.
 
     Args:
         optimizers: accepted ones.
@@ -150,7 +150,7 @@ def check_groups(optimizers: Sequence[torch.optim.Optimizer], linear: Collection
 
 
 def defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Settings of a LoopOptimizer that give later groups the options of `optimizer`; of Adam's none."""
+    """Return the settings with which a LoopOptimizer gives later groups the options of `optimizer`; none for Adam."""
     usual = optimizer.defaults
     name = update_name(optimizer, usual)
     if name is None:
@@ -160,7 +160,7 @@ def defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def joined_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """One `state_dict` of several optimizers, as of one with all their groups."""
+    """Combine the `state_dict`s of several optimizers into that of one optimizer with all their groups."""
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     for each in optimizers:
@@ -171,8 +171,8 @@ def joined_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def retire(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice | None = None) -> None:
-    """Retire the given optimizer: its step raises, and its groups are those of `low`, or some of them, so that a scheduler bound to it,
-    before or after, sets the rates of `low`."""
+    """Disable the given optimizer: its step raises. It shares the groups of `low`, or some of them, so that a scheduler bound to it, before
+    or after, sets the learning rates of `low`."""
     optimizer.param_groups = low.param_groups if groups is None else low.param_groups[groups]
     optimizer.register_step_pre_hook(_refuse_step)
     setattr(optimizer, _RETIRED, True)
@@ -181,6 +181,6 @@ def retire(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice |
 
 def _refuse_step(*_: Any) -> None:
     raise ValueError(
-        "this optimizer was replaced by msamp.initialize and holds no states; step the one that it returned: "
+        "this optimizer was replaced by msamp.initialize and has no states; step the one that it returned: "
         "model, optimizer = msamp.initialize(model, optimizer)"
     )

@@ -1,11 +1,11 @@
-"""The Trainer of Hugging Face transformers, on any number of processes, with one line of another import.
+"""Hugging Face transformers' Trainer on any number of processes, by changing one import.
 
     from msamp.integrations.transformers import Trainer
 
     Trainer(model, arguments, train_dataset=rows, recipe="O2").train()
 
-The Trainer saves plain weights, which `from_pretrained` reads, and the optimizer's states as they are. A resumed run has the weights and
-states of the one that was saved; the windows of delayed scaling begin anew.
+The Trainer saves plain weights for `from_pretrained`, and the optimizer's states unchanged. A resumed run loads these weights and states;
+the windows of delayed scaling restart.
 """
 
 from typing import Any, cast
@@ -23,10 +23,9 @@ from msamp.numerics.recipe import Recipe
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer; its model and optimizer go through `msamp.initialize`.
+    """transformers' Trainer, which passes its model and optimizer to `msamp.initialize`.
 
-    A model and an optimizer that `msamp.initialize` has returned, with arguments of one's own, are taken as they are: give the optimizer
-    as `optimizers=(optimizer, None)`.
+    To use other arguments, call `msamp.initialize` yourself, and pass the model it returns and `optimizers=(optimizer, None)`.
 
     Args:
         args: transformers' own.
@@ -34,7 +33,7 @@ class Trainer(transformers.Trainer):
         settings: transformers' own.
 
     Raises:
-        ValueError: for several GPUs in one process, and for what `msamp.integrations.accelerate.Accelerator` refuses.
+        ValueError: for several GPUs in one process, or as in `msamp.integrations.accelerate.Accelerator`.
     """
 
     def __init__(self, *args: Any, recipe: str | Recipe | None = None, **settings: Any) -> None:
@@ -42,13 +41,13 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **settings)
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"one process has {self.args.n_gpu} GPUs, and DataParallel cannot hold FP8 weights; start one a GPU with torchrun"
+                f"one process has {self.args.n_gpu} GPUs, but DataParallel does not support FP8 weights; start one per GPU with torchrun"
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers', with an `Accelerator` that knows the model's optimizer."""
+        """As transformers', with our `Accelerator`."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = Accelerator  # the object stays as transformers has set it up
+        self.accelerator.__class__ = Accelerator  # keeps the object that transformers configured
         self.accelerator.recipe = self.recipe
         self.accelerator.check()
 

@@ -28,7 +28,7 @@ def test_what_stays_wide_of_swin_is_named():
 
 
 def test_a_convolutional_network_says_how_little_becomes_fp8():
-    with pytest.warns(UserWarning, match=r"less than half of the model's products(.*\n)+.*a convolution"):
+    with pytest.warns(UserWarning, match=r"less than half of the model's weight GEMMs(.*\n)+.*a convolution"):
         msamp.initialize(torchvision.models.resnet18(num_classes=16))
 
 

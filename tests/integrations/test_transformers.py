@@ -99,7 +99,9 @@ def test_experts_of_mixtral_are_named():
         num_local_experts=4,
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(config)
-    with pytest.warns(UserWarning, match=r"less than half of the model's products(.*\n)+.*Experts reads its own parameters \(gate_up_proj"):
+    with pytest.warns(
+        UserWarning, match=r"less than half of the model's weight GEMMs(.*\n)+.*Experts reads its own parameters \(gate_up_proj"
+    ):
         initialized(model)
 
 

@@ -122,10 +122,10 @@ def test_what_cannot_be_spread_and_what_cannot_be_paired_is_refused(monkeypatch:
     from msamp.integrations.accelerate import Accelerator
 
     made, model = Accelerator(cpu=True), net()
-    with pytest.raises(ValueError, match=r"2 models and 1 optimizers to convert; give one of each"):
+    with pytest.raises(ValueError, match=r"2 models and 1 optimizers to convert; pass one of each"):
         made.prepare(model, net(), torch.optim.AdamW(model.parameters()))
     monkeypatch.setattr(type(made), "distributed_type", property(lambda self: DistributedType.FSDP))
-    with pytest.raises(ValueError, match=r"accelerate is set to FSDP, which cannot hold FP8 weights; choose MULTI_GPU"):
+    with pytest.raises(ValueError, match=r"accelerate is set to FSDP, which does not support FP8 weights; choose MULTI_GPU"):
         made.check()
 
 

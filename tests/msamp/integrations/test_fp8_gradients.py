@@ -326,7 +326,7 @@ def test_a_model_that_is_moved_keeps_its_hooks_and_gradients():
     assert fired == ["before", "after"] * 2
 
 
-@pytest.mark.filterwarnings("ignore:no optimizer given holds")
+@pytest.mark.filterwarnings("ignore:no given optimizer has")
 def test_groups_added_and_layers_unfrozen_later():
     model = mlp().bfloat16()
     model[5].requires_grad_(False)

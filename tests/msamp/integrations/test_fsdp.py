@@ -344,10 +344,10 @@ def test_other_orders_are_refused_by_name():
         "ranks have different models \\(blocks.1.weight\\)",
         "build it from model.parameters\\(\\) after fully_shard",
         "load the model before fully_shard, or with msamp.integrations.fsdp.load_model",
-        "blocks.1.weight is torch.float16 with a scale .* torch.float32 .* was given",
-        "lacks or adds blocks.1.weight",
-        "is a DTensor already; call .*prepare\\(model\\) before fully_shard",
-        "is a ScalingTensor already",
+        "blocks.1.weight is torch.float16 with a scale .*, but the state has torch.float32",
+        "missing or unknown names: blocks.1.weight",
+        "is already a DTensor; call .*prepare\\(model\\) before fully_shard",
+        "is already a ScalingTensor",
         "is not sharded; call torch.distributed.fsdp.fully_shard",
         "no sharded FP8 weight; call msamp.integrations.fsdp.prepare",
         "clipping norm is -1.0",
@@ -361,10 +361,10 @@ def test_other_orders_are_refused_by_name():
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"recipe": "O3"}, "'O3' stores weights in fp8-e4m3 beside masters in fp16, .* take O1 or O2"),
-        ({"recipe": "coat"}, "'coat' stores weights .* take O1 or O2"),
+        ({"recipe": "O3"}, "'O3' stores weights in fp8-e4m3 and masters in fp16, .* use O1 or O2"),
+        ({"recipe": "coat"}, "'coat' stores weights .* use O1 or O2"),
         ({"recipe": "bf16"}, "'bf16' has no FP8 GEMM; use torch's fully_shard"),
-        ({"recipe": "O2", "fp8_recipe": "blockwise"}, "one scale a tensor; take fp8_recipe 'delayed'"),
+        ({"recipe": "O2", "fp8_recipe": "blockwise"}, "one scale per tensor; use fp8_recipe 'delayed'"),
     ],
 )
 def test_recipes_without_a_sharded_form_are_refused(options, wanted):

@@ -394,7 +394,7 @@ def test_distributed_data_parallel_is_refused(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(mlp())
-        with pytest.raises(ValueError, match=r"DistributedDataParallel cannot hold FP8 weights; give model\.module"):
+        with pytest.raises(ValueError, match=r"DistributedDataParallel does not support FP8 weights; pass model\.module"):
             msamp.initialize(model, adamw(model))
         assert_untouched(model)
         _, optimizer = msamp.initialize(model.module, adamw(model))  # a group of one is one process

@@ -32,11 +32,11 @@ def test_a_model_that_fsdp_has_cut_is_refused_by_name(tmp_path, inside):
             model = cut(mlp())
             model = nn.ModuleDict({"inner": model}) if inside else model
             where = r" \(around inner\)" if inside else ""
-            with pytest.raises(ValueError, match=rf"{kind}{where} cannot hold FP8 weights; give the model before it is cut.*zero=True"):
+            with pytest.raises(ValueError, match=rf"{kind}{where} does not support FP8 weights; pass the unsharded model.*zero=True"):
                 msamp.initialize(model, torch.optim.AdamW(model.parameters()))
         model, mesh = mlp(), init_device_mesh("cpu", (1,))
         model[0].weight = torch.nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match=r"0\.weight is a DTensor; give the model before it is cut.*fsdp\.prepare\(model\) before"):
+        with pytest.raises(ValueError, match=r"0\.weight is a DTensor; pass the unsharded model.*fsdp\.prepare\(model\) before"):
             msamp.initialize(model, torch.optim.AdamW(model.parameters()))
     finally:
         torch.distributed.destroy_process_group()
@@ -106,9 +106,9 @@ def test_each_wrapper_is_refused_on_two_processes_in_both_orders():
         for name, text in found.items():
             kind, _, when = name.partition(" ")
             if when == "before":
-                assert re.match(rf"{kind} cannot hold FP8 weights; give ", text)
+                assert re.match(rf"{kind} does not support FP8 weights; pass ", text)
             elif name == "DistributedDataParallel after":
-                assert "averages the gradients itself; use the model as it is" in text
+                assert "averages the gradients itself; use the model without a wrapper" in text
             else:
                 assert re.search(way, text)
 
@@ -119,10 +119,10 @@ def test_what_became_fp8_is_logged_and_little_or_nothing_is_warned_of(caplog):
         warnings.simplefilter("error")
         msamp.initialize(mlp(), opt_level="O2")
     assert "3 of 3 layers with weights are in FP8: 98.1% of the parameters, 100.0% of the FLOPs" in caplog.text
-    with pytest.warns(UserWarning, match=r"recipe 'O2' has changed no layer.*\n0 of 1 .*\n.*a convolution: 0"):
+    with pytest.warns(UserWarning, match=r"recipe 'O2' converted no layer.*\n0 of 1 .*\n.*a convolution: 0"):
         msamp.initialize(nn.Sequential(nn.Conv2d(3, 8, 3)))
     with pytest.warns(
-        UserWarning, match=r"less than half of the model's products.*\n1 of 2 .* 33\.3% of the FLOPs(.*\n)+.*a convolution: 0"
+        UserWarning, match=r"less than half of the model's weight GEMMs.*\n1 of 2 .* 33\.3% of the FLOPs(.*\n)+.*a convolution: 0"
     ):
         msamp.initialize(nn.Sequential(nn.Conv1d(32, 32, 2), nn.Linear(32, 32)))
     with warnings.catch_warnings():

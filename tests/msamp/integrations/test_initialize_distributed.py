@@ -262,7 +262,7 @@ def test_saved_by_one_rank_and_loaded_by_all_it_goes_on_bit_for_bit(ranks):
 @pytest.mark.parametrize(("bad", "text"), [
     ("level", r"precision 'O4' is unknown; choose one of fp32, .*O1, O2, O3"),
     ("optimizer", r"Adagrad; accepted are torch\.optim\.AdamW"),
-    ("stray", r"1 of the optimizer's 13 parameters are not in this model.*build one optimizer a model"),
+    ("stray", r"1 of the optimizer's 13 parameters are not in this model.*build one optimizer per model"),
     ("shape", r"ranks 0 and 1 of the group have different models \(.*weight \(16, 32\) torch\.float32.*build the same one on every rank"),
     ("frozen", r"different models \(.*weight \(16, 32\) torch\.float32, no gradient"),
     ("nan", r"body\.3\.weight holds 128 values that are NaN or infinite"),
@@ -274,4 +274,4 @@ def test_bad_input_is_refused_on_every_rank(ranks, bad, text):
 
 
 def test_a_rank_outside_the_group_is_refused(ranks):
-    assert ranks[1]["refusals"]["group"] == "rank 1 is not in the group given; pass the group of its own data-parallel ranks"
+    assert ranks[1]["refusals"]["group"] == "rank 1 is not in the given group; pass the group of its own data-parallel ranks"

@@ -199,11 +199,11 @@ def test_what_cannot_be_is_refused_before_a_layer_is_converted():
     muon, adamw = of_torch("muon", model)
     sgd, bf16 = of_torch("sgd", model), mlp().bfloat16()
     cases = [
-        (model, muon, "O2", r"torch.optim.Muon leaves 4 parameters to another optimizer \(0.bias, .*give both"),
-        (model, [muon, adamw, *sgd], "O2", "a parameter is in two of the optimizers"),
+        (model, muon, "O2", r"torch.optim.Muon leaves out 4 parameters \(0.bias, .*pass their optimizer too"),
+        (model, [muon, adamw, *sgd], "O2", "a parameter is in two of the given optimizers"),
         (model, [], "O2", "an empty list"),
         (model, sgd, "coat", "m is coat-e4m3, which has no scale per tensor"),
-        (bf16, of_torch("sgd", bf16), "collage-plus", "has an update of its own, AdamW's in BF16, and the optimizer is a SGD"),
+        (bf16, of_torch("sgd", bf16), "collage-plus", "requires AdamW with BF16 arithmetic, but the optimizer is a SGD"),
         (model, torch.optim.SGD(model.parameters(), maximize=True), "O2", "optimizer option maximize=True"),
     ]
     for module, given, of, message in cases:

@@ -355,15 +355,15 @@ def assert_untouched(model: nn.Module, before: list[torch.Tensor]) -> None:
     (Net, {"opt_level": "o2"}, r"precision 'o2' is unknown; choose one of fp32"),
     (Net, {"recipe": ""}, r"precision '' is unknown"),
     (Net, {"recipe": 2}, r"precision 2 is unknown"),
-    (Net, {"recipe": "coat", "opt_level": "O2"}, r"recipe is 'coat' and opt_level is 'O2'; .*give one of them"),
+    (Net, {"recipe": "coat", "opt_level": "O2"}, r"recipe is 'coat' and opt_level is 'O2'; .*pass only one of them"),
     (Net, {"recipe": MINE, "opt_level": "O2"}, r"recipe is 'o2-with-fp32-v' and opt_level is 'O2'"),
     (Net, {"recipe": "fp16-amp"}, r"recipe 'fp16-amp' scales the loss.*use msamp\.amp\.initialize"),
     (Net, {"fp8_recipe": "rowwise"}, r"fp8_recipe is 'rowwise'; it must be one of delayed, tensorwise, blockwise"),
-    (Net, {"recipe": "bf16", "fp8_recipe": "mxfp8"}, r"fp8_recipe is 'mxfp8', and recipe 'bf16' has no FP8 GEMM; drop it"),
-    *((Net, {"recipe": name}, rf"float32; recipe '{name}' takes a model in torch\.bfloat16 \(model\.bfloat16\(\)") for name in COLLAGE),
-    (lambda: Net().bfloat16(), {"recipe": "fp32"}, r"torch\.bfloat16; recipe 'fp32' takes a model in torch\.float32 \(model\.float\(\)"),
-    (lambda: Net().half(), {"recipe": "O2"}, r"torch\.float16; recipe 'O2' takes a model in torch\.float32 or torch\.bfloat16"),
-    (lambda: Net().half(), {"recipe": "bf16"}, r"torch\.float16; recipe 'bf16' takes a model in torch\.float32 or torch\.bfloat16"),
+    (Net, {"recipe": "bf16", "fp8_recipe": "mxfp8"}, r"fp8_recipe is 'mxfp8', but recipe 'bf16' has no FP8 GEMM; drop it"),
+    *((Net, {"recipe": name}, rf"float32; recipe '{name}' requires a model in torch\.bfloat16 \(model\.bfloat16\(\)") for name in COLLAGE),
+    (lambda: Net().bfloat16(), {"recipe": "fp32"}, r"torch\.bfloat16; recipe 'fp32' requires a model in torch\.float32 \(model\.float\(\)"),
+    (lambda: Net().half(), {"recipe": "O2"}, r"torch\.float16; recipe 'O2' requires a model in torch\.float32 or torch\.bfloat16"),
+    (lambda: Net().half(), {"recipe": "bf16"}, r"torch\.float16; recipe 'bf16' requires a model in torch\.float32 or torch\.bfloat16"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused_by_name(model, options, text):
     made = model()

@@ -51,7 +51,7 @@ def with_extra(dtype: torch.dtype) -> nn.Module:
 
 WITHOUT = {
     "meta": (lambda: nn.Sequential(nn.Linear(32, 64, device="meta")), r"0\.weight is on the meta device.*to_empty"),
-    "lazy": (lambda: nn.Sequential(nn.Linear(32, 64), nn.LazyLinear(64)), r"1\.weight is of a lazy module.*run a forward"),
+    "lazy": (lambda: nn.Sequential(nn.Linear(32, 64), nn.LazyLinear(64)), r"1\.weight belongs to a lazy module.*run a forward"),
     "complex": (lambda: with_extra(torch.complex64), r"extra is torch\.complex64.*view_as_real"),
     "integer": (lambda: with_extra(torch.int64), r"extra is torch\.int64.*register_buffer"),
 }

@@ -224,7 +224,7 @@ def test_zero_grad_drops_gradients_that_have_left():
             assert plain == spoilt
         assert "cannot be copied or pickled" in found["copy"]
         assert "(the optimizer's zero_grad() does; the model's cannot)" in found["the model's zero_grad"]
-        assert "save state_dict(), or build the copy's own with msamp.initialize" in found["copy"]
+        assert "save state_dict(), and load it into an optimizer that msamp.initialize returns" in found["copy"]
 
 
 def to_none(model: nn.Module) -> None:
@@ -358,7 +358,9 @@ def test_the_average_is_clipped_on_several_processes_by_us_and_after_synchronize
         (told,) = free["told"]
         assert "msamp.clip_grad_norm_" in told
         assert second["nothing", zero]["told"] == []
-    assert "each has the averaged gradients of its own share alone; clip with msamp.clip_grad_norm_" in first["refused", True]["zero"]
+    assert (
+        "each process only has the averaged gradients of its own shard; clip with msamp.clip_grad_norm_" in first["refused", True]["zero"]
+    )
     assert "2 optimizers that average gradients apart" in first["refused", True]["two"]
 
 
@@ -380,6 +382,6 @@ def test_on_one_process_clipping_is_torch_s():
 @pytest.mark.promise("Hosts", "DistributedDataParallel around a converted model is refused by name with the fix.")
 def test_distributed_data_parallel_around_the_model_is_refused():
     low, optimizer = msamp.initialize(net())
-    with pytest.raises(ValueError, match=r"averages the gradients itself; use the model as it is.*accelerate\.Accelerator"):
+    with pytest.raises(ValueError, match=r"averages the gradients itself; use the model without a wrapper.*accelerate\.Accelerator"):
         nn.parallel.DistributedDataParallel(low, process_group=object())
     copy.deepcopy((low, optimizer))

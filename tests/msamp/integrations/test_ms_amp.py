@@ -35,7 +35,7 @@ def test_alone_nothing_is_said():
 def test_in_one_folder_it_is_refused_before_a_layer_is_converted(site):
     (site / "msamp").symlink_to(PACKAGE)
     model = nn.Sequential(nn.Linear(32, 32))
-    with pytest.raises(ValueError, match=r"^MS-AMP 0\.4\.0 is installed in .* pip uninstall ms-amp msamp, then install the one"):
+    with pytest.raises(ValueError, match=r"^MS-AMP 0\.4\.0 is also installed in .* pip uninstall ms-amp msamp, then install the one"):
         msamp.initialize(model)
     assert type(model[0]) is nn.Linear
 
@@ -45,7 +45,7 @@ def test_elsewhere_it_is_named_where_the_caller_of_initialize_stands(site):
     def initialize():
         check_alone()
 
-    with pytest.warns(UserWarning, match=r"^MS-AMP 0\.4\.0 is installed too .*; import msamp takes this package") as told:
+    with pytest.warns(UserWarning, match=r"^MS-AMP 0\.4\.0 is also installed .*; import msamp imports this package") as told:
         initialize()
     assert [warning.filename for warning in told if "MS-AMP" in str(warning.message)] == [__file__]
 
@@ -90,14 +90,14 @@ def test_the_trainer_names_ms_amp_that_was_installed_later_and_what_it_took_alon
     (theirs / "METADATA").write_text("Metadata-Version: 2.1\nName: ms-amp\nVersion: 0.4.0\n")
     run = started(installed)
     assert run.returncode == 2
-    assert run.stderr.startswith("error: MS-AMP 0.4.0 is installed in ")
-    assert "pip uninstall ms-amp msamp, then install the one of them that is wanted" in run.stderr
+    assert run.stderr.startswith("error: MS-AMP 0.4.0 is also installed in ")
+    assert "pip uninstall ms-amp msamp, then install the one that you need" in run.stderr
     shutil.rmtree(theirs)
     for gone in ("optim/optimizer.py", "nn/linear.py"):
         (installed / "msamp" / gone).unlink()
     run = started(installed)
     assert run.returncode == 2
-    assert run.stderr.startswith("error: 2 files of msamp 0.1.0 are gone (msamp/")
+    assert run.stderr.startswith("error: 2 files of msamp 0.1.0 are missing (msamp/")
     shutil.rmtree(installed / "msamp" / "integrations")
     run = started(installed)
     assert run.returncode == 2

@@ -54,14 +54,14 @@ def test_a_second_stage_of_the_same_recipe_keeps_the_masters_and_retires_the_fir
     moved, stepped, words = jump(level)
     assert moved < 1e-4
     assert stepped > 0
-    assert "has replaced this optimizer" in words[0]
+    assert "replaced this optimizer" in words[0]
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])  # O3 under ZeRO
 def test_a_second_stage_on_two_processes_keeps_the_masters(level):
     for moved, _, words in dist.run(jump, 2, level):
         assert moved < 1e-4
-        assert "has replaced this optimizer" in words[0]
+        assert "replaced this optimizer" in words[0]
 
 
 @pytest.mark.parametrize(("first", "second"), [("O1", "O3"), ("O3", "coat"), ("O2", "fp32"), ("coat", "bf16")])
@@ -69,7 +69,7 @@ def test_another_way_to_store_or_cast_weights_is_refused_with_the_standing_recip
     model = mlp()
     model, optimizer = msamp.initialize(model, adamw(model), recipe=first)
     before = {name: x.clone() for name, x in msamp.plain_state_dict(model, optimizer).items()}
-    with pytest.raises(ValueError, match=rf"0 is in FP8 already by '{first}'.*recipe '{second}'.*plain_state_dict"):
+    with pytest.raises(ValueError, match=rf"0 is already in FP8 with '{first}'.*recipe '{second}'.*plain_state_dict"):
         msamp.initialize(model, adamw(model), recipe=second)
     assert all(x.equal(before[name]) for name, x in msamp.plain_state_dict(model, optimizer).items())
     train(model, optimizer, 1)
@@ -78,9 +78,9 @@ def test_another_way_to_store_or_cast_weights_is_refused_with_the_standing_recip
 def test_an_optimizer_over_other_parameters_is_refused_with_the_list_form():
     model = mlp()
     first, second = torch.optim.AdamW(model[0].parameters()), torch.optim.AdamW(model[2].parameters())
-    with pytest.warns(UserWarning, match="no optimizer given holds"):
+    with pytest.warns(UserWarning, match="no given optimizer has"):
         model, low = msamp.initialize(model, first, recipe="O2")
-    with pytest.raises(ValueError, match=r"over other parameters.*in a list, msamp\.initialize\(model, \[first, second\]\)"):
+    with pytest.raises(ValueError, match=r"for other parameters.*in one list, msamp\.initialize\(model, \[first, second\]\)"):
         msamp.initialize(model, second, recipe="O2")
     with pytest.raises(ValueError, match=r"replaced by an earlier msamp\.initialize"):
         msamp.initialize(model, first, recipe="O2")

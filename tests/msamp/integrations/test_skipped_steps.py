@@ -223,7 +223,7 @@ def test_two_scales_of_the_loss_are_refused():
     _, optimizer = made("O2")
     optimizer.loss_scale = LossScaler(8.0)
     optimizer.grad_scale = torch.tensor(8.0)
-    with pytest.raises(ValueError, match="has a loss_scale and GradScaler scales the loss too; take one of the two"):
+    with pytest.raises(ValueError, match="has a loss_scale, and GradScaler scales the loss too; use one of the two"):
         optimizer.step()
 
 
@@ -419,7 +419,7 @@ def on_ranks(name: str) -> dict[str, Any]:
     model, optimizer = struck
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, 0)).backward()
-    with pytest.raises(ValueError, match=r"GradScaler has seen no gradient.*call optimizer\.synchronize\(\) before"):
+    with pytest.raises(ValueError, match=r"GradScaler found no gradient.*call optimizer\.synchronize\(\) before"):
         scaler.step(optimizer)
     return found
 

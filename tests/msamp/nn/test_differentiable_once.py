@@ -58,7 +58,7 @@ def test_layers_that_a_filter_keeps_have_second_derivatives():
     x, f = make("normal", (2, 32)), lambda x: model(x).sum()
     want = functional.hvp(f, x, torch.ones_like(x))[1]
     kept = msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r"^[02]$"))
-    with pytest.warns(UserWarning, match="changed no layer"):
+    with pytest.warns(UserWarning, match="converted no layer"):
         msamp.initialize(model, None, recipe="O2", accept=kept)
     assert functional.hvp(f, x, torch.ones_like(x))[1].equal(want)
 
