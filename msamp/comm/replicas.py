@@ -37,23 +37,25 @@ def checksum(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def faults(weights: Mapping[str, Tensor], peers: Peers) -> list[str]:
+def faults(weights: Mapping[str, Tensor], peers: Peers, *, finite: bool = True) -> list[str]:
     """Return one line per tensor that differs between the ranks or is not finite on one of them. Collective; waits for the device.
 
     Args:
         weights: by name, ScalingTensors or plain tensors, the same ones in the same order on every rank.
         peers: the ranks that hold a copy.
+        finite: whether a weight that is not finite is a fault too; without it a rank alone has nothing to do.
 
     Returns:
         The same lines on every rank, with global rank numbers.
     """
-    if not weights:
+    if not weights or (peers.ranks == 1 and not finite):
         return []
     tensors = [x.detach() for x in weights.values()]
     sums = torch.stack([checksum(x) for x in tensors])
-    tables = Tables(tensors[0].device)
-    amaxes = ops.grad_stats(tables, [_by_rows(x) for x in tensors], squares=False)[0][0]
-    spoiled = (~amaxes.isfinite()).to(torch.int64)
+    spoiled = torch.zeros_like(sums)
+    if finite:
+        amaxes = ops.grad_stats(Tables(tensors[0].device), [_by_rows(x) for x in tensors], squares=False)[0][0]
+        spoiled = (~amaxes.isfinite()).to(torch.int64)
     largest = peers.all_reduce(torch.stack([sums, ~sums, spoiled]), dist.ReduceOp.MAX, "the weights' checksums", None)
     suspect = ((largest[0] != ~largest[1]) | (largest[2] > 0)).nonzero().flatten()
     if not suspect.numel():

@@ -73,7 +73,10 @@ class TrainingConfig:
         legal=Interval(0, 125),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
-        "iterations between checks that all data-parallel copies of the weights are finite and equal bit by bit", None, legal=COUNT
+        "iterations between checks that all data-parallel copies of the weights are finite and equal bit by bit; before a save they are "
+        "compared always",
+        None,
+        legal=COUNT,
     )
     cuda_graph: str | None = setting(
         "replay forward and backward of a micro-batch as a CUDA graph, or with step the update too; derived: step where possible",

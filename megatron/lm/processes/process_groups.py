@@ -5,6 +5,7 @@ import gc
 import os
 import random
 from datetime import timedelta
+from functools import partial
 
 import numpy
 import torch
@@ -16,6 +17,7 @@ from megatron.lm.config import Config
 from megatron.lm.processes import rendezvous
 from megatron.lm.processes.cpu_home import enter_cpu_home
 from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment
+from megatron.lm.processes.same_settings import check_same_settings
 
 # Collectives time out this much later than the run's watchdog, which prints first: their own errors do not name a rank.
 GRACE_SECONDS = 30.0
@@ -34,7 +36,7 @@ def initialize(config: Config) -> None:
 
     Raises:
         ValueError: if the environment is invalid (`launch_from_environment`), this machine has more processes than GPUs, NCCL has no GPU,
-            or the number of processes is not a multiple of tensor x pipeline parallel size.
+            the number of processes is not a multiple of tensor x pipeline parallel size, or ranks have different settings.
         RunStopped: if the processes do not meet within `--distributed-timeout-minutes`.
     """
     parallel = config.parallel
@@ -52,9 +54,12 @@ def initialize(config: Config) -> None:
     limit = timedelta(minutes=parallel.distributed_timeout_minutes)
     timeout = limit + timedelta(seconds=GRACE_SECONDS)
     with contextlib.ExitStack() as meeting:
-        if not torch.distributed.is_initialized():
+        check = partial(check_same_settings, rank=launch.rank, world_size=launch.world_size, config=config)
+        if torch.distributed.is_initialized():
+            check(torch.distributed.distributed_c10d._get_default_store())
+        else:
             meeting.enter_context(rendezvous.deadline(launch.rank, launch.world_size, limit))
-            rendezvous.join(backend, launch.rank, launch.world_size, limit, timeout)
+            rendezvous.join(backend, launch.rank, launch.world_size, limit, timeout, check)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -22,7 +22,14 @@ from megatron.lm.errors import RunStopped
 LATE_SECONDS = 5.0  # after the limit, since errors of torch and `meet` have more details
 
 
-def join(backend: str, rank: int, world_size: int, limit: timedelta, timeout: timedelta) -> None:
+def join(
+    backend: str,
+    rank: int,
+    world_size: int,
+    limit: timedelta,
+    timeout: timedelta,
+    check: Callable[[torch.distributed.Store], None] = lambda store: None,
+) -> None:
     """Create the default process group. A single process without MASTER_ADDR needs neither port nor host name.
 
     Args:
@@ -30,6 +37,7 @@ def join(backend: str, rank: int, world_size: int, limit: timedelta, timeout: ti
         rank, world_size: of this process.
         limit: time for all processes to connect.
         timeout: of later collectives.
+        check: called with the store before there are groups; what it raises ends the meeting.
 
     Raises:
         ValueError: if MASTER_ADDR or MASTER_PORT is missing or invalid.
@@ -52,6 +60,7 @@ def join(backend: str, rank: int, world_size: int, limit: timedelta, timeout: ti
         except RuntimeError as error:
             raise RunStopped(_why(error, host, port, world_size, limit)) from error
         store.set_timeout(timeout)
+    check(store)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -1,4 +1,6 @@
-"""Stops a run where the data-parallel copies of the weights are no longer the same: `--check-weight-hash-across-dp-replicas-interval`."""
+"""Stops a run where the data-parallel copies of the weights are no longer the same: before every save, and every
+`--check-weight-hash-across-dp-replicas-interval`.
+"""
 
 import torch.distributed as dist
 
@@ -10,14 +12,19 @@ from msamp.comm.replicas import faults
 NAMED = 8  # faults that a message names
 
 
-def check_replicas(training: Training, iteration: int) -> None:
+def check_replicas(training: Training, iteration: int, *, finite: bool = True) -> None:
     """Compare the copies, of every part of the model. Collective; waits for the device.
+
+    Args:
+        training: whose weights are compared.
+        iteration: after which, for the message.
+        finite: whether a weight that is NaN or infinite is a fault too; a save writes such weights, as an unhealthy checkpoint.
 
     Raises:
         RunStopped: on every rank, naming tensors and ranks, where copies differ or a weight is NaN or infinite anywhere.
     """
     training.optimizer.wait()
-    mine = faults({name: p for p, name in parameter_names(training.model).items()}, training.grad_sync.peers)
+    mine = faults({name: p for p, name in parameter_names(training.model).items()}, training.grad_sync.peers, finite=finite)
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
     found = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy says the same

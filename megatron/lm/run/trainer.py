@@ -20,6 +20,7 @@ from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.masked import MASKED, masked, model_vocabulary
+from megatron.lm.data.same_data import check_same_data
 from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.errors import RunStopped
 from megatron.lm.graphs import step_graph
@@ -60,6 +61,8 @@ class Trainer:
         self.config = config
         self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
+        splits = {"training": self.train_data, "validation": self.valid_data, "test": self.test_data}
+        check_same_data(splits, self.tokenizer, config.training.seed)
         vocab_size = model_vocabulary(config, self.tokenizer)
         self.training = build_training(config, vocab_size)
         if self.train_data is not None:
@@ -336,6 +339,8 @@ class Trainer:
 
     def _save(self, *, persistent: bool = True) -> None:
         if self.saver is not None:
+            self.watchdog.at("comparing weights")
+            check_replicas(self.training, self.training.iteration, finite=False)  # a checkpoint of copies that differ cannot be resumed
             self.watchdog.at("saving")
             if self.saver.save(persistent=persistent) and persistent:
                 self.rollback.saved(self.training.iteration)

@@ -1,0 +1,91 @@
+"""Checks at the start that all ranks have the same settings.
+
+Nothing else notices that they differ: collectives need the same shapes, and a learning rate, a seed or a weight decay has none. Such ranks
+train to the end, each copy of the weights its own, and no checkpoint of them can be resumed. The ranks compare through the rendezvous
+store, before there are process groups, since groups of different grids would wait for each other.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from megatron.lm.config import Config, flag
+from megatron.lm.config.cli import config_to_dict
+
+# Files and folders that may be elsewhere on each machine: what a run writes, and data, whose content `data.same_data` compares.
+PLACES = frozenset(
+    {
+        *("save", "emergency_save", "tensorboard_dir", "metrics_file", "record_precision", "fp8_gain_cache", "data_cache_path"),
+        *("data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model", "vocab_file", "merge_file"),
+    }
+)
+# Of these, on which ranks they are given makes no difference: rank 0's alone count, or none needs another rank.
+_FREE = frozenset({"save", "emergency_save", "tensorboard_dir", "metrics_file", "fp8_gain_cache", "data_cache_path"})
+READ_SECONDS = 10.0  # for which rank 0, where the store is, stays so that the others can read why the run ends
+_LISTED = 4  # ranks that a message lists
+
+
+def described(config: Config) -> dict[str, Any]:
+    """What must be the same on all ranks, by flag: settings, of places whether they are given, and versions."""
+    settings = {name: value for section in config_to_dict(config).values() for name, value in section.items()}
+    found = {flag(name): bool(value) if name in PLACES else value for name, value in settings.items() if name not in _FREE}
+    packages = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
+    return found | {f"the version of {name}": str(number) for name, number in packages.items()}
+
+
+def check_same_settings(store: Store, rank: int, world_size: int, config: Config) -> None:
+    """Compare `described` between all ranks, which call this alike.
+
+    Args:
+        store: where ranks can read what others have written.
+        rank, world_size: of this process.
+        config: its settings.
+
+    Raises:
+        ValueError: on every rank, where settings differ; it names each flag, its values and their ranks.
+    """
+    if world_size == 1:
+        return
+    call = store.add(f"settings/calls/{rank}", 1)  # the store may outlive several runs of these processes
+    mine, verdict = f"settings/{call}/{rank}", f"settings/{call}/verdict"
+    if rank:
+        store.set(mine, json.dumps(described(config)))
+        problem = store.get(verdict).decode()
+        store.add(f"settings/{call}/read", 1)
+    else:
+        others = [json.loads(store.get(f"settings/{call}/{other}")) for other in range(1, world_size)]
+        problem = differences([json.loads(json.dumps(described(config))), *others])
+        store.set(verdict, problem)
+        end = time.monotonic() + READ_SECONDS
+        while problem and store.add(f"settings/{call}/read", 0) < world_size - 1 and time.monotonic() < end:
+            time.sleep(0.01)
+    if problem:
+        raise ValueError(f"the ranks have different settings: {problem}. Start all of them with the same command")
+
+
+def differences(settings: Sequence[Mapping[str, Any]]) -> str:
+    """The settings that are not the same for all ranks, with their values and ranks, as words; empty where all agree.
+
+    Args:
+        settings: by name, of each rank.
+    """
+    found = []
+    for name in dict.fromkeys(name for each in settings for name in each):
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, each in enumerate(settings):
+            ranks[json.dumps(each[name]) if name in each else "unknown"].append(rank)
+        if len(ranks) > 1:
+            found.append(f"{name} is {', '.join(f'{value} on {listed(of)}' for value, of in ranks.items())}")
+    return "; ".join(found)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 1, 2, 3 and 4 more`."""
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_LISTED]))}{more}"
