@@ -5,6 +5,7 @@ A line moves to another block where its feature is built.
 
 LINES = {
     "accepted": """
+--first-last-layers-bf16
 --swiglu
 --normalization RMSNorm
 --disable-bias-linear
@@ -239,7 +240,6 @@ LINES = {
 --profile-step-start 4 --profile-step-end 6
 --use-pytorch-profiler
 --no-fp8-wgrad
---first-last-layers-bf16
 --multi-latent-attention
 --spec megatron.core.models.gpt x
 --standalone-embedding-stage

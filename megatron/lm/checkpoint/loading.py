@@ -370,6 +370,8 @@ def _say_what_changed(training: Training, taken: _Taken, info: dict[str, Any]) -
         changed += [f"{flag(name)} {before} -> {after}"] if before != after else []
     linears = [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)]
     changed += [f"linear layers in BF16 {' -> '.join(linears)}"] if linears[0] != linears[1] else []
+    whole = [", ".join(str(layer + 1) for layer in sorted(config.layers_in_bf16)) or "none" for config in (was, now)]
+    changed += [f"layers in BF16 {' -> '.join(whole)}"] if whole[0] != whole[1] else []
     if info["processes"] != dist.get_world_size():
         changed.append(f"{info['processes']} processes -> {dist.get_world_size()}")
     if dist.get_rank() == 0 and (changed or taken.requantised):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.schema import COUNT, NON_NEGATIVE, POSITIVE, Interval, flag, setting
+from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Interval, flag, setting
 
 if TYPE_CHECKING:
     from msamp.nn.saved_activations import Saved
@@ -144,6 +144,11 @@ class PrecisionConfig(RecipeConfig):
         None,
         choices=LINEARS,
     )
+    first_last_layers_bf16: bool = setting(
+        "keep the linear layers and the attention of the first and the last transformer layers in BF16 at O1 to O3 and with coat", False
+    )
+    num_layers_at_start_in_bf16: int = setting("first layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
+    num_layers_at_end_in_bf16: int = setting("last layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
     output_layer_precision: str = setting(
         "the LM head's products for the training loss: in the compute dtype, or at O1 to O3 and with coat in FP8 with scales just in time, "
         "with fp8 the one that makes the logits, with fp8-all its two gradients too; logits that are handed out stay in the compute dtype",

@@ -1,14 +1,14 @@
 """`Config`: one of each section, and what follows from several of them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron.lm.config.batch_sizes import BatchSizes, Ramp
 from megatron.lm.config.model import ModelConfig
 from megatron.lm.config.outputs import CheckpointConfig, FaultConfig, LoggingConfig
 from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
-from megatron.lm.config.precision import PrecisionConfig
+from megatron.lm.config.precision import LINEARS, PrecisionConfig
 from megatron.lm.config.training import DataConfig, OptimizerConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -71,8 +71,24 @@ class Config:
         return self.parallel.use_distributed_optimizer or self.precision.named.shards_optimizer
 
     @property
+    def layers_in_bf16(self) -> frozenset[int]:
+        """The transformer layers, counted from 0, that `--first-last-layers-bf16` keeps in BF16 as a whole."""
+        precision, layers = self.precision, range(self.model.num_layers)
+        if not precision.first_last_layers_bf16:
+            return frozenset()
+        end = self.model.num_layers - precision.num_layers_at_end_in_bf16
+        return frozenset(layers[: precision.num_layers_at_start_in_bf16]) | frozenset(layers[max(0, end) :])
+
+    def of_layer(self, layer: int) -> "Config":
+        """The configuration of a model all of whose layers are as this one, counted from 0, is here."""
+        if layer not in self.layers_in_bf16:
+            return replace(self, precision=replace(self.precision, first_last_layers_bf16=False)) if self.layers_in_bf16 else self
+        plain = replace(self.precision, first_last_layers_bf16=False, bf16_linears=LINEARS, attention_precision="bf16")
+        return replace(self, precision=plain)
+
+    @property
     def fuses_layers(self) -> bool:
-        """Whether the transformer layers are fused, see `fuses`."""
+        """Whether the transformer layers are fused, but those of `layers_in_bf16`, see `fuses`."""
         return self.fuses(self.precision.recipe)
 
     def fuses(self, recipe: "Recipe") -> bool:

@@ -205,11 +205,24 @@ def describe(config: Config, choice: Fp8LayerChoice) -> str:
         gains = {slot: f"{choice.gains[slot]:.2f}" for slot in slots if slot in choice.gains}
         alike = f"gain {next(iter(gains.values()))}" if len(set(gains.values())) == 1 else ""
         told = alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
-        counts.append(f"{config.model.num_layers * len(slots)} {name}" + (f" ({told})" if told else ""))
+        number = (config.model.num_layers - len(config.layers_in_bf16)) * len(slots)
+        if name == "BF16":
+            number += len(config.layers_in_bf16) * len(LINEARS)
+            told = "; ".join(filter(None, (told, _whole_layers(config))))
+        counts.append(f"{number} {name}" + (f" ({told})" if told else ""))
     if not config.precision.named.fp8:
         by = "of Transformer Engine" if isinstance(config.precision.named, PeerRecipe) else str(config.precision.named.compute)
         counts = [f"{config.model.num_layers * len(LINEARS)} {by}"]
     return f"linear layers: {', '.join(counts)}; {choice.reason}"
+
+
+def _whole_layers(config: Config) -> str:
+    """`layers 1, 2 and 12 as a whole`, counted from 1; nothing where there is none."""
+    numbers = [str(layer + 1) for layer in sorted(config.layers_in_bf16)]
+    if not numbers:
+        return ""
+    listed = f"layers {', '.join(numbers[:-1])} and {numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
+    return f"{listed} as a whole"
 
 
 def measure(shape: Shape, recipe: Recipe) -> Times:

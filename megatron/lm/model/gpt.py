@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm.config import Config
+from megatron.lm.config import LINEARS, Config
 from megatron.lm.config.baselines import PeerRecipe
 from megatron.lm.config.precision import saved_activations
 from megatron.lm.model.attention import check_backend
@@ -201,7 +202,8 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
         check_available(recipe)  # before megatron-core's configuration checks the same with another message
     core_config = transformer_config(config, recipe)
     layers = peer_block_spec(core_config, provider(), vp_stage) if isinstance(recipe, PeerRecipe) else None
-    model = assemble(config, core_config, vocab_size, linears, vp_stage, layers, fused=config.fuses(recipe))
+    others = dict.fromkeys(config.layers_in_bf16, layer_linears(recipe, LINEARS))
+    model = assemble(config, core_config, vocab_size, linears, vp_stage, layers, fused=config.fuses(recipe), others=others)
     connect(model, config, WireBytes() if sent is None else sent)
     return model
 
@@ -215,10 +217,12 @@ def assemble(
     layers: TransformerBlockSubmodules | None = None,
     *,
     fused: bool = False,
+    others: Mapping[int, Mapping[str, type]] = MappingProxyType({}),
 ) -> GPT:
     """`build_model` from megatron-core's configuration and the linear-layer classes by slot, without `connect`.
 
     layers: spec of the transformer block and its final norm; None builds ours from `linears`.
+    others: as `block_spec` takes them.
     fused: whether our layers are fused (`Config.fuses`).
     """
     check_backend(config.model.attention_backend, config.model.attention_dropout)
@@ -226,7 +230,7 @@ def assemble(
     if layers is None:
         saved, causal = saved_activations(config.precision), model.objective == "causal-lm"
         fp8_attention = config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None
-        layers = block_spec(core_config, linears, vp_stage, model.attention_backend, saved, causal, fp8_attention, fused)
+        layers = block_spec(core_config, linears, vp_stage, model.attention_backend, saved, causal, fp8_attention, fused, others)
     gpt = GPT(
         config=core_config,
         transformer_layer_spec=layers,

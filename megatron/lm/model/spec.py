@@ -1,6 +1,7 @@
 """The layers of a GPT block as megatron-core's `ModuleSpec`: the class for each slot."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -10,7 +11,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import Tensor
 
 from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention
@@ -94,8 +95,16 @@ def block_spec(
     causal: bool = True,
     fp8_attention: Gemms | None = None,
     fused: bool = False,
+    others: Mapping[int, Mapping[str, type]] = MappingProxyType({}),
 ) -> TransformerBlockSubmodules:
-    """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`."""
+    """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`.
+
+    Args:
+        others: layer of the whole model, counted from 0, -> classes of its linear layers in place of `linears`; such a layer has no FP8
+            attention and is not fused.
+    """
     layer = layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused)
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm_class(config.normalization))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [layer_spec(config, others[n], attention_backend, saved, causal) if n in others else layer for n in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_class(config.normalization))

@@ -13,6 +13,7 @@ from megatron.lm.config import LINEARS, Config
 from megatron.lm.config.precision import saved_activations
 from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes, parameter_count
 from megatron.lm.graphs.capture import captured, slots
+from megatron.lm.planning.layers import of_layers, stage_chunks, stage_layers
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
 from msamp.nn.activation import ActivationFunction
@@ -109,7 +110,8 @@ def stage_parameters(config: Config, stage: int) -> list[Parameter]:
         found.append(embedding)
         if model.position_embedding_type == "learned_absolute":
             found.append(Parameter((model.max_positions, hidden), "matrix"))
-    found += _layer(config) * (model.num_layers // stages)
+    for kind in of_layers(config, stage_layers(config, stage)):
+        found += _layer(kind)
     if last:
         found += _norm(config)
     if last and (model.untie_embeddings_and_output_weights or stages > 1):
@@ -333,15 +335,15 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     else:
         chunks = layers // chunk
         under_way = min(micro_batches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
-    whole = layer_activations(config)
+    fullest = max(([layer_activations(kind) for kind in of_layers(config, part)] for part in stage_chunks(config, stage)), key=sum)
     stream = _compute_bytes(config) * model.hidden_size * _tokens(config) // _sequence_split(config)
     unit = training.recompute_num_layers or 1
     if training.recompute_granularity != "full":
-        kept, again = chunk * whole, _recomputed_at_once(config)
+        kept, again = sum(fullest), max(_recomputed_at_once(kind) for kind in of_layers(config, stage_layers(config, stage)))
     elif training.recompute_method == "uniform":
-        kept, again = -(-chunk // unit) * stream, unit * whole
+        kept, again = -(-chunk // unit) * stream, max(sum(fullest[first : first + unit]) for first in range(0, chunk, unit))
     else:
-        kept, again = unit * stream + (chunk - unit) * whole, whole
+        kept, again = unit * stream + sum(fullest[unit:]), max(fullest[:unit])
     head = max(2 * stream + _head(config), _backward_of_a_layer(config)) if stage == stages - 1 else 0
     if stages > 1 and captured(config):
         return _in_slots(slots(stage, stages, layers // chunk, micro_batches), kept + again, stream, _backward_of_a_layer(config), head)

@@ -9,11 +9,12 @@ gradients and weights that backward and forward of one micro-batch do not hide.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.lm.config import Config, PrecisionConfig
+from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import wire
 from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.layers import counted, of_layers, stage_layers
 from megatron.lm.planning.memory import Rank, layer_activations, stage_parameters, vocabulary
 from megatron.lm.planning.rates import Rates
 from msamp.nn.vocabulary_loss import ALL
@@ -80,11 +81,16 @@ def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -
 
 
 def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph: bool) -> _Stage:
-    pp, fused = config.parallel.pipeline_model_parallel_size, config.fuses_layers
+    pp = config.parallel.pipeline_model_parallel_size
     layers, last = config.model.num_layers // pp, stage == pp - 1
-    layer, forward = _layer(config, rates)
-    again = _recomputed_share(config)
-    kinds = {kind: layers * (value + again.get(kind, 0.0) * forward.get(kind, 0.0)) for kind, value in layer.items()}
+    kinds: dict[str, float] = {}
+    host = 0.0
+    for one, count in counted(of_layers(config, stage_layers(config, stage))):
+        layer, forward = _layer(one, rates)
+        again = _recomputed_share(one)
+        for kind, value in layer.items():
+            kinds[kind] = kinds.get(kind, 0.0) + count * (value + again.get(kind, 0.0) * forward.get(kind, 0.0))
+        host += count * rates(_host_rate(one))
     kinds["weights"] = _weights(config, cluster, rates, stage)
     kinds["gaps"] = layers * rates("gap")
     if last:
@@ -97,9 +103,16 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
     across = wire.pipeline(config, stage)
     link = cluster.network if cluster.crosses_hosts(config) else cluster.link
     kinds["pipeline sends"] = across.size / link + across.calls * cluster.latency
-    name = "host fused" if fused else "host fp8" if config.precision.recipe.gemm is not None else "host bf16"
     more = 4 / 3 if config.training.recompute_granularity == "full" else 1.0
-    return _Stage(kinds, 0.0 if graph else layers * rates(name) * more)
+    return _Stage(kinds, 0.0 if graph else host * more)
+
+
+def _host_rate(config: Config) -> str:
+    """The rate of the host's time for one layer."""
+    if config.fuses_layers:
+        return "host fused"
+    in_fp8 = config.precision.recipe.gemm is not None and set(config.precision.bf16_linears or ()) != set(LINEARS)
+    return "host fp8" if in_fp8 else "host bf16"
 
 
 def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, float]]:

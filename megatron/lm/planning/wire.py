@@ -5,7 +5,8 @@ A rank sends (n - 1) / n S of a tensor of S bytes over n ranks in an all-gather 
 
 from typing import NamedTuple
 
-from megatron.lm.config import Config
+from megatron.lm.config import LINEARS, Config
+from megatron.lm.planning.layers import counted, of_layers, stage_layers
 from megatron.lm.planning.memory import Parameter, stage_parameters, state_formats
 
 
@@ -18,33 +19,47 @@ class Transfer(NamedTuple):
 
 def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
     """Return the transfers per micro-batch between the tensor-parallel ranks of a stage, by kind; empty for one rank."""
-    parallel, recipe = config.parallel, config.precision.recipe
-    tp = parallel.tensor_model_parallel_size
-    if tp == 1:
+    parallel = config.parallel
+    if parallel.tensor_model_parallel_size == 1:
         return {}
-    elements = config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * (tp - 1) / tp
-    wide, gemm = recipe.compute.bytes, recipe.gemm
-    narrow = 1 if recipe.fp8_wire and gemm is not None and gemm.tensorwise else wide
-    output = 1 if recipe.fp8_wire and parallel.tp_wire == "fp8" else wide
-    layers = config.model.num_layers // parallel.pipeline_model_parallel_size
+    found: dict[str, Transfer] = {}
+    for one, layers in counted(of_layers(config, stage_layers(config, stage))):
+        for kind, transfer in _of_layers(one, layers).items():
+            before = found.get(kind, Transfer(0.0, 0))
+            found[kind] = Transfer(before.size + transfer.size, before.calls + transfer.calls)
     first, last = stage == 0, stage == parallel.pipeline_model_parallel_size - 1
+    size, ends = _elements(config) * config.precision.recipe.compute.bytes, 2 * first + 3 * last
     if not parallel.sequence_parallel:  # all-reduces
-        found = {
+        size, ends = 2 * size, first + last
+    return found | ({"head and embedding": Transfer(size * ends, ends)} if ends else {})
+
+
+def _elements(config: Config) -> float:
+    """Elements of an activation that a rank sends in an all-gather or a reduce-scatter."""
+    tp = config.parallel.tensor_model_parallel_size
+    return config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * (tp - 1) / tp
+
+
+def _of_layers(config: Config, layers: int) -> dict[str, Transfer]:
+    """Of so many layers that are all alike."""
+    parallel, recipe, elements = config.parallel, config.precision.recipe, _elements(config)
+    wide, gemm = recipe.compute.bytes, None if set(config.precision.bf16_linears or ()) == set(LINEARS) else recipe.gemm
+    in_fp8 = recipe.fp8_wire and gemm is not None
+    narrow = 1 if in_fp8 and gemm is not None and gemm.tensorwise else wide
+    output = 1 if in_fp8 and parallel.tp_wire == "fp8" else wide
+    if not parallel.sequence_parallel:  # all-reduces
+        return {
             "grad_input sum": Transfer(2 * elements * narrow * 2 * layers, 2 * layers),
             "output sum": Transfer(2 * elements * output * 2 * layers, 2 * layers),
         }
-        ends = first + last
-        return found | ({"head and embedding": Transfer(2 * elements * wide * ends, ends)} if ends else {})
-    again = recipe.gemm is None or (recipe.fp8_wire and parallel.tp_saved_input == "shard")
-    found = {
+    again = gemm is None or (recipe.fp8_wire and parallel.tp_saved_input == "shard")
+    return {
         "input gather": Transfer(elements * narrow * 2 * layers, 2 * layers),
         "input gather again": Transfer(elements * narrow * 2 * layers if again else 0.0, 2 * layers if again else 0),
         "grad_input sum": Transfer(elements * narrow * 2 * layers, 2 * layers),
         "output sum": Transfer(elements * output * 2 * layers, 2 * layers),
         "grad_output gather": Transfer(elements * narrow * 2 * layers, 2 * layers),
     }
-    ends = 2 * first + 3 * last
-    return found | ({"head and embedding": Transfer(elements * wide * ends, ends)} if ends else {})
 
 
 def pipeline(config: Config, stage: int) -> Transfer:

@@ -6,6 +6,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -108,7 +109,9 @@ class Trainer:
         parameters = parameter_count(self.config.model, self.config.padded_vocab_size(training.vocab_size))
         state = {"state_gib_min": low, "state_gib_max": high}
         layers, linears = 4 * self.config.model.num_layers, training.linears
-        counts = {"layers": layers, "bf16": linears.bf16, "gain": linears.gains, "reason": linears.reason}
+        counts: dict[str, Any] = {"layers": layers, "bf16": linears.bf16, "gain": linears.gains, "reason": linears.reason}
+        if self.config.layers_in_bf16:
+            counts["layers_in_bf16"] = sorted(self.config.layers_in_bf16)
         self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes, "linears": counts} | state)
         if self.metrics.main:
             if training.iteration:

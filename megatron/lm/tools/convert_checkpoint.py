@@ -36,7 +36,7 @@ from megatron.lm.shell.files import new_folder
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools.convert import tokenizer_files
 from megatron.lm.tools.convert.folder import Tensors, read_json, write_json, write_tensors
-from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
+from megatron.lm.tools.convert.fp8_export import fp8_tensors, kept_in_bf16, quantization_config
 from megatron.lm.tools.convert.hugging_face import check_finite, from_hf, hf_config, hf_rules, hf_tensors
 from msamp.numerics.tensor import ScalingTensor
 
@@ -92,10 +92,11 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
     tokenizer = tokenizer_files.matching(config, vocab_size)
     dtype = torch.bfloat16 if fp8 else getattr(torch, args.dtype)
     about = hf_config(config, vocab_size, dtype, tokenizer.eod)
-    if fp8:
-        about["quantization_config"] = quantization_config(about["model_type"])
     rules, values = hf_rules(config, vocab_size, saved.names()), Values(saved)
-    tensors = fp8_tensors(rules, values, saved.weight) if fp8 else hf_tensors(rules, values, dtype)
+    in_bf16 = kept_in_bf16(rules, config.layers_in_bf16)
+    if fp8:
+        about["quantization_config"] = quantization_config(about["model_type"], in_bf16)
+    tensors = fp8_tensors(rules, values, saved.weight, in_bf16) if fp8 else hf_tensors(rules, values, dtype)
     with new_folder(args.output) as folder:
         total = sum(len(rule.theirs) for rule in rules)
         size = write_tensors(folder, args.progress.counted(tensors, total, "tensors"))

@@ -18,6 +18,9 @@ FLAGS = (
         "--fp8-margin N",
         "--fp8-amax-history-len N",
         "--fp8-amax-compute-algo TEXT",
+        "--first-last-layers-bf16",
+        "--num-layers-at-start-in-bf16 N",
+        "--num-layers-at-end-in-bf16 N",
     ),
     *dropped(
         "gradients accumulate and are reduced in FP32, and at O1 to O3 as --grad-accum-dtype says", "--accumulate-allreduce-grads-in-fp32"
@@ -38,12 +41,6 @@ FLAGS = (
         "it makes the level of --fp8-format O3, whose weights are FP8; without FP8 it has no effect", "--fp8-param-gather", "--fp8-param"
     ),
     *refused("all three GEMMs of an FP8 layer are FP8: keep a layer in BF16 by --bf16-linears", "--no-fp8-wgrad", "--disable-fp8-wgrad"),
-    *refused(
-        "a linear layer of every transformer layer stays in BF16 by --bf16-linears: use that",
-        "--first-last-layers-bf16",
-        "--num-layers-at-start-in-bf16 N",
-        "--num-layers-at-end-in-bf16 N",
-    ),
     *dropped("each state has the format of its flag", "--use-precision-aware-optimizer"),
     *translated("--exp-avg-format coat-e4m3", "--exp-avg-dtype fp8"),
     *translated("--exp-avg-sq-format coat-e4m3", "--exp-avg-sq-dtype fp8"),

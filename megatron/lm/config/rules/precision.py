@@ -59,6 +59,24 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
             yield f"{flag(name)} {given} is about FP8 linear layers, and precision {precision.name} has none: {WANTS_FP8}"
 
 
+def layers_in_bf16(config: Config, world_size: int) -> Problems:
+    """Layers that stay in BF16 as a whole are some of a model with FP8 layers of ours."""
+    precision, layers = config.precision, config.model.num_layers
+    counts = {name: getattr(precision, name) for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
+    if not precision.first_last_layers_bf16:
+        for name, count in counts.items():
+            if count != 1:
+                yield f"{flag(name)} {count} has no effect without --first-last-layers-bf16: add it, or drop this"
+        return
+    if precision.contradiction is None and not precision.named.fp8:
+        yield f"--first-last-layers-bf16 is about FP8 linear layers, and precision {precision.name} has none: {WANTS_FP8}"
+    given = " and ".join(f"{flag(name)} {count}" for name, count in counts.items())
+    if sum(counts.values()) >= layers:
+        yield f"{given} leave none of {layers} layers in FP8: give fewer, or use --bf16"
+    if not sum(counts.values()):
+        yield f"{given} leave all layers in FP8: give one of them, or drop --first-last-layers-bf16"
+
+
 def fp8_scaling(config: Config, world_size: int) -> Problems:
     """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
     from megatron.lm.config.baselines import PeerRecipe
@@ -166,6 +184,7 @@ def fp8_attention(config: Config, world_size: int) -> Problems:
 
 RULES: Rules = {
     **dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",)),
+    layers_in_bf16: ("precision", "model"),
     peer_layers: ("precision", "model", "training", "checkpoint"),
     fp8_attention: ("precision", "model", "training"),
 }

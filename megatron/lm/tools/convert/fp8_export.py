@@ -7,7 +7,7 @@ What is one tensor with us has one scale also where Hugging Face cuts it into qu
 pieces again, takes the largest of their scales and requantises those that have another. With equal scales no bit changes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,13 @@ from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 
 
-def quantization_config(architecture: str) -> dict[str, Any]:
-    """The section of config.json; ValueError for the architecture that has no FP8 layout."""
+def quantization_config(architecture: str, in_bf16: Iterable[str] = ()) -> dict[str, Any]:
+    """The section of config.json; ValueError for the architecture that has no FP8 layout.
+
+    Args:
+        architecture: `model_type` of config.json.
+        in_bf16: their names of the weights of linear layers that stay in BF16.
+    """
     if architecture == GPT2.model_type:
         raise ValueError(
             "a model with --position-embedding-type learned_absolute is a gpt2 of transformers, and its transposed weights (Conv1D) "
@@ -37,14 +42,24 @@ def quantization_config(architecture: str) -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "embed_out"],  # the LM head, as transformers and vLLM call it
+        # The LM head, as transformers and vLLM call it, and layers that were trained in BF16.
+        "ignore": ["lm_head", "embed_out", *(name.removesuffix(".weight") for name in in_bf16)],
     }
 
 
-def fp8_tensors(rules: list[Rule], values: Mapping[str, Tensor], weight: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def kept_in_bf16(rules: Iterable[Rule], layers: Collection[int]) -> list[str]:
+    """Their names of the weights of the linear layers in these transformer layers, counted from 0 (`Config.layers_in_bf16`)."""
+    prefixes = tuple(f"decoder.layers.{layer}." for layer in layers)
+    return [name for rule in rules if rule.linear and rule.ours.startswith(prefixes) for name in rule.theirs]
+
+
+def fp8_tensors(
+    rules: list[Rule], values: Mapping[str, Tensor], weight: Callable[[str], Tensor], in_bf16: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Their tensors by name; one of ours is held at a time.
 
     Args:
+        in_bf16: their names of weights that stay in BF16.
         rules: of the model.
         values: our tensors in FP32, the best copy there is.
         weight: name -> the weight as it was saved. One that is FP8 E4M3 with one scale is taken over bit for bit; any other is
@@ -54,7 +69,7 @@ def fp8_tensors(rules: list[Rule], values: Mapping[str, Tensor], weight: Callabl
         ValueError: a weight that is not finite.
     """
     for rule in rules:
-        if not rule.linear:
+        if not rule.linear or rule.theirs[0] in in_bf16:
             yield from zip(rule.theirs, rule.split(unpadded(rule, values[rule.ours]).bfloat16()), strict=True)
             continue
         saved = weight(rule.ours)

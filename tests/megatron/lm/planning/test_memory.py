@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "O0 untied": {"opt_level": "O0", "untie_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
     "O1": {"opt_level": "O1"},
+    "O3 with BF16 ends": {"opt_level": "O3", "num_layers": 4, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2},
     "O2 modern": {
         "opt_level": "O2",
         "swiglu": True,
@@ -60,6 +61,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "TP qwen": {**MODELS["O3 qwen"], **TP},
     "TP some BF16": {**MODELS["O2 some BF16"], "opt_level": "O3", **TP, **SP},
     "PP": {"opt_level": "O3", **PP},
+    "PP with BF16 ends": {**MODELS["O3 with BF16 ends"], **PP},
     "PP untied": {**MODELS["O0 untied"], **PP},
 }
 

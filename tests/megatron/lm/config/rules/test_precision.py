@@ -7,6 +7,26 @@ from megatron.lm.config.rules.precision import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
+    "ends without FP8": (
+        "--bf16 --first-last-layers-bf16",
+        1,
+        "--first-last-layers-bf16 is about FP8 linear layers, and precision bf16 has none: drop it, or use --opt-level O1, O2 or O3",
+    ),
+    "nothing but ends": (
+        "--opt-level O2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
+        1,
+        "--num-layers-at-start-in-bf16 1 and --num-layers-at-end-in-bf16 3 leave none of 4 layers in FP8: give fewer, or use --bf16",
+    ),
+    "no ends": (
+        "--opt-level O2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 --num-layers-at-start-in-bf16 0",
+        1,
+        "--num-layers-at-start-in-bf16 0 and --num-layers-at-end-in-bf16 0 leave all layers in FP8: give one of them, or drop",
+    ),
+    "a count by itself": (
+        "--opt-level O2 --num-layers-at-end-in-bf16 2",
+        1,
+        "--num-layers-at-end-in-bf16 2 has no effect without --first-last-layers-bf16: add it, or drop this",
+    ),
     "peer that is not there": ("--precision te-delayed", 1, r"precision te-delayed requires Transformer Engine, which is not installed"),
     "peer with our scaling": (
         "--precision te-delayed --fp8-margin 1",

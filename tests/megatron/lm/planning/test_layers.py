@@ -1,0 +1,48 @@
+"""The layers of a stage, and the two kinds of a model that keeps its ends in BF16."""
+
+import pytest
+
+from helpers import tiny
+from megatron.lm.config import LINEARS
+from megatron.lm.planning import wire
+from megatron.lm.planning.layers import counted, of_layers, stage_chunks, stage_layers
+from megatron.lm.planning.memory import layer_activations, stage_activations, stage_parameters
+
+ENDS = {"opt_level": "O2", "num_layers": 8, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}
+
+
+def test_a_stage_has_its_chunks_in_turn():
+    config = tiny.config("unread", num_layers=8, pipeline_model_parallel_size=2)
+    assert [stage_layers(config, stage) for stage in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    config = tiny.config("unread", num_layers=8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
+    assert stage_chunks(config, 1) == [range(2, 4), range(6, 8)]
+
+
+def test_each_layer_has_the_configuration_of_its_kind():
+    config = tiny.config("unread", **ENDS)
+    kinds = of_layers(config, range(8))
+    assert [kind.precision.bf16_linears for kind in kinds] == [LINEARS, None, None, None, None, LINEARS, LINEARS, LINEARS]
+    assert [kind.fuses_layers for kind in kinds] == [False, *[True] * 4, *[False] * 3]
+    assert sorted(count for _, count in counted(kinds)) == [4, 4]
+    plain = tiny.config("unread", opt_level="O2")
+    assert counted(of_layers(plain, range(2))) == [(plain, 2)]
+
+
+def test_a_stage_is_the_sum_of_its_layers():
+    config = tiny.config("unread", **ENDS)
+    in_bf16, in_fp8 = of_layers(config, [0, 1])
+    sizes = layer_activations(in_bf16), layer_activations(in_fp8)
+    assert sizes[0] > sizes[1]
+    plain = tiny.config("unread", opt_level="O2", num_layers=8)
+    difference = stage_activations(config, 0, 1) - stage_activations(plain, 0, 1)
+    assert difference == 4 * (sizes[0] - sizes[1])
+    kinds = [p.kind for p in stage_parameters(config, 0)]
+    assert (kinds.count("linear"), kinds.count("matrix")) == (4 * 4, 4 * 4 + 1)
+
+
+def test_layers_in_bf16_send_bf16():
+    grid = ENDS | {"opt_level": "O3", "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    mixed = wire.tensor_parallel(tiny.config("unread", **grid), 0)["input gather"]
+    plain = wire.tensor_parallel(tiny.config("unread", **grid | {"first_last_layers_bf16": False}), 0)["input gather"]
+    assert mixed.calls == plain.calls
+    assert mixed.size == pytest.approx(1.5 * plain.size)
