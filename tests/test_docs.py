@@ -94,7 +94,8 @@ def problems(page: Path, root: Path = ROOT) -> list[str]:
     for tool in TOOLS:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', tool.read_text(encoding="utf-8")))
     for part in _code(_ours(text)):
-        found += [f"no parser has {flag}" for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", part) if flag not in known]
+        flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", part)
+        found += [f"no parser has {flag}" for flag in flags if flag.replace("_", "-") not in known]
         for path in re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})[\w./-]*\w)", part):
             if not (root / path).exists() and not path.startswith(MADE):
                 found.append(f"{path} does not exist")

@@ -5,6 +5,8 @@ A line moves to another block where its feature is built.
 
 LINES = {
     "accepted": """
+--log-num-zeros-in-grad
+--log-params-norm
 --first-last-layers-bf16
 --swiglu
 --normalization RMSNorm
@@ -231,8 +233,6 @@ LINES = {
 --tokenizer-type Llama3Tokenizer --tokenizer-model x
 --per-split-data-args-path x
 --reset-attention-mask
---log-params-norm
---log-num-zeros-in-grad
 --wandb-project p
 --wandb-exp-name e
 --wandb-save-dir d

@@ -16,6 +16,8 @@ class LoggingConfig:
 
     log_interval: int = setting("iterations between log lines", 100, legal=COUNT)
     log_level: str = setting("debug also prints every module of the model at the start", "info", choices=("info", "debug"))
+    log_params_norm: bool = setting("log the L2 norm of the parameters, of their masters where there are any", False)
+    log_num_zeros_in_grad: bool = setting("log how many elements of the averaged gradients are zero", False)
     tensorboard_dir: str | None = setting("folder for TensorBoard's event files", None)
     metrics_file: str | None = setting("file to which every measurement is appended, one JSON object a line", None)
     peak_tflops: float | None = setting(

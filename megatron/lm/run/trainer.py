@@ -31,6 +31,7 @@ from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.run.due import Due
 from megatron.lm.run.replicas import check_replicas
+from megatron.lm.run.reports import norms
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
 from megatron.lm.run.reports.recorder import Recorder
@@ -42,7 +43,7 @@ from megatron.lm.run.watchdog import READING, Watchdog
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.shell.terminal import wrapped
-from megatron.lm.step import evaluate, train_step
+from megatron.lm.step import RareStepObserver, evaluate, train_step
 from megatron.lm.training.optimizer import bytes_per_parameter
 from megatron.lm.training.state import Batches, StepResult
 
@@ -84,6 +85,9 @@ class Trainer:
             self.recorder = all_or_none(opened, "{}: name another --record-precision")
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
+        zeros, parameters_norm = norms.chosen(config, self.training, self.metrics.reports)
+        self.metrics.measurements += [one.values for one in (parameters_norm, zeros) if one is not None]
+        self.rare_observer: RareStepObserver = self.lost_updates if zeros is None else norms.Observers([self.lost_updates, zeros])
         self.watchdog = Watchdog.of(config)
 
     def _sample_counts(self) -> tuple[int, int, int]:
@@ -264,7 +268,7 @@ class Trainer:
         self.watchdog.at("in a step", iteration)
         self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
         with self._recording(iteration):
-            result = train_step(self.training, stream, self.graphs, self.recorder, self.lost_updates)
+            result = train_step(self.training, stream, self.graphs, self.recorder, self.rare_observer)
         self.metrics.record(result, iteration)
         return result
 

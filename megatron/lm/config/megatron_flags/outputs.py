@@ -32,6 +32,8 @@ FLAGS = (
         "--non-persistent-global-ckpt-dir FOLDER",
         "--log-interval N",
         "--tensorboard-dir FOLDER",
+        "--log-params-norm",
+        "--log-num-zeros-in-grad",
     ),
     *translated("--save-interval N", "--persistent-save-interval N"),
     *translated("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
@@ -89,11 +91,6 @@ FLAGS = (
     ),
     *refused(PROFILE, "--profile", "--profile-step-start N", "--profile-step-end N", "--profile-ranks N...", "--use-pytorch-profiler"),
     *refused(WANDB, "--wandb-project TEXT", "--wandb-exp-name TEXT", "--wandb-save-dir FOLDER", "--wandb-entity TEXT"),
-    *refused(
-        "it is not built here yet: --record-precision records what each tensor of a step loses",
-        "--log-params-norm",
-        "--log-num-zeros-in-grad",
-    ),
     *refused(
         "it is not built here: --record-precision records what each tensor of a step loses",
         "--log-max-attention-logit",

@@ -3,8 +3,9 @@
     10:52:40  iter   200/95368  loss 4.1947  lr 1.2e-04  norm 1.85  143 ms  61.9k tok/s  MFU 42/21%  14.6 GiB  ETA 3:46:40
 
 norm is the gradient's, tok/s are of all devices together, TFLOP/s and MFU are of one. Where two peaks are known MFU is given of both: of
-the BF16 peak, then of the FP8 peak. Skipped steps and the loss scale are shown where there are any. The metrics file has every number in
-full, and those that the line leaves out.
+the BF16 peak, then of the FP8 peak. Skipped steps and the loss scale are shown where there are any. With their flags "params" is the norm
+of the parameters and "zeros" the number of zeros among the gradients. The metrics file has every number in full, and those that the line
+leaves out.
 """
 
 import time
@@ -58,6 +59,8 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
         Part(f"lr {row['lr']:.1e}"),
         *([Part(f"loss scale {row['loss_scale']:g}")] if "loss_scale" in row else []),
         Part(f"norm {row['grad_norm']:.3g}"),
+        *([Part(f"params {row['params_norm']:.4g}", "", 1)] if "params_norm" in row else []),
+        *([Part(f"zeros {short(row['num_zeros_in_grad'])}", "", 1)] if "num_zeros_in_grad" in row else []),
         *([Part(f"skipped {row['skipped']}", "yellow")] if row["skipped"] else []),
         Part(step, "cyan", 1),
         Part(f"{short(row['tokens_per_s'])} tok/s", "cyan", 2),

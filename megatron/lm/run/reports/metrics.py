@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Metrics:
 
     Attributes:
         unwritten: counts what could not be written.
+        measurements: called at a report on every rank, in this order; each returns more numbers of the last step.
     """
 
     def __init__(self, config: Config, vocab_size: int, training: Training) -> None:
@@ -85,6 +86,7 @@ class Metrics:
         self.unwritten = Unwritten()
         self.events: EventFile | None = None
         self.file: LogFile | None = None
+        self.measurements: list[Callable[[], dict[str, float]]] = []
         self._begin_interval()
 
     def open(self, again: int = 0) -> None:
@@ -143,6 +145,7 @@ class Metrics:
         seconds = (time.perf_counter() - self.interval_start - self.paused) / len(self.steps)
         memory = least_and_most(memory_gib())
         communication = self._communication()
+        measured = {name: value for measurement in self.measurements for name, value in measurement().items()}
         if not self.main:
             return
         tokens = self.tokens(iteration)
@@ -158,6 +161,7 @@ class Metrics:
             "lr": last.lr,
             **({} if last.loss_scale is None else {"loss_scale": float(last.loss_scale.values())}),
             "grad_norm": float(last.grad_norm),
+            **measured,
             "skipped": self.skipped,
             "step_ms": seconds * 1e3,
             "tokens_per_s": tokens_per_s,
