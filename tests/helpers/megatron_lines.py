@@ -61,6 +61,11 @@ LINES = {
 --ddp-bucket-size 40000000
 --tokenizer-type GPT2BPETokenizer --vocab-file x --merge-file y
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/quickstart/tokenizer.json
+--tokenizer-type Llama2Tokenizer --tokenizer-model x.model
+--tokenizer-type SentencePieceTokenizer --tokenizer-model x.model
+--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model x.model
+--tokenizer-type TikTokenizer --tokenizer-model x
+--tokenizer-type Llama3Tokenizer --tokenizer-model x
 --tokenizer-type NullTokenizer --vocab-size 1000
 --make-vocab-size-divisible-by 128
 --data-path a 0.5 b
@@ -225,12 +230,7 @@ LINES = {
 --main-params-dtype fp16
 --exp-avg-sq-dtype fp16
 --optimizer-cpu-offload
---tokenizer-type Llama2Tokenizer --tokenizer-model x.model
---tokenizer-type SentencePieceTokenizer --tokenizer-model x.model
---tokenizer-type GPTSentencePieceTokenizer --tokenizer-model x.model
---tokenizer-type TikTokenizer --tokenizer-model x
 --tokenizer-type BertWordPieceLowerCase --vocab-file x
---tokenizer-type Llama3Tokenizer --tokenizer-model x
 --per-split-data-args-path x
 --reset-attention-mask
 --wandb-project p

@@ -7,7 +7,10 @@ from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, DECAY_RATE, NON_NEGA
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+TOKENIZERS = (
+    *("GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
+    *("Llama3Tokenizer", "TikTokenizer", "NullTokenizer"),
+)
 DEFAULT_SPLIT = "969,30,1"
 
 
@@ -111,9 +114,19 @@ class DataConfig:
     data_cache_path: str | None = setting("folder for the index caches; derived: beside the data", None)
     override_data: bool = setting("resume with other data than the checkpoint's, or in another order", False)
     tokenizer_type: str | None = setting("tokenizer the data was made with", None, choices=TOKENIZERS)
-    tokenizer_model: str | None = setting("tokenizer.json of HuggingFaceTokenizer, or a folder that holds one", None)
+    tokenizer_model: str | None = setting(
+        "tokenizer.json of HuggingFaceTokenizer or a folder that holds one, a SentencePiece or Llama 3's tokenizer.model, or the token "
+        "list of TikTokenizer",
+        None,
+    )
     vocab_file: str | None = setting("encoder.json of GPT2BPETokenizer", None)
     merge_file: str | None = setting("vocab.bpe of GPT2BPETokenizer", None)
+    tiktoken_pattern: str | None = setting("how TikTokenizer splits words; derived: v2", None, choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int | None = setting("ids of TikTokenizer for special tokens; derived: 1000", None, legal=COUNT)
+    tokenizer_special_tokens: tuple[str, ...] = setting("special tokens of TikTokenizer, <unk> <s> </s> among them", ())
+    legacy_tokenizer: bool = setting(
+        "SentencePieceTokenizer adds special tokens and ends documents with <EOD>, Llama2Tokenizer begins texts with bos", False
+    )
     num_workers: int = setting("processes that read data, beside each training process", 0, legal=Interval(0, 1024))
     eod_mask_loss: bool = setting("leave end-of-document tokens out of the loss", False)
     mask_prob: float = setting(

@@ -76,10 +76,11 @@ def _identity(options: EncodeOptions) -> dict[str, Any]:
     """The settings, and the tokenizer's files by their content."""
     found = asdict(options)
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        path = getattr(options.data, name)
-        path = Path(path) / "tokenizer.json" if path is not None and Path(path).is_dir() else path
-        if path is not None and Path(path).is_file():
-            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        path = Path(getattr(options.data, name) or "")
+        files = [path / "tokenizer.json", path / "tokenizer_config.json"] if path.is_dir() else [path]
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+        if digests:
+            found[name] = " ".join(digests)
     return found
 
 

@@ -1,4 +1,5 @@
-"""Tokenizers behind `--tokenizer-type`: GPT-2 BPE (tiktoken), Hugging Face `tokenizer.json`, and plain integers.
+"""Tokenizers behind `--tokenizer-type`: what they share, Hugging Face `tokenizer.json` and plain integers; the rest are in `byte_pairs` and
+`sentence_pieces`.
 
 Neither torch nor megatron-core is imported here, so that a preprocessing worker starts in a fraction of a second.
 """
@@ -7,12 +8,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
-import itertools
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,6 @@ END_OF_TEXT = "<|endoftext|>"
 MASK_CANDIDATES = ("<mask>", "[MASK]", "<|mask|>")
 SPACES = ("\u0120", "\u2581", "\u010a", "\u0109")  # how byte-level BPE and SentencePiece spell a space, a line's end and a tab in a token
 EOD_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-
-# GPT-2's word splitter, as published with its vocabulary; possessive quantifiers would change nothing but speed.
-_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class Tokenizer(abc.ABC):
@@ -65,53 +62,18 @@ class Tokenizer(abc.ABC):
             raise ValueError(f"token id {bad} is not in [0, {self.vocab_size}): mask the padding of the vocabulary before sampling")
 
 
-class GPT2BPETokenizer(Tokenizer):
-    """GPT-2's byte-level BPE from its two files (`encoder.json`, `vocab.bpe`), run by tiktoken."""
-
-    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
-        import tiktoken  # deferred: the other tokenizers do without it
-
-        encoder = _read_json(vocab_file, "--vocab-file", "a JSON object of token to id, as GPT-2's encoder.json")
-        if END_OF_TEXT not in encoder:
-            raise ValueError(f"--vocab-file {vocab_file} has no {END_OF_TEXT}: give the encoder.json that belongs to the merges")
-        ranks = {_token_bytes(token, vocab_file): rank for token, rank in encoder.items() if token != END_OF_TEXT}
-        _check_merges(encoder, merge_file)
-        self.eod = encoder[END_OF_TEXT]
-        self.vocab_size = len(encoder)
-        if sorted(encoder.values()) != list(range(self.vocab_size)):
-            raise ValueError(f"--vocab-file {vocab_file}: ids must be 0..{self.vocab_size - 1}, each once; the file is damaged")
-        lacking = sum(bytes([byte]) not in ranks for byte in range(256))
-        if lacking:
-            raise ValueError(
-                f"--vocab-file {vocab_file} lacks {lacking} of the 256 bytes, and could not spell every text: give a whole one"
-            )
-        self._encoding = tiktoken.Encoding(
-            "gpt2-bpe",
-            pat_str=_GPT2_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: self.eod},
-            explicit_n_vocab=self.vocab_size,
-        )
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
-
-    def detokenize(self, ids: list[int]) -> str:
-        self._check_ids(ids)
-        return self._encoding.decode(ids)
-
-    def word_begins(self) -> np.ndarray:
-        texts = (b" " if i == self.eod else self._encoding.decode_single_token_bytes(i) for i in range(self.vocab_size))
-        return np.array([text[:1].isspace() for text in texts])
-
-
 class HuggingFaceTokenizer(Tokenizer):
-    """Any `tokenizer.json` of the `tokenizers` library; the end of a document is the first of EOD_CANDIDATES it knows."""
+    """Any `tokenizer.json` of the `tokenizers` library.
 
-    def __init__(self, path: Path) -> None:
-        import tokenizers  # deferred: the other tokenizers do without it
+    Args:
+        path: the file.
+        eod: the token that ends a document; None: the first of EOD_CANDIDATES in the vocabulary.
+    """
 
-        with _told(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library"):
+    def __init__(self, path: Path, eod: str | None = None) -> None:
+        tokenizers = library("tokenizers", "HuggingFaceTokenizer")
+
+        with one_line(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._path, model = path, self._tokenizer.model
         # Such a model leaves out text that it cannot spell; every other one has a token for it or fails.
@@ -121,10 +83,11 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Added tokens may leave gaps, so the number of entries can be below the largest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        eod = next((vocabulary[token] for token in EOD_CANDIDATES if token in vocabulary), None)
-        if eod is None:
-            raise ValueError(f"--tokenizer-model {path} has none of {', '.join(EOD_CANDIDATES)}: add one to it as a special token")
-        self.eod = eod
+        candidates = EOD_CANDIDATES if eod is None else (eod,)
+        found = next((vocabulary[token] for token in candidates if token in vocabulary), None)
+        if found is None:
+            raise ValueError(f"--tokenizer-model {path} has none of {', '.join(candidates)}: add one to it as a special token")
+        self.eod = found
         self.mask = next((vocabulary[token] for token in MASK_CANDIDATES if token in vocabulary), None)
 
     def word_begins(self) -> np.ndarray:
@@ -137,7 +100,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return begins
 
     def tokenize(self, text: str) -> list[int]:
-        with _told(f"--tokenizer-model {self._path} cannot spell the text, and has no unknown token for it"):
+        with one_line(f"--tokenizer-model {self._path} cannot spell the text, and has no unknown token for it"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self._drops:
             self._check_spelt(set(text) - self._spelt)
@@ -158,7 +121,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def detokenize(self, ids: list[int]) -> str:
         self._check_ids(ids)
-        with _told(f"--tokenizer-model {self._path} cannot read the ids back"):
+        with one_line(f"--tokenizer-model {self._path} cannot read the ids back"):
             return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -191,8 +154,8 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     """The tokenizer that `--tokenizer-type` and its files name.
 
     Args:
-        data: tokenizer_type, vocab_file, merge_file, tokenizer_model.
-        vocab_size: `--vocab-size`; NullTokenizer needs it, the others know their own.
+        data: tokenizer_type and its settings.
+        vocab_size: `--vocab-size`; NullTokenizer needs it, TikTokenizer takes it, the others know their own.
 
     Raises:
         ValueError: unknown type, a setting of another type, a file not given, missing or damaged, ids from 2^31; the message lists
@@ -209,9 +172,17 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
     return tokenizer
 
 
+def library(name: str, kind: str) -> Any:
+    """The module `name`, imported where a tokenizer needs it; ValueError with how to install it where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"--tokenizer-type {kind} needs the package {name} ({error}): pip install {name}") from None
+
+
 @contextlib.contextmanager
-def _told(message: str) -> Iterator[None]:
-    """Turns the errors of a library in Rust into a ValueError: a bare Exception, or a panic, which is not even that."""
+def one_line(message: str) -> Iterator[None]:
+    """Turn the errors of a library in Rust into a ValueError: a bare Exception, or a panic, which is not even that."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -221,14 +192,60 @@ def _told(message: str) -> Iterator[None]:
 
 
 def _build_gpt2(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    from megatron.lm.data.byte_pairs import GPT2BPETokenizer
+
     return GPT2BPETokenizer(_file(data.vocab_file, "--vocab-file", "encoder.json"), _file(data.merge_file, "--merge-file", "vocab.bpe"))
 
 
 def _build_huggingface(data: DataConfig, vocab_size: int | None) -> Tokenizer:
-    path = data.tokenizer_model
+    path, eod = data.tokenizer_model, None
     if path is not None and Path(path).is_dir():
-        path = str(Path(path) / "tokenizer.json")
-    return HuggingFaceTokenizer(_file(path, "--tokenizer-model", "a tokenizer.json or a folder with one"))
+        path, eod = str(Path(path) / "tokenizer.json"), _eos_token(Path(path) / "tokenizer_config.json")
+    return HuggingFaceTokenizer(_file(path, "--tokenizer-model", "a tokenizer.json or a folder with one"), eod)
+
+
+def _eos_token(path: Path) -> str | None:
+    """`eos_token` of a tokenizer_config.json, which ends a document in Megatron-LM; None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        eos = content.get("eos_token")
+        eos = eos["content"] if isinstance(eos, dict) else eos
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"--tokenizer-model {path.parent}: its {path.name} cannot be read ({error}): mend it, or give tokenizer.json alone"
+        ) from None
+    if eos is not None and not isinstance(eos, str):
+        raise ValueError(f"--tokenizer-model {path.parent}: {path.name} has eos_token {eos!r}; it must be a token's text")
+    return eos
+
+
+def _build_sentencepiece(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    from megatron.lm.data.sentence_pieces import SentencePieceTokenizer
+
+    path = _file(data.tokenizer_model, "--tokenizer-model", "a SentencePiece model (tokenizer.model)")
+    return SentencePieceTokenizer(path, str(data.tokenizer_type), legacy=data.legacy_tokenizer)
+
+
+def _build_tiktoken(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    from megatron.lm.data.byte_pairs import TikTokenizer
+
+    return TikTokenizer(
+        _file(data.tokenizer_model, "--tokenizer-model", "a JSON list of tokens"),
+        vocab_size=vocab_size,
+        pattern=data.tiktoken_pattern,
+        num_special_tokens=data.tiktoken_num_special_tokens,
+        special_tokens=data.tokenizer_special_tokens,
+    )
+
+
+def _build_llama3(data: DataConfig, vocab_size: int | None) -> Tokenizer:
+    from megatron.lm.data.byte_pairs import Llama3Tokenizer
+
+    if data.tokenizer_model is not None and (Path(data.tokenizer_model).is_dir() or data.tokenizer_model.endswith(".json")):
+        return _build_huggingface(data, vocab_size)
+    return Llama3Tokenizer(_file(data.tokenizer_model, "--tokenizer-model", "Llama 3's tokenizer.model"))
 
 
 def _build_null(data: DataConfig, vocab_size: int | None) -> Tokenizer:
@@ -240,6 +257,11 @@ def _build_null(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 _BUILDERS: dict[str, Callable[[DataConfig, int | None], Tokenizer]] = {
     "GPT2BPETokenizer": _build_gpt2,
     "HuggingFaceTokenizer": _build_huggingface,
+    "SentencePieceTokenizer": _build_sentencepiece,
+    "GPTSentencePieceTokenizer": _build_sentencepiece,
+    "Llama2Tokenizer": _build_sentencepiece,
+    "Llama3Tokenizer": _build_llama3,
+    "TikTokenizer": _build_tiktoken,
     "NullTokenizer": _build_null,
 }
 
@@ -250,39 +272,3 @@ def _file(path: str | None, flag: str, wanted: str) -> Path:
     if not Path(path).is_file():
         raise ValueError(f"{flag} {path} does not exist: it names {wanted}")
     return Path(path)
-
-
-def _read_json(path: Path, flag: str, wanted: str) -> dict[str, int]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{flag} {path} is not {wanted}: {error}") from None
-    if not isinstance(content, dict) or not all(isinstance(value, int) for value in content.values()):
-        raise ValueError(f"{flag} {path} is not {wanted}")
-    return cast("dict[str, int]", content)
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable spelling of the 256 bytes: visible Latin-1 stands for itself, the rest moves to U+0100 and up."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(moved)}
-
-
-def _token_bytes(token: str, vocab_file: Path) -> bytes:
-    try:
-        return bytes(_byte_alphabet()[character] for character in token)
-    except KeyError as error:
-        raise ValueError(f"--vocab-file {vocab_file}: token {token!r} holds {error}, which GPT-2's byte alphabet lacks") from None
-
-
-def _check_merges(encoder: dict[str, int], merge_file: Path) -> None:
-    """tiktoken merges in the order of ids, so the merge list must ask for just that order: else ValueError."""
-    lines = merge_file.read_text(encoding="utf-8").splitlines()
-    pairs = [line.split() for line in lines if line and not line.startswith("#version")]
-    if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"--merge-file {merge_file} is not a list of merges, two tokens a line, as GPT-2's vocab.bpe")
-    ids = [encoder.get(first + second, -1) for first, second in pairs]
-    if -1 in ids or any(a >= b for a, b in itertools.pairwise(ids)):
-        raise ValueError(f"--merge-file {merge_file} does not belong to --vocab-file: its merges are not the vocabulary's, in order of id")

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron.lm.config import TOKENIZERS, Config, DataConfig
 from megatron.lm.config.cli import to_argv
+from megatron.lm.config.rules.data import SIZED
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import new_folder
 from megatron.lm.shell.progress import Progress
@@ -81,9 +82,9 @@ def _configured(saved: "CheckpointReader", args: argparse.Namespace) -> Config:
     given = _given_tokenizer(args)
     if not given:
         return config
-    null = given["tokenizer_type"] == "NullTokenizer"
-    model = replace(config.model, vocab_size=saved.info["vocab_size"] if null else None)
-    return replace(config, model=model, data=DataConfig(**given))  # type: ignore[arg-type]
+    model = replace(config.model, vocab_size=saved.info["vocab_size"] if given["tokenizer_type"] in SIZED else None)
+    same = config.data.tokenizer_type == given["tokenizer_type"]  # whose other settings hold for the files that are named now
+    return replace(config, model=model, data=replace(config.data if same else DataConfig(), **given))  # type: ignore[arg-type]
 
 
 def _export(args: argparse.Namespace, fp8: bool) -> str:

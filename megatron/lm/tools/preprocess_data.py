@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron.lm.config import DataConfig
+from megatron.lm.config import TOKENIZERS, DataConfig
 from megatron.lm.data.indexing import (
     DOCUMENT_SEPARATORS,
     EncodeOptions,
@@ -50,11 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--split-documents", choices=DOCUMENT_SEPARATORS, default=DOCUMENT_SEPARATORS[0], help="what parts a .txt file")
     parser.add_argument("--output-prefix", required=True, type=name, metavar="PREFIX", help="the datasets are PREFIX_<key>_document")
-    parser.add_argument("--tokenizer-type", required=True, help="GPT2BPETokenizer, HuggingFaceTokenizer or NullTokenizer")
+    parser.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZERS))
     parser.add_argument("--vocab-file", type=name, help="GPT2BPETokenizer: encoder.json")
     parser.add_argument("--merge-file", type=name, help="GPT2BPETokenizer: vocab.bpe")
-    parser.add_argument("--tokenizer-model", type=name, help="HuggingFaceTokenizer: a tokenizer.json, or a folder with one")
-    parser.add_argument("--vocab-size", type=count(2), help="NullTokenizer: number of ids, the last one ends a document")
+    parser.add_argument("--tokenizer-model", type=name, help="the file of the other tokenizers; of HuggingFaceTokenizer also its folder")
+    parser.add_argument(
+        "--vocab-size", type=count(2), help="NullTokenizer: number of ids, the last one ends a document; TikTokenizer (default: 131072)"
+    )
+    parser.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="TikTokenizer: how words are split (default: v2)")
+    parser.add_argument("--tiktoken-num-special-tokens", type=count(1), help="TikTokenizer: ids for special tokens (default: 1000)")
+    parser.add_argument("--tokenizer-special-tokens", nargs="+", type=name, default=[], metavar="TOKEN", help="TikTokenizer: their text")
+    parser.add_argument("--legacy-tokenizer", action="store_true", help="special tokens of SentencePieceTokenizer, bos of Llama2Tokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
     parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenise; 0: in this one (default: 1)")
     parser.add_argument(
@@ -74,6 +80,10 @@ def _preprocess(arguments: argparse.Namespace) -> None:
         vocab_file=arguments.vocab_file,
         merge_file=arguments.merge_file,
         tokenizer_model=arguments.tokenizer_model,
+        tiktoken_pattern=arguments.tiktoken_pattern,
+        tiktoken_num_special_tokens=arguments.tiktoken_num_special_tokens,
+        tokenizer_special_tokens=tuple(arguments.tokenizer_special_tokens),
+        legacy_tokenizer=arguments.legacy_tokenizer,
     )
     options = EncodeOptions(data=data, vocab_size=arguments.vocab_size, append_eod=arguments.append_eod)
     documents = (document for path in arguments.input for document in read_documents(path, arguments.json_keys, arguments.split_documents))

@@ -1,8 +1,7 @@
 """Flags of data and tokenizers."""
 
-from megatron.lm.config.megatron_flags.row import accepted, dropped, refused
+from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-TOKENIZERS = "it is not built here yet: make a tokenizer.json and use HuggingFaceTokenizer"
 FIM = "fill-in-the-middle is not built here: rewrite the documents before `python -m megatron.lm.tools.preprocess_data`"
 
 FLAGS = (
@@ -20,6 +19,10 @@ FLAGS = (
         "--vocab-file FILE",
         "--merge-file FILE",
         "--vocab-size N",
+        "--tiktoken-pattern TEXT",
+        "--tiktoken-num-special-tokens N",
+        "--tokenizer-special-tokens TEXT...",
+        "--legacy-tokenizer",
         "--num-workers N",
         "--eod-mask-loss",
         "--mask-prob X",
@@ -40,24 +43,11 @@ FLAGS = (
     *dropped("tokens are not padded here", "--allow-ambiguous-pad-tokens"),
     *dropped("it is the share of short sequences in BERT's sentence pairs, which are not made here", "--short-seq-prob X"),
     *dropped("all data is used, at a sample rate of 1", "--sample-rate 1"),
-    *dropped("the tokenizer's own files say it", "--tokenizer-hf-use-fast", "--legacy-tokenizer"),
-    *dropped(
-        "it belongs to TikTokenizer, which is not chosen",
-        "--tiktoken-pattern TEXT",
-        "--tiktoken-num-special-tokens N",
-        "--tiktoken-special-tokens TEXT...",
-    ),
+    *dropped("the tokenizer's own files say it", "--tokenizer-hf-use-fast"),
+    *translated("--tokenizer-special-tokens TEXT...", "--tiktoken-special-tokens TEXT..."),
     *refused("give --train-data-path, --valid-data-path and --test-data-path", "--per-split-data-args-path FILE"),
     *refused("attention reaches over documents here yet: drop it", "--reset-attention-mask"),
     *refused("GPT has one sequence: give --seq-length alone", "--decoder-seq-length N"),
-    *refused(
-        TOKENIZERS,
-        "--tokenizer-type SentencePieceTokenizer",
-        "--tokenizer-type GPTSentencePieceTokenizer",
-        "--tokenizer-type Llama2Tokenizer",
-        "--tokenizer-type Llama3Tokenizer",
-        "--tokenizer-type TikTokenizer",
-    ),
     *refused(
         "sentence pairs of BERT are not built here: use HuggingFaceTokenizer with --objective masked-lm",
         "--tokenizer-type BertWordPieceLowerCase",
@@ -68,7 +58,6 @@ FLAGS = (
     *refused(
         "special tokens come from the tokenizer's own files: add them there",
         "--tokenizer-metadata FILE",
-        "--tokenizer-special-tokens TEXT...",
         "--tokenizer-sentencepiece-legacy",
         "--tokenizer-hf-include-special-tokens",
     ),

@@ -58,9 +58,21 @@ def _no_position_embedding(given: Given, values: Values) -> Verdict | None:
 
 def _vocab_size(given: Given, values: Values) -> Verdict | None:
     kind = given.value("--tokenizer-type")
-    if kind in (None, "NullTokenizer"):
+    if kind in (None, "NullTokenizer", "TikTokenizer"):
         return None
     return Verdict(DROPPED, f"the vocabulary is that of --tokenizer-type {kind}")
+
+
+def _tiktoken(given: Given, values: Values) -> Verdict | None:
+    chosen = given.value("--tokenizer-type") == "TikTokenizer"
+    return None if chosen else Verdict(DROPPED, "it belongs to TikTokenizer, which is not chosen")
+
+
+def _legacy_tokenizer(given: Given, values: Values) -> Verdict | None:
+    kind = given.value("--tokenizer-type")
+    if kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        return None
+    return Verdict(DROPPED, f"vocabulary and end of document are the same with --tokenizer-type {kind}")
 
 
 def _data_cache_path(given: Given, values: Values) -> Verdict | None:
@@ -116,6 +128,10 @@ JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyTy
         "--num-query-groups": _num_query_groups,
         "--no-position-embedding": _no_position_embedding,
         "--vocab-size": _vocab_size,
+        "--tiktoken-pattern": _tiktoken,
+        "--tiktoken-num-special-tokens": _tiktoken,
+        "--tiktoken-special-tokens": _tiktoken,
+        "--legacy-tokenizer": _legacy_tokenizer,
         "--data-cache-path": _data_cache_path,
         "--split": _split,
         "--calculate-per-token-loss": _calculate_per_token_loss,

@@ -10,8 +10,19 @@ from megatron.lm.config.whole import Config, Problems, Rules
 TOKENIZER_SETTINGS = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "Llama3Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
+OPTIONAL_SETTINGS = {
+    "SentencePieceTokenizer": ("legacy_tokenizer",),
+    "Llama2Tokenizer": ("legacy_tokenizer",),
+    "TikTokenizer": ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens"),
+}
+SIZED = tuple(kind for kind in TOKENIZER_SETTINGS if "vocab_size" in (*TOKENIZER_SETTINGS[kind], *OPTIONAL_SETTINGS.get(kind, ())))
 
 
 def datasets(config: Config, world_size: int) -> Problems:
@@ -61,11 +72,16 @@ def tokenizer(config: Config, world_size: int) -> Problems:
 
 def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
     """No setting belongs to another tokenizer than `--tokenizer-type`."""
-    for owner, names in TOKENIZER_SETTINGS.items():
-        for name in names if owner != data.tokenizer_type else ():
-            value = vocab_size if name == "vocab_size" else getattr(data, name)
-            if value is not None:
-                yield f"{flag(name)} {value} belongs to {owner} and has no effect on --tokenizer-type {data.tokenizer_type}: drop it"
+    owners: dict[str, list[str]] = {}
+    for settings in (TOKENIZER_SETTINGS, OPTIONAL_SETTINGS):
+        for owner, names in settings.items():
+            for name in names:
+                owners.setdefault(name, []).append(owner)
+    for name, kinds in owners.items():
+        value = vocab_size if name == "vocab_size" else getattr(data, name)
+        if value not in (None, (), False) and data.tokenizer_type not in kinds:
+            given = flag(name) if value is True else f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}"
+            yield f"{given} belongs to {', '.join(kinds)} and has no effect on --tokenizer-type {data.tokenizer_type}: drop it"
 
 
 def masking(config: Config, world_size: int) -> Problems:

@@ -2,35 +2,59 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron.lm.config import Config, DataConfig
-from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
+from megatron.lm.data.byte_pairs import GPT2BPETokenizer
+from megatron.lm.data.sentence_pieces import SentencePieceTokenizer
+from megatron.lm.data.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
 from megatron.lm.tools.convert.folder import write_json
 
 
 def matching(config: Config, vocab_size: int) -> Tokenizer:
-    """The tokenizer of `config`; ValueError where its files are gone or its vocabulary is not `vocab_size`."""
+    """The tokenizer of `config`; ValueError where its files are gone, its vocabulary is not `vocab_size`, or transformers cannot read
+    them."""
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint {vocab_size}: give the files that it was trained with"
         )
-    return tokenizer
+    if _reads(tokenizer):
+        return tokenizer
+    raise ValueError(
+        f"transformers cannot read the files of {config.data.tokenizer_type}{' with this model' if _is_sentencepiece(tokenizer) else ''}: "
+        "make a tokenizer.json of it, and give --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json"
+    )
+
+
+def _is_sentencepiece(tokenizer: Tokenizer) -> TypeGuard[SentencePieceTokenizer]:
+    return isinstance(tokenizer, SentencePieceTokenizer)
+
+
+def _reads(tokenizer: Tokenizer) -> bool:
+    """Whether transformers makes the same ids from the tokenizer's files."""
+    if _is_sentencepiece(tokenizer):
+        return tokenizer.is_llama_s
+    return isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer | NullTokenizer)
 
 
 def write(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
     """Copy the tokenizer's files into `folder` under the names that transformers' AutoTokenizer looks for; none for NullTokenizer."""
     data = config.data
     about: dict[str, Any] = {"model_max_length": config.model.max_positions, "clean_up_tokenization_spaces": False}
-    if data.tokenizer_type == "GPT2BPETokenizer":
+    if _is_sentencepiece(tokenizer):
+        assert data.tokenizer_model is not None
+        shutil.copyfile(data.tokenizer_model, folder / "tokenizer.model")
+        adds = {"add_bos_token": tokenizer.begins_with_bos, "add_eos_token": False, "legacy": False}
+        write_json(folder / "tokenizer_config.json", about | tokenizer.special_tokens | adds | {"tokenizer_class": "LlamaTokenizer"})
+    elif data.tokenizer_type == "GPT2BPETokenizer":
         assert data.vocab_file is not None
         assert data.merge_file is not None
         shutil.copyfile(data.vocab_file, folder / "vocab.json")
         shutil.copyfile(data.merge_file, folder / "merges.txt")
         ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         write_json(folder / "tokenizer_config.json", about | ends | {"tokenizer_class": "GPT2Tokenizer"})
-    elif data.tokenizer_type == "HuggingFaceTokenizer":
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
         assert data.tokenizer_model is not None
         source = Path(data.tokenizer_model)
         shutil.copyfile(source / "tokenizer.json" if source.is_dir() else source, folder / "tokenizer.json")
@@ -45,4 +69,6 @@ def found(folder: Path) -> DataConfig:
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         vocabulary, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
         return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
+    if (folder / "tokenizer.model").is_file():
+        return DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(folder / "tokenizer.model"))
     return DataConfig(tokenizer_type="NullTokenizer")

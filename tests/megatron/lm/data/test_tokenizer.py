@@ -110,7 +110,7 @@ def test_detokenize_refuses_padded_ids():
 
 @pytest.mark.parametrize("kind", ["BertTokenizer", None])
 def test_unknown_type_lists_what_is_accepted(kind):
-    with pytest.raises(ValueError, match="GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer"):
+    with pytest.raises(ValueError, match=r"choose one of GPT2BPETokenizer, HuggingFaceTokenizer, .*TikTokenizer, NullTokenizer"):
         build_tokenizer(DataConfig(tokenizer_type=kind))
 
 
@@ -218,13 +218,59 @@ def test_settings_of_another_tokenizer_are_refused(gpt2_files):
     reference.save(str(folder / "tokenizer.json"))
     whole = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     with pytest.raises(
-        ValueError, match="--vocab-size 50 belongs to NullTokenizer and has no effect on --tokenizer-type HuggingFaceTokenizer"
+        ValueError,
+        match="--vocab-size 50 belongs to NullTokenizer, TikTokenizer and has no effect on --tokenizer-type HuggingFaceTokenizer",
     ):
         build_tokenizer(whole, vocab_size=50)
     with pytest.raises(ValueError, match="--vocab-file v belongs to GPT2BPETokenizer"):
         build_tokenizer(dataclasses.replace(whole, vocab_file="v"))
     with pytest.raises(ValueError, match="--tokenizer-model m belongs to HuggingFaceTokenizer"):
         build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", tokenizer_model="m"), vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tiktoken_pattern": "v2"}, "--tiktoken-pattern v2 belongs to TikTokenizer"),
+        ({"tiktoken_num_special_tokens": 5}, "--tiktoken-num-special-tokens 5 belongs to TikTokenizer"),
+        ({"tokenizer_special_tokens": ("<s>", "</s>")}, "--tokenizer-special-tokens <s> </s> belongs to TikTokenizer"),
+        ({"legacy_tokenizer": True}, "--legacy-tokenizer belongs to SentencePieceTokenizer, Llama2Tokenizer and has no effect"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m", **settings))
+
+
+def test_a_folder_s_eos_token_ends_a_document_as_in_megatron_lm(tmp_path):
+    """Of an instruct model, whose vocabulary has the base model's end of text too."""
+    reference = trained()
+    reference.add_special_tokens(["<|im_end|>"])
+    reference.save(str(tmp_path / "tokenizer.json"))
+    whole = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert build_tokenizer(whole).eod == 0
+    for eos in ("<|im_end|>", {"content": "<|im_end|>", "lstrip": False}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert build_tokenizer(whole).eod == reference.token_to_id("<|im_end|>")
+    alone = dataclasses.replace(whole, tokenizer_model=str(tmp_path / "tokenizer.json"))
+    assert build_tokenizer(alone).eod == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token": "<gone>"}', "has none of <gone>"),
+        ('{"eos_token": 3}', "tokenizer_config.json has eos_token 3; it must be a token's text"),
+        ("[]", "its tokenizer_config.json cannot be read"),
+        ("{", "its tokenizer_config.json cannot be read"),
+        ('{"eos_token": {}}', "its tokenizer_config.json cannot be read"),
+    ],
+)
+def test_a_damaged_tokenizer_config_is_refused(tmp_path, content, message):
+    trained().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def run(folder: Path, *flags: str) -> list[dict[str, Any]]:
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-    return [(row["split"], row["iteration"], row["loss"]) for row in rows if row["kind"] == "eval"]
+    return [(row["kind"], row["iteration"], row["loss"]) for row in rows if row["kind"] in ("valid", "test")]
 
 
 @pytest.mark.promise("Data", "`--mock-data` trains on megatron-core's mock documents and resumes bit for bit.")
@@ -58,6 +58,7 @@ def test_it_trains_evaluates_and_resumes_bit_for_bit(tmp_path: Path):
     assert tiny.losses(first) + tiny.losses(second) == tiny.losses(whole)
     assert tiny.losses(whole)[-1] < tiny.losses(whole)[0] - 0.1
     assert evaluations(second) == evaluations(whole)
+    assert [entry[:2] for entry in evaluations(whole)] == [("valid", 3), ("valid", 6), ("test", 6)]
     assert not (tmp_path / "index_cache").exists()
 
 

@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from helpers.hf_models import config
+from helpers.tokenizer_files import sentence_pieces, token_list
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizer import END_OF_TEXT, build_tokenizer
 from megatron.lm.tools.convert.tokenizer_files import found, matching, write
@@ -69,3 +70,32 @@ def test_another_vocabulary_and_lost_files_are_refused(sources):
     lost = sources["GPT2BPETokenizer"] | {"vocab_file": "nowhere.json"}
     with pytest.raises(ValueError, match=r"--vocab-file nowhere.json does not exist"):
         matching(config("gpt2", vocab_size=None, **lost), 60)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_transformers_makes_the_same_ids_from_a_model_like_llama_2_s(legacy, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = sentence_pieces(tmp_path)
+    settings = config("llama", vocab_size=None, tokenizer_type="Llama2Tokenizer", tokenizer_model=str(model), legacy_tokenizer=legacy)
+    ours = matching(settings, 360)
+    out = tmp_path / "out"
+    out.mkdir()
+    write(settings, ours, out)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs(TEXT)["input_ids"] == ours.tokenize(TEXT)
+    assert theirs.decode(ours.tokenize(TEXT), skip_special_tokens=True) == TEXT
+    assert (theirs.eos_token_id, len(theirs)) == (ours.eod, ours.vocab_size)
+    assert found(out) == DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(out / "tokenizer.model"))
+
+
+def test_tokenizers_that_transformers_reads_otherwise_are_refused(tmp_path):
+    tokens = {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(token_list(tmp_path)), "tiktoken_num_special_tokens": 20}
+    with pytest.raises(ValueError, match=r"cannot read the files of TikTokenizer: make a tokenizer\.json of it, and give --tokenizer-type"):
+        matching(config("llama", vocab_size=336, **tokens), 336)
+    changes = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
+    cleaned = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(sentence_pieces(tmp_path, **changes))}
+    with pytest.raises(ValueError, match="cannot read the files of SentencePieceTokenizer with this model"):
+        matching(config("llama", vocab_size=None, **cleaned), 360)
+    added = cleaned | {"tokenizer_model": str(sentence_pieces(tmp_path)), "legacy_tokenizer": True}
+    with pytest.raises(ValueError, match="with this model"):
+        matching(config("llama", vocab_size=None, **added), 365)
