@@ -52,7 +52,7 @@ def test_bad_input_exits_2_and_writes_nothing(arguments, tmp_path, capsys, conte
     ("change", "message"),
     [
         (["--input", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        (["--tokenizer-type", "WordPiece"], "GPT2BPETokenizer, HuggingFaceTokenizer, NullTokenizer"),
+        (["--tokenizer-type", "WordPiece"], "choose one of GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer"),
         (["--tokenizer-model", "m"], "--tokenizer-model m belongs to HuggingFaceTokenizer"),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "m"], "--vocab-size 50 belongs to NullTokenizer"),
         (["--json-keys", "../x"], "--json-keys '../x' would be part of a file's name"),
