@@ -1,1 +1,1 @@
-"""What a trained model is worth: bits a byte of a text, and tasks through lm-eval; `megatron.lm.tools.evaluate` is the command."""
+"""Evaluation of a trained model: bits per byte of a text, lm-eval tasks, generation. The command is `megatron.lm.tools.evaluate`."""

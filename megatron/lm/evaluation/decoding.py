@@ -1,18 +1,18 @@
-"""A trained GPT in inference: keys and values kept, sequences of different lengths side by side, FP8 weights as they stand.
+"""Inference with a trained GPT: a KV cache, batches of sequences with different lengths, and FP8 weights without conversion.
 
     decoder = Decoder(model, capacity=2048)
-    logits = decoder.prefill([[1, 2, 3], [4]])         # of the last token of each
-    logits = decoder.step(logits.argmax(-1))           # of the next one
+    logits = decoder.prefill([[1, 2, 3], [4]])         # after the last token of each
+    logits = decoder.step(logits.argmax(-1))           # after the next one
 
-The layers' own modules compute (norms, linear layers, embedding, head), without dropout. What a sequence gives is what it gives alone but
-for the order in which a kernel adds up: prompts are filled up behind, where a causal mask hides the filling; each row has positions and a
-length of its own; and FP8 layers cast each row by itself (`msamp.nn.inference`).
+The model's modules (norms, linear layers, embedding, head) run without dropout. The result is batch-invariant up to the order in which a
+kernel sums: prompts are right-padded, where the causal mask hides the padding; each row has its own positions and length; and FP8 layers
+cast each row separately (`msamp.nn.inference`).
 
-A step of few tokens is bound by the host, which launches its kernels. On a GPU it is a CUDA graph, one launch
-(`megatron.lm.evaluation.decoding_graph`). Elsewhere it has few of them: what all layers need alike is made once a step, queries and keys
-are rotated by one launch where they stand, and keys and values go to their places by another. A step attends over the cache up to a
-multiple of `SPAN` tokens, and a mask hides what a sequence has not reached. So there are few graphs, and few shapes to choose a kernel of
-attention for.
+A step of few tokens is bound by the host's kernel launches. On a GPU it is a CUDA graph, one launch
+(`megatron.lm.evaluation.decoding_graph`). An eager step has few launches: inputs that all layers share are computed once per step, one
+kernel rotates queries and keys in place, and another writes keys and values to the cache. A step attends over the cache up to a multiple of
+`SPAN` tokens, with a mask for positions beyond each sequence. So there are few graphs, and few shapes for which attention must choose a
+kernel.
 """
 
 import copy
@@ -35,56 +35,56 @@ from msamp.kernels import ops
 from msamp.nn.inference import InferenceGemm
 from msamp.numerics.tensor import ScalingTensor
 
-# At 1.3B, 8 sequences of 640 tokens, a step reads 2.6 GB of weights and 1.0 GB of keys and values. Spans of 256 add a fifth to the second,
-# 0.04 ms of 4.8 TB/s; powers of two would add up to all of it again.
+# At 1.3B with 8 sequences of 640 tokens, a step reads 2.6 GB of weights and 1.0 GB of keys and values. Spans of 256 add a fifth to the
+# latter, 0.04 ms at 4.8 TB/s; powers of two would up to double it.
 SPAN = 256
-ALIGNED = 64  # tokens of the cache: attention copies a mask of another width
+ALIGNED = 64  # the cache length is a multiple of it: attention copies a mask with another width
 
 
 class Decoder:
-    """The model in inference, and the keys and values of the sequences that it is at.
+    """A model for inference, with the KV cache of the current sequences.
 
-    The model stays as it is: its parameters are read, nothing of it is changed or kept in another mode. `prefill` takes the weights as
-    they are then, after a step of the optimizer too; before `logits` and `hidden` call `renew`. A model on another device, or with other
-    modules, wants another Decoder.
+    The decoder only reads the model's parameters and changes neither the model nor its mode. `prefill` uses the current weights, also after
+    an optimizer step; call `renew` before `logits` and `hidden` if the weights have changed. If the model moves to another device or its
+    modules change, build a new Decoder.
 
-    On a GPU the third step over a span is captured as a CUDA graph, and later ones are replays, with the same bits. The graphs are dropped
-    where `prefill` finds another number of sequences, or a tensor of the model elsewhere in memory. `prefill` itself is eager.
+    On a GPU the third step over a span is captured as a CUDA graph, and later steps are replays with the same bits. `prefill` drops the
+    graphs if the number of sequences changes, or if a tensor of the model has moved in memory. `prefill` itself is eager.
 
     Args:
-        model: whole, on one process: without tensor and pipeline parallelism.
-        capacity: tokens of the longest sequence, prompt and continuation.
-        graph: whether steps are captured where they can be; what stands in the way on a GPU is told once, as a warning.
+        model: on one process, without tensor and pipeline parallelism.
+        capacity: maximum tokens of a sequence, prompt and continuation.
+        graph: whether to capture steps if possible; if it is impossible on a GPU, one warning has the reason.
 
     Attributes:
-        lengths: int64 [b], tokens seen of each sequence; empty before `prefill`.
-        vocab_size: columns of the logits, the padding of the vocabulary with them.
+        lengths: int64 [b], number of tokens in each sequence; empty before `prefill`.
+        vocab_size: columns of the logits, including padding of the vocabulary.
 
     Raises:
-        ValueError: a model in parts, an encoder, a capacity below 1 or beyond the learned positions.
+        ValueError: if the model is parallel or an encoder, or the capacity is less than 1 or more than the learned positions.
     """
 
     def __init__(self, model: GPT, capacity: int, *, graph: bool = True) -> None:
         config = model.config
         if config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1:
             raise ValueError(
-                f"a model over {config.tensor_model_parallel_size} tensor-parallel and {config.pipeline_model_parallel_size} pipeline "
-                "ranks is not decoded: load the checkpoint on one process (load_for_inference), whatever its grid was"
+                f"Decoder does not support {config.tensor_model_parallel_size} tensor-parallel and {config.pipeline_model_parallel_size} "
+                "pipeline ranks: load the checkpoint on one process (load_for_inference), which works for any saved grid"
             )
         positions = getattr(model.embedding, "position_embeddings", None)
         if capacity < 1 or (positions is not None and capacity > positions.weight.shape[0]):
             most = "" if positions is None else f" and at most {positions.weight.shape[0]}, the model's learned positions"
             raise ValueError(f"capacity {capacity} must be at least 1{most}")
         self._model, self._capacity = model, capacity
-        self._room = -(-capacity // ALIGNED) * ALIGNED  # of a sequence in the cache
+        self._room = -(-capacity // ALIGNED) * ALIGNED  # tokens per sequence in the cache
         self._layers = [_InferenceLayer(layer) for layer in model.decoder.layers]
         self.device = next(model.parameters()).device
         self.lengths = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._longest = 0  # of them, for which the host need not wait for the device
+        self._longest = 0  # the maximum of `lengths`, on the host, to avoid a sync
         rotary = model.position_embedding_type == "rope"
         angles = model.rotary_pos_emb(capacity).to(self.device)[:, 0, 0].float() if rotary else torch.zeros(capacity, 0, device=self.device)
         self._cos, self._sin = angles.cos(), angles.sin()  # FP32 [capacity, r], r = 0 without rotary embedding
-        self._tokens, self._at = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)  # [b] each, what a graph reads
+        self._tokens, self._at = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)  # [b] each, inputs of a graph
         self._graphs: DecodingGraphs | None = None
         if graph and self.device.type == "cuda":
             reason = obstacle()
@@ -94,7 +94,7 @@ class Decoder:
                 tell(reason)
 
     def __copy__(self) -> "Decoder":
-        """Layers, and so keys and values, are those of this one; graphs, and what they read, are its own."""
+        """Return a decoder that shares layers and KV cache, with its own graphs and their inputs."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._tokens, other._at, other._graphs = self._tokens.clone(), self._at.clone(), copy.deepcopy(self._graphs)
@@ -106,38 +106,38 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Logits at some positions of each sequence, nothing kept.
+        """Return the logits at chosen positions of each sequence, without filling the KV cache.
 
         Args:
             sequences: token ids of each, at least one and at most `capacity`.
-            chosen: of each sequence, the positions wanted.
+            chosen: positions to return for each sequence.
 
         Returns:
-            Of each sequence, FP32 [its positions, vocabulary].
+            For each sequence FP32 [its positions, vocabulary].
         """
         hidden = self.hidden(sequences)
         return [self.head(hidden[row, torch.tensor(at, dtype=torch.int64, device=self.device)]) for row, at in enumerate(chosen)]
 
     @torch.no_grad()
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Hidden states [b, longest, h] before the head, nothing kept; behind a shorter sequence they mean nothing."""
+        """Return hidden states [b, longest, h] before the head, without filling the KV cache; values at padding are meaningless."""
         return self._run(self._filled_up(sequences)[0], None)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, h] -> logits, FP32 [n, vocabulary]."""
+        """Return the logits FP32 [n, vocabulary] of hidden states [n, h]."""
         shared = self._model.share_embeddings_and_output_weights
         weight = self._model.shared_embedding_or_output_weight() if shared else None
         return self._model.output_layer(hidden.unsqueeze(0), weight=weight)[0][0].float()
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Take the weights as they are now. FP8 copies of FP16 weights are made again, where they stand."""
+        """Update to the current weights: recompute the FP8 copies of FP16 weights in place."""
         for layer in self._layers:
             layer.renew()
 
     def release(self) -> None:
-        """Give the memory of graphs and cache back, before training goes on; the next call is `prefill`."""
+        """Free the memory of graphs and cache, before training continues; the next call must be `prefill`."""
         if self._graphs is not None:
             self._graphs.release()
         self.lengths, self._longest = self.lengths[:0], 0
@@ -146,19 +146,19 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Begin with these sequences, in place of those before; FP32 [b, vocabulary], what comes after the last token of each.
+        """Replace the current sequences by these; return the logits after the last token of each, FP32 [b, vocabulary].
 
         Args:
             sequences: token ids of each, at least one and at most `capacity`.
 
         Raises:
-            ValueError: no sequence, an empty one or one beyond the capacity, or a token outside the vocabulary.
+            ValueError: if there is no sequence, one is empty or longer than the capacity, or a token is outside the vocabulary.
         """
         tokens, self.lengths = self._filled_up(sequences)
         self._longest = tokens.shape[1]
         self.renew()
         if self._graphs is not None and len(sequences) != len(self._tokens):
-            self._graphs.release()  # before there is another cache beside the one that they hold
+            self._graphs.release()  # before allocating a cache next to the one that they keep alive
         for layer in self._layers:
             layer.make_room(len(sequences), self._room)
         if len(sequences) != len(self._tokens):
@@ -170,15 +170,15 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Append tokens [b] int64, one to each sequence; FP32 [b, vocabulary], what comes after them.
+        """Append tokens [b] int64, one to each sequence, and return the logits after them, FP32 [b, vocabulary].
 
         Raises:
-            ValueError: a sequence has reached the capacity, or another number of tokens than of sequences.
+            ValueError: if a sequence has reached the capacity, or the number of tokens is not that of the sequences.
         """
         if tokens.shape != self.lengths.shape:
-            raise ValueError(f"tokens have shape {list(tokens.shape)}, wanted [{len(self.lengths)}]: one for each sequence of prefill")
+            raise ValueError(f"tokens have shape {list(tokens.shape)}, expected [{len(self.lengths)}]: one for each sequence of prefill")
         if self._longest >= self._capacity:
-            raise ValueError(f"a sequence holds {self._capacity} tokens, all that there is room for: give a larger capacity")
+            raise ValueError(f"a sequence has reached the capacity of {self._capacity} tokens: build a Decoder with a larger capacity")
         span = min(self._room, -(-(self._longest + 1) // SPAN) * SPAN)
         if self._graphs is None:
             logits = self._appended(tokens.to(self.device), self.lengths, span)
@@ -190,31 +190,33 @@ class Decoder:
         return logits
 
     def _appended(self, tokens: Tensor, at: Tensor, span: int) -> Tensor:
-        """Logits after `tokens` [b] at the places `at` [b], which see at most the first `span` tokens of the cache: all of a graph."""
+        """Return the logits after `tokens` [b] at positions `at` [b], attending to the first `span` tokens of the cache; graphs capture
+        this."""
         return self.head(self._run(tokens.unsqueeze(1), at, span=span)[:, 0])
 
     def _read(self) -> list[Tensor]:
-        """What a step reads and writes beside what it makes itself. Aliases: a Parameter may be given other memory."""
+        """Return the tensors that exist before a step and that it reads or writes, as aliases, since a Parameter's memory may be
+        replaced."""
         found = [self._tokens, self._at, self._cos, self._sin]
         for x in (*self._model.parameters(), *self._model.buffers()):
             found += [x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x.detach()]
         return [*found, *(x for layer in self._layers for x in layer.tensors())]
 
     def _filled_up(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Tokens [b, longest] int64, filled up behind with 0, and lengths [b] int64."""
+        """Return the tokens right-padded with 0, int64 [b, longest], and the lengths, int64 [b]."""
         lengths = [len(sequence) for sequence in sequences]
         if not lengths or min(lengths) < 1 or max(lengths) > self._capacity:
             shown = f"{min(lengths)} to {max(lengths)} tokens" if lengths else "none"
-            raise ValueError(f"sequences of 1 to {self._capacity} tokens are taken, and there are {shown}: shorten them, or leave them out")
+            raise ValueError(f"sequences must have 1 to {self._capacity} tokens, but there are {shown}: shorten them, or leave them out")
         tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
         for row, sequence in enumerate(sequences):
             tokens[row, : len(sequence)] = torch.as_tensor(sequence, dtype=torch.int64)
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
-            raise ValueError(f"token ids {int(tokens.min())} to {int(tokens.max())} must lie in [0, {self.vocab_size})")
+            raise ValueError(f"token ids {int(tokens.min())} to {int(tokens.max())} must be in [0, {self.vocab_size})")
         return tokens.to(self.device), torch.tensor(lengths, dtype=torch.int64, device=self.device)
 
     def _run(self, tokens: Tensor, at: Tensor | None, *, keep: bool = False, span: int = 0) -> Tensor:
-        """tokens [b, s] -> hidden states [b, s, h]; `at` [b]: where the one token of each row stands; None: all rows begin at 0."""
+        """tokens [b, s] -> hidden states [b, s, h]; `at` [b]: position of each row's one token; None: all rows start at 0."""
         rows, count = tokens.shape
         positions = torch.arange(count, device=self.device).expand_as(tokens) if at is None else at.unsqueeze(1)
         embedding = self._model.embedding
@@ -225,7 +227,7 @@ class Decoder:
         where = _Where(self._cos[flat], self._sin[flat], keep)
         if at is not None:
             where.places = torch.arange(rows, device=self.device) * self._room + at
-            # Added, not a choice: attention would make the one of the other in every layer. A CPU attends in FP32.
+            # An additive mask: from a bool mask attention would create one in every layer. A CPU attends in FP32.
             dtype = self._model.config.params_dtype if self.device.type == "cuda" else torch.float32
             mask = torch.zeros(rows, 1, 1, span, dtype=dtype, device=self.device)
             unseen = torch.arange(span, device=self.device) > at.unsqueeze(1)
@@ -238,14 +240,14 @@ class Decoder:
 
 @dataclass
 class _Where:
-    """What all layers of a step need to know of its b x s tokens.
+    """Inputs that all layers of a step share, for its b x s tokens.
 
     Attributes:
-        cos, sin: FP32 [b s, r], of the position of each.
-        keep: whether keys and values of whole sequences are kept.
-        places: int64 [b], where the key and value of the one token of each row go in the cache of b x room; None: nowhere.
-        mask: [b, 1, 1, span] in the dtype in which attention computes, 0 where a token sees the cache and minus infinity elsewhere;
-            None: a token sees what stands before it in its sequence.
+        cos, sin: FP32 [b s, r], for the position of each token.
+        keep: whether to cache keys and values of whole sequences.
+        places: int64 [b], index in the cache of b x room for the key and value of each row's one token; None: do not cache.
+        mask: [b, 1, 1, span] in the dtype of attention, 0 where a token attends to the cache and -inf elsewhere; None: causal attention
+            within the sequence.
     """
 
     cos: Tensor
@@ -256,14 +258,14 @@ class _Where:
 
 
 class _InferenceLayer:
-    """One transformer layer: the arithmetic of `TransformerLayer` in evaluation, hidden states as [b, s, h]."""
+    """One transformer layer with the arithmetic of `TransformerLayer` in evaluation, for hidden states [b, s, h]."""
 
     def __init__(self, layer: Layer) -> None:
         attention, mlp = layer.self_attention, layer.mlp
         core = attention.core_attention
         assert isinstance(core, SDPAttention)
         if not core.causal:
-            raise ValueError("the model was trained with --objective masked-lm and sees what follows a token: it continues no text")
+            raise ValueError("the model was trained with --objective masked-lm, so it cannot generate text: use a causal language model")
         self._norms = layer.input_layernorm, layer.pre_mlp_layernorm
         self._qkv, self._proj = _Linear(attention.linear_qkv), _Linear(attention.linear_proj)
         self._query_norm, self._key_norm = attention.q_layernorm, attention.k_layernorm
@@ -275,19 +277,19 @@ class _InferenceLayer:
         self._cache = torch.empty(0)
 
     def renew(self) -> None:
-        """Take the weights as they are now."""
+        """Update to the current weights."""
         for linear in (self._qkv, self._proj, self._fc1, self._fc2):
             linear.renew()
 
     def tensors(self) -> list[Tensor]:
-        """What a step reads and writes beside the model's own tensors: the cache, FP8 copies and tables of scales."""
+        """Return the tensors of a step that are not the model's: the cache, FP8 copies and tables of scales."""
         return [self._cache, *(x for linear in (self._qkv, self._proj, self._fc1, self._fc2) for x in linear.tensors())]
 
     def make_room(self, rows: int, room: int) -> None:
         """Keys and values of `rows` sequences: [b, room, groups, 2, d] in the dtype of the activations."""
         shape = rows, room, self._groups, 2, self._channels
         if self._cache.shape != shape:
-            self._cache = torch.empty(0)  # the one before goes first
+            self._cache = torch.empty(0)  # free the previous one first
             self._cache = torch.zeros(shape, dtype=self._config.params_dtype, device=self._norms[0].weight.device)
 
     def __call__(self, x: Tensor, where: _Where) -> Tensor:
@@ -303,7 +305,7 @@ class _InferenceLayer:
     def _attend(self, qkv: Tensor, where: _Where) -> Tensor:
         batch, count = qkv.shape[:2]
         shared, tokens = self._heads // self._groups, batch * count
-        mixed = qkv.view(batch, count, self._groups, shared + 2, self._channels)  # of each group its queries, its key, its value
+        mixed = qkv.view(batch, count, self._groups, shared + 2, self._channels)  # per group its queries, its key, its value
         if self._query_norm is not None and self._key_norm is not None:
             mixed[..., :shared, :] = self._query_norm(mixed[..., :shared, :])
             mixed[..., shared, :] = self._key_norm(mixed[..., shared, :])
@@ -311,7 +313,7 @@ class _InferenceLayer:
         query, kept = mixed[..., :shared, :].reshape(batch, count, self._heads, self._channels), mixed[..., shared:, :]
         if where.keep:
             self._cache[:, :count] = kept
-            self._cache[:, count:] = 0  # what is masked counts 0 times, which an infinity of the batch before would turn into NaN
+            self._cache[:, count:] = 0  # masked values have weight 0, and 0 times a stale Inf would be NaN
         elif where.places is not None and where.mask is not None:
             self._cache.flatten(0, 1).index_copy_(0, where.places, kept[:, 0].to(self._cache.dtype))
             kept = self._cache[:, : where.mask.shape[-1]]
@@ -327,10 +329,10 @@ class _InferenceLayer:
 
 
 class _Linear:
-    """A linear layer of the model with its bias added: in FP8 by rows, else as the module computes it.
+    """A linear layer of the model including its bias: in FP8 with a scale per row, or else by calling the module.
 
     Attributes:
-        gemm: the product in FP8; None for a module that computes it itself.
+        gemm: the FP8 GEMM; None to call the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -339,12 +341,12 @@ class _Linear:
         self.gemm = InferenceGemm(weight, module.scaling.gemm) if fp8 else None  # type: ignore[arg-type, union-attr]
 
     def renew(self) -> None:
-        """Take the weight as it is now."""
+        """Update to the current weight."""
         if self.gemm is not None:
             self.gemm.renew(self._module.weight)  # type: ignore[arg-type]
 
     def tensors(self) -> list[Tensor]:
-        """The operand of the FP8 product; none of a module that computes it itself."""
+        """Return the weight operand of the FP8 GEMM; empty without one."""
         return [] if self.gemm is None else [self.gemm.weight.codes, self.gemm.weight.scale_inv]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""CUDA graphs of a step of generation: one for each span of the cache that a step attends over, replayed as one launch.
+"""CUDA graphs of a decoding step: one for each span of the cache that a step attends over, replayed as one launch.
 
-A replay reads and writes the memory that the captured step did. So a step reads its tokens and their places from buffers that stay where
-they are, and the graphs remember every tensor that a step reads: where one of them stands elsewhere when a batch begins, the graphs are
-dropped and captured again. Weights that an optimizer changes in place are read as they are.
+A replay reads and writes the memory of the captured step. So a step reads its tokens and positions from static buffers, and the graphs
+record every tensor that a step reads: if one of them has moved when a batch starts, the graphs are dropped and captured again. Weights that
+an optimizer updates in place are read with their current values.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from msamp.kernels import scalar_pool
 
-WARM_UP = 2  # eager steps of a span before it is captured: kernels are compiled, cuDNN and cuBLAS have chosen theirs
+WARM_UP = 2  # eager steps of a span before capture, to compile kernels and let cuDNN and cuBLAS choose theirs
 
 Run = Callable[[], Tensor]
 _Form = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -26,8 +26,8 @@ class Captured(NamedTuple):
     """A captured step.
 
     Attributes:
-        replay: repeats its work.
-        out: where its result stands after a replay, until the next one.
+        replay: runs the graph.
+        out: contains the result after a replay, until the next one.
     """
 
     replay: Callable[[], None]
@@ -35,23 +35,23 @@ class Captured(NamedTuple):
 
 
 class Device(Protocol):
-    """What captures."""
+    """A device that captures steps."""
 
     def warm_up(self, run: Run) -> Tensor:
-        """The result of an eager run, on the stream that captures."""
+        """Return the result of an eager run on the capturing stream."""
 
     def capture(self, run: Run) -> Captured:
-        """RuntimeError where it cannot be captured."""
+        """Capture a run; raise a RuntimeError if that is impossible."""
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    # One for all decoders: cuBLAS keeps a workspace for every stream for good.
+    # One for all decoders, since cuBLAS never frees the workspace of a stream.
     return torch.cuda.Stream(device)
 
 
 class CudaDevice:
-    """Graphs of one GPU, which share one memory pool; it is freed with the last of them."""
+    """Capture on a GPU, with one memory pool for all graphs, which is freed with the last of them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, _stream(device)
@@ -76,14 +76,14 @@ class CudaDevice:
 
 
 def obstacle() -> str | None:
-    """Why no step can be captured on a GPU; None where it can."""
+    """Return why no step can be captured on a GPU, or None if it can."""
     return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
 def tell(reason: str) -> None:
-    """Say that generation is eager."""
+    """Warn that generation is eager."""
     warnings.warn(
-        f"steps of generation are launched kernel by kernel, slower, since {reason}; Decoder(..., graph=False) wants it so", stacklevel=3
+        f"generation runs without CUDA graphs, slower, because {reason}; Decoder(..., graph=False) hides this warning", stacklevel=3
     )
 
 
@@ -91,10 +91,10 @@ class DecodingGraphs:
     """The graphs of a decoder's steps.
 
     Args:
-        device: what captures.
+        device: captures the steps.
 
     Attributes:
-        captures: steps that were captured so far.
+        captures: number of steps captured so far.
     """
 
     def __init__(self, device: Device) -> None:
@@ -107,25 +107,25 @@ class DecodingGraphs:
         self._held: list[Tensor] = []
 
     def __len__(self) -> int:
-        """Graphs that are held."""
+        """Return the number of graphs in memory."""
         return len(self._graphs)
 
     def __deepcopy__(self, memo: object) -> "DecodingGraphs":
-        """None captured yet: a graph reads and writes the memory of the decoder that it was captured for."""
+        """Return an object without graphs: a graph uses the memory of the decoder for which it was captured."""
         return DecodingGraphs(self._device)
 
     def release(self) -> None:
-        """Drop all graphs, and what they hold of memory."""
+        """Drop all graphs and free their memory."""
         self._graphs.clear()
         self._eager.clear()
         self._forms, self._held = [], []
 
     def begin(self, read: Sequence[Tensor]) -> None:
-        """Before the steps of a batch: graphs are dropped where they read other memory.
+        """Start a batch: drop the graphs if they read other memory.
 
         Args:
-            read: all tensors that a step reads or writes beside what it makes itself. They are held until other ones come, so that no
-                other tensor gets their addresses.
+            read: all tensors that exist before a step and that it reads or writes. They are kept until the next `begin`, so that no other
+                tensor gets their addresses.
         """
         forms = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in read]
         if forms != self._forms:
@@ -133,11 +133,11 @@ class DecodingGraphs:
             self._forms, self._held = forms, list(read)
 
     def step(self, span: int, run: Run) -> Tensor:
-        """The result of `run`, by a replay where one is there.
+        """Return the result of `run`, by a replay if there is a graph.
 
         Args:
-            span: what tells graphs apart.
-            run: reads and writes at fixed addresses; a second run changes nothing.
+            span: key of the graph.
+            run: reads and writes fixed addresses; running it twice must change nothing.
         """
         if self._refused:
             return run()

@@ -1,6 +1,6 @@
-"""Our models in lm-eval (EleutherAI's language model evaluation harness), and tasks from local files.
+"""Adapter of our models for lm-eval (EleutherAI's language model evaluation harness), and tasks from local files.
 
-Imported only where lm-eval is installed: `pip install -e '.[eval]'`.
+Requires lm-eval: `pip install -e '.[eval]'`.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from megatron.lm.evaluation.generation import Sampling
 from megatron.lm.evaluation.models import CheckpointModel, FolderModel, Model
 
 TASKS = Path(__file__).parent / "tasks"
-MAX_GEN_TOKENS = 256  # where a task says nothing, as lm-eval's own adapters
+MAX_GEN_TOKENS = 256  # default for tasks, as in lm-eval's own adapters
 _IGNORED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
 class Adapter(TemplateLM):
-    """A model of `megatron.lm.evaluation.models` as lm-eval asks for it.
+    """lm-eval adapter of a model from `megatron.lm.evaluation.models`.
 
-    Requests run in batches of about equal length; what a request gives depends neither on its batch nor on the order of requests.
+    Requests run in batches of about equal length. Results depend neither on the batch nor on the order of requests.
 
     Args:
-        model: what answers.
-        batch_size: requests that run side by side.
-        seed: of draws, where a task asks for some.
+        model: the model.
+        batch_size: requests per batch.
+        seed: for tasks that sample.
     """
 
     def __init__(self, model: Model, batch_size: int = 8, seed: int = 0) -> None:
@@ -38,21 +38,21 @@ class Adapter(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """Return the end-of-document token."""
         return self.model.eod
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model sees."""
+        """Return the context length in tokens."""
         return self.model.seq_length
 
     @property
     def tokenizer_name(self) -> str:
-        """Of lm-eval's cache of requests."""
+        """Return the key of lm-eval's request cache."""
         return self.model.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids, nothing added."""
+        """Return token ids, without special tokens."""
         return self.model.encode(string)
 
     def _loglikelihood_tokens(
@@ -63,12 +63,12 @@ class Adapter(TemplateLM):
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 raise ValueError(
-                    f"an answer of {len(continuation)} tokens is longer than the model's sequence of {self.max_length}: leave the task out"
+                    f"an answer of {len(continuation)} tokens is longer than the model's context of {self.max_length}: leave the task out"
                 )
             if continuation:
-                # What is too long for the model is cut in front, as lm-eval's own adapters do it.
+                # Truncate on the left, as lm-eval's own adapters do.
                 todo.append((i, (context + continuation)[-(self.max_length + 1) :], len(continuation)))
-        todo.sort(key=lambda entry: (-len(entry[1]), entry[0]))  # the longest first: memory that lacks is told at once
+        todo.sort(key=lambda entry: (-len(entry[1]), entry[0]))  # longest first, so that running out of memory shows at once
         for begin in range(0, len(todo), self.batch_size):
             batch = todo[begin : begin + self.batch_size]
             scores = self.model.score([tokens for _, tokens, _ in batch], [len(tokens) - last for _, tokens, last in batch])
@@ -80,7 +80,7 @@ class Adapter(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, each token told once, in windows side by side."""
+        """Return the log-likelihood of whole texts, scoring each token once, with batched windows."""
         cut: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -98,21 +98,26 @@ class Adapter(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to the first of the texts in `until`, which is left out."""
+        """Return continuations up to the first of the strings in `until`, which is left out."""
         if not isinstance(self.model, CheckpointModel):
-            raise ValueError(f"{self.model.name} is not generated from here: lm-eval's own adapter does it")
+            raise ValueError(f"generation from {self.model.name} is not supported here: use lm-eval's own adapter")
         texts = [""] * len(requests)
         groups: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
         for i, request in enumerate(requests):
             context, settings = request.args
             unknown = set(settings) - _IGNORED
             if unknown:
-                raise ValueError(f"a task asks to generate with {', '.join(sorted(unknown))}: only {', '.join(sorted(_IGNORED))} are known")
+                raise ValueError(
+                    f"a task sets the unknown generation options {', '.join(sorted(unknown))}: only {', '.join(sorted(_IGNORED))} are "
+                    "supported"
+                )
             until = settings.get("until") or []
             until = (until,) if isinstance(until, str) else tuple(until)
             count = int(settings.get("max_gen_toks", MAX_GEN_TOKENS))
             if not 0 < count < self.max_length:
-                raise ValueError(f"a task asks for {count} tokens of a model that sees {self.max_length}: let it ask for 1 to one fewer")
+                raise ValueError(
+                    f"a task requests {count} tokens, but the model's context has {self.max_length}: request at least 1 and fewer than that"
+                )
             key = until, count, _sampling(settings, self._seed)
             tokens = self.tok_encode(context) or [self.prefix_token_id]
             groups.setdefault(key, []).append((i, tokens[-(self.max_length - count) :]))
@@ -150,20 +155,21 @@ def _sampling(settings: dict[str, Any], seed: int) -> Sampling:
 
 
 def _before(text: str, until: tuple[str, ...]) -> str:
-    """The text before the first of `until`."""
+    """Return the text before the first of `until`."""
     return text[: min([place for stop in until if stop and (place := text.find(stop)) >= 0], default=len(text))]
 
 
 def manager(data_dir: Path, include: Sequence[Path] = ()) -> TaskManager:
-    """Our tasks and those of further folders of YAML, their files below `data_dir`; none of lm-eval's own, which would download."""
+    """Return our tasks and those in further YAML folders, with data files in `data_dir`; without lm-eval's own tasks, which download
+    data."""
     return TaskManager(include_path=[TASKS, *include], include_defaults=False, metadata={"data_dir": str(data_dir)})
 
 
 def check_tasks(tasks: Sequence[str], known: TaskManager) -> None:
-    """ValueError for a task that is none, or with files that lack."""
+    """Raise a ValueError if a task is unknown or its files are missing."""
     unknown = [task for task in tasks if task not in known.all_tasks]
     if unknown:
-        raise ValueError(f"--tasks {' '.join(unknown)}: there is no such task; choose of {', '.join(known.all_tasks)}")
+        raise ValueError(f"--tasks {' '.join(unknown)}: unknown task; choose from {', '.join(known.all_tasks)}")
     known.load(list(tasks))
 
 
@@ -176,7 +182,7 @@ def evaluate(
     limit: int | None = None,
     fewshot: int | None = None,
 ) -> dict[str, Any]:
-    """Of each task, `{metric: value, metric_stderr: its standard error, "samples": how many}`, as lm-eval computes them."""
+    """Return `{metric: value, metric_stderr: its standard error, "samples": count}` of each task, as lm-eval computes them."""
     if isinstance(model, FolderModel):
         from lm_eval.models.huggingface import HFLM
 

@@ -1,7 +1,7 @@
-"""Last words of any text: passages with a last word that has been named in the sentences before it [after LAMBADA, Paperno et al. 2016].
+"""Last-word prediction on any text: passages whose last word occurs in the sentences before it [after LAMBADA, Paperno et al. 2016].
 
-Where a reader of the last sentence alone could only guess, three sentences before it tell. LAMBADA's passages were chosen by people, these
-by a rule: so a result compares models with each other, not with LAMBADA's.
+The last sentence alone should not determine the word, but the three sentences before it do. People chose LAMBADA's passages, a rule chooses
+these, so results compare with each other but not with results on LAMBADA.
 """
 
 import re
@@ -14,9 +14,9 @@ _LAST = re.compile(rf"^(?P<context>.*\s)(?P<word>[A-Za-z]{{{SHORTEST},}})[.!?]$"
 
 
 def passages(documents: Iterable[str]) -> Iterator[dict[str, str]]:
-    """{"context", "word"} of each passage, in the order of the texts; no two of them share a sentence.
+    """Yield {"context", "word"} of each passage, in the order of the texts; no two share a sentence.
 
-    `context` ends before the space that the word follows.
+    `context` ends before the space in front of the word.
     """
     for text in documents:
         for paragraph in re.split(r"\n\s*\n", text):

@@ -1,4 +1,4 @@
-"""What is evaluated, behind one interface: a checkpoint of the trainer, or a folder of Hugging Face."""
+"""One interface for the models to evaluate: a checkpoint of the trainer, or a Hugging Face folder."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from megatron.lm.evaluation.generation import Generated, Sampling, generate
 
-_ROWS = 1024  # positions of which log-probabilities are held at once: 0.2 GB with a vocabulary of 50,000
+_ROWS = 1024  # positions with log-probabilities in memory at once: 0.2 GB with a vocabulary of 50,000
 
 
 class Score(NamedTuple):
-    """Of a sequence's tokens from some position on.
+    """Scores of a sequence's tokens from a start position on.
 
     Attributes:
-        logprobs: FP32, of each token given all those before it, in nats.
-        greedy: whether each of them was the likeliest.
+        logprobs: FP32, log-probability of each token given all tokens before it, in nats.
+        greedy: whether every token was the most likely one.
     """
 
     logprobs: Tensor
@@ -29,10 +29,10 @@ class Model(Protocol):
     """A causal language model with its tokenizer.
 
     Attributes:
-        name: as it was given.
-        seq_length: tokens that it sees at once.
-        eod: id that stands before a document, and after it.
-        about: of the results' file.
+        name: as the user gave it.
+        seq_length: context length in tokens.
+        eod: id of the token before and after each document.
+        about: metadata for the results file.
     """
 
     name: str
@@ -41,19 +41,19 @@ class Model(Protocol):
     about: dict[str, Any]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """Return the token ids of a text, without special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
-        """Of each sequence (at most `seq_length` + 1 tokens, the last of which is only told apart), its tokens from its start (>= 1) on."""
+        """Score each sequence's tokens from its start (>= 1) on; at most `seq_length` + 1 tokens, the last of which is only a target."""
 
 
 class CheckpointModel:
-    """A checkpoint of the trainer, its FP8 weights as they are; needs process groups (`opened` makes them).
+    """A checkpoint of the trainer, with FP8 weights used as saved; requires process groups (`opened` creates them).
 
-    The softmax is over the tokenizer's vocabulary, without the rows that pad it.
+    The softmax is over the tokenizer's vocabulary, without padding.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class CheckpointModel:
         return scores
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, stopped: Any = None) -> Generated:
-        """Up to `n` tokens after each prompt (`megatron.lm.evaluation.generation.generate`)."""
+        """Generate up to `n` tokens after each prompt (`megatron.lm.evaluation.generation.generate`)."""
         return generate(
             self._decoder,
             prompts,
@@ -102,10 +102,10 @@ class CheckpointModel:
 
 
 class FolderModel:
-    """A folder of Hugging Face, read by transformers; FP8 weights of compressed-tensors too.
+    """A Hugging Face folder, loaded with transformers; also with FP8 weights of compressed-tensors.
 
     Attributes:
-        network, tokenizer: transformers' own, which lm-eval's adapter takes.
+        network, tokenizer: transformers objects for lm-eval's adapter.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class FolderModel:
         eod = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
         length = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
         if eod is None or not length:
-            raise ValueError(f"{path} names no token that begins a document, or no length of a sequence: add them to its config.json")
+            raise ValueError(f"{path} defines no beginning-of-document token or no sequence length: add them to its config.json")
         self.name, self.seq_length, self.eod = str(path), int(length), int(eod)
         quantized = getattr(model.config, "quantization_config", None)
         self.about = {"kind": model.config.model_type, "precision": "fp8 export" if quantized else str(model.dtype).removeprefix("torch.")}
@@ -132,7 +132,7 @@ class FolderModel:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
-        """As `Model`; filled up behind, where a causal mask hides it."""
+        """As `Model`; sequences are right-padded, where the causal mask hides the padding."""
         _check(sequences, starts, self.seq_length)
         longest = max(map(len, sequences)) - 1
         tokens = torch.tensor([[*sequence[:-1], *[0] * (longest + 1 - len(sequence))] for sequence in sequences])
@@ -144,26 +144,26 @@ class FolderModel:
 
 
 def is_folder_of_hugging_face(path: Path) -> bool:
-    """Whether a path is read by transformers: it holds a `config.json`, which a checkpoint of the trainer does not."""
+    """Return whether a path is a Hugging Face folder: it contains a `config.json`, which a checkpoint of the trainer does not."""
     return (path / "config.json").is_file()
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[CheckpointModel | FolderModel]:
-    """The model at `path`, and what it needs of this process, within the block.
+    """Load the model at `path`, with process groups if it needs them, for the block.
 
     Raises:
-        ValueError: neither a checkpoint nor a folder of Hugging Face is there, or it is damaged; transformers is missing.
+        ValueError: if the path is neither a checkpoint nor a Hugging Face folder, it is damaged, or transformers is missing.
     """
     if not path.exists():
-        raise ValueError(f"--load {path} does not exist: give a folder of the trainer's checkpoints, or one of Hugging Face")
+        raise ValueError(f"--load {path} does not exist: give a checkpoint folder of the trainer, or a Hugging Face folder")
     if is_folder_of_hugging_face(path):
         yield FolderModel(path)
         return
     from megatron.lm.processes.cpu_home import cpu_home
     from megatron.lm.processes.process_groups import shutdown
 
-    with cpu_home():  # left again: the next model may be another library's
+    with cpu_home():  # only for the block: the next model may be from another library
         try:
             yield CheckpointModel(path)
         finally:
@@ -171,7 +171,7 @@ def opened(path: Path) -> Iterator[CheckpointModel | FolderModel]:
 
 
 def needed(name: str, what: str) -> Any:
-    """The module of an extra; ValueError with how to install it where it is missing. `what` says what it is for."""
+    """Import a module of the extra `eval`; raise a ValueError with the install command if it is missing. `what`: its purpose."""
     import importlib
 
     try:
@@ -191,11 +191,13 @@ def _refused(path: Path) -> Iterator[None]:
 def _check(sequences: Sequence[Sequence[int]], starts: Sequence[int], seq_length: int) -> None:
     for sequence, start in zip(sequences, starts, strict=True):
         if not 1 <= start < len(sequence) or len(sequence) > seq_length + 1:
-            raise ValueError(f"a sequence of {len(sequence)} tokens scored from {start} on: at most {seq_length + 1}, from 1 on")
+            raise ValueError(
+                f"cannot score a sequence of {len(sequence)} tokens from position {start}: at most {seq_length + 1} tokens, from 1 on"
+            )
 
 
 def _told(logits: Tensor, targets: Tensor) -> Score:
-    """logits FP32 [n, vocabulary], targets int64 [n]."""
+    """Return the score of targets int64 [n] under logits FP32 [n, vocabulary]."""
     if not bool(logits.isfinite().all()):
         raise ValueError("the model's logits are NaN or infinite: it has diverged, load an older checkpoint")
     logprobs = logits.gather(-1, targets.unsqueeze(-1))[:, 0] - logits.logsumexp(-1)

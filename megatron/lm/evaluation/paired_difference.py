@@ -1,7 +1,7 @@
-"""Whether two groups of trainings differ in loss: the mean of the paired differences, its 95 % interval, and one of three verdicts.
+"""Compare the losses of two groups of runs: the mean of the paired differences, its 95 % interval, and one of three verdicts.
 
-Seeds differ by more than most precisions do. Runs of the same seed see the same batches and start from the same weights, so that much of
-that difference cancels within a pair. What is left is a sample of n differences d_i, and the interval of its mean is
+Seeds differ by more than most precisions do. Runs of the same seed see the same batches and start from the same weights, so much of the
+difference between seeds cancels within a pair. The pairs are a sample of n differences d_i, and the interval of the mean is
 
     mean(d) +- t * stdev(d) / sqrt(n),
 
@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-# The smallest relative difference in loss that docs/reproduction calls one: BF16 with Kahan summation against BF16 with FP32 masters.
+# The smallest relative loss difference that docs/reproduction counts: BF16 with Kahan summation against BF16 with FP32 master weights.
 EFFECT = 0.006
 CONFIDENCE = 0.95
 Seed = TypeVar("Seed", bound=Hashable)
@@ -29,25 +29,25 @@ HOLDS, DOES_NOT_HOLD, TOO_SMALL = "holds", "does not hold", "too small to say"
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean of differences and the half width of its 95 % interval; `half_width` is None for one difference."""
+    """The mean of differences and the half width of its 95 % interval; `half_width` is None for one difference."""
 
     mean: float
     half_width: float | None
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Lower and upper end; both infinite for one difference."""
+        """Return lower and upper end, infinite for one difference."""
         width = math.inf if self.half_width is None else self.half_width
         return self.mean - width, self.mean + width
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """How far a group of runs is from its baseline.
+    """The difference of a group of runs from its baseline.
 
     Attributes:
-        absolute: of other - base, in the unit of the losses (nats per token).
-        relative: of other / base - 1.
+        absolute: other - base, in the unit of the losses (nats per token).
+        relative: other / base - 1.
         seeds: of the pairs, in the order of `other`.
     """
 
@@ -56,13 +56,13 @@ class PairedDifference:
     seeds: tuple[Hashable, ...]
 
     def verdict(self, effect: float = EFFECT) -> str:
-        """One of `HOLDS`, `DOES_NOT_HOLD` and `TOO_SMALL` on the claim that the two losses are the same.
+        """Return `HOLDS`, `DOES_NOT_HOLD` or `TOO_SMALL` for the claim that the two losses are equal.
 
         Args:
             effect: smallest relative difference that counts as a loss, 0 or more.
 
         Raises:
-            ValueError: the effect is negative or NaN.
+            ValueError: if the effect is negative or NaN.
         """
         if not effect >= 0:
             raise ValueError(f"the effect is {effect}: give a relative difference of 0 or more, such as {EFFECT}")
@@ -72,9 +72,9 @@ class PairedDifference:
         return DOES_NOT_HOLD if low > effect or high < -effect or math.isnan(low) else TOO_SMALL
 
     def sentence(self, base: str, other: str, effect: float = EFFECT) -> str:
-        """The difference, its interval, the number of seeds and the verdict, in one sentence."""
+        """Return a sentence with the difference, its interval, the number of seeds and the verdict."""
         if not math.isfinite(self.absolute.mean):
-            return f"{other} against {base}: a loss is not finite, so that one of the two has diverged"
+            return f"{other} against {base}: a loss is non-finite, so one of the two has diverged"
         told = f"{other} against {base}: {self.absolute.mean:+.4f} nats per token, {100 * self.relative.mean:+.2f} %"
         if self.relative.half_width is None:
             return f"{told}, one seed, no interval: {self.verdict(effect)}"
@@ -91,22 +91,22 @@ def paired_difference(base: Mapping[Seed, float], other: Mapping[Seed, float]) -
     """Compare losses by seed.
 
     Args:
-        base: seed -> loss of the baseline, in nats per token; it may have more seeds than `other`, which are not used.
-        other: seed -> loss of the runs to judge.
+        base: seed -> loss of the baseline, in nats per token; seeds that are not in `other` are ignored.
+        other: seed -> loss of the runs to compare.
 
     Raises:
-        ValueError: `other` is empty, a seed of it has no baseline, or a baseline is 0.
+        ValueError: if `other` is empty, one of its seeds has no baseline, or a baseline loss is 0.
     """
     if not other:
         raise ValueError("there is no run to compare: give at least one loss")
     lacking = [seed for seed in other if seed not in base]
     if lacking:
         raise ValueError(
-            f"seed {lacking[0]} has no run of the baseline, which has {', '.join(map(str, base)) or 'none'}: train it, or drop it"
+            f"seed {lacking[0]} has no baseline run (seeds: {', '.join(map(str, base)) or 'none'}): train it, or drop the seed"
         )
     zero = [seed for seed in other if base[seed] == 0]
     if zero:
-        raise ValueError(f"the baseline's loss of seed {zero[0]} is 0, and a relative difference needs another value")
+        raise ValueError(f"the baseline's loss of seed {zero[0]} is 0, but a relative difference requires another value")
     return PairedDifference(
         absolute=interval([loss - base[seed] for seed, loss in other.items()]),
         relative=interval([loss / base[seed] - 1 for seed, loss in other.items()]),
@@ -115,10 +115,10 @@ def paired_difference(base: Mapping[Seed, float], other: Mapping[Seed, float]) -
 
 
 def interval(differences: list[float], confidence: float = CONFIDENCE) -> Interval:
-    """Mean and interval of a sample, by Student's t distribution.
+    """Return the mean of a sample and its interval by Student's t distribution.
 
     Raises:
-        ValueError: the sample is empty.
+        ValueError: if the sample is empty.
     """
     if not differences:
         raise ValueError("an interval needs at least one difference")
@@ -132,18 +132,18 @@ def interval(differences: list[float], confidence: float = CONFIDENCE) -> Interv
 
 
 def student_t_quantile(probability: float, degrees: int) -> float:
-    """Return t such that a variable of Student's distribution with so many degrees of freedom lies below it with this probability.
+    """Return the quantile of Student's t distribution: t with P(T < t) = `probability`, to twelve digits.
 
-    By bisection of P(|T| > t) = I_x(degrees / 2, 1 / 2) at x = degrees / (degrees + t^2), the regularised incomplete beta function; to
-    twelve digits (Abramowitz and Stegun, 26.5.27 and 26.7.1).
+    Computed by bisection of P(|T| > t) = I_x(degrees / 2, 1 / 2) at x = degrees / (degrees + t^2), the regularized incomplete beta function
+    (Abramowitz and Stegun, 26.5.27 and 26.7.1).
 
     Raises:
-        ValueError: the probability is not within [0.5, 1), or there is no degree of freedom.
+        ValueError: if the probability is not within [0.5, 1), or there is no degree of freedom.
     """
     if not 0.5 <= probability < 1:
-        raise ValueError(f"the probability is {probability}: give one of at least 0.5 and below 1")
+        raise ValueError(f"the probability is {probability}: it must be in [0.5, 1)")
     if degrees < 1:
-        raise ValueError(f"{degrees} degrees of freedom: give 1 or more, that is two differences or more")
+        raise ValueError(f"{degrees} degrees of freedom: at least 1 is required, that is two differences")
     beyond = 2 * (1 - probability)
     low, high = 0.0, 1.0
     while _both_tails(high, degrees) > beyond:
@@ -162,7 +162,7 @@ def _both_tails(t: float, degrees: int) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b), regularised, by its continued fraction, on the side of x where that converges fast."""
+    """Return the regularized I_x(a, b) from its continued fraction, on the side of x where it converges fast."""
     if x > (a + 1) / (a + b + 2):
         return 1 - _incomplete_beta(b, a, 1 - x)
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) if 0 < x < 1 else 0.0

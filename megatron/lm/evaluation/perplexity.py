@@ -1,10 +1,10 @@
-"""Bits a byte of a text: a window of the model's length slides over it, and each token is told once.
+"""Bits per byte (BPB) of a text with a sliding window of the model's context length, which scores each token once.
 
-A document's tokens stand behind the token that begins one. The first window tells all its tokens; each later one moves on by the stride and
-tells as many, which have at least `window - stride + 1` tokens before them. A small stride gives each token more to go by, and takes
-longer. Bytes are those of the text in UTF-8, so that models of different tokenizers compare:
+A document's tokens follow its beginning-of-document token. The first window scores all its tokens. Each later window advances by the stride
+and scores as many tokens, which have at least `window - stride + 1` tokens of context. A smaller stride gives tokens more context and takes
+longer. Bytes are those of the text in UTF-8, so that models with different tokenizers are comparable:
 
-    bits a byte = nats of all tokens / ln 2 / bytes
+    bits per byte = nats of all tokens / ln 2 / bytes
 """
 
 import math
@@ -18,11 +18,11 @@ from megatron.lm.evaluation.models import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """The outcome.
+    """The result.
 
     Attributes:
-        documents, tokens, bytes: of the text.
-        nats: of all tokens together.
+        documents, tokens, bytes: counts of the text.
+        nats: sum over all tokens.
         window, stride: in tokens.
     """
 
@@ -35,30 +35,30 @@ class Told:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits a byte of UTF-8 text."""
+        """Return the bits per byte of UTF-8 text."""
         return self.nats / math.log(2) / self.bytes
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean nats a token; infinite beyond FP64."""
+        """Return exp of the mean nats per token; infinite beyond FP64."""
         mean = self.nats / self.tokens
         return math.exp(mean) if mean < 700 else math.inf
 
     def row(self) -> dict[str, Any]:
-        """All of it, by name."""
+        """Return all fields and derived values by name."""
         derived = {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity, "nats_per_token": self.nats / self.tokens}
         return asdict(self) | derived
 
 
 def windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, told, end) of each window over `count` tokens, the first of which is only context: tokens `told` to `end` are told by those
-    from `begin` on. Each token but the first is told once.
+    """Yield (begin, told, end) of each window over `count` tokens: tokens `told` to `end` are scored with context from `begin` on. Each
+    token is scored once, except for the first, which is only context.
 
     Raises:
-        ValueError: window below 1, or a stride outside 1 to window.
+        ValueError: if the window is less than 1, or the stride is not in 1 to window.
     """
     if window < 1 or not 1 <= stride <= window:
-        raise ValueError(f"stride {stride} must lie between 1 and the window, {window} tokens: a larger one would leave tokens out")
+        raise ValueError(f"stride {stride} must be between 1 and the window, {window} tokens: a larger one would skip tokens")
     told = 1
     while told < count:
         end = min(told + (window if told == 1 else stride), count)
@@ -75,20 +75,20 @@ def perplexity(
     window: int | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Told:
-    """Tell each document by itself.
+    """Score each document separately and return the result over all of them.
 
     Args:
-        stride: tokens that a window moves on by, 1 to the window.
-        batch_size: windows that run side by side.
-        window: tokens that the model sees; its sequence length where None.
-        progress: is called with the tokens of each batch when they are told.
+        stride: tokens by which a window advances, 1 to the window.
+        batch_size: windows per batch.
+        window: context in tokens; None is the model's sequence length.
+        progress: called after each batch with its number of scored tokens.
 
     Raises:
-        ValueError: no text, or a stride or window out of range.
+        ValueError: if there is no text, or stride or window are out of range.
     """
     window = model.seq_length if window is None else window
     if not 1 <= window <= model.seq_length:
-        raise ValueError(f"window {window} must lie between 1 and {model.seq_length}, the model's sequence length")
+        raise ValueError(f"window {window} must be between 1 and {model.seq_length}, the model's sequence length")
     seen = {"documents": 0, "tokens": 0, "bytes": 0}
     nats = 0.0
     cut = _cut(model, documents, window, stride, seen)
@@ -97,13 +97,13 @@ def perplexity(
         nats -= sum(float(score.logprobs.double().sum()) for score in scores)
         progress(sum(len(score.logprobs) for score in scores))
     if not seen["tokens"]:
-        raise ValueError("the text is empty: there is nothing to tell")
+        raise ValueError("the text is empty: there is nothing to evaluate")
     return Told(**seen, nats=nats, window=window, stride=stride)
 
 
 def _cut(model: Model, documents: Iterable[str], window: int, stride: int, seen: dict[str, int]) -> Iterator[tuple[Sequence[int], int]]:
-    """Windows of all documents, and from where on each is told."""
-    list(windows(1, window, stride))  # refuses the stride before anything is read
+    """Yield the windows of all documents, with the position from which each is scored."""
+    list(windows(1, window, stride))  # checks the stride before any text is read
     for text in documents:
         tokens = [model.eod, *model.encode(text)]
         if len(tokens) == 1:

@@ -1,6 +1,6 @@
-"""What the task files beside this one call: documents of a local file of JSON lines, and questions with lettered options.
+"""Functions for the task files in this folder: read a local JSON-lines file, and process questions with lettered options.
 
-lm-eval loads it by its path.
+lm-eval loads this file by its path.
 """
 
 import json
@@ -12,16 +12,16 @@ _LETTER = r"[A-E]\. ?"
 
 
 def load(file: str, data_dir: str = ".", **_: Any) -> dict[str, Any]:
-    """`custom_dataset` of a task: the lines of `data_dir/file` as the split `test`.
+    """Return the lines of `data_dir/file` as the split `test`, for a task's `custom_dataset`.
 
     Raises:
-        ValueError: the file is missing, no JSON, or empty.
+        ValueError: if the file is missing, invalid JSON, or empty.
     """
     import datasets
 
     path = Path(data_dir) / file
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: --data-dir names the folder that holds {file} (docs/guide/evaluation.md says from where)")
+        raise ValueError(f"{path} does not exist: set --data-dir to the folder with {file} (docs/guide/evaluation.md has its source)")
     documents = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -29,21 +29,21 @@ def load(file: str, data_dir: str = ".", **_: Any) -> dict[str, Any]:
         try:
             document = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is no JSON ({error}): one object a line is wanted") from None
+            raise ValueError(f"{path}, line {number} is invalid JSON ({error}): expected one object per line") from None
         if not isinstance(document, dict):
-            raise ValueError(f"{path}, line {number} is no JSON object: one a line is wanted")
+            raise ValueError(f"{path}, line {number} is not a JSON object: expected one per line")
         documents.append(document)
     if not documents:
-        raise ValueError(f"{path} is empty: there is nothing to ask")
+        raise ValueError(f"{path} is empty: there is nothing to evaluate")
     return {"test": datasets.Dataset.from_list(documents)}
 
 
 def lettered(dataset: Any) -> Any:
-    """`process_docs` of tasks with their options in one text, "A. this\\nB. that": adds `choices` and `gold`; a row with no answer goes."""
+    """`process_docs` of tasks with all options in one text, "A. this\\nB. that": add `choices` and `gold`, drop rows without an answer."""
     rows = [_parsed(row) for row in dataset]
     kept = [row for row in rows if row is not None]
     if not kept:
-        raise ValueError("no row names its answer among lettered options: is it a hidden test set?")
+        raise ValueError("no row has its answer among lettered options: this may be a test set without answers")
     return type(dataset).from_list(kept)
 
 

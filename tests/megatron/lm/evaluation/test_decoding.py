@@ -148,7 +148,7 @@ def test_what_cannot_be_decoded_is_refused():
         with pytest.raises(ValueError, match="capacity 0"):
             Decoder(made.model, 0)
         for sequences, message in (
-            ([], "1 to 4 tokens are taken, and there are none"),
+            ([], "must have 1 to 4 tokens, but there are none"),
             ([[1], []], "there are 0 to 1 tokens"),
             ([[1] * 5], "there are 5 to 5 tokens"),
             ([[64]], r"token ids 64 to 64 must lie in \[0, 64\)"),
@@ -156,11 +156,11 @@ def test_what_cannot_be_decoded_is_refused():
         ):
             with pytest.raises(ValueError, match=message):
                 made.decoder.prefill(sequences)
-        with pytest.raises(ValueError, match=r"shape \[1\], wanted \[0\]"):
+        with pytest.raises(ValueError, match=r"shape \[1\], expected \[0\]"):
             made.decoder.step(torch.tensor([1]))
         made.decoder.prefill([[1, 2, 3]])
         made.decoder.step(torch.tensor([1]))
-        with pytest.raises(ValueError, match="holds 4 tokens, all that there is room for"):
+        with pytest.raises(ValueError, match="has reached the capacity of 4 tokens"):
             made.decoder.step(torch.tensor([1]))
 
 
@@ -168,7 +168,7 @@ def test_a_model_in_parts_is_refused():
     with tiny.started(hf_models.config("gpt2", precision="fp32")):
         made = Tiny("gpt2", "fp32")
         made.model.config.tensor_model_parallel_size = 2
-        with pytest.raises(ValueError, match="2 tensor-parallel and 1 pipeline ranks is not decoded: load the checkpoint on one process"):
+        with pytest.raises(ValueError, match="does not support 2 tensor-parallel and 1 pipeline ranks: load the checkpoint on one process"):
             Decoder(made.model, 4)
 
 

@@ -118,7 +118,7 @@ def test_on_a_gpu_generation_has_the_new_weights_too(level):
 def test_on_a_gpu_graphs_change_no_token_and_no_bit(level, temperature):
     long = WIDE | {"seq_length": 640}
     with tiny.started(hf_models.config("llama", precision=level, **long)), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="steps of generation")
+        warnings.filterwarnings("error", message="generation runs without")
         model = built(level, **long)
         decoder, graphs = with_graphs(model, 640)
         prompts = [[1, 2, 3], [4] * 250, [7, 8]]
@@ -190,7 +190,7 @@ def test_memory_is_given_back_before_training():
         decoder.release()
         assert len(graphs) == 0
         assert all(layer._cache.numel() == 0 for layer in decoder._layers)
-        with pytest.raises(ValueError, match=r"shape \[3\], wanted \[0\]"):
+        with pytest.raises(ValueError, match=r"shape \[3\], expected \[0\]"):
             decoder.step(STEPS[0])
         assert torch.equal(appended(decoder), expected)
 
@@ -209,9 +209,9 @@ def test_what_cannot_be_captured_is_said_once_and_eager():
             warnings.simplefilter("always")
             assert torch.equal(appended(decoder), expected)
             assert torch.equal(appended(decoder), expected)
-        (said,) = [str(each.message) for each in told if "steps of generation" in str(each.message)]
-        assert "slower, since a step cannot be captured: " in said
-        assert "not permitted when stream is capturing; Decoder(..., graph=False) wants it so" in said
+        (said,) = [str(each.message) for each in told if "generation runs without" in str(each.message)]
+        assert "slower, because a step cannot be captured: " in said
+        assert "not permitted when stream is capturing; Decoder(..., graph=False) hides this warning" in said
         assert len(decoder._graphs) == decoder._graphs.captures == 0
 
 

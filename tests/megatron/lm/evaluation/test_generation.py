@@ -129,11 +129,11 @@ def test_the_ends_of_the_range_draw_a_token_that_can_be(uniform):
         ({"temperature": float("nan")}, "temperature nan"),
         ({"temperature": float("inf")}, "temperature inf"),
         ({"top_k": -2}, "top-k -2 must be 0 or more"),
-        ({"top_p": 0.0}, "top-p 0.0 must be above 0"),
+        ({"top_p": 0.0}, "top-p 0.0 must be greater than 0"),
         ({"top_p": 1.5}, "top-p 1.5"),
         ({"top_p": float("nan")}, "top-p nan"),
-        ({"seed": 2**63}, "seed 9223372036854775808 must lie"),
-        ({"temperature": 0, "top_k": 5}, "temperature 0 takes the likeliest token, and top-k 5 .* no effect"),
+        ({"seed": 2**63}, "seed 9223372036854775808 must be"),
+        ({"temperature": 0, "top_k": 5}, "temperature 0 is greedy decoding, so top-k 5 .* no effect"),
         ({"temperature": 0, "top_p": 0.5}, "top-p 0.5 have no effect"),
     ],
 )
@@ -146,10 +146,10 @@ def test_bad_sampling_is_refused(settings, message):
     ("prompts", "n", "message"),
     [
         ([], 1, "there is no prompt"),
-        ([[1], []], 1, "without a token: give a prompt"),
-        ([[1]], -1, "tokens -1 must lie between 0 and 10000"),
+        ([[1], []], 1, "or an empty one: give at least one token"),
+        ([[1]], -1, "tokens -1 must be between 0 and 10000"),
         ([[1]], 10**7, "tokens 10000000 .* and 10000; for a longer text"),
-        ([[1], [1] * 9], 1, "prompt 2 of 2 has 9 tokens, and the model sees 8: shorten it"),
+        ([[1], [1] * 9], 1, "prompt 2 of 2 has 9 tokens, but the model's context has 8: shorten it"),
     ],
 )
 def test_bad_requests_are_refused(prompts, n, message):
@@ -170,4 +170,4 @@ def test_sampling_is_copied_and_pickled_and_speed_is_told():
     sampling = Sampling(temperature=0.5, top_k=3)
     assert copy.deepcopy(sampling) == pickle.loads(pickle.dumps(sampling)) == sampling
     assert made([[1], [2]], 3).speed.startswith("2 tokens of 2 prompts in ")
-    assert "6 tokens appended" in made([[1], [2]], 3).speed
+    assert "6 tokens generated" in made([[1], [2]], 3).speed

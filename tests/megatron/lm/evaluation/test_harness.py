@@ -84,8 +84,8 @@ def test_sampling_is_drawn_by_the_seed(made: dict[str, Path]):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_gen_toks": 32}, "asks for 32 tokens of a model that sees 32"),
-        ({"max_gen_toks": 4, "num_beams": 3}, "asks to generate with num_beams: only do_sample, .* are known"),
+        ({"max_gen_toks": 32}, "requests 32 tokens, but the model's context has 32"),
+        ({"max_gen_toks": 4, "num_beams": 3}, "unknown generation options num_beams: only do_sample, .* are supported"),
         ({"max_gen_toks": 4, "do_sample": True, "temperature": -1.0}, "temperature -1.0 must be finite"),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_a_task_cannot_have_is_refused(made: dict[str, Path], settings: dic
 
 
 def test_an_answer_longer_than_the_sequence_is_refused(made: dict[str, Path]):
-    with opened(made["fp32"]) as model, pytest.raises(ValueError, match="is longer than the model's sequence of 32"):
+    with opened(made["fp32"]) as model, pytest.raises(ValueError, match="is longer than the model's context of 32"):
         harness.Adapter(model).loglikelihood(asked("loglikelihood", ("A", texts.SPEECH)), disable_tqdm=True)
 
 
@@ -106,7 +106,7 @@ def test_an_empty_answer_is_certain(made: dict[str, Path]):
 
 
 def test_a_folder_is_generated_from_by_the_harness_own_adapter(made: dict[str, Path]):
-    with opened(made["hf"]) as model, pytest.raises(ValueError, match="lm-eval's own adapter does it"):
+    with opened(made["hf"]) as model, pytest.raises(ValueError, match="use lm-eval's own adapter"):
         harness.Adapter(model).generate_until(asked("generate_until", ("A", {})))
 
 
@@ -170,9 +170,9 @@ def test_a_task_of_one_s_own_is_found_by_its_folder(made: dict[str, Path], data:
 
 
 def test_a_task_that_is_none_or_lacks_its_file_is_refused(data: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match="--tasks mmlu: there is no such task; choose of boolq, commonsense_qa"):
+    with pytest.raises(ValueError, match="--tasks mmlu: unknown task; choose from boolq, commonsense_qa"):
         harness.check_tasks(["piqa", "mmlu"], harness.manager(data))
-    with pytest.raises(ValueError, match=r"PIQA/validation.jsonl does not exist: --data-dir names the folder"):
+    with pytest.raises(ValueError, match=r"PIQA/validation.jsonl does not exist: set --data-dir to the folder"):
         harness.check_tasks(["piqa"], harness.manager(tmp_path))
 
 

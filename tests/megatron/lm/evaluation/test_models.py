@@ -70,13 +70,13 @@ def test_the_likeliest_tokens_are_known_as_such(made: dict[str, Path]):
 
 @pytest.mark.parametrize(("sequence", "start"), [([1], 1), ([1, 2], 0), ([1, 2], 2), ([1] * 34, 1)])
 def test_what_cannot_be_scored_is_refused(made: dict[str, Path], sequence: list[int], start: int):
-    with opened(made["fp32"]) as model, pytest.raises(ValueError, match=f"a sequence of {len(sequence)} tokens scored from {start} on"):
+    with opened(made["fp32"]) as model, pytest.raises(ValueError, match=f"a sequence of {len(sequence)} tokens from position {start}"):
         model.score([sequence], [start])
 
 
 def test_what_is_neither_is_refused(tmp_path: Path, made: dict[str, Path]):
     with (
-        pytest.raises(ValueError, match="none does not exist: give a folder of the trainer's checkpoints, or one of Hugging Face"),
+        pytest.raises(ValueError, match="none does not exist: give a checkpoint folder of the trainer, or a Hugging Face folder"),
         opened(tmp_path / "none"),
     ):
         pass

@@ -101,10 +101,10 @@ def test_of_a_checkpoint_it_is_the_sum_of_its_scores(made: dict[str, Path]):
     ("text", "more", "message"),
     [
         ("", {"stride": 1}, "the text is empty"),
-        ("a", {"stride": 0}, "stride 0 must lie between 1 and the window, 8 tokens"),
-        ("a", {"stride": 9}, "stride 9 must lie"),
-        ("a", {"stride": 5, "window": 4}, "stride 5 must lie between 1 and the window, 4"),
-        ("a", {"stride": 1, "window": 9}, "window 9 must lie between 1 and 8, the model's sequence length"),
+        ("a", {"stride": 0}, "stride 0 must be between 1 and the window, 8 tokens"),
+        ("a", {"stride": 9}, "stride 9 must be"),
+        ("a", {"stride": 5, "window": 4}, "stride 5 must be between 1 and the window, 4"),
+        ("a", {"stride": 1, "window": 9}, "window 9 must be between 1 and 8, the model's sequence length"),
         ("a", {"stride": 1, "window": 0}, "window 0"),
     ],
 )

@@ -134,7 +134,7 @@ def test_bad_input_is_one_line(made: Path, capsys, words: list[str], message: st
 def test_bad_tasks_are_one_line(made: Path, tmp_path: Path, capsys):
     hosts.need("lm_eval", "eval")
     for words, message in (
-        (["--tasks", "mmlu"], "--tasks mmlu: there is no such task; choose of boolq"),
+        (["--tasks", "mmlu"], "--tasks mmlu: unknown task; choose from boolq"),
         (["--tasks", "piqa", "--data-dir", tmp_path], "piqa"),
         (["--tasks", "piqa", "--include-path", tmp_path / "none"], "none is no folder: name one that holds YAML files"),
     ):

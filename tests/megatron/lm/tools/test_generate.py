@@ -52,7 +52,7 @@ def test_one_prompt_gives_text_and_the_speed_is_told(trained: Path, capsys):
     code, out, err = run(capsys, "--load", trained, "--prompt", "3 4 5", "--tokens", 8, "--temperature", 0)
     assert code == 0
     assert out == " ".join(map(str, greedy(trained, [3, 4, 5], 8))) + "\n"
-    assert re.search(r"^3 tokens of 1 prompts in .*, 8 tokens appended in .* s \([\d.]+ tokens/s\)$", err, re.MULTILINE)
+    assert re.search(r"^3 tokens of 1 prompts in .*, 8 tokens generated in .* s \([\d.]+ tokens/s\)$", err, re.MULTILINE)
     assert not torch.distributed.is_initialized()
 
 
@@ -64,7 +64,7 @@ def test_several_prompts_give_lines_of_json_each_as_alone(trained: Path, tmp_pat
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [row["prompt"] for row in rows] == prompts
-    assert err.count("tokens appended") == 2
+    assert err.count("tokens generated") == 2
     _, again, _ = run(capsys, *common, *(word for prompt in prompts for word in ("--prompt", prompt)))
     assert [json.loads(line) for line in again.splitlines()] == rows
     for i, row in enumerate(rows):
@@ -91,8 +91,8 @@ def test_nothing_appended_is_the_prompt(trained: Path, capsys):
         (["--prompt", "60"], "token id 60 is not in"),
         (["--temperature", "-1"], "temperature -1.0 must be finite"),
         (["--top-k", "-1"], "top-k -1 must be 0 or more"),
-        (["--top-p", "0"], "top-p 0.0 must be above 0"),
-        (["--seed", str(2**64)], "seed 18446744073709551616 must lie"),
+        (["--top-p", "0"], "top-p 0.0 must be greater than 0"),
+        (["--seed", str(2**64)], "seed 18446744073709551616 must be"),
         (["--prompt", "1", "--prompt-file", "x"], "--prompt and --prompt-file x contradict each other"),
         (["--prompt-file", "no-such-file"], "no-such-file does not exist: give a file with a prompt a line"),
     ],

@@ -130,4 +130,4 @@ def test_pairs_that_end_at_different_iterations_are_refused():
 
 def test_a_diverged_run_of_a_group_fails_every_limit(groups, capsys):
     assert loss_compare.main([*groups([3.0, 3.1], [3.0, None]), "--max-rel", "0.5"]) == 1
-    assert "a loss is not finite" in capsys.readouterr().out
+    assert "a loss is non-finite" in capsys.readouterr().out

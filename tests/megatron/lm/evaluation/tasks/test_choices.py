@@ -30,7 +30,7 @@ def test_datasets_are_made_of_rows():
     datasets = hosts.need("datasets", "eval")
     made = choices.lettered(datasets.Dataset.from_list([row("A. this\nB. that", "B. that"), row("A. this\nB. that", None)]))
     assert list(made) == [{"question": "Why?", "passage": "", "choices": ["this", "that"], "gold": 1}]
-    with pytest.raises(ValueError, match="no row names its answer"):
+    with pytest.raises(ValueError, match="no row has its answer"):
         choices.lettered(datasets.Dataset.from_list([row("A. this", "hidden")]))
     rows = [{"passage": "p", "question": "q", "answer": answer} for answer in ("True", "False", "unknown")]
     assert [entry["gold"] for entry in choices.yes_or_no(datasets.Dataset.from_list(rows))] == [1, 0]
@@ -45,10 +45,10 @@ def test_lines_become_the_test_split(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"set.jsonl does not exist: --data-dir names the folder that holds set.jsonl"),
-        ("", "is empty: there is nothing to ask"),
-        ('{"a": 1}\n{', "line 2 is no JSON"),
-        ("3\n", "line 1 is no JSON object"),
+        (None, r"set.jsonl does not exist: set --data-dir to the folder with set.jsonl"),
+        ("", "is empty: there is nothing to evaluate"),
+        ('{"a": 1}\n{', "line 2 is invalid JSON"),
+        ("3\n", "line 1 is not a JSON object"),
     ],
 )
 def test_files_that_are_no_documents_are_refused(tmp_path: Path, content: str | None, message: str):
