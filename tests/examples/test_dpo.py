@@ -80,10 +80,10 @@ def test_it_goes_on_bit_for_bit(made, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "settings", "said"),
     [
-        ([], {}, "holds no row"),
-        ([{"prompt": "a", "chosen": "b"}], {}, "row 1 of .* a preference has chosen and rejected"),
+        ([], {}, "has no rows"),
+        ([{"prompt": "a", "chosen": "b"}], {}, "row 1 of .* a preference must have chosen, rejected"),
         ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {}, "row 1 of .*--seq-length is 64: give --seq-length"),
-        ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "cut"}, "fills --seq-length 64 by itself"),
+        ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "cut"}, "alone fills --seq-length 64"),
         ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "drop"}, "no pair of .* has at most"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"beta": 0}, "--beta 0.0 is out of range"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"valid_rows": 1}, "--valid-rows 1 of 1 rows leaves nothing to train on"),

@@ -95,7 +95,7 @@ def test_micro_batches_add_up_to_their_batch(made: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"load": "gpt"}, "gpt holds a GPT (--objective causal-lm)"),
+        ({"load": "gpt"}, "gpt contains a GPT with causal attention (--objective causal-lm)"),
         ({"load": "BoolQ"}, "holds no checkpoint"),
         ({"data": "gpt"}, "dev.jsonl does not exist: give a file of BoolQ"),
         ({"seq_length": 25}, "--seq-length 25 is more than the 24 positions of the encoder"),
@@ -122,7 +122,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(made: Path, tmp_path: Path
     other.add_special_tokens(["<|endoftext|>"])
     other.save(str(tmp_path / "tokenizer.json"))
     assert run(made, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tmp_path) == 2
-    assert "the tokenizer gives a vocabulary of 4 ids, and" in capsys.readouterr().err
+    assert "the tokenizer has a vocabulary of 4 ids, but" in capsys.readouterr().err
 
 
 def test_a_passage_without_a_token_is_refused_by_its_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

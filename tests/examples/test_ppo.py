@@ -95,7 +95,7 @@ def test_the_same_seed_is_the_same_run_and_another_one_is_not(made, tmp_path):
         ({"reward": "digits", "lam": 2}, "--lam 2.0 is out of range"),
         ({"reward": "digits", "kl_coef": -1}, "--kl-coef -1.0 is out of range"),
         ({"reward": "digits", "opt_level": "O9"}, "precision 'O9' is unknown"),
-        ({"reward": "digits", "load": "none"}, "holds no config.json"),
+        ({"reward": "digits", "load": "none"}, "has no config.json"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2_before_anything_is_written(made, tmp_path, capsys, settings, said):
@@ -123,4 +123,4 @@ def test_a_reward_model_with_another_tokenizer_is_refused(made, tmp_path, capsys
 def test_no_prompt_in_the_file_is_refused(made, tmp_path, capsys):
     (tmp_path / "empty.json").write_text(json.dumps([]))
     assert run(made, tmp_path / "run", reward_model=made / "judge", data=tmp_path / "empty.json") == 2
-    assert "holds no row" in capsys.readouterr().err
+    assert "has no rows" in capsys.readouterr().err

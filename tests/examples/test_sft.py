@@ -157,7 +157,7 @@ def examples(made):
     ("settings", "said"),
     [
         ({"data": "none.jsonl"}, "none.jsonl does not exist"),
-        ({"load": "none"}, "holds no config.json"),
+        ({"load": "none"}, "has no config.json"),
         ({"seq_length": 16}, "--seq-length is 16: give --seq-length"),
         ({"seq_length": 1024}, "has positions for 512 tokens"),
         ({"opt_level": "O9"}, "precision 'O9' is unknown"),
@@ -185,13 +185,13 @@ def test_a_tokenizer_without_template_and_an_empty_file_are_refused(made, tmp_pa
     assert "has no chat template: give --chat-template FILE" in capsys.readouterr().err
     (tmp_path / "empty").touch()
     assert run(made, tmp_path / "run", data=tmp_path / "empty") == 2
-    assert "holds no row" in capsys.readouterr().err
+    assert "has no rows" in capsys.readouterr().err
 
 
 def test_other_flags_on_the_same_folder_are_refused(made, tmp_path, capsys):
     assert run(made, tmp_path / "run", train_iters=1) == 0
     assert run(made, tmp_path / "run", train_iters=1, lr=1e-3) == 2
-    assert "was written with --lr 0.003, and it is 0.001 now" in capsys.readouterr().err
+    assert "was written with --lr 0.003, but it is 0.001 now" in capsys.readouterr().err
 
 
 def test_lora_without_peft_is_refused(made, tmp_path, capsys, monkeypatch):
@@ -204,7 +204,7 @@ def test_several_processes_are_refused(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         run(made, tmp_path / "run")
-    assert "take msamp.integrations.transformers.Trainer" in capsys.readouterr().err
+    assert "use msamp.integrations.transformers.Trainer" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(made, tmp_path, capsys, monkeypatch):

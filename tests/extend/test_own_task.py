@@ -43,5 +43,5 @@ def test_ppo_trains_on_it(tmp_path, monkeypatch):
 
 def test_a_name_that_is_taken_is_refused():
     rewards.register("backwards", BACKWARDS)  # again, as an import in two modules would
-    with pytest.raises(ValueError, match=r"task 'arithmetic' exists already; choose a name other than digits, arithmetic"):
+    with pytest.raises(ValueError, match=r"task 'arithmetic' already exists; choose a name other than digits, arithmetic"):
         rewards.register("arithmetic", BACKWARDS)

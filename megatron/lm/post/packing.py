@@ -1,7 +1,7 @@
-"""Several conversations in one sequence, none of which sees another.
+"""Pack several conversations into one sequence, without attention between them.
 
-Positions restart at each conversation. transformers' models, given such positions and neither mask nor cache, attend within conversations
-alone (a block-diagonal mask, or the variable-length kernel of flash attention). `check_separates` sees that a model does.
+Positions restart at each conversation. With such positions and neither mask nor cache, transformers models attend only within conversations
+(with a block-diagonal mask, or the variable-length kernel of flash attention). `check_separates` checks that a model does.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,20 +11,19 @@ import torch
 
 from megatron.lm.post.chat import Example
 
-LONG = ("refuse", "cut", "drop")  # what becomes of a conversation that is longer than a sequence
+LONG = ("refuse", "cut", "drop")  # what to do with a conversation that is longer than a sequence
 
 
 def fitting(examples: Iterable[Example], seq_length: int, long: str = "refuse") -> list[Example]:
-    """The conversations, each at most `seq_length` tokens.
+    """Return the conversations, each with at most `seq_length` tokens.
 
     Args:
         examples: in order.
-        seq_length: tokens.
-        long: "refuse" one that is longer, "cut" it at its end, or "drop" it.
+        seq_length: in tokens.
+        long: "refuse" a longer one, "cut" its end, or "drop" it.
 
     Raises:
-        ValueError: naming a conversation that is longer, one with a question that alone fills the sequence where it would be cut, or that
-            none is left.
+        ValueError: if a conversation is longer ("refuse"), its question alone fills the sequence ("cut"), or none is left.
     """
     if long not in LONG:
         raise ValueError(f"--long-rows {long!r} is unknown: give one of {', '.join(LONG)}")
@@ -35,13 +34,13 @@ def fitting(examples: Iterable[Example], seq_length: int, long: str = "refuse") 
                 continue
             if long == "refuse":
                 raise ValueError(
-                    f"conversation {number} has {len(each.tokens)} tokens and --seq-length is {seq_length}: give --seq-length "
+                    f"conversation {number} has {len(each.tokens)} tokens, but --seq-length is {seq_length}: give --seq-length "
                     f"{len(each.tokens)} or more, or --long-rows cut or drop"
                 )
             each = Example(each.tokens[:seq_length], each.answer[:seq_length])
             if not any(each.answer[1:]):
                 raise ValueError(
-                    f"the question of conversation {number} fills --seq-length {seq_length} by itself, so that a cut leaves no answer: "
+                    f"the question of conversation {number} alone fills --seq-length {seq_length}, so a cut leaves no answer: "
                     "give a longer --seq-length, or --long-rows drop"
                 )
         kept.append(each)
@@ -51,9 +50,9 @@ def fitting(examples: Iterable[Example], seq_length: int, long: str = "refuse") 
 
 
 def packed(examples: Sequence[Example], seq_length: int) -> list[list[Example]]:
-    """Sequences of conversations, at most `seq_length` tokens each: first fit, longest first, so that little is padding.
+    """Pack conversations into sequences of at most `seq_length` tokens by first fit, longest first, to minimize padding.
 
-    The same conversations give the same sequences, whatever their order.
+    The result does not depend on the order of the conversations.
     """
     sequences: list[list[Example]] = []
     room: list[int] = []
@@ -70,11 +69,11 @@ def packed(examples: Sequence[Example], seq_length: int) -> list[list[Example]]:
 
 
 def batch(sequences: Sequence[Sequence[Example]], seq_length: int, pad: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Sequences side by side, as a model and `losses.answer_loss` take them.
+    """Collate sequences into a batch for a model and `losses.answer_loss`.
 
     Returns:
-        `input_ids` [b, s] int64, `position_ids` [b, s] int64, which restart at each conversation and at the padding behind the last, and
-        `answer` [b, s] bool: the tokens to be predicted; never a conversation's first, which would be predicted from another one.
+        `input_ids` [b, s] int64; `position_ids` [b, s] int64, which restart at each conversation and at the padding after the last; and
+        `answer` [b, s] bool, the tokens to predict, never a conversation's first, which would be predicted from another one.
     """
     shape = len(sequences), seq_length
     tokens = torch.full(shape, pad, dtype=torch.int64)
@@ -96,12 +95,12 @@ def batch(sequences: Sequence[Sequence[Example]], seq_length: int, pad: int, dev
 
 @torch.no_grad()
 def check_separates(model: Any) -> None:
-    """See that a model keeps packed conversations apart: the logits of the second must not move with the tokens of the first.
+    """Check that a model separates packed conversations: the logits of the second must not depend on the tokens of the first.
 
-    To be asked before the model is converted: an FP8 cast has one scale a tensor, so that neighbours move the smallest values.
+    Call it before the model is converted: an FP8 cast has one scale per tensor, through which conversations affect each other slightly.
 
     Raises:
-        ValueError: where they do.
+        ValueError: if the logits change.
     """
     device, size = next(model.parameters()).device, min(8, model.config.vocab_size)
     first = torch.arange(size, device=device)
@@ -115,6 +114,6 @@ def check_separates(model: Any) -> None:
     model.train(training)
     if not torch.equal(*seen):
         raise ValueError(
-            f"{type(model).__name__} lets packed conversations see each other, since it does not attend by their positions: "
-            "give --no-packing"
+            f"{type(model).__name__} attends across packed conversations, because it does not derive its mask from positions: "
+            "use --no-packing"
         )

@@ -1,7 +1,7 @@
-"""The folder of a run: checkpoints by which the same command goes on bit for bit, its metrics, and the model at its end.
+"""The folder of a run: checkpoints from which the same command resumes bit for bit, metrics, and the final model.
 
-A checkpoint is one file, `step_00000010.pt`, which has its name only once all of it is on the disk; the newest two stay. Metrics are part
-of it, so that `metrics.jsonl` is of the steps that led there and of no others.
+A checkpoint is one file, `step_00000010.pt`, renamed to that name when it is complete; the newest two are kept. It contains the metrics, so
+that after a resume `metrics.jsonl` has exactly the steps before the checkpoint.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from megatron.lm.shell.durable import flush, written_aside
 
 KEPT = 2
 _NAME = re.compile(r"step_(\d{8})\.pt")
-MODEL = "model"  # the folder of the finished model
+MODEL = "model"  # the folder of the final model
 
 
 def save(folder: Path, step: int, content: Mapping[str, Any], settings: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Write a checkpoint and the metrics beside it, and remove all but the newest.
+    """Write a checkpoint and the metrics file, and remove old checkpoints.
 
     Args:
-        folder: of the run, made where it is missing.
-        step: taken so far.
-        content: states of models and optimizers, of tensors and plain values alone.
+        folder: of the run, created if it does not exist.
+        step: number of steps so far.
+        content: states of models and optimizers; only tensors and plain values.
         settings: of the command, which `load` compares.
-        metrics: a mapping a step.
+        metrics: one mapping per step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     whole = {"step": step, "settings": dict(settings), "metrics": [dict(row) for row in metrics], "content": dict(content)}
@@ -42,27 +42,27 @@ def save(folder: Path, step: int, content: Mapping[str, Any], settings: Mapping[
 
 
 def write_metrics(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """`metrics.jsonl`, an object a line."""
+    """Write `metrics.jsonl`, one object per line."""
     folder.mkdir(parents=True, exist_ok=True)
     with written_aside(folder / "metrics.jsonl") as stream:
         stream.write("".join(json.dumps(row) + "\n" for row in metrics).encode())
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole ones in a folder, the oldest first."""
+    """Return the complete checkpoints in a folder, the oldest first."""
     return sorted(path for path in folder.glob("step_*.pt") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) -> dict[str, Any] | None:
-    """The newest checkpoint of a run: `step`, `metrics` and `content`; None where there is none.
+    """Load the newest checkpoint of a run: `step`, `metrics` and `content`; None if there is none.
 
     Raises:
-        ValueError: it was written by other settings, naming the first that differs, or is damaged.
+        ValueError: if it is damaged or was written with other settings; the message has the first one that differs.
     """
     found = checkpoints(folder)
     if not found:
         if folder.is_dir() and any(path.name != "metrics.jsonl" and path.suffix != ".partial" for path in folder.iterdir()):
-            raise ValueError(f"--save {folder} holds other files and no checkpoint: name an empty folder, or a new one")
+            raise ValueError(f"--save {folder} contains other files but no checkpoint: choose an empty or new folder")
         return None
     path = found[-1]
     try:
@@ -70,31 +70,31 @@ def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) 
         written = whole["settings"]
     except (RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
         text = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{path} is damaged ({text}): delete it, and the same command goes on from the one before") from None
+        raise ValueError(f"{path} is damaged ({text}): delete it, and run the same command to resume from the previous one") from None
     for name in [*settings, *written]:
         if settings.get(name) != written.get(name):
             raise ValueError(
-                f"{path} was written with --{name.replace('_', '-')} {written.get(name)!r}, and it is {settings.get(name)!r} now: give the "
-                "same, or another --save"
+                f"{path} was written with --{name.replace('_', '-')} {written.get(name)!r}, but it is {settings.get(name)!r} now: use the "
+                "same value, or another --save"
             )
     return whole
 
 
 def due(args: argparse.Namespace, step: int) -> bool:
-    """Whether a run writes a checkpoint after so many steps: every `--save-interval`, and after the last."""
+    """Return whether a run writes a checkpoint after this step: every `--save-interval` steps, and after the last."""
     return not args.no_checkpoints and (step % args.save_interval == 0 or step == args.train_iters)
 
 
 def finish(args: argparse.Namespace, model: Any, tokenizer: Any, metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Keep what a run ends with, and tell where: its model or, without checkpoints, its metrics alone."""
+    """Save the final model, or only the metrics without checkpoints, and return a line with the location."""
     if args.no_checkpoints:
         write_metrics(args.save, metrics)
-        return f"{args.save} holds the metrics alone"
+        return f"{args.save} contains the metrics"
     return f"the model is in {save_model(args.save, model, tokenizer)}"
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
-    """Write model and tokenizer as `from_pretrained` reads them, to a folder that has its name once it is whole; the folder."""
+    """Write model and tokenizer for `from_pretrained` to a folder, renamed when it is complete, and return it."""
     final, partial = folder / MODEL, folder / f"{MODEL}.partial"
     if final.exists():
         return final

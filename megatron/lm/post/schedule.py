@@ -1,4 +1,4 @@
-"""What a step takes, as a function of its number alone, so that a resumed run needs nothing of the one before."""
+"""Learning rate and rows of a step as functions of its number, so that a resumed run needs no other state."""
 
 import math
 
@@ -6,12 +6,12 @@ import torch
 
 
 def learning_rate(step: int, *, steps: int, warmup: int, peak: float, low: float = 0.0) -> float:
-    """Linear from 0 over `warmup` steps, then a cosine from `peak` to `low` at the last of `steps`.
+    """Return the learning rate: linear from 0 over `warmup` steps, then a cosine from `peak` to `low` at the last of `steps`.
 
     Args:
         step: from 0.
         steps, warmup: of the run.
-        peak, low: rates.
+        peak, low: learning rates.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -20,7 +20,7 @@ def learning_rate(step: int, *, steps: int, warmup: int, peak: float, low: float
 
 
 def drawn(step: int, count: int, rows: int, seed: int) -> list[int]:
-    """The rows of a step: `count` of `rows`, each once an epoch, in an order of its own every epoch."""
+    """Return the row indices of a step: `count` of `rows`, each once per epoch, shuffled in every epoch."""
     orders: dict[int, list[int]] = {}
     found = []
     for place in range(step * count, (step + 1) * count):
@@ -32,5 +32,5 @@ def drawn(step: int, count: int, rows: int, seed: int) -> list[int]:
 
 
 def generator(seed: int, number: int) -> torch.Generator:
-    """A generator on the CPU for one epoch, or one step, of a seed."""
+    """Return a CPU generator for one epoch or step of a seed."""
     return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)

@@ -179,7 +179,7 @@ def test_the_command_reads_a_model_of_transformers_and_refuses_what_does_not_ser
             return coat_activations.main(["--hf-model", str(tmp_path / model), "--text", str(tmp_path / text), "--csv", str(csv), *words])
 
     for words, told in (
-        ((("text",), {"model": "none"}), "holds no config.json: give the folder of a model of transformers"),
+        ((("text",), {"model": "none"}), "has no config.json: give the folder of a transformers model"),
         ((("empty",), {}), "has 0 tokens, and 512 are needed: give a longer one"),
         ((("short", "--sequences", "1", "--length", "8"), {}), "has 3 tokens, and 8 are needed: give a longer one"),
         ((("text", "--sequences", "1", "--length", "80"), {}), "--length is 80, and LlamaForCausalLM has positions for 64 tokens"),

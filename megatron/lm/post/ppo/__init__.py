@@ -1,1 +1,1 @@
-"""What only PPO needs: rollouts, rewards and advantages."""
+"""Rollouts, rewards and advantages for PPO."""

@@ -1,4 +1,4 @@
-"""Advantages of a policy's tokens, and how far the policy may move from its reference."""
+"""Advantages of a policy's tokens, and control of its KL divergence from the reference."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ import torch
 def advantages(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation [Schulman et al. 2016, equation 16]: A_t = d_t + gamma lam A_{t+1}, where
-    d_t = r_t + gamma V_{t+1} - V_t; behind the last token of an answer both V and A are 0.
+    """Generalized advantage estimation [Schulman et al. 2016, equation 16]: A_t = d_t + gamma lam A_{t+1} with
+    d_t = r_t + gamma V_{t+1} - V_t; V and A are 0 after the last token of an answer.
 
     Args:
         rewards, values: FP32 [b, n].
-        mask: bool [b, n], the tokens of answers, which lie side by side.
-        gamma, lam: discounts of rewards and of their estimates, 0 to 1.
+        mask: bool [b, n], the tokens of answers, which are contiguous.
+        gamma, lam: discount of rewards and lambda of GAE, 0 to 1.
 
     Returns:
-        Advantages and returns, A + V, both FP32 [b, n] and 0 outside of the mask.
+        Advantages and returns (A + V), both FP32 [b, n] and 0 outside the mask.
     """
     held = torch.where(mask, values, 0)
     later_value = later = torch.zeros_like(held[:, 0])
@@ -32,7 +32,7 @@ def advantages(
 
 
 def whitened(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`x` with mean 0 and variance 1 over the mask; 0 outside of it. FP32."""
+    """Normalize `x` to mean 0 and variance 1 over the mask, with 0 outside. FP32."""
     chosen = x[mask]
     variance, mean = torch.var_mean(chosen, correction=0)
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0)
@@ -40,13 +40,13 @@ def whitened(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class KLControl:
-    """The coefficient by which the divergence from the reference is taken off the reward.
+    """The coefficient of the KL penalty that is subtracted from the reward.
 
     Attributes:
-        coefficient: of now.
-        target: nats an answer; the coefficient follows, by at most 20 % of `share` a step [Ziegler et al. 2019, section 2.2]. None: it
-            stays.
-        horizon: answers over which it follows.
+        coefficient: current value.
+        target: KL in nats per answer; the coefficient adapts with errors clipped to 20 % [Ziegler et al. 2019, section 2.2]. None keeps it
+            constant.
+        horizon: answers over which it adapts.
     """
 
     coefficient: float
@@ -60,7 +60,7 @@ class KLControl:
             raise ValueError(f"--kl-target {self.target} is out of range: give more than 0, or leave it out for a fixed coefficient")
 
     def update(self, divergence: float, answers: int) -> None:
-        """After a step with this mean divergence an answer, in nats."""
+        """Adapt after a step with this mean divergence per answer, in nats."""
         if self.target is not None:
             error = min(max(divergence / self.target - 1, -0.2), 0.2)
             self.coefficient *= 1 + error * answers / self.horizon

@@ -1,7 +1,7 @@
-"""Tasks for PPO whose answers a program can judge: questions drawn by seed, and a reward from 0 to 1.
+"""Tasks for PPO with programmatic rewards from 0 to 1, and questions drawn from a seed.
 
-A task is any pair of functions, so it need not be arithmetic. `register` adds one from your own file, and `examples/rlhf/ppo.py --reward`
-then accepts its name; `tests/extend/test_own_task.py` has one that asks for a word backwards.
+A task is a pair of functions. `register` adds one from your own file, and `examples/rlhf/ppo.py --reward` then accepts its name;
+`tests/extend/test_own_task.py` has one that asks to reverse a word.
 """
 
 import re
@@ -15,7 +15,7 @@ from megatron.lm.post.conversations import Message
 
 
 class Question(NamedTuple):
-    """A prompt, and what its judge needs to know of the right answer."""
+    """A prompt, and the expected answer for its judge."""
 
     messages: list[Message]
     expected: str
@@ -26,8 +26,8 @@ class Task:
     """One kind of question.
 
     Attributes:
-        questions: a number and a generator -> so many questions; the same generator state must give the same questions.
-        judge: an answer's text and the question's `expected` -> the reward, 0 to 1.
+        questions: (count, generator) -> questions; the same generator state must give the same questions.
+        judge: (text of an answer, the question's `expected`) -> the reward, 0 to 1.
     """
 
     questions: Callable[[int, torch.Generator], list[Question]]
@@ -45,12 +45,12 @@ def sums(text: str) -> Callable[[int, torch.Generator], list[Question]]:
 
 
 def digits(answer: str, expected: str) -> float:
-    """The share of an answer's characters that are digits."""
+    """Return the fraction of an answer's characters that are digits."""
     return sum(letter in "0123456789" for letter in answer) / max(1, len(answer))
 
 
 def number(answer: str, expected: str) -> float:
-    """1 for the expected number and nothing else, 1/2 where it is the last number among words, 1/10 for another number."""
+    """Return 1 for the expected number and nothing else, 1/2 if it is the last number in a text, 1/10 for another number."""
     found = re.findall(r"\d+", answer)
     if not found:
         return 0.0
@@ -60,7 +60,7 @@ def number(answer: str, expected: str) -> float:
 
 
 def tagged(answer: str, expected: str) -> float:
-    """1/2 for an answer of the form `<answer>NUMBER</answer>` and nothing else, 1/2 more for the right number; 1/10 for the tags alone."""
+    """Return 1/2 for an answer `<answer>NUMBER</answer>` and nothing else, 1 if the number is right; 1/10 for the tags alone."""
     found = re.fullmatch(r"\s*<answer>\s*(\d+)\s*</answer>\s*", answer)
     if found is None:
         return 0.1 if re.search(r"<answer>.*</answer>", answer, re.DOTALL) else 0.0
@@ -75,10 +75,10 @@ TASKS = {
 
 
 def register(name: str, task: Task) -> None:
-    """Add a task, in every process that uses it.
+    """Register a task; call it in every process that uses the task.
 
     Raises:
-        ValueError: the name is taken by another task.
+        ValueError: if another task has that name.
     """
     if TASKS.setdefault(name, task) != task:
-        raise ValueError(f"task {name!r} exists already; choose a name other than {', '.join(TASKS)}")
+        raise ValueError(f"task {name!r} already exists; choose a name other than {', '.join(TASKS)}")

@@ -1,8 +1,7 @@
-"""Answers of a policy inside of its training, and what models say of them.
+"""Sample answers from a policy during its training, and score them.
 
-Generation is transformers' own, through its KV cache, on the very model that is trained: its layers multiply by the weights as they are
-stored, so that nothing is copied to another engine or merged. Where the stored weight is FP8 (O3) the GEMM reads these bytes; where it is
-FP16 (O1, O2) each product casts its layer's weight and drops it again.
+Generation uses transformers with its KV cache on the training model itself, so no weights are copied to another engine or merged. At O3 the
+GEMM reads the stored FP8 weight. At O1 and O2 each GEMM casts its layer's FP16 weight to a temporary.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ class Rollout:
 
     Attributes:
         tokens: int64 [b, p + n].
-        attended: bool [b, p + n], all but padding.
-        answer: bool [b, n], the tokens of answers with the end-of-text token where one was drawn.
+        attended: bool [b, p + n], False at padding.
+        answer: bool [b, n], the tokens of answers, including the end-of-text token if it was sampled.
     """
 
     tokens: torch.Tensor
@@ -39,11 +38,11 @@ class Rollout:
         return self.tokens[:, -self.length :]
 
     def rows(self, chosen: torch.Tensor) -> "Rollout":
-        """Some of the rows."""
+        """Return a rollout of some of the rows."""
         return Rollout(self.tokens[chosen], self.attended[chosen], self.answer[chosen])
 
     def inputs(self) -> dict[str, Any]:
-        """What a model is called with; positions begin at a prompt's first token."""
+        """Return the arguments for a model; positions start at a prompt's first token."""
         positions = (self.attended.cumsum(-1) - 1).clamp(min=0)
         return {"input_ids": self.tokens, "attention_mask": self.attended.long(), "position_ids": positions, "use_cache": False}
 
@@ -63,19 +62,19 @@ def generate(
     """Sample an answer to each prompt.
 
     Args:
-        model: a causal one of transformers, converted or not; its mode is as before afterwards.
+        model: a causal transformers model, converted or not; its mode is restored.
         prompts: tokens, at least one each.
-        max_new_tokens: of an answer.
-        temperature: divides the logits; 0 takes the likeliest token.
-        eos, pad: tokens that end an answer and fill what is left.
-        seed: of the draws, which leave torch's own generators as they were.
-        cache: keep keys and values of earlier tokens; without, all is computed anew for every token.
+        max_new_tokens: maximum length of an answer.
+        temperature: divides the logits; 0 is greedy decoding.
+        eos, pad: end-of-text and padding tokens.
+        seed: of the samples; torch's global generators do not change.
+        cache: use a KV cache; otherwise every token recomputes the whole sequence.
 
     Returns:
-        All `max_new_tokens` columns, or as many as the longest answer has.
+        `max_new_tokens` columns, or as many as the longest answer has.
     """
     if not prompts or not all(prompts):
-        raise ValueError("there is no prompt, or one without a token: give at least one token to begin from")
+        raise ValueError("there is no prompt, or an empty one: give each prompt at least one token")
     from transformers import GenerationConfig
 
     device = next(model.parameters()).device
@@ -86,7 +85,7 @@ def generate(
     config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, use_cache=cache, **drawing)
     training, habits = model.training, model.generation_config
     model.eval()
-    model.generation_config = GenerationConfig()  # the folder's own would fill what `config` leaves open
+    model.generation_config = GenerationConfig()  # otherwise the folder's own would set what `config` leaves open
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -102,17 +101,17 @@ def generate(
 
 
 def log_probs(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
-    """FP32 [b, n]: of each token of the answers, under the distribution that it was drawn from."""
+    """Return the log probability of each answer token under the sampling distribution, FP32 [b, n]."""
     logits = model(**rollout.inputs(), logits_to_keep=rollout.length + 1).logits
     return token_log_probs(logits[:, -rollout.length - 1 : -1], rollout.answers, temperature or 1.0)
 
 
 def values(model: Any, rollout: Rollout) -> torch.Tensor:
-    """FP32 [b, n]: what a value model expects before each token of the answers."""
+    """Return a value model's output before each answer token, FP32 [b, n]."""
     return model(**rollout.inputs()).logits[:, -rollout.length - 1 : -1, 0].float()
 
 
 @torch.no_grad()
 def scores(model: Any, rollout: Rollout) -> torch.Tensor:
-    """FP32 [b]: a reward model's number for each prompt with its answer."""
+    """Return a reward model's output for each prompt with its answer, FP32 [b]."""
     return model(**rollout.inputs()).logits[:, 0].float()

@@ -36,11 +36,11 @@ def test_the_commoner_answer_may_be_either():
 @pytest.mark.parametrize(
     ("dev", "combined", "message"),
     [
-        ([], [OTHER], r"dev\.jsonl holds no row"),
-        ([ASKED], [], r"combined\.jsonl holds no row with a label"),
-        ([ASKED], [{"question": "was it", "passage": "x"}], r"combined\.jsonl holds no row with a label"),
-        ([ASKED], [OTHER, "{"], r"line 2 of .*combined\.jsonl is no JSON"),
-        ([ASKED], ["[1]"], r"line 1 of .*combined\.jsonl is no object"),
+        ([], [OTHER], r"dev\.jsonl has no rows"),
+        ([ASKED], [], r"combined\.jsonl has no rows with a label"),
+        ([ASKED], [{"question": "was it", "passage": "x"}], r"combined\.jsonl has no rows with a label"),
+        ([ASKED], [OTHER, "{"], r"line 2 of .*combined\.jsonl is invalid JSON"),
+        ([ASKED], ["[1]"], r"line 1 of .*combined\.jsonl is not a JSON object"),
         ([{"question": "is it", "passage": "x"}], [OTHER], r"line 1 of .*dev\.jsonl has no label under 'answer': it must be true or false"),
         ([ASKED | {"answer": "maybe"}], [OTHER], "has the label 'maybe' under 'answer'"),
         ([ASKED | {"answer": 1}], [OTHER], "has the label 1 under 'answer'"),

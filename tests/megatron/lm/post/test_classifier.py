@@ -118,5 +118,5 @@ def test_a_gpt_and_another_vocabulary_and_a_peers_recipe_are_refused():
         check_encoder(info, config, NullTokenizer(61), Path("x"))
     peer = find("te-bf16")
     assert peer is not None
-    with pytest.raises(ValueError, match="te-bf16: Transformer Engine's attention is given no padding mask"):
+    with pytest.raises(ValueError, match="te-bf16: Transformer Engine's attention gets no padding mask"):
         check_recipe(peer)

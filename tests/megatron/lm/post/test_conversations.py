@@ -53,11 +53,11 @@ def test_lists_and_lines_are_read(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no row"),
-        ("[]", "holds no row"),
-        ("[1]", "row 1 of .* is no object"),
-        ("[{]", "is no JSON"),
-        ('{"a": 1}\n{"a"', "line 2 of .* is no JSON"),
+        ("", "has no rows"),
+        ("[]", "has no rows"),
+        ("[1]", "row 1 of .* is not a JSON object"),
+        ("[{]", "is invalid JSON"),
+        ('{"a": 1}\n{"a"', "line 2 of .* is invalid JSON"),
     ],
 )
 def test_a_file_without_rows_is_refused(tmp_path, text, said):
@@ -77,9 +77,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
     [
         ({"text": "a"}, "row 7 has .*a row has messages"),
         ({"messages": []}, "has no turn"),
-        ({"messages": "a"}, "give a list of messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "a turn has role"),
-        ({"messages": [{"role": "user", "content": None}]}, "a turn has role"),
+        ({"messages": "a"}, "expected a list of messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "a turn must have a role"),
+        ({"messages": [{"role": "user", "content": None}]}, "a turn must have a role"),
         ({"messages": [ASKED]}, "ends with the turn of 'user'"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_row_of_no_form_is_refused(row, said):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "a", "chosen": "b"}, "has chosen and rejected beside"),
+        ({"prompt": "a", "chosen": "b"}, "must have chosen, rejected and a prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "nothing to prefer"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen of row 7 is ''"),
         ({"prompt": [ANSWERED], "chosen": "a", "rejected": "b"}, "must end with the user's turn"),

@@ -81,20 +81,20 @@ def test_a_model_that_does_not_is_refused(model):
         def forward(self, input_ids, position_ids, use_cache):
             return self.inner(input_ids=input_ids, use_cache=use_cache)
 
-    with pytest.raises(ValueError, match=r"Deaf lets packed conversations see each other(.|\\n)*--no-packing"):
+    with pytest.raises(ValueError, match=r"Deaf attends across packed conversations(.|\\n)*--no-packing"):
         check_separates(Deaf())
 
 
 def test_long_conversations_are_refused_cut_or_dropped():
     given = [example(6), example(20), example(9)]
-    with pytest.raises(ValueError, match="conversation 2 has 20 tokens and --seq-length is 16: give --seq-length 20 or more"):
+    with pytest.raises(ValueError, match="conversation 2 has 20 tokens, but --seq-length is 16: give --seq-length 20 or more"):
         fitting(given, 16)
     assert [len(each.tokens) for each in fitting(given, 16, "cut")] == [6, 16, 9]
     assert [len(each.tokens) for each in fitting(given, 16, "drop")] == [6, 9]
 
 
 def test_a_cut_that_leaves_no_answer_is_refused():
-    with pytest.raises(ValueError, match="the question of conversation 1 fills --seq-length 8 by itself"):
+    with pytest.raises(ValueError, match="the question of conversation 1 alone fills --seq-length 8"):
         fitting([example(20)], 8, "cut")
 
 

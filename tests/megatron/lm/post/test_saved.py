@@ -48,7 +48,7 @@ def test_a_kill_leaves_a_whole_checkpoint(tmp_path, renames):
 
 def test_other_settings_are_refused_by_name(tmp_path):
     write(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"was written with --lr 0.001, and it is 0.1 now"):
+    with pytest.raises(ValueError, match=r"was written with --lr 0.001, but it is 0.1 now"):
         saved.load(tmp_path, SETTINGS | {"lr": 0.1}, "cpu")
     with pytest.raises(ValueError, match="--beta None, and it is 2 now"):
         saved.load(tmp_path, SETTINGS | {"beta": 2}, "cpu")
@@ -70,7 +70,7 @@ def test_a_pickle_of_something_else_runs_nothing(tmp_path):
 
 def test_a_folder_of_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="holds other files and no checkpoint"):
+    with pytest.raises(ValueError, match="contains other files but no checkpoint"):
         saved.load(tmp_path, SETTINGS, "cpu")
 
 
@@ -99,5 +99,5 @@ def test_a_run_without_checkpoints_leaves_its_metrics_alone(tmp_path):
     assert [step for step in range(1, 4) if saved.due(args, step)] == [2, 3]
     args.no_checkpoints = True
     assert not any(saved.due(args, step) for step in range(1, 4))
-    assert saved.finish(args, None, None, [{"step": 1}]) == f"{args.save} holds the metrics alone"
+    assert saved.finish(args, None, None, [{"step": 1}]) == f"{args.save} contains the metrics"
     assert [path.name for path in args.save.iterdir()] == ["metrics.jsonl"]
