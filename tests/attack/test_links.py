@@ -62,7 +62,7 @@ def test_an_index_cache_that_leads_elsewhere_is_refused(prefix: Path, tmp_path: 
     data = shutil.copytree(prefix.parent, tmp_path / "data", ignore=shutil.ignore_patterns("index_cache")) / prefix.name
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "data" / "index_cache").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"index_cache is a link, and files would be written where it leads.*--data-cache-path"):
+    with pytest.raises(ValueError, match=r"index_cache is a link, and files would be written to its target.*--data-cache-path"):
         tiny.run(tiny.config(data, **SETTINGS))
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -76,7 +76,7 @@ def test_links_where_a_dataset_is_written(tmp_path: Path, precious: Path, suffix
     documents = [Document(texts={"text": "1 2 3"}, source_bytes=5)]
     options = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=60)
     if suffix == ".bin.partial":
-        with pytest.raises(ValueError, match=r"is a link to .*, and only a regular file is written to"):
+        with pytest.raises(ValueError, match=r"is a link to .*, but it must be a regular file"):
             write_datasets(documents, {"text": tmp_path / "d" / "p"}, options, workers=0)
     else:
         write_datasets(documents, {"text": tmp_path / "d" / "p"}, options, workers=0)

@@ -1,1 +1,1 @@
-"""How commands behave in a shell: flags, files, logs, exit codes and signals. Nothing here imports torch when it is imported."""
+"""Command-line behavior: flags, files, logs, exit codes and signals. No module here imports torch at import time."""

@@ -1,4 +1,4 @@
-"""The command lines of tools, and the values that they take, as the `type` of an argument: what could not serve is refused first."""
+"""Command lines of tools, and `type` functions of their arguments, which refuse invalid values before any work."""
 
 import argparse
 import sys
@@ -10,19 +10,19 @@ from megatron.lm.errors import report
 
 
 class Parser(argparse.ArgumentParser):
-    """A tool's command line: its docstring as it is written, and errors in one line."""
+    """The argument parser of a tool: it prints the docstring unchanged, and errors in one line."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's; a word that is no UTF-8 is refused, as the trainer refuses it, for it could not be printed or kept in JSON."""
+        """As argparse's, but refuse arguments that are not UTF-8, like the trainer, because they cannot be printed or saved as JSON."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             try:
                 word.encode()
             except UnicodeEncodeError:
-                self.error(f"{word!a} is no text in UTF-8: give it, or the file, another name")
+                self.error(f"{word!a} is not valid UTF-8: rename it, or the file")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -31,13 +31,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
-    """A whole number from `low` to `high`."""
+    """Return an argument type for an integer from `low` to `high`."""
 
     def judged(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text} is out of range: give {low} to {high}")
         return value
@@ -46,26 +46,26 @@ def count(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def name(text: str) -> str:
-    """A word; an empty one, which an unset variable of the shell gives, is refused."""
+    """Argument type of a non-empty string; it refuses an empty one, as from an unset shell variable."""
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing: is a variable of the shell unset?")
+        raise argparse.ArgumentTypeError(f"{text!r} is empty: a shell variable may be unset")
     return text
 
 
 def path(text: str) -> Path:
-    """A file or folder; an empty one is refused."""
+    """Argument type of a file or folder; it refuses an empty string."""
     return Path(name(text))
 
 
 def output_file(text: str) -> Path:
-    """A file to write when all work is done: what could not be written then is refused now."""
+    """Argument type of a file that is written at the end; it refuses a file that could not be written."""
     found = path(text)
     try:
         if found.is_dir():
-            raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+            raise argparse.ArgumentTypeError(f"{text} is a folder: give a file in it")
         above = next(folder for folder in found.absolute().parents if folder.exists())
         if not above.is_dir():
-            raise argparse.ArgumentTypeError(f"{text} lies below {above}, which is a file: name another place")
+            raise argparse.ArgumentTypeError(f"{text} is below {above}, which is a file: choose another path")
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}): name another file") from None
+        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}): choose another file") from None
     return found

@@ -1,4 +1,4 @@
-"""What is on the disk survives a kill at any moment: a file has its name only once all of it, and its name, are written through."""
+"""Durable writes: a file gets its name only when its content is on disk, so a kill at any moment leaves no partial file."""
 
 import contextlib
 import errno
@@ -11,16 +11,15 @@ from typing import BinaryIO
 
 from megatron.lm.shell.opening import new_file, to_write
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of a file system that has none, such as Lustre mounted without them
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # from file systems without locks, such as Lustre mounted without them
 
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A stream to a temporary file, which takes the name `path` once it is on the disk; where the block fails, nothing of it stays.
+    """Yield a stream to a temporary file that is renamed to `path` when it is on disk; if the block fails, it is deleted.
 
-    Processes and threads may write one path at once: each has a file of its own, and the last one to end gives `path` its content. What a
-    killed process has left of a write to `path` is deleted; its lock, which the file system frees, tells it from the file of one that
-    still writes.
+    Several processes and threads may write the same path: each has its own temporary file, and the last to finish wins. Temporary files of
+    killed processes are deleted: the file system has released their locks, unlike those of processes that still write.
     """
     _clear(path)
     partial, stream = _locked(path)
@@ -37,7 +36,7 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 
 
 def _locked(path: Path) -> tuple[Path, BinaryIO]:
-    """A new temporary file, locked where the file system has locks; where it has none, what a kill leaves stays."""
+    """Create a temporary file, locked if the file system has locks; without locks, files of killed processes stay."""
     while True:
         partial, stream = new_file(path)
         try:
@@ -49,7 +48,7 @@ def _locked(path: Path) -> tuple[Path, BinaryIO]:
                 raise
         if partial.exists():
             return partial, stream
-        stream.close()  # before it was locked, another writer took it for what a kill had left
+        stream.close()  # before it was locked, another writer mistook it for the file of a killed process
 
 
 def _clear(path: Path) -> None:
@@ -61,7 +60,7 @@ def _clear(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or the names in a folder, through to the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

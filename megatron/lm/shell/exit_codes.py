@@ -1,14 +1,14 @@
-"""How a command ends: `@entry.command` on its main function, and whatever goes wrong in it is one line on stderr and an exit code.
+"""Exit codes: the decorator `command` turns every exception of a main function into one line on stderr and an exit code.
 
-    0    it has done what was asked
-    2    what was asked cannot be: settings, files or data are refused (ValueError, and argparse's usage errors), a package is missing
-    1    it had to stop: RunStopped, the system (OSError: disk full, no permission), no memory, another process that is gone
-    1    an unforeseen error: the line says that this is a bug, and names a file with the traceback
+    0    success
+    2    invalid settings, files or data (ValueError, and argparse's usage errors), or a missing package
+    1    the command had to stop: RunStopped, the system (OSError: disk full, no permission), out of memory, a lost process
+    1    an unexpected error: the line reports a bug and names a file with the traceback
     130  SIGINT
 
-So a traceback on the screen never stands for something that a user could have done otherwise, and no bug is taken for bad input. The
-exceptions' texts are the remedy: what raises a ValueError, an OSError or a RunStopped says the value and what to do. Two kinds of
-ValueError are Python's own and name no file, UnicodeError and JSONDecodeError: they are bugs of the code that read the file.
+So users see no traceback for their own mistakes, and bugs do not look like bad input. Exceptions contain the fix: code that raises a
+ValueError, an OSError or a RunStopped reports the value and what to do. Python's own UnicodeError and JSONDecodeError are ValueErrors
+without a file name; they count as bugs of the code that read the file.
 """
 
 import contextlib
@@ -33,19 +33,19 @@ from megatron.lm.shell.interrupt import INTERRUPTED, WORDS, line, reports_signal
 
 REFUSED, STOPPED = 2, 1
 
-_SMALLER = "take a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain tells what one holds)"
-_OTHER_RANK = "another process of this run is gone, or cannot be reached: its own message says why"
+_SMALLER = "use a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain prints the memory of each)"
+_OTHER_RANK = "another process of this run has ended or cannot be reached: see its own error message"
 _SYSTEM = {
-    errno.ENOSPC: "free space there, or name another place",
-    errno.EDQUOT: "free space there, or name another place",
-    errno.EFBIG: "free space there, or name another place",
-    errno.EACCES: "change its permissions, or name another",
-    errno.EPERM: "change its permissions, or name another",
-    errno.EROFS: "name another place",
-    errno.ENOENT: "name one that exists",
-    errno.ENOTDIR: "name another",
-    errno.EISDIR: "name a file in it",
-    errno.EEXIST: "name another, or remove it",
+    errno.ENOSPC: "free space there, or choose another path",
+    errno.EDQUOT: "free space there, or choose another path",
+    errno.EFBIG: "free space there, or choose another path",
+    errno.EACCES: "change its permissions, or choose another path",
+    errno.EPERM: "change its permissions, or choose another path",
+    errno.EROFS: "choose another path",
+    errno.ENOENT: "choose a path that exists",
+    errno.ENOTDIR: "choose another path",
+    errno.EISDIR: "choose a file in it",
+    errno.EEXIST: "choose another path, or remove it",
     errno.ENAMETOOLONG: "take a shorter name",
     errno.EMFILE: "allow more open files with `ulimit -n`",
     errno.ENOMEM: _SMALLER,
@@ -55,14 +55,14 @@ P = ParamSpec("P")
 
 
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Decorator of a command's main function, which returns an exit code (None is 0): it raises nothing but SystemExit (argparse).
+    """Decorate a command's main function, which returns an exit code (None is 0), to raise nothing but SystemExit (from argparse).
 
-    What could not be written to stdout ends it with 1. A reader of stdout that leaves (`| head`) ends it with 1 without a word.
+    If stdout cannot be written, the code is 1; if its reader has closed the pipe (`| head`), the code is 1 without a message.
     """
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
-        # Packages that megatron-core can do without: it says at every import that it does.
+        # megatron-core warns at every import about optional packages that are not installed.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer.Engine)", module=r"(?!megatron\.lm|msamp)")
         try:
             check_package()
@@ -70,7 +70,7 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
             flush_or_close(sys.stdout)
             return code
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is leaving
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
             return _tell(WORDS, INTERRUPTED) if reports_signals() else INTERRUPTED
         except Exception as error:
             code = _ends(error)
@@ -82,11 +82,11 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
 
 
 def leave_at_once(error: Exception, after: float) -> NoReturn:
-    """Say what ended this process, and end it without unwinding, which would wait for collectives that the others never join.
+    """Report an error and exit without unwinding, which would wait for collectives that the other processes never join.
 
     Args:
-        error: as of a `command`'s main function.
-        after: seconds for which the process stays, so that the others hear of the error before its connections break.
+        error: as from a `command`'s main function.
+        after: seconds to wait before the exit, so that other processes learn of the error before its connections break.
     """
     code = _ends(error)
     with contextlib.suppress(OSError):
@@ -96,10 +96,10 @@ def leave_at_once(error: Exception, after: float) -> NoReturn:
 
 
 def check_package() -> None:
-    """What `msamp.integrations.ms_amp.check_alone` says, without an import of msamp, which may not be ours.
+    """Run `msamp.integrations.ms_amp.check_alone` without importing msamp, which may be another package.
 
     Raises:
-        ValueError: `import msamp` finds another package, or what another one has left of ours.
+        ValueError: if `import msamp` would import another package, or ours with files overwritten by another.
     """
     found = importlib.util.find_spec("msamp")
     folders = list(found.submodule_search_locations or ()) if found is not None else []
@@ -107,7 +107,7 @@ def check_package() -> None:
     if file is None:
         raise ValueError(
             f"import msamp finds {folders[0] if folders else 'nothing'}, which is not the msamp of this trainer: pip uninstall ms-amp "
-            "msamp, then install msamp, or mend PYTHONPATH"
+            "msamp, then install msamp, or fix PYTHONPATH"
         )
     spec = importlib.util.spec_from_file_location("ms_amp", file)
     assert spec is not None
@@ -118,7 +118,7 @@ def check_package() -> None:
 
 
 def _ends(error: Exception) -> int:
-    """Say what ended a command; its exit code."""
+    """Report an error and return its exit code."""
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError | json.JSONDecodeError):
         return _tell(str(error), REFUSED)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("megatron.lm", "msamp")):
@@ -138,7 +138,7 @@ def _ends(error: Exception) -> int:
 
 
 def _tell(message: str, code: int, beside: str = "") -> int:
-    """`beside`: what only this process has to say."""
+    """Report `message` and return `code`; `beside` is a text that is specific to this process."""
     report(line(message + beside), message)
     return code
 
@@ -148,7 +148,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _of_system(error: OSError) -> str:
-    """The system's word, with the file and what to do; an OSError of this project's own has a text and no number."""
+    """Return the system's error text with the file and a fix; an OSError of this project has a text and no errno."""
     if error.errno is None or error.strerror is None:
         return _first_line(error)
     names = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in (error.filename, error.filename2) if name)
@@ -157,13 +157,13 @@ def _of_system(error: OSError) -> str:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    # torch is asked for no type: a command that never imported it is not to wait for it now.
+    # Without importing torch for its exception type: a command that never imported it should not wait for it now.
     named = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error) or "not enough memory" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and named)
 
 
 def lost_connection(error: Exception) -> bool:
-    """Whether it is torch.distributed's word for a process that does not answer: DistError, and what gloo leaves a RuntimeError."""
+    """Return whether the error means that another process does not respond: torch's DistError, or gloo's RuntimeErrors."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
@@ -171,7 +171,7 @@ def lost_connection(error: Exception) -> bool:
 
 
 def _kept(error: Exception) -> str:
-    """Put the traceback into a file of the folder for temporary ones; where it is, as words."""
+    """Write the traceback to a file in the temporary folder; return a text with its location."""
     text = "".join(traceback.format_exception(error))
     torch = sys.modules.get("torch")
     versions = f"python {platform.python_version()}, torch {getattr(torch, '__version__', 'not imported')}, {platform.platform()}"
@@ -185,8 +185,7 @@ def _kept(error: Exception) -> str:
 
 
 def flush_or_close(stream: TextIO) -> None:
-    """Flush; OSError where that fails. The process's own stdout is nowhere then: the interpreter, which flushes it at its end, would
-    complain of the same again."""
+    """Flush a stream; if that fails, raise the OSError and close it, so that the interpreter does not report the same error at exit."""
     try:
         stream.flush()
     except OSError:

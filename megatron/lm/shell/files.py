@@ -1,4 +1,4 @@
-"""What tools read and write: text that is read or refused by name, and folders that a failure leaves as they were."""
+"""Files of tools: read text with clear errors, and create output folders that are removed after a failure."""
 
 import contextlib
 import shutil
@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def read_text(file: Path, what: str) -> str:
-    """The UTF-8 text of a file; ValueError naming it where it is missing or holds something else. `what` says which file is wanted."""
+    """Return the UTF-8 text of a file; raise a ValueError with its name if it is missing or not text. `what` describes the expected
+    file."""
     try:
         if file.is_char_device():  # /dev/full has no end
             raise ValueError(f"{file} is a device: give {what}")
@@ -17,18 +18,18 @@ def read_text(file: Path, what: str) -> str:
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {what}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no UTF-8 text ({error.reason} at byte {error.start}): give {what}") from None
+        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): give {what}") from None
 
 
 @contextlib.contextmanager
 def made_folder(folder: Path) -> Iterator[Path]:
-    """`folder`, made where it is missing. Where the block fails, a folder that was made goes with all that is in it.
+    """Create `folder` if it does not exist. If the block fails, a created folder is removed with its contents.
 
     Raises:
-        ValueError: it is a file, or cannot be written.
+        ValueError: if it is a file, or cannot be written.
     """
     if folder.is_file():
-        raise ValueError(f"{folder} is a file: name a folder")
+        raise ValueError(f"{folder} is a file: give a folder")
     with _writing(folder), _parents(folder):
         new = not folder.exists()
         folder.mkdir(exist_ok=True)
@@ -42,21 +43,21 @@ def made_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `output` when the block ends well and is gone when it does not, with the parents made for it.
+    """Yield a temporary folder that is renamed to `output` when the block succeeds, and else removed with the parents created for it.
 
     Raises:
-        ValueError: `output` is there and not an empty folder, or cannot be written (full disk, permissions).
+        ValueError: if `output` exists and is not an empty folder, or cannot be written (full disk, permissions).
     """
     with _writing(output):
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ValueError(f"--output {output} exists and is not an empty folder: nothing is overwritten, name another one")
-        output = output.absolute()  # a name of its own also for "."
+            raise ValueError(f"--output {output} exists and is not an empty folder: choose another, since nothing is overwritten")
+        output = output.absolute()  # so that "." has a name too
         partial = output.with_name(output.name + ".partial")
         with _parents(output):
             try:
                 partial.mkdir()
             except FileExistsError:
-                raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; delete it then") from None
+                raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; in that case delete it") from None
             try:
                 yield partial
                 partial.rename(output)
@@ -66,7 +67,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _parents(folder: Path) -> Iterator[None]:
-    """The folders above `folder`; where the block fails, those that were made go again, unless others have written there meanwhile."""
+    """Create the folders above `folder`; if the block fails, remove them unless others have written there."""
     missing = [parent for parent in folder.absolute().parents if not parent.exists()]
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -83,4 +84,4 @@ def _writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"cannot write {output} ({error}): free space, or name another folder") from None
+        raise ValueError(f"cannot write {output} ({error}): free space, or choose another folder") from None

@@ -1,7 +1,7 @@
-"""SIGINT while a program is still importing: one line and exit code 130, as `megatron.lm.shell.exit_codes` has them.
+"""Handle SIGINT while a program imports: print one line and exit with code 130, like `megatron.lm.shell.exit_codes`.
 
-Imports nothing but os and signal, so that it can come before everything else: `LeavingAtOnce` is there some milliseconds after the
-interpreter, which tells of a SIGINT in its own way until then.
+This module imports only os and signal, so that it can come first: `LeavingAtOnce` is active some milliseconds after the interpreter starts.
+Before that, Python prints its own traceback.
 """
 
 import os
@@ -12,11 +12,11 @@ WORDS = "interrupted by SIGINT"
 
 
 class LeavingAtOnce:
-    """A SIGINT while the block runs ends the process there and then.
+    """Exit the process at once on SIGINT inside the block, without unwinding.
 
-    For blocks that import. A KeyboardInterrupt in the middle of a compiled module's initialisation, or of a callback of the import system,
-    comes out as another error, or as a traceback on stderr. Nothing is unwound: the block holds nothing that would have to be let go.
-    Where SIGINT is ignored, as under nohup, or the host has a handler of its own, that stays; so it does in a thread.
+    Use it for blocks of imports. A KeyboardInterrupt during the initialization of a compiled module, or in a callback of the import system,
+    turns into another error or a traceback on stderr. If SIGINT is ignored, as under nohup, or has a handler, or in a thread, the block
+    changes nothing.
     """
 
     def __enter__(self) -> None:
@@ -24,7 +24,7 @@ class LeavingAtOnce:
         if self._taken:
             try:
                 signal.signal(signal.SIGINT, _leave)
-            except ValueError:  # only the main thread may
+            except ValueError:  # only the main thread may set handlers
                 self._taken = False
 
     def __exit__(self, *_: object) -> None:
@@ -35,17 +35,17 @@ class LeavingAtOnce:
 def _leave(number: int, frame: object) -> None:
     try:
         if reports_signals():
-            os.write(2, f"{line(WORDS)}\n".encode())  # sys.stderr may be in the middle of a line; and full
+            os.write(2, f"{line(WORDS)}\n".encode())  # sys.stderr may be locked, and its disk full
     finally:
         os._exit(INTERRUPTED)
 
 
 def reports_signals() -> bool:
-    """Whether this process is the one of its machine that reports a signal; torchrun's processes all get it."""
+    """Return whether this process reports a signal for its machine, since all processes of torchrun get it."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def line(message: str) -> str:
-    """How a command's error is told, with the rank where it is not the first."""
+    """Return the error line of a command, with the rank unless it is 0."""
     rank = os.environ.get("RANK", "0")
     return f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}"

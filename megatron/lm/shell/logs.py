@@ -1,11 +1,11 @@
-"""What a run writes beside its checkpoints: lines of JSON, TensorBoard's events, stdout.
+"""Logs of a run besides its checkpoints: JSON lines, TensorBoard events, stdout.
 
-None of it is worth a run. Where a disk is full, the write that fails is taken back, counted, told on stderr at its first time, and
-training goes on; later writes are tried again, so that a file goes on as soon as there is space. At the end the run says how many are
-lacking (`Unwritten.describe`). What cannot be opened at the start is an OSError there: that costs nothing yet, and somebody can mend it.
+A failed log write must not stop a run. If a disk is full, the failed write is undone, counted and reported once on stderr, and training
+continues. Later writes are tried again, so a file continues as soon as there is space. At the end the run reports the number of failed
+writes (`Unwritten.describe`). A file that cannot be opened at the start raises an OSError, since nothing is lost yet.
 
-A run that is killed repeats the iterations since its checkpoint. What it had told of them goes before it tells them again: `cut_after`
-for JSON, and for TensorBoard a mark that its readers obey (`EventFile`'s `purge_step`).
+A killed run repeats the iterations since its checkpoint. Their old entries are removed first: by `cut_after` for JSON, and for TensorBoard
+by a marker for its readers (`EventFile`'s `purge_step`).
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from megatron.lm.shell.opening import to_write
 
 
 class Unwritten:
-    """Counts what could not be written.
+    """A counter of failed writes.
 
     Attributes:
-        counts: failed writes by name of where they were to go.
+        counts: failed writes by name of the destination.
     """
 
     def __init__(self) -> None:
@@ -37,17 +37,17 @@ class Unwritten:
 
     @contextlib.contextmanager
     def endured(self, where: str) -> Iterator[None]:
-        """An OSError of the block is counted, and told at the first time, instead of raised."""
+        """Count an OSError of the block and warn at the first one, instead of raising it."""
         try:
             yield
         except OSError as error:
             self.counts[where] += 1
             if self.counts[where] == 1:
-                _warn(f"{where} cannot be written ({error.strerror or error}): training goes on without what is lacking there; free space")
+                _warn(f"{where} cannot be written ({error.strerror or error}): training continues without these entries; free space")
 
     @contextlib.contextmanager
     def stdout(self) -> Iterator[None]:
-        """What the block prints is endured like the rest."""
+        """Handle failures of print inside the block in the same way."""
         stream = sys.stdout
         with contextlib.redirect_stdout(_Endured(stream, self)):
             yield
@@ -55,13 +55,13 @@ class Unwritten:
             flush_or_close(stream)
 
     def describe(self) -> str | None:
-        """What is lacking, as words; None where everything was written."""
+        """Return a text with the failed writes, or None if all succeeded."""
         return ", ".join(f"{count} of {where}" for where, count in self.counts.items()) or None
 
     def tell(self) -> None:
-        """Say on stderr what is lacking, if anything is."""
+        """Print the failed writes, if any, to stderr."""
         if self.counts:
-            _warn(f"writes that failed and are lacking: {self.describe()}")
+            _warn(f"failed log writes: {self.describe()}")
 
 
 def _warn(text: str) -> None:
@@ -92,15 +92,15 @@ class _Endured(io.TextIOBase):
 
 
 class LogFile:
-    """A file that is appended to, each write at once, whole or not at all.
+    """An append-only file with unbuffered writes that are complete or undone.
 
     Args:
-        path: of the file; its folder is made. What a kill has cut off at its end stays, as a line by itself.
-        where: what messages call it.
-        unwritten: counts what cannot be written.
+        path: of the file; its folder is created. A line that a kill cut off stays as a line of its own.
+        where: its name in messages.
+        unwritten: counts failed writes.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: if it cannot be opened.
     """
 
     def __init__(self, path: Path, where: str, unwritten: Unwritten) -> None:
@@ -111,7 +111,7 @@ class LogFile:
             self.write(b"\n")
 
     def write(self, data: bytes) -> None:
-        """Append; what fails is endured."""
+        """Append; a failure is only counted."""
         with self._unwritten.endured(self._where):
             size = os.fstat(self._file.fileno()).st_size
             written = 0
@@ -120,14 +120,14 @@ class LogFile:
                     written += self._file.write(data[written:]) or 0
             except OSError:
                 if written and _is_regular(self.path):
-                    self._file.truncate(size)  # a torn line and what follows it cannot be read
+                    self._file.truncate(size)  # a partial line would make the next one unreadable
                 raise
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing, since writes are unbuffered."""
 
     def close(self) -> None:
-        """Close the file; some file systems tell only now that a write failed."""
+        """Close the file; some file systems only report a failed write here."""
         with self._unwritten.endured(self._where):
             self._file.close()
 
@@ -145,11 +145,11 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 def cut_after(path: Path, iteration: int) -> None:
-    """Cut a file of JSON lines behind what was told of `iteration` and those before it: the rest is about to come again.
+    """Truncate a JSON-lines file after the entries of `iteration` and earlier ones, because the run repeats the rest.
 
-    A file may hold several runs, and after a rollback a run goes through iterations twice: what comes last counts. Where no line is about
-    so early an iteration, everything since the last start (a line of kind "precision") goes. Lines that are no JSON object, which a kill
-    has cut off, go with what follows them.
+    A file may contain several runs, and after a rollback a run repeats iterations, so the last occurrence counts. If no line has so early
+    an iteration, everything since the last start (a line of kind "precision") is removed. Invalid lines, which a kill has cut off, are
+    removed with everything after them.
     """
     if not path.exists() or not _is_regular(path):
         return
@@ -170,17 +170,17 @@ def cut_after(path: Path, iteration: int) -> None:
 
 
 class EventFile:
-    """TensorBoard's events of scalars, in a file of their own in a folder; no thread, and nothing is kept back.
+    """A TensorBoard event file of scalars, written unbuffered and without a thread.
 
-    torch's SummaryWriter writes from a thread that a full disk ends with a traceback, and keeps what a kill then loses for two minutes.
+    torch's SummaryWriter writes from a thread, which dies with a traceback on a full disk, and buffers for two minutes, which a kill loses.
 
     Args:
-        folder: of event files; it is made.
-        purge_step: readers leave out what older files of the folder say of this step and later ones; None: nothing.
-        unwritten: counts what cannot be written.
+        folder: of event files; it is created.
+        purge_step: readers ignore entries of older files for this step and later; None ignores nothing.
+        unwritten: counts failed writes.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: if it cannot be opened.
     """
 
     def __init__(self, folder: Path, purge_step: int | None, unwritten: Unwritten) -> None:
@@ -196,7 +196,7 @@ class EventFile:
             self._add(step=purge_step, session_log=self._session(status=self._session.START))
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """One point of a curve."""
+        """Add one point of a curve."""
         from torch.utils.tensorboard.summary import scalar
 
         self._add(step=step, summary=scalar(name, float(value)))

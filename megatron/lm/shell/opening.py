@@ -1,9 +1,9 @@
-"""Opens files in folders that may come from elsewhere: no link leads a write out of the folder, and no pipe makes a read wait.
+"""Open files in untrusted folders: writes do not follow links out of the folder, and reads do not block on pipes.
 
-A folder from elsewhere, such as a checkpoint or a dataset, may contain a link where a run writes: opened by name, the file that the link
-leads to would be overwritten. So a run writes only to regular files with one name, whose name is no symbolic link (`to_write`), and to
-temporary files that it creates itself, under random names (`new_file`). A read takes a regular file alone, wherever a link to it leads
-(`read_bytes`): opening a named pipe waits for a writer that never comes.
+An untrusted folder, such as a checkpoint or a dataset, may contain a link where a run writes, so that opening it by name would overwrite
+the target of the link. So a run only writes to regular files that are neither symbolic nor hard links (`to_write`), and to temporary files
+that it creates under random names (`new_file`). A read follows links but only opens regular files (`read_bytes`): opening a named pipe
+would wait for a writer.
 """
 
 import errno
@@ -29,12 +29,12 @@ def to_write(path: Path, mode: str = "r+b", *, device: bool = False) -> BinaryIO
 
     Args:
         path: of the file.
-        mode: "r+b" leaves the content and begins at its start, "ab" appends, both unbuffered; "wb" empties the file.
-        device: whether a character device, such as /dev/null or a terminal, will do too, also through a link.
+        mode: "r+b" keeps the content and starts at its beginning, "ab" appends, both unbuffered; "wb" truncates the file.
+        device: whether to accept a character device too, such as /dev/null or a terminal, also through a link.
 
     Raises:
-        ValueError: it is a link, a pipe or a folder, or a file with other names beside this one (hard links). Nothing has changed then.
-        OSError: it cannot be opened.
+        ValueError: if it is a link, a pipe or a folder, or a file with hard links. Nothing was changed.
+        OSError: if it cannot be opened.
     """
     links = 0
     if device and path.exists() and stat.S_ISCHR(path.stat().st_mode):
@@ -59,17 +59,17 @@ def to_write(path: Path, mode: str = "r+b", *, device: bool = False) -> BinaryIO
 
 
 def new_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a temporary file beside `path`, `NAME.RANDOM.partial`, which no other process opens; its path, and a stream to it."""
+    """Create a temporary file next to `path`, `NAME.RANDOM.partial`; return its path and a stream to it."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     return partial, os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NEVER_WAITS, 0o666), "w+b")
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file, to which links may lead.
+    """Return the content of a regular file, following links.
 
     Raises:
-        ValueError: it is a pipe, a device or a folder.
-        OSError: it is missing, or cannot be read.
+        ValueError: if it is a pipe, a device or a folder.
+        OSError: if it is missing or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -81,14 +81,14 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """As `read_bytes`, decoded; UnicodeDecodeError, a ValueError, where it is not UTF-8."""
+    """As `read_bytes`, decoded; raise UnicodeDecodeError, a ValueError, if it is not UTF-8."""
     return read_bytes(path).decode("utf-8")
 
 
 def own_folder(path: Path) -> None:
-    """Create a folder for files of a run, with those above it, where it is missing; ValueError where it is a link to one elsewhere."""
+    """Create a folder for files of a run, with its parents, if it does not exist; raise a ValueError if it is a link."""
     if path.is_symlink():
-        raise ValueError(f"{path} is a link, and files would be written where it leads: delete the link, or name another place")
+        raise ValueError(f"{path} is a link, and files would be written to its target: delete the link, or choose another path")
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -100,4 +100,4 @@ def _refused(path: Path) -> str:
         return f"{path} is a file with {names}, and writing would change all of them: delete it, or put a copy there"
     what = _KINDS.get(kind, "no file")
     leads = f" to {os.readlink(path)}" if kind == stat.S_IFLNK else ""
-    return f"{path} is {what}{leads}, and only a regular file is written to: delete it, or name another place"
+    return f"{path} is {what}{leads}, but it must be a regular file: delete it, or choose another path"

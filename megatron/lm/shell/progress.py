@@ -1,4 +1,4 @@
-"""How far a long command is, in a line on stderr every few seconds; a command that takes a second prints none."""
+"""Progress of a long command, as a line on stderr every few seconds; a command of a second prints none."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ FIRST_SECONDS, SECONDS = 1.0, 5.0
 
 
 class Progress:
-    """Prints what a command does, how much of it is done and since when, while the block runs.
+    """Print the current task of a command, its progress and the elapsed time while the block runs.
 
     On a terminal one line is rewritten; in a file each line stays.
 
     Args:
         what: the work, such as `to-hf checkpoints`.
         stream: to print to; stderr by default.
-        first, seconds: when the first line is due, and how long after it each of the others.
+        first, seconds: time of the first line, and interval of the others.
 
     Attributes:
-        what, done, total, unit: as in `counted`, which sets them; total is None where it is unknown.
+        what, done, total, unit: set by `begin` and `counted`; total is None if it is unknown.
     """
 
     def __init__(self, what: str, stream: TextIO | None = None, first: float = FIRST_SECONDS, seconds: float = SECONDS) -> None:
@@ -45,19 +45,19 @@ class Progress:
         self._thread.join()
 
     def begin(self, what: str, total: int | None = None, unit: str = "") -> None:
-        """The work comes to another part, of `total` of `unit`, of which none is done."""
+        """Start another task, of `total` of `unit`, none of them done."""
         self.what, self.done, self.total, self.unit = what, 0, total, unit
         self._part_start = time.monotonic()
 
     def counted(self, items: Iterable[T], total: int | None, unit: str) -> Iterator[T]:
-        """`items`, of which there are `total`, counted as they are taken."""
+        """Yield `items`, `total` in all, and count them."""
         self.begin(self.what, total, unit)
         for item in items:
             yield item
             self.done += 1
 
     def line(self) -> str:
-        """Where the work stands."""
+        """Return the progress line."""
         now = time.monotonic()
         words = [f"{now - self._start:.0f} s"]
         if self.unit:

@@ -14,8 +14,8 @@ class Part(NamedTuple):
 
     Attributes:
         text: what is printed.
-        style: its colour on a terminal, as rich names styles; "" leaves it as it is.
-        rank: fields of the highest rank are left out first where the line would be wider than `WIDTH`; 0 always stays.
+        style: its color on a terminal, a style of rich; "" is the default.
+        rank: if the line is wider than `WIDTH`, fields of the highest rank are left out first; 0 is always kept.
     """
 
     text: str
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 def fitted(parts: Sequence[Part], width: int = WIDTH) -> list[Part]:
-    """The parts that fit into `width` columns with a separator between them, in their order."""
+    """Return the parts that fit into `width` columns including separators, in their order."""
     kept = list(parts)
     while sum(len(part.text) for part in kept) + len(SEPARATOR) * (len(kept) - 1) > width and any(part.rank for part in kept):
         kept.remove(max(kept, key=lambda part: part.rank))
@@ -32,19 +32,19 @@ def fitted(parts: Sequence[Part], width: int = WIDTH) -> list[Part]:
 
 
 def wrapped(text: str) -> str:
-    """`text` in lines of at most `WIDTH` columns, continued with an indent; a longer word, such as a path, stays whole."""
+    """Wrap `text` to lines of at most `WIDTH` columns with a hanging indent; longer words, such as paths, are not broken."""
     return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def show(parts: Sequence[Part], stream: TextIO | None = None) -> None:
-    """Print one line of `parts` to `stream` (default: stdout). NO_COLOR and TERM=dumb are obeyed, as rich does."""
+    """Print one line of `parts` to `stream` (default: stdout). rich respects NO_COLOR and TERM=dumb."""
     stream = sys.stdout if stream is None else stream
     if not (stream.isatty() and _show_in_colour(parts, stream)):
         print(SEPARATOR.join(part.text for part in parts), file=stream, flush=True)
 
 
 def _show_in_colour(parts: Sequence[Part], stream: TextIO) -> bool:
-    """Whether it was printed: a machine without rich, such as a GPU image that was built by hand, still prints its log."""
+    """Return whether the line was printed: without rich, as on a GPU image that was built by hand, the caller prints plain text."""
     try:
         from rich.console import Console
         from rich.text import Text

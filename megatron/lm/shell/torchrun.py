@@ -1,8 +1,8 @@
-"""torchrun, with a line where it would leave a traceback: `python -m megatron.lm.shell.torchrun --nproc-per-node 8 -m PROGRAM`.
+"""torchrun with one error line instead of a traceback: `python -m megatron.lm.shell.torchrun --nproc-per-node 8 -m PROGRAM`.
 
-It takes torchrun's flags. When one of its processes fails torchrun ends with some 35 lines, the traceback of its own ChildFailedError, and
-with 1, whatever the process ended with. Here the line of the process that failed comes last, and its exit code is ours. Where it left no
-line, because a signal ended it or it is none of our commands, one line names it.
+It has torchrun's flags. When a process fails, torchrun prints about 35 lines with the traceback of its own ChildFailedError, and exits with
+1 whatever the exit code of the process. Here the failed process's error line is last, and its exit code is returned. If the process printed
+none, because a signal ended it or it is not one of our commands, a line names its rank.
 """
 
 import logging
@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from megatron.lm.shell.exit_codes import command
 from megatron.lm.shell.interrupt import LeavingAtOnce
 
-# Of several torchruns that meet at an endpoint one may be lost and come back. Those that stayed keep the address of the store that they
-# shared with their processes, the new one makes another, and the processes never meet. With this each start has a store of its own.
+# If one of several torchruns at an endpoint is lost and restarted, the others keep the address of the store that they shared with their
+# processes, the new one creates another, and the processes never meet. With this setting each start has its own store.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; the exit code of the first process that failed (128 + its number where a signal ended it), or 0."""
+    """Run torchrun; return the exit code of the first process that failed (128 + signal number if a signal ended it), or 0."""
     with LeavingAtOnce():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
 
-    # The first two report a failure that is reported here; the last that a process gets one thread, in six lines.
+    # The first two loggers repeat the failure that is reported here; the last one explains OMP_NUM_THREADS=1 in six lines.
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").addFilter(lambda entry: "OMP_NUM_THREADS" not in entry.getMessage())

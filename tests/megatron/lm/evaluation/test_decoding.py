@@ -151,7 +151,7 @@ def test_what_cannot_be_decoded_is_refused():
             ([], "must have 1 to 4 tokens, but there are none"),
             ([[1], []], "there are 0 to 1 tokens"),
             ([[1] * 5], "there are 5 to 5 tokens"),
-            ([[64]], r"token ids 64 to 64 must lie in \[0, 64\)"),
+            ([[64]], r"token ids 64 to 64 must be in \[0, 64\)"),
             ([[-1]], "token ids -1"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -11,10 +11,10 @@ from megatron.lm.shell import arguments
 @pytest.mark.parametrize(
     ("judge", "text", "message"),
     [
-        (arguments.path, "", "names nothing: is a variable of the shell unset"),
-        (arguments.output_file, " ", "names nothing"),
-        (arguments.output_file, "/", "is a folder: name a file in it"),
-        (arguments.output_file, "/dev/null/x/y", "lies below /dev/null, which is a file"),
+        (arguments.path, "", "is empty: a shell variable may be unset"),
+        (arguments.output_file, " ", "is empty"),
+        (arguments.output_file, "/", "is a folder: give a file in it"),
+        (arguments.output_file, "/dev/null/x/y", "is below /dev/null, which is a file"),
         (arguments.output_file, "x" * 300, "cannot be written"),
         (arguments.count(0), "-1", "-1 is out of range: give 0 to 2147483647"),
         (arguments.count(1, 8), "9", "9 is out of range: give 1 to 8"),
@@ -47,7 +47,7 @@ def test_a_word_that_is_no_utf8_is_refused(capsys, monkeypatch):
             parser.parse_args(given)
         assert leaving.value.code == 2
         assert "\\udc80" in (said := capsys.readouterr().err)
-        assert said.endswith("' is no text in UTF-8: give it, or the file, another name (--help lists the flags)\n")
+        assert said.endswith("' is not valid UTF-8: rename it, or the file (--help lists the flags)\n")
     assert parser.parse_args(["to", "--out", "ö"]).out.name == "ö"
 
 

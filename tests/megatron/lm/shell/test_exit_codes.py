@@ -144,7 +144,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("argument", "code", "line"),
     [
-        ("print", 1, "error: No space left on device: free space there, or name another place\n"),
+        ("print", 1, "error: No space left on device: free space there, or choose another path\n"),
         ("raise", 2, "error: no: yes\n"),
     ],
 )

@@ -19,7 +19,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (partial / "x").write_text("x")
         assert not output.exists()
     assert (output / "x").read_text() == "x"
-    with pytest.raises(ValueError, match="exists and is not an empty folder: nothing is overwritten"), new_folder(output):
+    with pytest.raises(ValueError, match="exists and is not an empty folder: choose another"), new_folder(output):
         pass
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other"):
         raise ZeroDivisionError

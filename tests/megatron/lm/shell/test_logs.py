@@ -49,7 +49,7 @@ def test_a_write_that_does_not_fit_leaves_no_torn_line_and_later_ones_go_on(tmp_
     said = capsys.readouterr().err
     assert said.count("warning: --metrics-file m cannot be written (File too large): training goes on") == 1
     unwritten.tell()
-    assert capsys.readouterr().err == "warning: writes that failed and are lacking: 2 of --metrics-file m\n"
+    assert capsys.readouterr().err == "warning: failed log writes: 2 of --metrics-file m\n"
 
 
 def test_events_that_do_not_fit_are_lacking_and_the_rest_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -114,7 +114,7 @@ def test_a_run_whose_logs_are_full_trains_to_its_end_and_saves(tmp_path: Path, p
         made.run()
     assert (tmp_path / "save" / "iter_0000002").is_dir()
     said = capsys.readouterr().err
-    assert "writes that failed and are lacking: 3 of --metrics-file /dev/full, 1 of --record-precision /dev/full\n" in said
+    assert "failed log writes: 3 of --metrics-file /dev/full, 1 of --record-precision /dev/full\n" in said
 
 
 @pytest.mark.promise("Starting and ending", "A resumed run has every iteration once in metrics, record and TensorBoard.")

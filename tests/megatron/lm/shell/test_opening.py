@@ -31,7 +31,7 @@ def test_a_symbolic_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path, m
     if there:
         precious.write_text("precious")
     (tmp_path / "f").symlink_to(precious)
-    with pytest.raises(ValueError, match=rf"f is a link to {precious}, and only a regular file is written to: delete it, or name another"):
+    with pytest.raises(ValueError, match=rf"f is a link to {precious}, but it must be a regular file: delete it, or choose another"):
         to_write(tmp_path / "f", mode)
     assert precious.read_text() == "precious" if there else not precious.exists()
 
@@ -50,7 +50,7 @@ def test_pipes_folders_and_devices_are_refused_at_once(tmp_path: Path, mode: str
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name, kind in (("pipe", "a pipe"), ("folder", "a folder")):
-        with pytest.raises(ValueError, match=f"{name} is {kind}, and only a regular file is written to"):
+        with pytest.raises(ValueError, match=f"{name} is {kind}, but it must be a regular file"):
             to_write(tmp_path / name, mode)
     with pytest.raises(ValueError, match="/dev/null is a device"):
         to_write(Path("/dev/null"), mode)
@@ -102,5 +102,5 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path):
     own_folder(tmp_path / "a" / "b")
     own_folder(tmp_path / "a" / "b")
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(ValueError, match="link is a link, and files would be written where it leads: delete the link"):
+    with pytest.raises(ValueError, match="link is a link, and files would be written to its target: delete the link"):
         own_folder(tmp_path / "link")

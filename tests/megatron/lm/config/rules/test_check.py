@@ -153,12 +153,12 @@ def test_folders_without_permission_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="2 settings are refused") as caught:
         check(config("--save folder/new --metrics-file corpus.bin"), 1)
     assert "--save folder/new: no permission to write in" in str(caught.value)
-    assert "--metrics-file corpus.bin cannot be written: change its permissions, or name another" in str(caught.value)
+    assert "--metrics-file corpus.bin cannot be written: change its permissions, or choose another path" in str(caught.value)
 
 
 @pytest.mark.promise("Starting and ending", "A path that is not UTF-8 is refused.")
 def test_a_path_that_is_no_utf_8_is_refused():
-    with pytest.raises(ValueError, match=r"--save 'new/\\udcff' is no text in UTF-8: give it, or the file, another name"):
+    with pytest.raises(ValueError, match=r"--save 'new/\\udcff' is not valid UTF-8: rename it, or the file"):
         check(parse_args([*shlex.split(refusals.GOOD), "--save", os.fsdecode(b"new/\xff")]), 1)
 
 

@@ -7,7 +7,7 @@ from megatron.lm.config.rules.outputs import RULES
 
 # flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
 REFUSALS = {
-    "table in a folder": ("--opt-level O2 --fp8-gain-cache folder", 1, "--fp8-gain-cache folder is a folder: name a file in it"),
+    "table in a folder": ("--opt-level O2 --fp8-gain-cache folder", 1, "--fp8-gain-cache folder is a folder: give a file in it"),
     "dry run": ("--device-memory-gib 40", 1, "--device-memory-gib 40 has no effect without --dry-run: add it, or drop the memory"),
     "load": ("--load gone", 1, "--load gone is no folder: name one that a run with --save wrote, or drop --load"),
     "load empty": ("--load folder", 1, r"--load folder holds no checkpoint \(nor latest_checkpointed_iteration.txt\): name another"),
@@ -76,7 +76,7 @@ REFUSALS = {
     ),
     "save": ("--save corpus.bin", 1, "--save corpus.bin: .*corpus.bin is a file, not a folder; name another place"),
     "save below": ("--save corpus.bin/a/b", 1, "--save corpus.bin/a/b: .*corpus.bin is a file, not a folder; name another place"),
-    "metrics": ("--metrics-file folder", 1, "--metrics-file folder is a folder: name a file in it"),
+    "metrics": ("--metrics-file folder", 1, "--metrics-file folder is a folder: give a file in it"),
     "metrics below": ("--metrics-file corpus.bin/m", 1, "--metrics-file corpus.bin/m: .*corpus.bin is a file, not a folder"),
 }
 

@@ -83,7 +83,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
         raise OSError(28, "No space left on device")
 
     with (
-        pytest.raises(ValueError, match=r"No space left on device.*free space, or name another folder"),
+        pytest.raises(ValueError, match=r"No space left on device.*free space, or choose another folder"),
         new_folder(tmp_path / "out") as out,
     ):
         write_tensors(out, full(), shard_bytes=1)
