@@ -1,1 +1,1 @@
-"""Documents made fit for training: duplicates, languages, quality and code; `megatron.lm.tools.clean_data` is the command."""
+"""Cleaning of training documents: duplicates, languages, quality and code. The command is `megatron.lm.tools.clean_data`."""

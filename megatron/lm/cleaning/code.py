@@ -1,8 +1,8 @@
-"""The rules for Python code of FP8-LM, appendix A.3, in its order.
+"""Rules for Python code from FP8-LM, appendix A.3, in the paper's order.
 
-The paper leaves some words open. Here the alphanumeric rate of a comment is that of letters and digits among its characters other than
-blanks. The rate of a whole file is that of ASCII letters, digits, punctuation and blanks among all characters: with letters and digits
-alone no Python file comes near the paper's 0.98. The paper's list of keywords ends in "etc.": `KEYWORDS` is ours.
+The paper leaves some terms undefined. Here the alphanumeric rate of a comment is the fraction of letters and digits among its non-blank
+characters. The rate of a file is the fraction of ASCII letters, digits, punctuation and blanks among all characters, since with letters and
+digits alone no Python file reaches the paper's 0.98. The paper's list of keywords ends with "etc."; `KEYWORDS` is ours.
 """
 
 import re
@@ -19,7 +19,7 @@ _ORDINARY = frozenset(string.ascii_letters + string.digits + string.punctuation 
 
 
 def clean(text: str) -> tuple[str, str | None]:
-    """A file's text -> (the remaining text, why the file is dropped, or None)."""
+    """Return the remaining text of a file, and why the file is dropped, or None."""
     text = _CONTROL.sub("", text.replace("\r\n", "\n"))
     text = _without_copyright(text)
     lines = [line for line in text.split("\n") if not line.lstrip().startswith("#") or _comment_rate(line) >= COMMENT_RATE]
@@ -43,7 +43,7 @@ def _problem(text: str) -> str | None:
 
 
 def _without_copyright(text: str) -> str:
-    """The text without runs of comment lines, and the string at the top, that speak of copyright; a first line for the system stays."""
+    """Return the text without copyright comments and a copyright docstring at the top; a shebang line is kept."""
     first = _FIRST_STRING.match(text)
     if first is not None and _COPYRIGHT.search(first["text"]):
         text = first["before"] + text[first.end() :]

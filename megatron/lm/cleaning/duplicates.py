@@ -1,7 +1,7 @@
-"""Duplicates: the same text but for blanks and capitals, and text that shares most of its word 5-grams (MinHash, by datasketch).
+"""Deduplication: texts that are equal up to blanks and case, and texts that share most of their word 5-grams (MinHash from datasketch).
 
-The first of the duplicates in the order of the input stays. Workers make signatures, and one process compares them in that order, so that
-the result does not depend on the number of workers.
+The first duplicate in input order is kept. Workers compute signatures, and one process compares them in input order, so the result does not
+depend on the number of workers.
 """
 
 import hashlib
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-GRAM = 5  # words that make one element of a document's set [Lee et al. 2022]
+GRAM = 5  # words per element of a document's set [Lee et al. 2022]
 PERMUTATIONS = 128
 SEED = 1
-SCHEME = "affine32"  # datasketch's name for how it permutes: a signature means something with it alone
+SCHEME = "affine32"  # datasketch's permutation scheme: signatures are only comparable with the same one
 
 
 def _words(text: str) -> list[str]:
@@ -21,12 +21,12 @@ def _words(text: str) -> list[str]:
 
 
 def exact_key(text: str) -> str:
-    """Key that is equal for texts that differ in blanks and capitals alone."""
+    """Return a key that is equal for texts that only differ in blanks and case."""
     return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()
 
 
 def signature(text: str) -> list[int]:
-    """MinHash signature of the text's set of word 5-grams (a shorter text's is of all its words), [128] below 2^32."""
+    """Return the MinHash signature of the text's word 5-grams (all words together for a shorter text): 128 values below 2^32."""
     from datasketch import MinHash
 
     words = _words(text)
@@ -40,15 +40,15 @@ class Seen:
     """The documents kept so far.
 
     Args:
-        threshold: Jaccard similarity of the sets of 5-grams from which on two documents count as one; None looks for exact ones alone.
+        threshold: minimum Jaccard similarity of 5-gram sets for two documents to be duplicates; None finds only exact duplicates.
 
     Raises:
-        ValueError: threshold outside 0 to 1.
+        ValueError: if the threshold is not in 0 to 1.
     """
 
     def __init__(self, threshold: float | None) -> None:
         if threshold is not None and not 0 < threshold < 1:
-            raise ValueError(f"threshold {threshold} must lie between 0 and 1: 0.8 finds near copies")
+            raise ValueError(f"threshold {threshold} must be between 0 and 1, such as 0.8 for near duplicates")
         self._keys: set[str] = set()
         self._threshold = threshold
         self._near: Any = None
@@ -59,7 +59,7 @@ class Seen:
             self._near = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
 
     def duplicate(self, key: str, minhash: list[int] | None) -> str | None:
-        """Why a document is dropped; None for one that is kept, which is remembered."""
+        """Return why a document is dropped, or None if it is kept, which adds it to the documents seen."""
         if key in self._keys:
             return "duplicate: exact"
         if self._near is not None and minhash is not None:
@@ -67,7 +67,7 @@ class Seen:
 
             values = np.array(minhash, dtype=np.uint64)
             made = MinHash(num_perm=PERMUTATIONS, seed=SEED, scheme=SCHEME, hashvalues=values)
-            # Those that share a band are candidates: their whole signatures decide.
+            # Documents that share a band are candidates; the whole signatures decide.
             if any(np.mean(self._signatures[other] == values) >= self._threshold for other in self._near.query(made)):
                 return "duplicate: near"
             self._near.insert(len(self._signatures), made)

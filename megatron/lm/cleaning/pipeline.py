@@ -1,8 +1,8 @@
-"""A corpus through the rules: each document is looked at in a worker, duplicates are found in the order of the input.
+"""Apply the cleaning rules to a corpus: workers examine documents in parallel, and duplicates are found in input order.
 
-The first pass writes the workers' results into parts, `OUTPUT.parts/00000.jsonl` and so on, each whole or not there; after a kill finished
-parts are taken. The second reads them in order, drops duplicates, and writes the output, which has its name only when it is whole. So
-neither a kill nor the number of workers changes a byte of it.
+The first pass writes the workers' results to parts, `OUTPUT.parts/00000.jsonl` and so on, each atomically, so a restart after a kill reuses
+finished parts. The second pass reads them in order, drops duplicates, and writes the output atomically. So neither a kill nor the number of
+workers changes a byte of it.
 """
 
 import concurrent.futures
@@ -23,25 +23,25 @@ from megatron.lm.data import rows
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.opening import own_folder
 
-PART_BYTES = 1 << 24  # of input in a part: what a kill may cost each worker
-LANGUAGE_LETTERS = 10_000  # of a document that its language is told by
+PART_BYTES = 1 << 24  # input bytes per part: what each worker may lose in a kill
+LANGUAGE_LETTERS = 10_000  # letters of a document that identify its language
 _PLAN = "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules that a document has to meet. Its text, stripped of blanks at its ends, must never be empty.
+    """The rules for a document. A document whose text is empty after stripping is always dropped.
 
     Attributes:
-        key: member that holds the text.
-        code: the rules for Python code (`megatron.lm.cleaning.code`), in place of those for text.
-        quality: the rules for text (`megatron.lm.cleaning.quality`).
-        languages: ISO 639-1 codes of which one must be the likeliest language (py3langid); empty: any.
+        key: JSON field with the text.
+        code: apply the rules for Python code (`megatron.lm.cleaning.code`) instead of those for text.
+        quality: apply the rules for text (`megatron.lm.cleaning.quality`).
+        languages: ISO 639-1 codes of accepted languages, identified by py3langid; empty accepts all.
         exact: drop exact duplicates.
-        near: drop documents that are this similar to one before (Jaccard, of word 5-grams); None: do not.
+        near: drop documents with at least this Jaccard similarity of word 5-grams to an earlier one, or None.
 
     Raises:
-        ValueError: no rule at all, languages of code, a language that is unknown, or a threshold out of range.
+        ValueError: if there is no rule, languages are set for code, a language is unknown, or the threshold is out of range.
     """
 
     key: str = "text"
@@ -53,9 +53,9 @@ class Rules:
 
     def __post_init__(self) -> None:
         if self.code and (self.languages or self.quality):
-            raise ValueError("rules for code beside those for text (quality, languages): clean each kind of document by itself")
+            raise ValueError("rules for code and for text (quality, languages) cannot be combined: clean code and text separately")
         if not (self.code or self.quality or self.languages or self.exact or self.near):
-            raise ValueError("no rule is asked for: there would be nothing to do")
+            raise ValueError("no rule is selected, so there is nothing to do: choose at least one")
         duplicates.Seen(None if self.near is None else _needed("datasketch", self.near))
         if self.languages:
             known = _needed("py3langid", _identifier)().labels
@@ -82,15 +82,15 @@ def _needed(name: str, value: Any) -> Any:
 
 
 def examine(row: dict[str, Any], rules: Rules) -> dict[str, Any]:
-    """A document's entry for the second pass: {"row"} with its text cleaned, {"dropped": why}, or {"row", "key", "minhash"}.
+    """Return a document's entry for the second pass: {"row"} with its cleaned text, {"dropped": why}, or {"row", "key", "minhash"}.
 
     Raises:
-        ValueError: the text's member is missing, or holds something else.
+        ValueError: if the text field is missing or not text.
     """
     text = row.get(rules.key)
     if not isinstance(text, str):
         held = "is missing" if rules.key not in row else f"holds {type(text).__name__}"
-        raise ValueError(f"a document's {rules.key!r} {held}, and must hold text; its members are {', '.join(map(repr, row))}")
+        raise ValueError(f"a document's {rules.key!r} {held}, but must be text; its fields are {', '.join(map(repr, row))}")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         return {"dropped": "half of a surrogate pair"}
     text = text.strip()
@@ -122,12 +122,12 @@ def clean(
     part_bytes: int = PART_BYTES,
     say: Callable[[str], None] = lambda line: None,
 ) -> Counter[str]:
-    """Read `inputs` in order, write what is left as JSON lines, and return the counts: "read", "kept", "bytes kept", and why others went.
+    """Read `inputs` in order, write the kept documents as JSON lines, and return counts: "read", "kept", "bytes kept", and drop reasons.
 
-    Beside the output stands `OUTPUT.counts.json` with them.
+    The counts are also written to `OUTPUT.counts.json`.
 
     Raises:
-        ValueError: an input that cannot be read, parts of a run on other input or with other rules, or a worker that was ended.
+        ValueError: if an input cannot be read, there are parts of a run with other input or rules, or a worker was killed.
     """
     plan = {"inputs": [rows.identity(path) for path in inputs], "rules": asdict(rules), "part_bytes": part_bytes}
     parts = output.with_name(output.name + ".parts")
@@ -135,7 +135,7 @@ def clean(
     try:
         made = _first_pass(inputs, parts, rules, workers, part_bytes, say)
     except BrokenProcessPool:
-        raise ValueError(f"one of {workers} workers was ended from outside, as by a lack of memory: take fewer, the rest stays") from None
+        raise ValueError(f"one of {workers} workers was killed, possibly for lack of memory: use fewer; finished parts are kept") from None
     counts = _second_pass(parts, made, output, rules)
     with written_aside(output.with_name(output.name + ".counts.json")) as stream:
         stream.write((json.dumps(dict(counts), indent=2) + "\n").encode())
@@ -144,11 +144,11 @@ def clean(
 
 
 def _begin(parts: Path, plan: dict[str, Any]) -> None:
-    """Make the folder of parts, or find it as a run of the same plan left it."""
+    """Create the folder of parts, or reuse that of a run with the same plan."""
     file, text = parts / _PLAN, json.dumps(plan, indent=2) + "\n"
     if file.is_file():
         if file.read_text(encoding="utf-8") != text:
-            raise ValueError(f"{parts} is left by a run on other input or with other rules: delete it, or name another output")
+            raise ValueError(f"{parts} is from a run with other input or rules: delete it, or choose another output")
         return
     own_folder(parts)
     with written_aside(file) as stream:
@@ -174,7 +174,7 @@ def _each(work: Callable[[tuple[Path, list[dict[str, Any]]]], Path], todo: Itera
     if workers <= 0:
         yield from map(work, todo)
         return
-    # Spawned, not forked: a fork of a process that holds threads can stand still.
+    # Spawned, not forked: forking a process with threads can deadlock.
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         waiting: list[concurrent.futures.Future[Path]] = []
         try:

@@ -1,18 +1,18 @@
-"""Quality of running text by rules: those of Gopher [Rae et al. 2021, appendix A.1.1], which need no model."""
+"""Quality rules for text from Gopher [Rae et al. 2021, appendix A.1.1], which need no model."""
 
 import re
 
 FEWEST_WORDS, MOST_WORDS = 50, 100_000
 WORD_LENGTH = 3, 10  # mean, in characters
 SYMBOLS_A_WORD = 0.1  # hash signs, ellipses
-BULLETS, ELLIPSES = 0.9, 0.3  # shares of the lines
-WITH_A_LETTER = 0.8  # share of the words
+BULLETS, ELLIPSES = 0.9, 0.3  # fractions of the lines
+WITH_A_LETTER = 0.8  # fraction of the words
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 FEWEST_STOP_WORDS = 2
 
 
 def problem(text: str, *, english: bool = True) -> str | None:
-    """Why a document is dropped, or None. `english`: also ask for two of the stop words, which are English."""
+    """Return why a document is dropped, or None. `english`: also require two of the stop words, which are English."""
     words = text.split()
     if not FEWEST_WORDS <= len(words) <= MOST_WORDS:
         return "quality: too few words" if len(words) < FEWEST_WORDS else "quality: too many words"

@@ -38,5 +38,5 @@ def test_a_signature_is_the_same_everywhere():
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -1.0, 2.0])
 def test_a_threshold_out_of_range_is_refused(threshold: float):
-    with pytest.raises(ValueError, match=f"threshold {threshold} must lie between 0 and 1"):
+    with pytest.raises(ValueError, match=f"threshold {threshold} must be between 0 and 1"):
         Seen(threshold)

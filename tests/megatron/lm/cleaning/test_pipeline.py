@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path):
 def test_parts_of_another_run_are_refused(tmp_path: Path):
     source = corpus(tmp_path)
     pipeline._begin(tmp_path / "out.jsonl.parts", {"other": True})
-    with pytest.raises(ValueError, match=r"out.jsonl.parts is left by a run on other input or with other rules: delete it"):
+    with pytest.raises(ValueError, match=r"out.jsonl.parts is from a run with other input or rules: delete it"):
         clean([source], tmp_path / "out.jsonl", Rules(), workers=0)
 
 
@@ -129,9 +129,9 @@ def test_nothing_left_is_an_empty_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"code": True, "quality": True}, "rules for code beside those for text"),
-        ({"code": True, "languages": ("en",)}, "rules for code beside those for text"),
-        ({"exact": False}, "no rule is asked for"),
+        ({"code": True, "quality": True}, "rules for code and for text"),
+        ({"code": True, "languages": ("en",)}, "rules for code and for text"),
+        ({"exact": False}, "no rule is selected"),
     ],
 )
 def test_rules_that_contradict_are_refused(settings: dict, message: str):
@@ -148,7 +148,7 @@ def test_rules_of_libraries_are_judged_or_the_library_is_named(monkeypatch):
         Rules(languages=("en", "klingon"))
 
 
-@pytest.mark.parametrize(("row", "message"), [({"body": "x"}, "'text' is missing, .* members are 'body'"), ({"text": 3}, "holds int")])
+@pytest.mark.parametrize(("row", "message"), [({"body": "x"}, "'text' is missing, .* fields are 'body'"), ({"text": 3}, "holds int")])
 def test_a_document_without_text_is_refused(row: dict, message: str):
     with pytest.raises(ValueError, match=message):
         examine(row, Rules())

@@ -39,9 +39,9 @@ def test_counts_and_reasons_are_told(source: Path, tmp_path: Path, capsys):
     [
         (["--input", "none.jsonl"], "none.jsonl does not exist: give .jsonl"),
         (["--near-duplicates", "1.5"], "1.5"),
-        (["--no-exact"], "no rule is asked for"),
-        (["--code", "--quality"], "rules for code beside those for text"),
-        (["--json-key", "body"], "'body' is missing, and must hold text; its members are 'text'"),
+        (["--no-exact"], "no rule is selected"),
+        (["--code", "--quality"], "rules for code and for text"),
+        (["--json-key", "body"], "'body' is missing, but must be text; its fields are 'text'"),
         (["--output", "{source}"], "in.jsonl exists: nothing is overwritten"),
         (["--workers", "-1"], "-1 is out of range"),
     ],
