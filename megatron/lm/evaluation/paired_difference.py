@@ -141,9 +141,9 @@ def student_t_quantile(probability: float, degrees: int) -> float:
         ValueError: if the probability is not within [0.5, 1), or there is no degree of freedom.
     """
     if not 0.5 <= probability < 1:
-        raise ValueError(f"the probability is {probability}: it must be in [0.5, 1)")
+        raise ValueError(f"the probability is {probability}: give a value in [0.5, 1)")
     if degrees < 1:
-        raise ValueError(f"{degrees} degrees of freedom: at least 1 is required, that is two differences")
+        raise ValueError(f"{degrees} degrees of freedom: give at least 1, that is two differences")
     beyond = 2 * (1 - probability)
     low, high = 0.0, 1.0
     while _both_tails(high, degrees) > beyond:
