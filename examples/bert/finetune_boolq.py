@@ -152,7 +152,7 @@ def step(training: Training, classifier: Classifier, chosen: Sequence[Example], 
     training.schedule.settle()
     training.optimizer.step()
     training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
-    training.schedule.advance_unless(training.optimizer.skipped())
+    training.schedule.advance_unless(training.optimizer.skipped(), len(chosen))
     return float(total)
 
 
