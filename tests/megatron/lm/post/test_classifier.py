@@ -112,9 +112,9 @@ def test_a_pair_is_parted_by_the_end_of_a_document_and_cut_at_its_end():
 def test_a_gpt_and_another_vocabulary_and_a_peers_recipe_are_refused():
     config, info = tiny.config("unread", objective="masked-lm"), {"vocab_size": tiny.VOCABULARY + 1}
     check_encoder(info, config, TOKENIZER, Path("x"))
-    with pytest.raises(ValueError, match=r"x holds a GPT .* --objective masked-lm"):
+    with pytest.raises(ValueError, match=r"x contains a GPT .* --objective masked-lm"):
         check_encoder(info, replace(config, model=replace(config.model, objective="causal-lm")), TOKENIZER, Path("x"))
-    with pytest.raises(ValueError, match="a vocabulary of 62 ids, and x was trained with 61"):
+    with pytest.raises(ValueError, match="a vocabulary of 62 ids, but x was trained with 61"):
         check_encoder(info, config, NullTokenizer(61), Path("x"))
     peer = find("te-bf16")
     assert peer is not None

@@ -88,7 +88,7 @@ def test_a_reward_model_with_another_tokenizer_is_refused(folder, rewarder, tmp_
 
 
 def test_a_chat_model_is_no_reward_model(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"lacks 1 tensors of a LlamaForSequenceClassification \(score.weight\)"):
+    with pytest.raises(ValueError, match=r"is missing 1 tensors of a LlamaForSequenceClassification \(score.weight\)"):
         models.reward_model(folder, torch.float32, CPU, models.load_tokenizer(folder))
 
 
@@ -109,7 +109,7 @@ def test_a_model_of_which_a_part_is_missing_is_refused(folder, tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"lacks 1 tensors of a LlamaForCausalLM \(model.layers.1.mlp.up_proj.weight\)"):
+    with pytest.raises(ValueError, match=r"is missing 1 tensors of a LlamaForCausalLM \(model.layers.1.mlp.up_proj.weight\)"):
         policy(tmp_path)
 
 
@@ -122,14 +122,14 @@ def test_folders_without_model_or_tokenizer_are_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match=r"has no tokenizer that transformers can load|must be a fast one"):
         models.load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="holds no model that AutoModelForCausalLM reads"):
+    with pytest.raises(ValueError, match="has no model that AutoModelForCausalLM can load"):
         models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
 
 
 def test_a_pickled_model_is_not_read(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     torch.save(policy(folder).state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds no model that AutoModelForCausalLM reads"):
+    with pytest.raises(ValueError, match="has no model that AutoModelForCausalLM can load"):
         models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
 
 
@@ -151,7 +151,7 @@ def test_too_many_tokens_or_positions_are_refused(folder):
     with pytest.raises(ValueError, match="has 262 tokens but the model has 261 embeddings"):
         models.check_vocabulary(model, words)
     models.check_positions(model, 512, "--seq-length")
-    with pytest.raises(ValueError, match="--seq-length is 513, and LlamaForCausalLM has positions for 512 tokens"):
+    with pytest.raises(ValueError, match="--seq-length is 513, but LlamaForCausalLM has positions for 512 tokens"):
         models.check_positions(model, 513, "--seq-length")
 
 

@@ -50,7 +50,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
     write(tmp_path, 1)
     with pytest.raises(ValueError, match=r"was written with --lr 0.001, but it is 0.1 now"):
         saved.load(tmp_path, SETTINGS | {"lr": 0.1}, "cpu")
-    with pytest.raises(ValueError, match="--beta None, and it is 2 now"):
+    with pytest.raises(ValueError, match="--beta None, but it is 2 now"):
         saved.load(tmp_path, SETTINGS | {"beta": 2}, "cpu")
 
 

@@ -18,7 +18,7 @@ from megatron.lm.shell import arguments
         (arguments.output_file, "x" * 300, "cannot be written"),
         (arguments.count(0), "-1", "-1 is out of range: give 0 to 2147483647"),
         (arguments.count(1, 8), "9", "9 is out of range: give 1 to 8"),
-        (arguments.count(1), "1.5", "'1.5' is no whole number"),
+        (arguments.count(1), "1.5", "'1.5' is not an integer"),
     ],
 )
 def test_a_value_that_cannot_serve_is_refused_before_the_work(judge, text, message):

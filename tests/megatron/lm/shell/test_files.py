@@ -58,7 +58,7 @@ def test_a_folder_that_was_there_keeps_what_it_held(tmp_path):
     with pytest.raises(ZeroDivisionError), made_folder(tmp_path / "out") as made:
         fails_after(made / "x")
     assert (tmp_path / "out" / "x").is_file()
-    with pytest.raises(ValueError, match="out/x is a file: name a folder"), made_folder(tmp_path / "out" / "x"):
+    with pytest.raises(ValueError, match="out/x is a file: give a folder"), made_folder(tmp_path / "out" / "x"):
         pass
     with pytest.raises(ValueError, match="cannot write /proc/none"), made_folder(Path("/proc/none")):
         pass
@@ -73,7 +73,7 @@ def test_a_device_is_no_text():
 
 def test_text_is_read_or_refused_by_name(tmp_path):
     (tmp_path / "a").write_bytes(b"ab\xff")
-    with pytest.raises(ValueError, match=r"a is no UTF-8 text .* at byte 2\): give the metrics"):
+    with pytest.raises(ValueError, match=r"a is not UTF-8 text .* at byte 2\): give the metrics"):
         read_text(tmp_path / "a", "the metrics")
     with pytest.raises(ValueError, match=r"none does not exist: give the metrics"):
         read_text(tmp_path / "none", "the metrics")

@@ -47,7 +47,7 @@ def test_a_write_that_does_not_fit_leaves_no_torn_line_and_later_ones_go_on(tmp_
     assert path.read_bytes() == b"x" * (1 << 20) + b'\n{"iteration": 3}\n'
     assert unwritten.describe() == "2 of --metrics-file m"
     said = capsys.readouterr().err
-    assert said.count("warning: --metrics-file m cannot be written (File too large): training goes on") == 1
+    assert said.count("warning: --metrics-file m cannot be written (File too large): training continues") == 1
     unwritten.tell()
     assert capsys.readouterr().err == "warning: failed log writes: 2 of --metrics-file m\n"
 

@@ -111,7 +111,7 @@ def test_the_table_has_standard_errors_and_gaps():
         (["perplexity", "--text", "{made}/held.txt", "--stride", "33"], "stride 33 must be between 1 and the window, 32 tokens"),
         (["perplexity", "--text", "{made}/held.txt", "--window", "64"], "window 64 must be between 1 and 32"),
         (["perplexity", "--text", "{made}/held.jsonl"], "no key 'text'; it has 'body'"),
-        (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/none"], "none does not exist: give a folder of the trainer's"),
+        (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/none"], "none does not exist: give a checkpoint folder"),
         (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/O3", "{made}/O3"], "a model is named twice"),
         (["perplexity", "--text", "{made}/held.txt", "--stride", "0"], "0 is out of range"),
         (["perplexity", "--text", "{made}/held.txt", "--output", "{made}"], "is a folder: give a file in it"),

@@ -154,5 +154,5 @@ def test_rows_are_taken_together(folder):
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
 def test_no_prompt_is_refused(folder, prompts):
-    with pytest.raises(ValueError, match="give at least one token"):
+    with pytest.raises(ValueError, match="give each prompt at least one token"):
         generate(trained(folder, "O0"), prompts, temperature=1.0, **HOW)
