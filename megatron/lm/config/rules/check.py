@@ -43,7 +43,7 @@ def single_values(section: object) -> Problems:
         values = value if isinstance(value, tuple) else (value,)
         for one in values:
             if isinstance(one, str) and not _is_unicode(one):
-                yield f"{flag(setting.name)} {one!a} is no text in UTF-8: give it, or the file, another name"
+                yield f"{flag(setting.name)} {one!a} is not valid UTF-8: rename it, or the file"
             elif isinstance(one, str) and not one.strip():
                 yield f"{flag(setting.name)} {one!r} is empty (is a shell variable unset?): give a value, or drop the flag"
             elif choices is not None and one not in choices:

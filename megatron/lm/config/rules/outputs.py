@@ -117,7 +117,7 @@ def _writable_file(name: str, file: Path) -> Problems:
     elif os.path.exists(file) and not _takes_lines(file, name):
         yield f"{flag(name)} {file} is no file: name one"
     elif os.path.exists(file) and not os.access(file, os.W_OK):
-        yield f"{flag(name)} {file} cannot be written: change its permissions, or name another"
+        yield f"{flag(name)} {file} cannot be written: change its permissions, or choose another path"
     else:
         yield from _writable(f"{flag(name)} {file}", file.parent)
 
@@ -131,9 +131,9 @@ def _writable(what: str, folder: Path) -> Problems:
     """Can `folder` be written to, or made in the nearest folder above it that exists?"""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not os.path.isdir(nearest):
-        yield f"{what}: {nearest} is a file, not a folder; name another place"
+        yield f"{what}: {nearest} is a file, not a folder; choose another path"
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield f"{what}: no permission to write in {nearest}; name another place, or change its permissions"
+        yield f"{what}: no permission to write in {nearest}; choose another path, or change its permissions"
 
 
 RULES: Rules = {

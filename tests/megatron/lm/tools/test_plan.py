@@ -71,7 +71,7 @@ def test_slower_links_cost_time(capsys):
 REFUSED = {
     "--model 6b --gpus 8 --gpu h100": "argument --model: invalid choice: '6b' (choose from",
     "--model 7b --gpus 0 --gpu h100": "argument --gpus: 0 is out of range: give 1 to 1048576",
-    "--model 7b --gpus many --gpu h100": "argument --gpus: 'many' is no whole number",
+    "--model 7b --gpus many --gpu h100": "argument --gpus: 'many' is not an integer",
     "--model 7b --gpus 8 --gpu a100": "--gpu 'a100' is unknown: choose one of h200, h100",
     "--model 7b --gpus 8 --gpu h100 --gpu-memory-gib 0": "argument --gpu-memory-gib: 0 is out of range: give a number above 0",
     "--model 7b --gpus 8 --gpu h100 --link-gb-s nan": "argument --link-gb-s: nan is out of range",

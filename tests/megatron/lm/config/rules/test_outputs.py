@@ -74,8 +74,8 @@ REFUSALS = {
         1,
         "--use-mp-args-from-checkpoint-args has no effect without --use-checkpoint-args: add it, or drop this",
     ),
-    "save": ("--save corpus.bin", 1, "--save corpus.bin: .*corpus.bin is a file, not a folder; name another place"),
-    "save below": ("--save corpus.bin/a/b", 1, "--save corpus.bin/a/b: .*corpus.bin is a file, not a folder; name another place"),
+    "save": ("--save corpus.bin", 1, "--save corpus.bin: .*corpus.bin is a file, not a folder; choose another path"),
+    "save below": ("--save corpus.bin/a/b", 1, "--save corpus.bin/a/b: .*corpus.bin is a file, not a folder; choose another path"),
     "metrics": ("--metrics-file folder", 1, "--metrics-file folder is a folder: give a file in it"),
     "metrics below": ("--metrics-file corpus.bin/m", 1, "--metrics-file corpus.bin/m: .*corpus.bin is a file, not a folder"),
 }
