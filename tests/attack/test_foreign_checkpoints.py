@@ -68,7 +68,7 @@ def test_metadata_that_runs_code_is_refused_and_does_not_run(folder: Path):
     plan = pickle.loads((folder / ".metadata").read_bytes())
     plan.all_local_plans = [evil(folder)]
     (folder / ".metadata").write_bytes(pickle.dumps(plan))
-    with pytest.raises(ValueError, match=r"\.metadata cannot be read \(it names 'posix\.system', which has no place in a checkpoint\)"):
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read \(it names 'posix\.system', which is not allowed in a checkpoint\)"):
         opened(folder)
     assert not (folder / "ran").exists()
 
@@ -77,7 +77,7 @@ def test_metadata_that_runs_code_is_refused_and_does_not_run(folder: Path):
 def test_common_that_runs_code_is_refused_and_does_not_run(folder: Path, inside: str):
     value: Any = {"args": Namespace(evil=evil(folder))} if inside == "in args" else evil(folder)
     (folder / "common.pt").write_bytes(saved(value))
-    with pytest.raises(ValueError, match=r"common\.pt cannot be read \(it names 'posix\.system', which has no place in a checkpoint\)"):
+    with pytest.raises(ValueError, match=r"common\.pt cannot be read \(it names 'posix\.system', which is not allowed in a checkpoint\)"):
         opened(folder)
     assert not (folder / "ran").exists()
 
@@ -145,5 +145,5 @@ def test_links_out_of_the_folder_are_not_followed(folder: Path, tmp_path_factory
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "common.pt"
     (folder / "common.pt").rename(elsewhere)
     (folder / "common.pt").symlink_to(elsewhere)
-    with pytest.raises(ValueError, match=r"common\.pt cannot be read .* is no file but a link"):
+    with pytest.raises(ValueError, match=r"common\.pt cannot be read .* is a link"):
         opened(folder)

@@ -171,7 +171,7 @@ def test_its_checkpoint_holds_the_state_and_one_scale_a_tensor(ranks: list[dict[
 def test_a_checkpoint_of_another_update_is_refused_by_name(ranks: list[dict[str, Any]], prefix: str, folder: Path):
     config = checkpoints.pointed(settings(prefix, zero=False), load=str(folder / "False"))
     config = replace(config, precision=replace(config.precision, precision="bf16"))
-    with tiny.started(config), pytest.raises(ValueError, match=r"holds no exp_avg, which this run's optimizer keeps.*--no-load-optim"):
+    with tiny.started(config), pytest.raises(ValueError, match=r"has no exp_avg, which this run's optimizer requires.*--no-load-optim"):
         Trainer(config)
 
 

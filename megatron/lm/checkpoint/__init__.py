@@ -1,6 +1,7 @@
-"""Checkpoints: sharded, moved between grids and levels on load, whole or not there.
+"""Checkpoints: sharded, written atomically, and loadable with another grid or recipe.
 
-`content` says what one holds, `folder` where, `versions` what those of earlier versions hold; `foreign` parses those of other code.
+`content` defines what a checkpoint contains, `files.folder` the files, `files.versions` earlier versions; `foreign` parses checkpoints of
+other code.
 """
 
 from megatron.lm.checkpoint.files.folder import exists, iteration_folder, latest

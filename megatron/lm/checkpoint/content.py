@@ -1,12 +1,12 @@
-"""The content of a checkpoint: this rank's share of the tensors, each under its name in the whole model, and plain values.
+"""The content of a checkpoint: this rank's share of the tensors, with their names in the whole model, and plain values.
 
 model/NAME                    weights (payloads) and the scaling state of linear layers and of FP8 attention
 STATE/NAME                    optimizer states under the keys that the update declares (`msamp.optim.updates`), in their own formats:
-                              master, exp_avg, exp_avg_sq; of Collage's pairs weight_remainder, exp_avg_sq_remainder; step
-KEY.scale_inv@OFFSET          the scale of the chunk of KEY at OFFSET, such as `@0,512`: a tensor-parallel shard has its own
-KEY.max@OFFSET, KEY.k@OFFSET  of a chunk of a moment in COAT's format: its groups' numbers, a row for each row of the chunk
-mu/NAME@OFFSET                overflow guard of the FP8 gradient exchange
-rng/NUMBER/...                random generators of a rank
+                              master, exp_avg, exp_avg_sq; for Collage's pairs weight_remainder, exp_avg_sq_remainder; step
+KEY.scale_inv@OFFSET          scale of the chunk of KEY at OFFSET, such as `@0,512`: each tensor-parallel shard has its own
+KEY.max@OFFSET, KEY.k@OFFSET  for a chunk of a moment in COAT's format: maxima and exponents of its groups, one row per row of the chunk
+mu/NAME@OFFSET                mu of automatic gradient scaling
+rng/NUMBER/...                states of a rank's random generators
 """
 
 import datetime
@@ -32,17 +32,17 @@ from msamp.optim.updates import MASTER, WEIGHT, remainders
 
 
 def at(key: str, offset: Sequence[int]) -> str:
-    """Key of an entry that belongs to the chunk of `key` at `offset`."""
+    """Return the key of an entry that belongs to the chunk of `key` at `offset`."""
     return f"{key}@{','.join(map(str, offset))}"
 
 
 def scale_key(key: str, offset: Sequence[int]) -> str:
-    """Key of the `scale_inv` of a chunk."""
+    """Return the key of the `scale_inv` of a chunk."""
     return at(f"{key}.scale_inv", offset)
 
 
 def description(config: Config, vocab_size: int, processes: int) -> dict[str, Any]:
-    """What is not a tensor, as JSON takes it, before the first step."""
+    """Return the non-tensor values as JSON types, before the first step."""
     return {
         "version": VERSION,
         "torch": str(torch.__version__),
@@ -57,7 +57,7 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
 
 
 def info(training: Training, spoiled: Sequence[str] = ()) -> dict[str, Any]:
-    """What is not a tensor, as JSON takes it; waits for the last step. `spoiled`: tensors that hold NaN or infinity."""
+    """Return the non-tensor values as JSON types; waits for the last step. `spoiled`: tensors that contain NaN or infinity."""
     scaler, without_states = training.loss_scaler, training.config.checkpoint.no_save_optim
     return description(training.config, training.vocab_size, dist.get_world_size()) | {
         "run": training.run.entry(),
@@ -74,11 +74,11 @@ def info(training: Training, spoiled: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def items(training: Training) -> list[Item]:
-    """The chunks that this rank stores; one of several ranks with the same chunk stores it."""
+    """Return the chunks that this rank saves; one of several ranks with the same chunk saves it."""
     where, found = places(training.model), list(_rng_items(training.grid))
     share = _Share(training.grid.copies)
     for name, x in training.model.state_dict().items():
-        if name in where:  # megatron-core's empty `_extra_state` is not
+        if name in where:  # skips megatron-core's empty `_extra_state`
             found += share.mine(list(_chunks("model", where[name], x)))
     names, optimizer = names_of(training.model), training.optimizer
     for holding in optimizer.holdings():
@@ -96,10 +96,10 @@ def items(training: Training) -> list[Item]:
 
 
 def left_in(training: Training, items: Sequence[Item]) -> list[Item]:
-    """Those of `items` that `--no-save-optim` and `--no-save-rng` leave in a checkpoint.
+    """Return the `items` that `--no-save-optim` and `--no-save-rng` leave in a checkpoint.
 
-    Without the optimizer: the weights with their remainders, the scales of casts, and the masters of FP8 weights, since such a weight is
-    its master rounded, and whoever loads the checkpoint starts from the better of both.
+    Without the optimizer these are the weights with their remainders, the scales of casts, and the masters of FP8 weights: such a weight is
+    its rounded master, and a run that loads the checkpoint should start from the master.
     """
     settings, where = training.config.checkpoint, places(training.model)
     rounded = {place.name for name, p in training.model.named_parameters() if weight_format(p).scaled for place in where[name]}
@@ -122,7 +122,7 @@ def _name_of(rest: str) -> str:
 
 
 class _Share:
-    """Assigns what all `copies` hold to the rank with the least to write; every rank assigns alike."""
+    """Assigns chunks that all `copies` have to the rank with the fewest bytes to write; all ranks compute the same assignment."""
 
     def __init__(self, copies: Ranks) -> None:
         self.copies, self.loads = copies, [0] * copies.size
@@ -134,12 +134,12 @@ class _Share:
 
 
 def group_keys(key: str, offset: Sequence[int]) -> tuple[str, str]:
-    """Keys of the maxima and exponents of the groups of a chunk in COAT's format."""
+    """Return the keys of the groups' maxima and exponents for a chunk in COAT's format."""
     return at(f"{key}.max", offset), at(f"{key}.k", offset)
 
 
 def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None = None) -> Iterator[Item]:
-    """`x`: the local tensor, or the `rows` of it that a holding has."""
+    """Yield the chunks of `x`, the local tensor or the `rows` of it in a holding."""
     for place in where:
         found = place.within(rows) if place.first else None
         if found is None:
@@ -155,7 +155,7 @@ def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None =
 
 
 def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None) -> Iterator[Item]:
-    """The rank with a tensor's first element stores the values that the tensor has once."""
+    """Yield the scalars of a tensor on the rank with its first element."""
     for place in where:
         found = place.within(rows) if place.first else None
         if found is not None and not any(found[1]):

@@ -1,4 +1,4 @@
-"""Resuming from the newest whole checkpoint, whatever its grid and level, with or without ZeRO."""
+"""Resume from the newest complete checkpoint of any grid and recipe, with or without ZeRO."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
@@ -37,7 +37,7 @@ from msamp.numerics.formats import by_name
 from msamp.optim import updates
 from msamp.optim.states import weight_format
 
-# Settings of the model that may change on resume: they give no saved number another meaning.
+# Settings of the model that may change on resume, because saved values keep their meaning.
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 
 
@@ -47,13 +47,12 @@ class _Taken:
 
     Attributes:
         model: weights and buffers, by local name.
-        values: FP32 values that masters start from, by local name; only where no states are taken.
-        states: of the optimizer's holdings, by their place; without `with_states` the second components of weights alone, which are
-            part of the weight.
+        values: FP32 values from which master weights start, by local name; only without states.
+        states: of the optimizer's holdings, in their order; without `with_states` only the second components of weights.
         mu: by local name.
-        loss_scale: state of FP16's dynamic loss scale; None where the saved run, or this one, has none.
-        rng: None where the checkpoint has none for this rank.
-        with_states: whether the optimizer's states are taken; else all others start anew.
+        loss_scale: state of FP16's dynamic loss scale; None if the saved run or this one has none.
+        rng: None if the checkpoint has none for this rank.
+        with_states: whether the optimizer's states are loaded; else they start from zero.
         requantised: tensors that could not keep their bits.
     """
 
@@ -69,22 +68,22 @@ class _Taken:
 
 def load(training: Training) -> None:
     """Resume from `--load`: the marked checkpoint there, a newer one of `--non-persistent-save-interval`, or that of `--ckpt-step`; with
-    `--finetune` the weights alone, at iteration 0. Collective.
+    `--finetune` only the weights, at iteration 0. Collective.
 
-    A checkpoint that is damaged, unhealthy or holds impossible numbers is passed over for an older one of the same run, with a line that
-    says so; one that `--ckpt-step` names is not passed over.
+    If a checkpoint is damaged, unhealthy or has invalid values, an older one of the same run is loaded and a line reports it, unless
+    `--ckpt-step` names the checkpoint.
 
-    The grid, ZeRO and the level may differ from those of the save; `values` says which bits stay. Scales and histories of casts that
-    the saved run did not have start just in time.
+    Grid, ZeRO and recipe may differ from those of the save; `values` describes which bits are kept. Casts that the saved run did not have
+    start with just-in-time scales.
 
     Raises:
-        ValueError: on every rank, for no or a damaged checkpoint, or one of another model or other data. Nothing has changed then.
+        ValueError: on every rank, if there is no checkpoint, or it is damaged or of another model or other data. Nothing was changed.
     """
     settings = training.config.checkpoint
     assert settings.load is not None
     root, iteration = Path(settings.load), settings.ckpt_step
     offered: list[Any] = [all_or_none(lambda: non_persistent.candidates_of(settings))]
-    dist.broadcast_object_list(offered, 0)  # the others may see another moment of the folder
+    dist.broadcast_object_list(offered, 0)  # other ranks may see the folder in another state
     problems: list[str] = []
     for folder in offered[0].folders:
         try:
@@ -108,11 +107,11 @@ def load(training: Training) -> None:
     if not settings.finetune:
         _say_what_changed(training, taken, info)
         if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and info["iteration"]:
-            print(f"{folder} was saved with --no-save-optim: the optimizer's state starts anew", flush=True)
+            print(f"{folder} was saved with --no-save-optim: the optimizer's state is initialized", flush=True)
 
 
 def _opened(folder: Path, training: Training) -> tuple[dict[str, Any], Stored]:
-    """What is not a tensor, and the tensors, of a checkpoint of ours or of Megatron-LM."""
+    """Return the non-tensor values and the tensors of a checkpoint of ours or of Megatron-LM."""
     if is_foreign(folder):
         return read_megatron(folder, training.config, training.vocab_size)
     info = _checked(folder)
@@ -120,12 +119,12 @@ def _opened(folder: Path, training: Training) -> tuple[dict[str, Any], Stored]:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether Megatron-LM wrote the checkpoint, and not this trainer, in whatever format."""
+    """Return whether Megatron-LM wrote the checkpoint, and not this trainer in either of its formats."""
     return is_torch_dist(folder) and not (folder / INFO_FILE).is_file()
 
 
 def open_stored(folder: Path, info: dict[str, Any]) -> Stored:
-    """The tensors of a checkpoint of this trainer, in either of its formats."""
+    """Return the tensors of a checkpoint of this trainer, in either of its formats."""
     if info.get("format") == "torch_dist":
         return TorchDist(folder, read_common(folder), info["files"])
     return Stored(folder, info["files"])
@@ -139,7 +138,7 @@ def _checked(folder: Path) -> dict[str, Any]:
 
 
 def judge(folder: Path, info: dict[str, Any]) -> None:
-    """ValueError naming the checkpoint and the entry of its `checkpoint.json` that no run can have written."""
+    """Raise a ValueError with the checkpoint's name if its `checkpoint.json` has an invalid entry."""
     try:
         check_info(info)
     except ValueError as problem:
@@ -147,12 +146,12 @@ def judge(folder: Path, info: dict[str, Any]) -> None:
 
 
 def _check_fits(info: dict[str, Any], training: Training) -> str | None:
-    """ValueError naming every setting of this run that gives the saved numbers another meaning: an older checkpoint fits no better.
+    """Raise a ValueError with every setting that differs and changes the meaning of saved values; older checkpoints would not match either.
 
     Returns a message about the data.
     """
     config, finetune = training.config, training.config.checkpoint.finetune
-    # A setting that a checkpoint does not name is newer than it, and the run before had its default.
+    # A setting that the checkpoint does not have is newer, and the saved run had its default.
     now, then = config_to_dict(config)["model"], _defaults(ModelConfig) | info["config"].get("model", {})
     same_table = then.get("max_position_embeddings") == config.model.max_position_embeddings is not None
     rope = config.model.position_embedding_type == "rope"
@@ -166,18 +165,18 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
         differing += _differing_batches(info, config)
         differing += [] if config.checkpoint.no_load_optim else differing_schedule(config, config_from_dict(info["config"]))
     if differing:
-        raise ValueError(f"the checkpoint in {config.checkpoint.load} does not fit: {'; '.join(differing)}. Give the saved values")
+        raise ValueError(f"the checkpoint in {config.checkpoint.load} does not match: {'; '.join(differing)}. Use the saved values")
     scale, least = _loss_scale(info, training), config.precision.min_loss_scale
     if scale is not None and scale["loss_scale"] < least:
         raise ValueError(
-            f"the loss scale in {config.checkpoint.load} is {scale['loss_scale']:g}, below --min-loss-scale {least:g}: give at most that, "
-            "or start the optimizer anew with --no-load-optim"
+            f"the loss scale in {config.checkpoint.load} is {scale['loss_scale']:g}, below --min-loss-scale {least:g}: lower it, "
+            "or initialize the optimizer with --no-load-optim"
         )
     return check_same(info, config, training.data)
 
 
 def _differing_batches(info: dict[str, Any], config: Config) -> list[str]:
-    """The batch size of this run, where its iterations up to the checkpoint's would have read other samples than the saved run did."""
+    """Return the batch-size flag if this run's iterations up to the checkpoint would have read other samples than the saved run did."""
     sizes, before, iteration = config.batch_sizes(dist.get_world_size()), info["consumed_samples"], info["iteration"]
     if sizes.consumed(iteration) == before:
         return []
@@ -193,7 +192,7 @@ def _defaults(section: type) -> dict[str, Any]:
 
 
 def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
-    """This rank's part of a checkpoint, read and checked; ValueError naming what is damaged or missing. Changes nothing in `training`."""
+    """Read and check this rank's part of a checkpoint, without changing `training`; raise a ValueError if it is damaged or incomplete."""
     settings, where = training.config.checkpoint, places(training.model)
     if isinstance(stored, TorchDist):
         megatron.check_names(stored, (place.name for found in where.values() for place in found), training.config.model.num_layers)
@@ -213,7 +212,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
 
 
 def _with_states(settings: CheckpointConfig, stored: Stored, info: dict[str, Any]) -> bool:
-    """Whether the optimizer's states are taken. ValueError where a run would resume without them."""
+    """Return whether the optimizer's states are loaded; raise a ValueError if a run would resume without them."""
     if settings.finetune or settings.no_load_optim:
         return False
     if isinstance(stored, TorchDist) and stored.moments_refused is not None:
@@ -222,12 +221,12 @@ def _with_states(settings: CheckpointConfig, stored: Stored, info: dict[str, Any
     if not held and saved_without(info, "no_save_optim"):
         return False
     if not held and info["iteration"]:
-        raise ValueError(f"{stored.folder} holds weights alone; load them with --finetune, or resume without states by --no-load-optim")
+        raise ValueError(f"{stored.folder} contains only weights; load them with --finetune, or resume without states with --no-load-optim")
     return held
 
 
 def saved_without(info: dict[str, Any], name: str) -> bool:
-    """Whether the run that wrote a checkpoint left something out of it: `name` is `no_save_optim` or `no_save_rng`."""
+    """Return whether the run that wrote a checkpoint set `name`, which is `no_save_optim` or `no_save_rng`."""
     return info["config"].get("checkpoint", {}).get(name, False) is True
 
 
@@ -242,7 +241,7 @@ def _take_weights(training: Training, reader: TensorReader, where: dict[str, lis
 def _take_states(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:
     names = names_of(training.model)
     for holding in training.optimizer.holdings():
-        if holding.param not in names:  # trained beside the model, and in no checkpoint of it: starts as it is
+        if holding.param not in names:  # a parameter outside the model, such as a classifier head, which checkpoints do not contain
             continue
         at_place = where[names[holding.param]]
         state = reader.state(holding, at_place) if taken.with_states else reader.weight_remainder(holding, at_place)
@@ -251,7 +250,7 @@ def _take_states(training: Training, reader: TensorReader, where: dict[str, list
 
 
 def _mu(training: Training, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
-    """The saved mu of automatic gradient scaling (FP8-LM equation 3), by local name; the smallest where parts have their own."""
+    """Return the saved mu of automatic gradient scaling (FP8-LM equation 3), by local name; the minimum if parts have their own."""
     smallest = {}
     for name in training.grad_sync.state_dict()["mu"]:
         keys = [at(f"mu/{place.name}", offset) for place, offset in chunk_offsets(stored, where[name])]
@@ -264,14 +263,14 @@ def _mu(training: Training, stored: Stored, where: dict[str, list[Place]]) -> di
 
 
 def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | None:
-    """State of the saved dynamic loss scale; None where there is none, or this run takes none."""
+    """Return the state of the saved dynamic loss scale; None if there is none, or this run uses none."""
     settings, saved = training.config.checkpoint, info.get("loss_scale")
     taken = not (settings.finetune or settings.no_load_optim or saved is None)
     return saved if taken and training.loss_scaler is not None and training.loss_scaler.dynamic else None
 
 
 def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
-    """Scaling state of the linear layers and attention cores that the saved run had too, in the same shape; the others' starts anew."""
+    """Return the saved scaling state of linear layers and attention cores if its shape matches; others start from their initial state."""
     found: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, TensorScales):
@@ -289,7 +288,7 @@ def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) ->
 
 
 def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
-    """Load the weights as they are, and the scales of the casts, into a model that is not trained any more."""
+    """Load the weights as saved, and the scales of casts, into a model for inference."""
     where, reader = places(model), TensorReader(stored, vocab_size, set())
     weights = {name: reader.find("model", where[name], p.shape).to(weight_format(p), p.dtype) for name, p in model.named_parameters()}
     model.load_state_dict(weights | _scaling(model, stored, where), strict=False)
@@ -307,14 +306,14 @@ def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[
         try:
             rng.check(found)
         except ValueError as problem:
-            raise ValueError(f"{stored.folder}: {problem}; load an older checkpoint, or start them anew with --no-load-rng") from None
+            raise ValueError(f"{stored.folder}: {problem}; load an older checkpoint, or use new ones with --no-load-rng") from None
     return found or None
 
 
 def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
-    """Set this rank's generators, and say on how many ranks they stay as `--seed` has set them. Collective."""
+    """Set this rank's generators, and print on how many ranks they keep the state from `--seed`. Collective."""
     lacking = torch.tensor(taken.rng is None, dtype=torch.int32, device=process_groups.device())
-    # Ranks that share a part of the data must draw the same dropout where they hold the same activations.
+    # Ranks that share a part of the data must draw the same dropout for the same activations.
     dist.all_reduce(lacking, dist.ReduceOp.MAX, Grid.current().model.group)
     if taken.rng is not None and not lacking:
         rng.restore(taken.rng)
@@ -341,7 +340,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
         return
     training.health = health.of(info)
     optimizer.skipped_steps = info["skipped_steps"]
-    # The place in the schedule; its shape is this run's, which is the saved one unless --override-opt_param-scheduler says otherwise.
+    # The position in the schedule; its shape is this run's, which equals the saved one without --override-opt_param-scheduler.
     training.schedule.settle()
     training.schedule.num_steps = _schedule_place(training, info)
     training.schedule.step(0)
@@ -352,7 +351,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
 
 
 def _schedule_place(training: Training, info: dict[str, Any]) -> int:
-    """Steps of this run's schedule that the saved run has done: its own, or converted between iterations and samples."""
+    """Return the steps of this run's schedule that the saved run has done, converted between iterations and samples if needed."""
     then = config_from_dict(info["config"]).schedule_steps.in_samples
     steps: int = info["schedule_steps"]
     if then == training.schedule.in_samples or not steps:
@@ -386,15 +385,15 @@ def _listed(requantised: Iterable[str]) -> str:
 
 
 def saved_precision(config: Config) -> PrecisionConfig | None:
-    """The precision settings of the run that `config` resumes; None where it resumes none, or one of Megatron-LM. ValueError for a damaged
-    checkpoint."""
+    """Return the precision settings of the run that `config` resumes; None if there is none, or it is Megatron-LM's. Raise a ValueError for
+    a damaged checkpoint."""
     saved = _resumed(config)
     return None if saved is None or is_foreign(saved) else config_from_dict(read_info(saved)["config"]).precision
 
 
 def saved_config(config: Config) -> Config | None:
-    """The settings of the run that `config` resumes, of Megatron-LM those that `foreign.megatron.configuration` finds; None where it
-    resumes none. ValueError for a damaged checkpoint."""
+    """Return the settings of the run that `config` resumes, or None; for Megatron-LM those of `foreign.megatron.configuration`. Raise a
+    ValueError for a damaged checkpoint."""
     saved = _resumed(config)
     if saved is None or not is_foreign(saved):
         return None if saved is None else config_from_dict(read_info(saved)["config"])
@@ -412,8 +411,8 @@ def _resumed(config: Config) -> Path | None:
 
 
 def saved_settings(settings: CheckpointConfig) -> Saved:
-    """The settings of the checkpoint in `--load`, by section; of one of Megatron-LM what its arguments say in ours. ValueError where it
-    cannot be read."""
+    """Return the settings of the checkpoint in `--load`, by section, converted from Megatron-LM's arguments if needed; raise a ValueError
+    if it cannot be read."""
     offered = non_persistent.candidates_of(settings).folders
     if offered and is_foreign(offered[0]):
         return megatron.settings(megatron.arguments(read_common(offered[0])))

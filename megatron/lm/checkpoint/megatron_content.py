@@ -1,7 +1,7 @@
-"""The content of a checkpoint of ours as Megatron-LM stores it: FP32 masters and moments, BF16 weights, stacked layers, `args`.
+"""Convert the content of our checkpoint to Megatron-LM's: FP32 master weights and moments, BF16 weights, stacked layers, `args`.
 
-Scaled and COAT formats are dequantized. A weight that is its own master is stored twice, as the weight in BF16 and as the master in FP32;
-an FP8 weight with a master beside it is stored as that master in BF16.
+Scaled and COAT formats are dequantized. A weight that is its own master is stored twice, in BF16 as the weight and in FP32 as the master.
+An FP8 weight with a separate master is stored as that master in BF16.
 """
 
 import math
@@ -35,7 +35,7 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_
 
 
 class MegatronContent(NamedTuple):
-    """This rank's chunks under Megatron-LM's keys, `common.pt`, and the keys of objects that are None."""
+    """This rank's chunks under Megatron-LM's keys, the content of `common.pt`, and the keys of objects that are None."""
 
     items: list[Item]
     common: dict[str, Any]
@@ -43,20 +43,20 @@ class MegatronContent(NamedTuple):
 
 
 def check_states(training: Training) -> None:
-    """ValueError where the run's optimizer keeps states that Megatron-LM's does not have."""
+    """Raise a ValueError if the run's optimizer has states that Megatron-LM's does not have."""
     kinds = [kind for group in training.optimizer.param_groups for kind in formats_of(group)]
     kept = [{state.key for state in update_of(kind).states} for kind in kinds]
     other = sorted({key for keys in kept for key in (keys - {MASTER.key}) ^ set(MOMENTS)})
     if other:
         raise ValueError(
-            "--ckpt-format torch_dist holds the states of AdamW, exp_avg and exp_avg_sq, and the optimizer of this run differs in "
+            "--ckpt-format torch_dist supports the states of AdamW, exp_avg and exp_avg_sq, but the optimizer of this run differs in "
             f"{', '.join(other)}: save in the trainer's own format, without --ckpt-format"
         )
 
 
 def of_training(training: Training, items: Sequence[Item], info: Mapping[str, Any]) -> MegatronContent:
-    """What Megatron-LM would store of a run with these `content.items` and this `content.info`; with `--no-save-optim` the weights alone.
-    Collective.
+    """Return the content that Megatron-LM would store for these `content.items` and this `content.info`; with `--no-save-optim` only
+    weights. Collective.
     """
     steps = [int(state["step"]) for state in training.optimizer.state.values() if "step" in state]
     found: list[int | None] = [None] * dist.get_world_size()
@@ -71,7 +71,7 @@ def of_training(training: Training, items: Sequence[Item], info: Mapping[str, An
 
 
 def _by_master(training: Training) -> tuple[set[str], set[str]]:
-    """Names, in the whole model, of weights that are their own masters, and of scaled ones with a master beside them."""
+    """Return the names, in the whole model, of weights that are their own masters, and of scaled ones with a separate master."""
     masters = {p: by_name(group["formats"]["master"]) for group in training.optimizer.param_groups for p in group["params"]}
     own, rounded, where = set[str](), set[str](), places(training.model)
     for name, p in training.model.named_parameters():
@@ -86,12 +86,12 @@ def _by_master(training: Training) -> tuple[set[str], set[str]]:
 def megatron_items(
     items: Sequence[Item], own_masters: Collection[str], rounded_masters: Collection[str], num_layers: int
 ) -> Iterator[Item]:
-    """This rank's chunks under Megatron-LM's keys: weights as they are or in BF16, states in FP32.
+    """Yield this rank's chunks under Megatron-LM's keys: weights as they are or in BF16, states in FP32.
 
     Args:
-        items: those of `content.items`.
-        own_masters: names, in the whole model, of weights that have optimizer states and no master beside them.
-        rounded_masters: names of weights that are stored as their masters rounded to BF16, and not as the run has them, in FP8.
+        items: from `content.items`.
+        own_masters: names, in the whole model, of weights with optimizer states but no separate master.
+        rounded_masters: names of FP8 weights that are stored as their master rounded to BF16.
         num_layers: of the whole model.
     """
     beside = {item.key: item.tensor.cpu() for item in items if "@" in item.key}
@@ -100,7 +100,7 @@ def megatron_items(
         if prefix not in ("model", *_STATES) or ".scaling." in name or "@" in name:
             continue
         scaled = scale_key(item.key, item.offset) in beside
-        item = replace(item, tensor=item.tensor.detach().cpu())  # the host has room for FP32
+        item = replace(item, tensor=item.tensor.detach().cpu())  # convert to FP32 in host memory
         values = _values(item, beside)
         if prefix in _STATES:
             yield _stacked(f"{_OPTIMIZER}{_STATES[prefix]}.", name, item, values, num_layers)
@@ -115,7 +115,7 @@ def megatron_items(
 
 
 def _values(item: Item, beside: Mapping[str, Tensor]) -> Tensor:
-    """A chunk in FP32."""
+    """Return a chunk in FP32."""
     largest, k = (beside.get(key) for key in group_keys(item.key, item.offset))
     if largest is not None and k is not None:
         return Expanded(item.tensor, largest, k).dequantize()
@@ -131,12 +131,12 @@ def _stacked(prefix: str, name: str, item: Item, values: Tensor, num_layers: int
 
 
 def extra_states(num_layers: int) -> list[str]:
-    """Keys of the objects that linear layers and attention of a loader ask for; of no FP8 layer, they are None."""
+    """Return the keys of objects that a loader's linear layers and attention expect; they are None without FP8 layers."""
     return [f"{LAYERS}{module}._extra_state/shard_{layer}_{num_layers}" for module in _EXTRA for layer in range(num_layers)]
 
 
 def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """`common.pt` of the checkpoint that `info` describes. `step`: of the optimizer; None: the checkpoint holds weights alone."""
+    """Return `common.pt` for the checkpoint with this `info`. `step`: of the optimizer; None for a checkpoint of only weights."""
     config = config_from_dict(info["config"])
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     found = {"args": arguments(config, info, step is not None), "checkpoint_version": 3.0, "iteration": info["iteration"]}
@@ -157,7 +157,7 @@ def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
 
 
 def _schedule(config: Config, info: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of Megatron-LM's learning-rate schedule, which always counts samples."""
+    """Return the state of Megatron-LM's learning-rate schedule, which always counts samples."""
     optim, steps = config.optimizer, config.schedule_steps
     samples_per_step = 1 if steps.in_samples else info["consumed_samples"] // max(1, info["iteration"])
     length = config.training.train_samples if steps.in_samples else config.training.train_iters
@@ -195,7 +195,7 @@ def _group(config: Config, decay: float, step: int) -> dict[str, Any]:
 
 
 def arguments(config: Config, info: Mapping[str, Any], with_states: bool) -> Namespace:
-    """Megatron-LM's arguments of the model, of the run's length and schedule, and of what the checkpoint does not hold."""
+    """Return Megatron-LM's arguments for the model, the run's length and schedule, and missing parts of the checkpoint."""
     model, rows = config.model, config.padded_vocab_size(info["vocab_size"])
     same = (
         *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "group_query_attention", "normalization", "norm_epsilon"),

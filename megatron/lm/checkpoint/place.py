@@ -1,4 +1,4 @@
-"""The place of a rank's tensors in the whole model: the cut of tensor and pipeline parallelism, as megatron-core describes it."""
+"""Positions of a rank's tensors in the whole model under tensor and pipeline parallelism, from megatron-core's sharding metadata."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from megatron.lm.training.gradients import chunks
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of some rows of a local tensor in the tensor of the whole model.
+    """The position of some rows of a local tensor in the tensor of the whole model.
 
     Attributes:
-        name: in a model that is not cut, such as `decoder.layers.3.mlp.linear_fc1.weight`.
+        name: in the unsharded model, such as `decoder.layers.3.mlp.linear_fc1.weight`.
         shape: of the whole tensor.
-        offset: of the first of these rows, and along the other dimensions.
+        offset: of these rows in the whole tensor.
         start: the first of these rows in the local tensor.
         sizes: of these rows.
-        first: whether this is the first of the model-parallel ranks that hold a copy.
+        first: whether this is the first of the model-parallel ranks with a copy.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Place:
     first: bool
 
     def within(self, rows: slice | None) -> tuple[slice | None, tuple[int, ...]] | None:
-        """The part of local `rows` (None: all) in this place, counted from the first of `rows`, and its offset; None where no row is in
-        it."""
+        """Return the part of local `rows` (None: all) in this place, counted from the first of `rows`, and its offset; None if there is no
+        overlap."""
         if not self.sizes:
             return None, self.offset
         low, high = (0, None) if rows is None else (rows.start, rows.stop)
@@ -44,9 +44,9 @@ class Place:
 
 
 def places(model: nn.Module) -> dict[str, list[Place]]:
-    """The places of every parameter and buffer, by its name in this rank's `model`.
+    """Return the places of every parameter and buffer, by its name in this rank's `model`.
 
-    Most have one; SwiGLU's first linear layer holds rows of the gate and rows of the linear half.
+    Most have one. SwiGLU's first linear layer has two: rows of the gate and rows of the other half.
     """
     found: dict[str, list[Place]] = {}
     parts = chunks(model)
@@ -62,7 +62,7 @@ def places(model: nn.Module) -> dict[str, list[Place]]:
 
 def _place(entry: ShardedTensor, start: int) -> Place:
     replica = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
-    # The last number counts data-parallel copies, which share the writing among themselves.
+    # The last number is the data-parallel rank; these replicas share the writing.
     return Place(
         name=entry.key,
         shape=tuple(entry.global_shape),
@@ -74,7 +74,7 @@ def _place(entry: ShardedTensor, start: int) -> Place:
 
 
 def _factory_places(factory: ShardedTensorFactory) -> Iterator[Place]:
-    # Row numbers stand in for the data, so that the parts say which rows they are.
+    # Row numbers in place of the data show which rows the parts contain.
     data = factory.data
     numbers = torch.arange(data.shape[0]).reshape(-1, *[1] * (data.dim() - 1)).expand(data.shape)
     for entry in factory.build_fn(factory.key, numbers, factory.replica_id, factory.flattened_range):
@@ -82,5 +82,5 @@ def _factory_places(factory: ShardedTensorFactory) -> Iterator[Place]:
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """The name of every parameter in this rank's `model`."""
+    """Return the name of every parameter in this rank's `model`."""
     return {p: name for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A checkpoint for tools and for inference: whole tensors under the names of a model that is not cut, in one process."""
+"""Read a checkpoint in one process for tools and inference: whole tensors under the names of the unsharded model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ class CheckpointReader:
     """A checkpoint of any grid.
 
     Args:
-        folder: of checkpoints (the newest healthy one is taken), or of one checkpoint; if that is unhealthy, a line says so.
+        folder: of checkpoints (the newest healthy one is read), or of one checkpoint; if that is unhealthy, a warning is printed.
 
     Attributes:
         folder: of the checkpoint.
@@ -38,7 +38,7 @@ class CheckpointReader:
         stored: all its tensors.
 
     Raises:
-        ValueError: no checkpoint there is whole, or a file is damaged.
+        ValueError: if there is no complete checkpoint, or a file is damaged.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -54,22 +54,22 @@ class CheckpointReader:
 
     @property
     def config(self) -> Config:
-        """The configuration of the run that wrote it."""
+        """Return the configuration of the run that wrote it."""
         return config_from_dict(self.info["config"])
 
     def names(self) -> list[str]:
-        """Names of the model's weights, as the state_dict of a model without tensor and pipeline parallelism has them."""
+        """Return the names of the model's weights, as in the state_dict of the unsharded model."""
         keys = (key.removeprefix("model/") for key in self.stored.tensors if key.startswith("model/"))
         return [name for name in keys if ".scaling." not in name and ".scale_inv@" not in name]
 
     def format(self, name: str) -> tuple[torch.dtype, torch.Size, int]:
-        """Dtype of the weight's payload, whole shape, and how many pieces of it have a scale of their own (0: no scale)."""
+        """Return the dtype of a weight's payload, its whole shape, and its number of chunks with their own scale (0: no scale)."""
         entry = self.stored.tensors[f"model/{name}"]
         scales = sum(scale_key(f"model/{name}", chunk.offset) in self.stored.tensors for chunk in entry.chunks)
         return entry.dtype, entry.shape, scales
 
     def values(self, name: str) -> Tensor:
-        """The whole weight in FP32: from its master where it has one, else as it is, with its remainder."""
+        """Return the whole weight in FP32: its master if there is one, else the weight with its remainder."""
         if f"{MASTER.key}/{name}" not in self.stored.tensors:
             return self._find("model", name, find_whole).values()
         master = self._find(MASTER.key, name)
@@ -77,15 +77,15 @@ class CheckpointReader:
         return master.values()
 
     def state(self, key: str, name: str) -> Tensor | None:
-        """A whole optimizer state of a weight in FP32, such as exp_avg; None where the checkpoint has none."""
+        """Return a whole optimizer state of a weight in FP32, such as exp_avg; None if the checkpoint has none."""
         return self._find(key, name, find_whole).values() if f"{key}/{name}" in self.stored.tensors else None
 
     def step(self, name: str) -> int | None:
-        """How often the optimizer has updated a weight; None where the checkpoint does not hold it."""
+        """Return the number of optimizer updates of a weight; None if the checkpoint does not contain it."""
         return int(self.stored.tensor(f"step/{name}")) if f"step/{name}" in self.stored.tensors else None
 
     def weight(self, name: str) -> Tensor:
-        """The whole weight as saved, a ScalingTensor where it has one scale; in FP32 where its pieces have several."""
+        """Return the whole weight as saved: a ScalingTensor if it has one scale, FP32 if its chunks have several."""
         found = self._find("model", name)
         if not found.scales:
             return found.payload
@@ -94,7 +94,7 @@ class CheckpointReader:
     def _find(self, prefix: str, name: str, find: Callable[..., Found] = find) -> Found:
         size = self.stored.tensors[f"{prefix}/{name}"].shape
         if not size.numel():
-            raise ValueError(f"{self.folder} is damaged: {prefix}/{name} is {tuple(size)}, which holds nothing; load an older checkpoint")
+            raise ValueError(f"{self.folder} is damaged: {prefix}/{name} is {tuple(size)}, which is empty; load an older checkpoint")
         place = Place(name=name, shape=tuple(size), offset=(0,) * len(size), start=0, sizes=tuple(size), first=True)
         found = find(self.stored, prefix, [place], size, self.info["vocab_size"])
         found.check(self.folder)
@@ -102,23 +102,23 @@ class CheckpointReader:
 
 
 def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
-    """Model in evaluation mode, configuration and tokenizer of the newest checkpoint in `path`, for one process, whatever its grid was.
+    """Load the newest checkpoint in `path`, of any grid, in one process; return the model in evaluation mode, configuration and tokenizer.
 
-    Makes the process groups megatron-core asks for, of one rank, where there are none.
+    Creates megatron-core's process groups, with one rank, if there are none.
 
     Raises:
-        ValueError: no checkpoint there is whole, or it does not hold the model that its configuration describes.
+        ValueError: if there is no complete checkpoint, or it does not contain the model of its configuration.
     """
     saved = CheckpointReader(path)
     config = replace(saved.config, parallel=ParallelConfig())
     problems = [*single_values(config.model), *single_values(config.precision)]
     if problems:
-        raise ValueError(f"{saved.folder} describes no model: {'; '.join(problems)}; load an older checkpoint")
+        raise ValueError(f"{saved.folder} has an invalid configuration: {'; '.join(problems)}; load an older checkpoint")
     if not torch.distributed.is_initialized():
         process_groups.initialize(config)
     model = build_model(config, build_recipe(config.precision), saved.info["vocab_size"])
     take_model(model, saved.stored, saved.info["vocab_size"])
     for layer in model.modules():
         if isinstance(layer, FP8Gemm):
-            layer.take_initial_weight()  # no master will start from it
+            layer.take_initial_weight()  # not needed, since there will be no master weight
     return model.eval(), config, build_tokenizer(config.data, config.model.vocab_size)

@@ -1,4 +1,4 @@
-"""The random generators of one rank, as tensors."""
+"""Save and restore the random generators of a rank as tensors."""
 
 import math
 import random
@@ -14,12 +14,12 @@ from megatron.lm.processes.grid import Grid
 
 
 def own_number(grid: Grid) -> int:
-    """This rank's number among the random states: with more data-parallel ranks than were saved, the first ones still find theirs."""
+    """Return this rank's index of random states; with more data-parallel ranks than in the checkpoint, the first ones keep theirs."""
     return (grid.copies.rank * grid.pipeline.size + grid.pipeline.rank) * grid.tensor.size + grid.tensor.rank
 
 
 def state() -> dict[str, Tensor]:
-    """The states of torch's, CUDA's, megatron-core's, numpy's and Python's generators, by name."""
+    """Return the states of torch's, CUDA's, megatron-core's, numpy's and Python's generators by name."""
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     _, python_keys, python_gauss = random.getstate()
     found = {
@@ -31,13 +31,13 @@ def state() -> dict[str, Tensor]:
     }
     if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
-    for name, value in get_cuda_rng_tracker().get_states().items():  # what the attention core's dropout draws from
+    for name, value in get_cuda_rng_tracker().get_states().items():  # used by dropout of core attention
         found[f"tensor_parallel.{name}"] = convert_cuda_rng_state(value)
     return found
 
 
 def check(saved: Mapping[str, torch.Tensor]) -> None:
-    """ValueError where `saved` is no result of `state`; tried on separate generators."""
+    """Raise a ValueError if `saved` is not a result of `state`, by setting separate generators to it."""
     try:
         torch.Generator().set_state(saved["torch"])
         numpy.random.RandomState().set_state(_numpy_state(saved))
@@ -45,14 +45,14 @@ def check(saved: Mapping[str, torch.Tensor]) -> None:
         if torch.cuda.is_available() and "cuda" in saved:
             torch.Generator("cuda").set_state(saved["cuda"])
     except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"its random states are none ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"its random states are invalid ({str(error).splitlines()[0]})") from None
     wrong = [name for name, x in saved.items() if name.startswith("tensor_parallel.") and (x.dtype != torch.uint8 or x.dim() != 1)]
     if wrong:
-        raise ValueError(f"its random states are none ({wrong[0]} is not bytes)")
+        raise ValueError(f"its random states are invalid ({wrong[0]} is not bytes)")
 
 
 def restore(saved: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators to a result of `state`."""
+    """Set the generators to states from `state`."""
     torch.set_rng_state(saved["torch"])
     if torch.cuda.is_available() and "cuda" in saved:
         torch.cuda.set_rng_state(saved["cuda"])
@@ -67,7 +67,7 @@ def restore(saved: Mapping[str, torch.Tensor]) -> None:
 def _numpy_state(saved: Mapping[str, torch.Tensor]) -> tuple[str, Any, int, int, float]:
     position, has_gauss, gauss = saved["numpy.rest"].tolist()
     if not 0 <= position <= 624:  # numpy would read beyond its keys
-        raise ValueError(f"numpy's generator is at {position:g} of 624")
+        raise ValueError(f"numpy's generator has position {position:g}, expected 0 to 624")
     return "MT19937", saved["numpy.keys"].numpy().astype("uint32"), int(position), int(has_gauss), gauss
 
 

@@ -1,4 +1,4 @@
-"""Saving: at once, or in the background while training goes on."""
+"""Save checkpoints, synchronously or in the background while training continues."""
 
 import contextlib
 import dataclasses
@@ -40,15 +40,15 @@ from megatron.lm.training.state import Training
 
 
 def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
-    """Write the checkpoint of the current iteration, each rank its share; collective. Returns its folder.
+    """Write the checkpoint of the current iteration, each rank its share, and return its folder. Collective.
 
     Args:
-        training: what is saved.
+        training: the training state to save.
         root: folder of checkpoints.
-        keep_last: delete all older checkpoints but this many; None keeps all.
+        keep_last: number of checkpoints to keep; None keeps all.
 
     Raises:
-        ValueError: on every rank, where one cannot write (full disk, permissions); the last checkpoint stays as it was.
+        ValueError: on every rank, if one cannot write (full disk, permissions); the last checkpoint is unchanged.
     """
     folder = iteration_folder(root, training.iteration)
     items, info, foreign = _contents(training)
@@ -57,7 +57,7 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
 
 
 def _contents(training: Training) -> tuple[list[Item], dict[str, Any], MegatronContent | None]:
-    """This rank's chunks, `checkpoint.json`, and with `--ckpt-format torch_dist` what Megatron-LM stores beside the chunks. Collective."""
+    """Return this rank's chunks, `checkpoint.json`, and with `--ckpt-format torch_dist` Megatron-LM's other content. Collective."""
     items = content.items(training)
     info = content.info(training, _spoiled(items))
     if training.config.checkpoint.ckpt_format == "own":
@@ -67,9 +67,9 @@ def _contents(training: Training) -> tuple[list[Item], dict[str, Any], MegatronC
 
 
 def _spoiled(items: Sequence[Item]) -> list[str]:
-    """Names of the tensors with values that are not finite, in any rank's share. Collective."""
+    """Return the names of tensors with non-finite values in any rank's share. Collective."""
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    # Random states are no numbers of the model: Python's says by NaN that it has no second normal draw.
+    # Without random states: NaN in Python's means that it has no second normal number.
     held = ((item.key, item.tensor) for item in items if not item.key.startswith("rng/"))
     dist.all_gather_object(found, health.not_finite(held))
     return [name for names in found for name in names]
@@ -86,9 +86,9 @@ def _write(
     doubted: bool = False,
     foreign: MegatronContent | None = None,
 ) -> None:
-    """`group`: the ranks that meet; None: the default one. `lock`: rank 0's on the folder of checkpoints. `settled`: the checkpoint before,
-    where the steps since have shown that it is sound, so that those before it can go. `doubted`: whether steps to come may show that this
-    one is unhealthy. `foreign`: of a checkpoint in Megatron-LM's format, whose chunks are `items`.
+    """`group`: None is the default group. `lock`: rank 0's lock on the folder of checkpoints. `settled`: the previous checkpoint if the
+    steps since have shown that it is healthy, so that older ones can be deleted. `doubted`: whether later steps may show that this one is
+    unhealthy. `foreign`: other content of a checkpoint in Megatron-LM's format, whose chunks are `items`.
     """
     partial, rank, ranks = partial_folder(folder), dist.get_rank(), dist.get_world_size()
 
@@ -97,7 +97,7 @@ def _write(
             lock.check()
         if rank == 0:
             if settled is not None and keep_last is not None:
-                with contextlib.suppress(ValueError):  # it was damaged meanwhile: then all are needed
+                with contextlib.suppress(ValueError):  # it was damaged meanwhile, so keep all
                     prune(settled, keep_last, settled=True)
             new_partial_folder(folder)
 
@@ -109,7 +109,7 @@ def _write(
             write_torch_dist.write(partial, items, foreign.common, foreign.objects, meeting)
 
     def digests() -> dict[str, Any]:
-        # Read again from the disk, so that only readable files are published.
+        # Read back from disk, so that only readable files are published.
         beside = (PLAN_FILE,) if foreign is None else write_torch_dist.FILES
         return digest_entries([*partial.glob(f"__{rank}_*"), *(partial / name for name in beside if rank == 0)])
 
@@ -132,18 +132,18 @@ def _write(
         all_or_none(finish, message, group)
     except ValueError:
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # what was written of it fills the disk for nothing
+            shutil.rmtree(partial, ignore_errors=True)  # free the disk space of the incomplete checkpoint
         raise
 
 
 @dataclasses.dataclass
 class _Root:
-    """A folder that a run saves in.
+    """A folder in which a run saves.
 
     Attributes:
         folder: of its checkpoints.
         keep_last: as `--keep-last`.
-        lock: rank 0's, while the `Saver` is entered.
+        lock: rank 0's, while the `Saver` is active.
         newest: the newest checkpoint, if it is healthy and this process saved it.
     """
 
@@ -154,25 +154,25 @@ class _Root:
 
 
 class Saver:
-    """Saves one run's checkpoints into its `--save`, and holds this folder against other jobs while entered.
+    """Context manager that saves a run's checkpoints to `--save`, and locks this folder against other jobs.
 
-    With `--non-persistent-save-interval` it holds the folder of those too, and keeps only the newest there. What that folder holds of
-    iterations that the run went back behind is deleted on entering, and by `forget_undone`.
+    With `--non-persistent-save-interval` it also locks that folder, and keeps only the newest checkpoint there. If the run has gone back to
+    an earlier iteration, later non-persistent checkpoints are deleted on entry and by `forget_undone`.
 
-    A save that fails, because the disk is full or the folder was taken away, goes to `--emergency-save` if that is given, and raises all
-    the same.
+    If a save fails, because the disk is full or the folder was removed, the checkpoint goes to `--emergency-save` if set, and the error is
+    raised in any case.
 
-    With `--async-save` a save copies this rank's share to the host, which training waits for, and a thread writes it while training goes
-    on; the next save, and leaving, wait for the one before. A save that failed raises there, and says so at once.
+    With `--async-save` a save copies this rank's share to the host, for which training waits, and a thread writes it while training
+    continues. The next save, and the exit, wait for the previous one. A failed save is reported at once and raises there.
 
-    Under `--keep-last 1` the checkpoint before the newest is deleted when the next save begins, and not when the newest is whole: the steps
-    in between may show that the newest is unhealthy.
+    With `--keep-last 1` the previous checkpoint is deleted when the next save starts, not when the newest is complete: the steps in between
+    may show that the newest is unhealthy.
 
     Args:
-        training: what is saved.
+        training: the training state to save.
 
     Raises:
-        ValueError: on entering, on every rank: another job saves there, the folder holds another run, or it cannot be written.
+        ValueError: on entry, on every rank, if another job saves there, the folder contains another run, or it cannot be written.
     """
 
     def __init__(self, training: Training) -> None:
@@ -186,7 +186,7 @@ class Saver:
         self.elsewhere = Path(settings.emergency_save) if settings.emergency_save else None
         self.background = settings.async_save
         timeout = datetime.timedelta(minutes=training.config.parallel.distributed_timeout_minutes)
-        apart = self.background and dist.get_world_size() > 1  # a thread's collectives must not mix with those of training
+        apart = self.background and dist.get_world_size() > 1  # the thread's collectives need their own group
         self.group = dist.new_group(backend="gloo", timeout=timeout) if apart else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -218,7 +218,7 @@ class Saver:
             if kind is None:
                 self.finish()
             elif self._thread is not None:
-                self._thread.join()  # so that a run that fails later keeps what it was writing
+                self._thread.join()  # so that a run that fails later still completes its checkpoint
         finally:
             self._held.close()
 
@@ -227,11 +227,10 @@ class Saver:
         return (self.root,) if self.non_persistent is None else (self.root, self.non_persistent)
 
     def forget_undone(self) -> None:
-        """Delete the non-persistent checkpoints of iterations that the run is not at any more; waits for a save in the background.
-        Collective.
+        """Delete the non-persistent checkpoints of undone iterations; waits for a background save. Collective.
 
         Raises:
-            ValueError: on every rank, where they cannot be deleted, or the save in the background failed.
+            ValueError: on every rank, if they cannot be deleted, or the background save failed.
         """
         self.finish()
 
@@ -244,20 +243,20 @@ class Saver:
         all_or_none(forget)
 
     def save(self, *, persistent: bool = True) -> bool:
-        """Save the current iteration, and say whether it is healthy; collective.
+        """Save the current iteration, and return whether it is healthy. Collective.
 
         Args:
-            persistent: into `--save`; False: into the folder of `--non-persistent-save-interval`.
+            persistent: save to `--save`, or else to the folder of `--non-persistent-save-interval`.
 
         Raises:
-            ValueError: on every rank: this save, or the one in the background before it, could not be written.
+            ValueError: on every rank, if this save or the previous background save could not be written.
         """
         self.finish()
         root = self.root if persistent else self.non_persistent
         assert root is not None
         folder = iteration_folder(root.folder, self.training.iteration)
         items, info, foreign = _contents(self.training)
-        stepped = root.newest is not None and (iteration_of(root.newest) or 0) < self.training.iteration  # since it was saved
+        stepped = root.newest is not None and (iteration_of(root.newest) or 0) < self.training.iteration  # since the newest was saved
         settled = root.newest if stepped and self.training.health.failed == 0 else None
         root.newest = folder if health.problem_of(info) is None else None
         if self.background:
@@ -270,15 +269,15 @@ class Saver:
         return health.problem_of(info) is None
 
     def doubt(self, saved: int) -> bool:
-        """Mark the checkpoint of iteration `saved` as unhealthy if the steps since show that it is; returns whether they do. Collective.
+        """Mark the checkpoint of iteration `saved` as unhealthy if the steps since show that it is; return whether they do. Collective.
 
         Raises:
-            ValueError: on every rank, where it cannot be written.
+            ValueError: on every rank, if the mark cannot be written.
         """
         return self._doubt(self.root, saved)
 
     def doubt_non_persistent(self) -> bool:
-        """As `doubt`, of the newest non-persistent checkpoint that this process saved; False where there is none."""
+        """As `doubt`, for the newest non-persistent checkpoint that this process saved; False if there is none."""
         root = self.non_persistent
         return root is not None and root.newest is not None and self._doubt(root, iteration_of(root.newest) or 0)
 
@@ -295,16 +294,16 @@ class Saver:
                 root.lock.check()
                 print(f"{folder} is unhealthy: {problem}; the newest healthy one is {condemn(folder, problem) or 'none'}", flush=True)
 
-        all_or_none(write, f"{folder} is unhealthy, and cannot be marked so: {{}}")
+        all_or_none(write, f"{folder} is unhealthy, but cannot be marked as such: {{}}")
         return True
 
     @property
     def busy(self) -> bool:
-        """Whether a save in the background is still being written."""
+        """Return whether a background save is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the save in the background; ValueError where it failed."""
+        """Wait for the background save; raise a ValueError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -319,7 +318,7 @@ class Saver:
             self._write(root, folder, items, info, settled, foreign)
         except BaseException as error:
             self._error = error
-            print(f"saving in the background failed: {error}", flush=True)
+            print(f"background save failed: {error}", flush=True)
 
     def _write(
         self,
@@ -346,7 +345,7 @@ class Saver:
             print(f"saved {folder}" if problem is None else f"saved {folder}, which is unhealthy: {problem}", flush=True)
 
     def _stage(self, items: Sequence[Item]) -> list[Item]:
-        """Copies on the host, in memory that is kept from save to save, because pinning gigabytes takes seconds."""
+        """Copy items to host memory that is reused by later saves, because pinning gigabytes takes seconds."""
         staged = []
         for item in items:
             key = (item.key, item.offset)

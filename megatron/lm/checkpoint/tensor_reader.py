@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in the formats of a run: each weight and optimizer state from the best that is stored of it."""
+"""Read the tensors of a checkpoint in the formats of a run: each weight and optimizer state from its most precise stored form."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from msamp.optim.updates import MASTER, WEIGHT, State
 
 
 def check_number(stored: Stored, name: str, x: Tensor, low: float, high: float, dtype: torch.dtype) -> None:
-    """ValueError where an entry of a checkpoint is not one number in [low, high]."""
+    """Raise a ValueError if an entry of a checkpoint is not one number in [low, high]."""
     if x.dim() or x.dtype != dtype or not low <= x <= high:
         raise ValueError(f"{stored.folder}: {name} is {x.tolist()}; it must be one {dtype} in [{low}, {high}]; load an older checkpoint")
 
@@ -27,22 +27,23 @@ class TensorReader:
     Args:
         stored: the checkpoint.
         vocab_size: of the tokenizer, not padded.
-        requantised: gets the keys of tensors that could not keep their bits.
-        steps: iteration of the checkpoint, the largest step count that an optimizer state may have.
+        requantised: set to which the keys of tensors that could not keep their bits are added.
+        steps: iteration of the checkpoint, the maximum step count of an optimizer state.
     """
 
     def __init__(self, stored: Stored, vocab_size: int, requantised: set[str], steps: int = 0) -> None:
         self.stored, self.vocab_size, self.requantised, self.steps = stored, vocab_size, requantised, steps
-        self.weights: dict[str, Found] = {}  # by name, those read so far that have a master beside them
+        self.weights: dict[str, Found] = {}  # by name, those read so far that have a separate master
 
     def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
-        """A tensor of `shape` at these places, checked."""
+        """Read and check a tensor of `shape` at these places."""
         found = find(self.stored, prefix, where, shape, self.vocab_size)
         found.check(self.stored.folder)
         return found
 
     def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
-        """The source of a tensor in `fmt`: the tensor with its remainder; for BF16 the first component alone, to which the pair rounds."""
+        """Read the source of a tensor in `fmt`: the tensor with its remainder; for BF16 only the first component, to which the pair
+        rounds."""
         if fmt == BF16:
             return self.find(prefix, where, shape)
         found = find_whole(self.stored, prefix, where, shape, self.vocab_size)
@@ -50,12 +51,12 @@ class TensorReader:
         return found
 
     def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
-        """The master where there is one, else the weight; see `value`."""
+        """Read the master if there is one, else the weight; see `value`."""
         return self.value(MASTER.key if f"{MASTER.key}/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
 
     def remainder(self, key: str, where: list[Place], shape: torch.Size, fmt: Format) -> Tensor:
-        """A remainder's payload in `fmt`: as stored, converted from another format, or the part of the stored weight or state that BF16
-        drops."""
+        """Read a remainder's payload in `fmt`: as stored, converted from another format, or the part of the stored weight or state that
+        BF16 drops."""
         name, first_key = f"{key}/{where[0].name}", firsts()[key]
         if name in self.stored.tensors:
             check_remainder(self.stored, key, where)
@@ -71,7 +72,7 @@ class TensorReader:
         return mcf.remainder_payload(pair, fmt.dtype)
 
     def weight(self, p: Tensor, master: Format, where: list[Place], with_values: bool) -> tuple[Tensor, Tensor | None]:
-        """The weight, and `with_values` the values for a master beside it (None: the weight is its own master)."""
+        """Read the weight, and `with_values` the values for a separate master (None: the weight is its own master)."""
         fmt = weight_format(p)
         if is_own_master(p, master):
             return self._to(self.best(where, p.shape, fmt), fmt, p.dtype), None
@@ -89,7 +90,7 @@ class TensorReader:
         return (ScalingTensor.quantize(values, fmt, dtype=p.dtype) if fmt.scaled else values.to(fmt.dtype)), values
 
     def state(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
-        """The optimizer states of a holding; empty where none were saved."""
+        """Read the optimizer states of a holding; empty if none were saved."""
         step = scalar(self.stored, "step", where[0])
         if step is None:
             return {}
@@ -101,7 +102,7 @@ class TensorReader:
         return state
 
     def _state(self, declared: State, fmt: Format, where: list[Place], shape: torch.Size) -> dict[str, Tensor]:
-        """One state of a whole parameter in `fmt`, as it stands in the optimizer's state."""
+        """Read one state of a whole parameter in `fmt`, as entries of the optimizer's state."""
         key = declared.key
         if declared.copy:
             best = self.best(where, shape, fmt)
@@ -111,8 +112,8 @@ class TensorReader:
             return {key: self.remainder(key, where, shape, fmt)}
         if not any(name.startswith(f"{key}/") for name in self.stored.tensors):
             raise ValueError(
-                f"{self.stored.folder} holds no {key}, which this run's optimizer keeps: it was saved with another update; start the "
-                "optimizer's states anew with --no-load-optim, or resume with the saved precision"
+                f"{self.stored.folder} has no {key}, which this run's optimizer requires: it was saved with another update; initialize the "
+                "optimizer's states with --no-load-optim, or resume with the saved precision"
             )
         found = self.value(key, where, shape, fmt)
         found.check(self.stored.folder, non_negative=declared.non_negative)
@@ -121,7 +122,7 @@ class TensorReader:
         return by_key(key, found.moment(fmt))
 
     def weight_remainder(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
-        """The second component of a holding's weight, which is part of the weight; empty where it has none."""
+        """Read the second component of a holding's weight; empty if it has none."""
         kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
         return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
 

@@ -1,13 +1,13 @@
-"""From the stored tensors to those of this run: another cut, another format.
+"""Convert stored tensors to those of this run, with other shards and other formats.
 
-A pair (Collage) stands for the sum of its components: `find_whole` adds the component stored beside a weight or second moment. A remainder
-in E4M3 has no scale, and is a number only with its first component (`mcf.load_pair`).
+A pair (Collage) is the sum of its components: `find_whole` adds the remainder of a weight or second moment. An E4M3 remainder has no scale
+and is only meaningful with its first component (`mcf.load_pair`).
 
-A tensor keeps its bits where its format stays and all chunks it is made of have one scale, which is so wherever the cut follows whole
-tensor-parallel shards. Else it is requantised: chunks of one format with several scales take the coarsest of them (scales are powers of
-two, so that only values below the smallest subnormal of that scale are rounded); another format takes a scale from the tensor's amax.
-Moments in COAT's format keep their bits wherever every group of the new cut lies in one stored group, or in several that agree: for any cut
-along rows, and one along columns at multiples of 128. Elsewhere groups are stored anew, each value to the nearest of E4M3 or E5M2.
+A tensor keeps its bits if its format stays and all its chunks have one scale, which holds for whole tensor-parallel shards. Otherwise it is
+requantized: chunks of one format with several scales use the coarsest (scales are powers of two, so only values below the smallest
+subnormal of that scale are rounded); another format uses a scale from the tensor's amax. Moments in COAT's format keep their bits if every
+group of the new shard is in one stored group, or in several equal ones: for any split along rows, and along columns at multiples of 128.
+Otherwise groups are requantized, each value to the nearest of E4M3 or E5M2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,15 +34,14 @@ _GROUPED = {fmt.dtype for fmt in EXPANDED}
 
 
 def firsts() -> dict[str, str]:
-    """Key of the second component of a pair -> key of its first."""
+    """Return the key of the first component of each pair, by the key of the second."""
     return {key: "model" if first == WEIGHT else first for key, first in remainders().items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A local tensor as stored: `payload`, and the `scale_inv` of each part (slices) with a scale of its own; in COAT's format `groups`,
-    FP32, the maximum and the exponent of each element's group. Its first `rows` rows were stored, and the others were made (None: all were
-    stored).
+    """A local tensor as stored: `payload`, and the `scale_inv` of each part (slices) with its own scale; in COAT's format `groups`, FP32,
+    the maximum and exponent of each element's group. Its first `rows` rows were stored, and the others were filled in (None: all stored).
     """
 
     key: str
@@ -53,12 +52,12 @@ class Found:
 
     @property
     def scale_inv(self) -> Tensor | None:
-        """The one scale of the whole payload, FP32 0-dim; None where it is plain or has several."""
+        """Return the scale of the whole payload, FP32 0-dim; None if it is plain or has several."""
         first = self.scales[0][1] if self.scales else None
         return first if all(torch.equal(scale, self.scales[0][1]) for _, scale in self.scales) else None
 
     def values(self) -> Tensor:
-        """The values, FP32."""
+        """Return the dequantized values, FP32."""
         if self.groups is not None:
             return Expanded(self.payload, *self.groups, Group(1)).dequantize()
         found = self.payload.float()
@@ -67,14 +66,14 @@ class Found:
         return found
 
     def keeps_bits(self, fmt: Format) -> bool:
-        """Whether storing it in `fmt` changes no bit."""
+        """Return whether `fmt` keeps all bits."""
         if self.groups is not None or fmt.group:
             agree = self.groups is not None and all(STATE_GROUP.spread(_firsts(x), x.shape).equal(x) for x in self.groups)
             return agree and bool(fmt.group) and self.payload.dtype == fmt.dtype
         return self.payload.dtype == fmt.dtype and fmt.scaled == bool(self.scales) and (not fmt.scaled or self.scale_inv is not None)
 
     def to(self, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
-        """In `fmt`: a ScalingTensor that looks like `dtype`, or a plain tensor of the format's own."""
+        """Convert to `fmt`: a ScalingTensor with the dtype `dtype`, or a plain tensor with the format's dtype."""
         if self.keeps_bits(fmt):
             return self.payload if self.scale_inv is None else ScalingTensor(self.payload, self.scale_inv.clone(), dtype)
         values = self.values()
@@ -86,7 +85,7 @@ class Found:
         return ScalingTensor(quantize(values, inverse(coarsest), fmt), coarsest, dtype)
 
     def moment(self, fmt: Format) -> Tensor | Expanded:
-        """As `to`, in COAT's formats too."""
+        """As `to`, but also for COAT's formats."""
         if not fmt.group:
             return self.to(fmt)
         if self.groups is None or not self.keeps_bits(fmt):
@@ -95,15 +94,15 @@ class Found:
         return Expanded(self.payload, largest, k)
 
     def check(self, folder: object, *, non_negative: bool = False) -> None:
-        """ValueError for a tensor that no run can have stored: with a value that is not finite (or negative, where that is forbidden), a
-        scale that is no power of two or that no amax gives, or a group with an impossible number.
+        """Raise a ValueError for a tensor that no run can have stored: with a non-finite value (or a negative one, if forbidden), an
+        invalid scale (not a power of two, or out of range), or a group with an invalid maximum or exponent.
         """
         if self.payload.dtype not in _DTYPES:
-            raise ValueError(f"{folder}: {self.key} is {self.payload.dtype}, which is no format of weights; load an older checkpoint")
+            raise ValueError(f"{folder}: {self.key} is {self.payload.dtype}, which is not a format of weights; load an older checkpoint")
         values = self.payload.float()
         bad = int((~values.isfinite()).sum())
         if bad:
-            raise ValueError(f"{folder}: {self.key} holds {bad} values that are NaN or infinite; load an older checkpoint")
+            raise ValueError(f"{folder}: {self.key} has {bad} values that are NaN or infinite; load an older checkpoint")
         if self.groups is not None:
             largest, k = self.groups
             if not (((largest >= 0) & largest.isfinite()).all() and ((k > 0) & k.isfinite()).all()):
@@ -111,33 +110,33 @@ class Found:
         for _, scale in self.scales:
             if not (2.0**-MAX_EXPONENT <= scale <= 2.0**MAX_EXPONENT and torch.frexp(scale).mantissa == 0.5):
                 raise ValueError(
-                    f"{folder}: {self.key} has scale_inv {float(scale):g}, which is no power of two in "
+                    f"{folder}: {self.key} has scale_inv {float(scale):g}, which is not a power of two in "
                     f"[2^-{MAX_EXPONENT}, 2^{MAX_EXPONENT}]; load an older checkpoint"
                 )
         if self.scales and not self.values().isfinite().all():
             raise ValueError(f"{folder}: {self.key} overflows with its scale_inv; load an older checkpoint")
         below = int((values < 0).sum()) if non_negative else 0
         if below:
-            raise ValueError(f"{folder}: {self.key}, a mean of squares, holds {below} values below 0; load an older checkpoint")
+            raise ValueError(f"{folder}: {self.key}, a mean of squares, has {below} negative values; load an older checkpoint")
 
 
 def check_agree(weight: Found, master: Found, folder: object) -> None:
-    """ValueError where a weight is not its master rounded to the weight's format.
+    """Raise a ValueError if a weight is not its master rounded to the weight's format.
 
-    A weight is cast from its master as stored, and saturates at the end of its format. The cast moves a value by at most half a step: half
-    an ulp above the smallest normal number, half the smallest subnormal below, where a bias lies in early warm-up. Half a step more is
-    allowed for a master that was itself rounded after the weight was cast (at the start of a run) and for a weight of joined shards. A
-    scale of another step, or the weight of another layer, is further off in most of its values.
+    A weight is cast from its stored master, and saturates at the maximum of its format. The cast changes a value by at most half a step:
+    half an ulp above the smallest normal number, half the smallest subnormal below, where biases are in early warm-up. Another half step is
+    allowed for a master that was itself rounded after the cast (at the start of a run) and for a weight of joined shards. With the scale of
+    another step, or the weight of another layer, most values differ by more.
     """
     mine, theirs, formats = weight.values(), master.values(), [of_dtype(found.payload.dtype) for found in (weight, master)]
     if mine.shape != theirs.shape:
         raise ValueError(
-            f"{folder}: {weight.key} is {tuple(mine.shape)}, and its master is {tuple(theirs.shape)}; load an older checkpoint"
+            f"{folder}: {weight.key} is {tuple(mine.shape)}, but its master is {tuple(theirs.shape)}; load an older checkpoint"
         )
-    if weight.rows is not None:  # the mean of rounded rows is not the rounded mean
+    if weight.rows is not None:  # exclude filled-in rows: the mean of rounded rows is not the rounded mean
         theirs = torch.cat([theirs[: weight.rows], mine[weight.rows :]])
     digits = 2.0 ** -min(fmt.mantissa_bits for fmt in formats)
-    # The master's own smallest step, which is nothing beside the weight unless its scale is wrong.
+    # The master's own smallest step, which is negligible unless its scale is wrong.
     floor = min(formats[1].smallest * max((float(scale) for _, scale in master.scales), default=1.0), 2.0**-8 * float(mine.abs().amax()))
     for part, scale in weight.scales or [((slice(None),) * mine.dim(), torch.ones(()))]:
         end = formats[0].max * scale
@@ -145,33 +144,33 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
         off = (mine[part] - wanted).abs() > wanted.abs() * digits + (formats[0].smallest * scale + floor)
         if off.any():
             raise ValueError(
-                f"{folder}: {weight.key} is {float(mine[part][off][0]):g} where its master is {float(theirs[part][off][0]):g}, and so are "
-                f"{int(off.sum())} values of {mine[part].numel()} not their master's: one of their scales is stale, or one is another "
-                "layer's; load an older checkpoint"
+                f"{folder}: {weight.key} is {float(mine[part][off][0]):g} but its master is {float(theirs[part][off][0]):g}, and "
+                f"{int(off.sum())} of {mine[part].numel()} values differ from the master: one of their scales is stale, or one is from "
+                "another layer; load an older checkpoint"
             )
 
 
 def _firsts(x: Tensor) -> Tensor:
-    """[.., n] -> [.., groups]: the first value of each group."""
+    """Return the first value of each group: [.., n] -> [.., groups]."""
     return x[..., :: STATE_GROUP.size].contiguous()
 
 
 def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
-    """Read a local tensor of `shape` that stands at the places `where`.
+    """Read a local tensor of `shape` at the places `where`.
 
-    A vocabulary that was padded to another number of rows is cut, or gets copies of its last padding row; where it had none, the mean
-    of its last chunk's rows, and zeros in the moments.
+    A vocabulary with other padding is truncated, or extended by copies of its last padding row; without one, by the mean of its last
+    chunk's rows, and by zeros in the moments.
 
     Raises:
-        ValueError: the tensor is not stored, or has another shape.
+        ValueError: if the tensor is not stored, or has another shape.
     """
     dtype = stored.tensors[f"{prefix}/{where[0].name}"].dtype if f"{prefix}/{where[0].name}" in stored.tensors else torch.uint8
     payload, scales, groups, there = torch.zeros(tuple(shape), dtype=dtype), [], None, None
-    needs_scale = dtype.itemsize == 1 and prefix not in firsts()  # other FP8 means nothing without
+    needs_scale = dtype.itemsize == 1 and prefix not in firsts()  # other FP8 tensors are meaningless without one
     for place in where:
         key = f"{prefix}/{place.name}"
         if key not in stored.tensors:
-            raise ValueError(f"{stored.folder} is damaged: it holds no {key}; load an older checkpoint")
+            raise ValueError(f"{stored.folder} is damaged: it has no {key}; load an older checkpoint")
         entry = stored.tensors[key]
         rows = _stored_rows(stored, key, place, vocab_size)
         target = payload[place.start : place.start + place.sizes[0]] if place.sizes else payload
@@ -185,8 +184,8 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
             if part is not None and group_keys(key, chunk.offset)[0] in stored.tensors:
                 if not (chunk.shape and dtype in _GROUPED):
                     raise ValueError(
-                        f"{stored.folder}: {key} is {tuple(entry.shape)} {dtype}, and has groups as only COAT's states in float8_e4m3fn "
-                        "and float8_e5m2 have; load an older checkpoint"
+                        f"{stored.folder}: {key} is {tuple(entry.shape)} {dtype}, but has groups, which only COAT's states in "
+                        "float8_e4m3fn and float8_e5m2 have; load an older checkpoint"
                     )
                 groups = groups or (torch.zeros(tuple(shape)), torch.ones(tuple(shape)))
                 for target, name in zip(groups, group_keys(key, chunk.offset), strict=True):
@@ -197,7 +196,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
 
 
 def _fp32_beside(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
-    """A tensor beside a payload: FP32 of this shape, or a ValueError."""
+    """Read a tensor that belongs to a payload; raise a ValueError if it is not FP32 of this shape."""
     entry = stored.tensors.get(key)
     if entry is not None and (entry.dtype, entry.shape) != (torch.float32, torch.Size(shape)):
         raise ValueError(f"{stored.folder}: {key} is {tuple(entry.shape)} {entry.dtype}, not {tuple(shape)} FP32; load an older checkpoint")
@@ -205,7 +204,7 @@ def _fp32_beside(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
 
 
 def _of_elements(numbers: Tensor, place: Place, chunk: Chunk, part: tuple[slice, ...]) -> Tensor:
-    """The numbers of a chunk's groups at each element of the local `part`; copies of its last row have that row's."""
+    """Return the values of a chunk's groups at each element of the local `part`; copies of its last row have that row's."""
     shifts = [there - here for there, here in zip(place.offset, chunk.offset, strict=True)]
     shifts[0] -= place.start
     rows = (torch.arange(part[0].start, part[0].stop) + shifts[0]).clamp(max=chunk.shape[0] - 1)
@@ -214,7 +213,7 @@ def _of_elements(numbers: Tensor, place: Place, chunk: Chunk, part: tuple[slice,
 
 
 def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
-    """As `find`; where a remainder stands beside it, the sum of both in FP32."""
+    """As `find`, but add the remainder if there is one: the sum of both in FP32."""
     found = find(stored, prefix, where, shape, vocab_size)
     for key, first in firsts().items():
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
@@ -225,28 +224,28 @@ def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Seque
 
 
 def check_remainder(stored: Stored, key: str, where: Sequence[Place]) -> None:
-    """ValueError where the tensor under `key` at the places `where` is no second component of the tensor under its first key.
+    """Raise a ValueError if the tensor under `key` at the places `where` is not a valid second component.
 
-    A remainder is a number only beside its first component (`mcf.load_pair`), which is BF16 of the same shape.
+    A remainder is only meaningful with its first component (`mcf.load_pair`), which must be BF16 of the same shape.
     """
     for place in where:
         own, first = f"{key}/{place.name}", f"{firsts()[key]}/{place.name}"
         absent = next((name for name in (first, own) if name not in stored.tensors), None)
         if absent is not None:
-            raise ValueError(f"{stored.folder} is damaged: it holds no {absent}; load an older checkpoint")
+            raise ValueError(f"{stored.folder} is damaged: it has no {absent}; load an older checkpoint")
         entry, beside = stored.tensors[own], stored.tensors[first]
         scaled = next((name for name in (own, first) if _has_numbers(stored, name)), None)
         if scaled is not None:
-            raise ValueError(f"{stored.folder}: {scaled} has a scale, which no component of a pair has; load an older checkpoint")
+            raise ValueError(f"{stored.folder}: {scaled} has a scale, which components of a pair must not have; load an older checkpoint")
         if beside.dtype != BF16.dtype or entry.dtype not in (BF16.dtype, REMAINDER_E4M3.dtype) or entry.shape != beside.shape:
             raise ValueError(
-                f"{stored.folder}: {own} is {tuple(entry.shape)} {entry.dtype}, and its first component {first} is {tuple(beside.shape)} "
-                f"{beside.dtype}; a pair is bfloat16, and bfloat16 or float8_e4m3fn of the same shape: load an older checkpoint"
+                f"{stored.folder}: {own} is {tuple(entry.shape)} {entry.dtype}, but its first component {first} is {tuple(beside.shape)} "
+                f"{beside.dtype}; a pair must be bfloat16, and bfloat16 or float8_e4m3fn of the same shape: load an older checkpoint"
             )
 
 
 def _has_numbers(stored: Stored, key: str) -> bool:
-    """Whether a scale, or the numbers of groups, stand beside a chunk of a tensor."""
+    """Return whether a chunk of a tensor has a scale or group values."""
     return any(
         name in stored.tensors
         for chunk in stored.tensors[key].chunks
@@ -255,13 +254,13 @@ def _has_numbers(stored: Stored, key: str) -> bool:
 
 
 def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int | None:
-    """Rows of a vocabulary that was padded otherwise; None where the shape is right. ValueError for any other shape, and for one that
+    """Return the rows of a vocabulary with other padding, or None if the shape matches. Raise a ValueError for any other shape, and if it
     differs from the stored weight of this name.
     """
     size, weight = tuple(stored.tensors[key].shape), stored.tensors.get(f"model/{place.name}")
     if weight is not None and size != weight.shape:
         raise ValueError(
-            f"{stored.folder} is damaged: {key} is {size}, and its weight model/{place.name} is {tuple(weight.shape)}; "
+            f"{stored.folder} is damaged: {key} is {size}, but its weight model/{place.name} is {tuple(weight.shape)}; "
             "load an older checkpoint"
         )
     if size == place.shape:
@@ -273,7 +272,7 @@ def _stored_rows(stored: Stored, key: str, place: Place, vocab_size: int) -> int
         and min(size[0], place.shape[0]) >= vocab_size
     ):
         return size[0]
-    raise ValueError(f"{stored.folder} is damaged: {key} is {size}, the model wants {place.shape}; load an older checkpoint")
+    raise ValueError(f"{stored.folder} is damaged: {key} is {size}, but the model requires {place.shape}; load an older checkpoint")
 
 
 def _read_padded(stored: Stored, key: str, place: Place, rows: int, vocab_size: int, target: Tensor) -> None:
@@ -285,22 +284,22 @@ def _read_padded(stored: Stored, key: str, place: Place, rows: int, vocab_size: 
     if rows > vocab_size:
         first = rows - 1
     elif key.startswith(("model/", f"{MASTER.key}/")):
-        # A row of zeros has logit 0, which may be far above all others; the mean of rows takes no more than the mean of their shares.
+        # A row of zeros has logit 0, which may be far above all others; the probability of a mean row is at most the mean probability.
         first = max(chunk.offset[0] for chunk in stored.tensors[key].chunks)
     else:
         return
     last = target.new_empty((rows - first, *place.sizes[1:]))
     stored.read([Region(key, (first, *place.offset[1:]), last)])
-    target[there:] = last.float().mean(0).to(last.dtype)  # of one row: its bits
+    target[there:] = last.float().mean(0).to(last.dtype)  # keeps the bits of a single row
 
 
 def _overlap(place: Place, offsets: Sequence[int], sizes: Sequence[int], rows: int | None) -> tuple[slice, ...] | None:
-    """Slices of the local tensor that come from a chunk; None where none do."""
+    """Return the slices of the local tensor that come from a chunk, or None."""
     part = []
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         last = place.offset[dim] + place.sizes[dim]
         start, end = max(offset, place.offset[dim]), min(offset + size, last)
-        if dim == 0 and rows is not None and offset + size == rows < last:  # copies of the last row
+        if dim == 0 and rows is not None and offset + size == rows < last:  # extend by copies of the last row
             end = last
         if start >= end:
             return None
@@ -310,13 +309,13 @@ def _overlap(place: Place, offsets: Sequence[int], sizes: Sequence[int], rows: i
 
 
 def scalar(stored: Stored, prefix: str, place: Place) -> Tensor | None:
-    """A value that a tensor has once, such as its step count; None where it is not stored."""
+    """Read a scalar of a tensor, such as its step count; None if it is not stored."""
     key = f"{prefix}/{place.name}"
     return stored.tensor(key) if key in stored.tensors else None
 
 
 def chunk_offsets(stored: Stored, where: Sequence[Place]) -> Iterator[tuple[Place, tuple[int, ...]]]:
-    """The chunks of the stored weight from which a local one comes."""
+    """Yield the chunks of the stored weight from which a local one is read."""
     for place in where:
         for chunk in stored.tensors[f"model/{place.name}"].chunks:
             if _overlap(place, chunk.offset, chunk.shape, None) is not None:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of ours as Megatron-LM stores it, in one process."""
+"""Write one of our checkpoints in Megatron-LM's format, in one process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +13,16 @@ from msamp.optim.updates import MASTER
 
 
 def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) -> Path:
-    """Write the checkpoint under `root`, with the file that names it. Returns its folder.
+    """Write the checkpoint and its marker file under `root`, and return its folder.
 
     Args:
         saved: of any grid and precision.
         root: an empty folder.
-        states: the optimizer's too, as FP32 masters and moments, where the checkpoint has those of AdamW.
+        states: also write the optimizer's states, as FP32 masters and moments, if they are those of AdamW.
 
     Raises:
-        ValueError: a tensor of the checkpoint is damaged.
-        OSError, RuntimeError: the folder cannot be written.
+        ValueError: if a tensor of the checkpoint is damaged.
+        OSError, RuntimeError: if the folder cannot be written.
     """
     names, layers = saved.names(), saved.config.model.num_layers
     steps = [saved.step(name) for name in names] if states else []

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of weights alone, from tensors of another source."""
+"""Write a checkpoint that contains only weights, from tensors of another source."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,24 +14,24 @@ from megatron.lm.config import Config
 
 
 def write_weights(root: Path, config: Config, vocab_size: int, weights: Mapping[str, Tensor]) -> Path:
-    """Write a checkpoint that `--load ROOT --finetune` takes, at iteration 0, on any grid and at any level.
+    """Write a checkpoint at iteration 0 for `--load ROOT --finetune`, on any grid and with any recipe.
 
     Args:
         root: folder of checkpoints.
         config: of the model, and of the data's tokenizer.
-        vocab_size: the tokenizer's; the embedding may have more rows.
-        weights: by the names of a model without tensor and pipeline parallelism; any float dtype, kept as it is.
+        vocab_size: of the tokenizer; the embedding may have more rows.
+        weights: by their names in the unsharded model; any float dtype, which is kept.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        ValueError: a weight is not of a float dtype.
-        OSError: the checkpoint cannot be written.
+        ValueError: if a weight does not have a float dtype.
+        OSError: if the checkpoint cannot be written.
     """
     for name, x in weights.items():
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} is {x.dtype}; give weights as torch.float32, torch.bfloat16 or torch.float16")
+            raise ValueError(f"{name} is {x.dtype}; weights must be torch.float32, torch.bfloat16 or torch.float16")
     folder = iteration_folder(root, 0)
     partial = new_partial_folder(folder)
     storage.write(partial, [Item.whole(f"model/{name}", x.contiguous()) for name, x in weights.items()])

@@ -1,1 +1,1 @@
-"""The folder of a checkpoint on disk: its versions, index, data files, lock and publication."""
+"""The files of a checkpoint: versions, index, data files, lock, and atomic publication."""

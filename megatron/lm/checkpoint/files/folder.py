@@ -1,14 +1,14 @@
-"""Checkpoints on disk: the names in a folder of checkpoints, the choice of the one to load, and how one appears and goes atomically.
+"""Folders of checkpoints: their names, the choice of the checkpoint to load, and atomic creation and deletion.
 
-    ROOT/iter_0000100/           a checkpoint: a data file of each rank, `plan.json`, and `checkpoint.json` written last
-    ROOT/iter_0000200.partial/   one that is being written, or that a kill has left
+    ROOT/iter_0000100/           a checkpoint: a data file per rank, `plan.json`, and `checkpoint.json` written last
+    ROOT/iter_0000200.partial/   a checkpoint that is being written, or the rest of a killed save
     ROOT/latest_checkpointed_iteration.txt
 
-`checkpoint.json` holds what is not a tensor, the size and the SHA-256 of every other file, and a seal over itself.
+`checkpoint.json` contains the non-tensor values, size and SHA-256 of every other file, and a seal over itself.
 
-The marker names the newest healthy checkpoint (`megatron.lm.training.health`). It is obeyed: people go back by editing it. Where the
-checkpoint that it names is damaged, the next older healthy one of the same run (`megatron.lm.training.identity`) is taken; where the marker
-is missing or unreadable, the newest.
+The marker file names the newest healthy checkpoint (`megatron.lm.training.health`). Users can edit it to go back. If the marked checkpoint
+is damaged, the next older healthy one of the same run (`megatron.lm.training.identity`) is loaded; if the marker is missing or unreadable,
+the newest one.
 """
 
 import hashlib
@@ -34,23 +34,23 @@ _BLOCK = 2**22
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
-    """Folder of the checkpoint of an iteration, in Megatron-LM's spelling."""
+    """Return the folder of an iteration's checkpoint, named as in Megatron-LM."""
     return root / f"iter_{iteration:07d}"
 
 
 def partial_folder(folder: Path) -> Path:
-    """Folder in which a checkpoint is written before it is whole."""
+    """Return the folder in which a checkpoint is written until it is complete."""
     return folder.with_name(folder.name + ".partial")
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The iteration that a folder of this name holds; None for other names."""
+    """Return the iteration in a folder's name; None for other names."""
     found = _NAME.fullmatch(folder.name)
     return int(found[1]) if found else None
 
 
 def marked_iteration(root: Path) -> int | None:
-    """The iteration that the marker file names; None where it is missing or names none."""
+    """Return the iteration in the marker file; None if the file is missing or invalid."""
     try:
         return int(read_text(root / LATEST_CHECKPOINT_FILE).strip())
     except (OSError, ValueError):
@@ -58,12 +58,12 @@ def marked_iteration(root: Path) -> int | None:
 
 
 def exists(root: Path) -> bool:
-    """Whether `root` holds checkpoints, whole or not, of any program; the marker alone counts too."""
+    """Return whether `root` contains checkpoints, complete or not, of any program, or only the marker."""
     return (root / LATEST_CHECKPOINT_FILE).is_file() or any(_numbered(root))
 
 
 def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
-    """Iterations and folders of all entries with the names of checkpoints."""
+    """Yield iteration and folder of all entries with the name of a checkpoint."""
     if root.is_dir():
         for path in root.iterdir():
             number = iteration_of(path)
@@ -72,7 +72,7 @@ def _numbered(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def file_digest(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -81,12 +81,12 @@ def file_digest(file: Path) -> str:
 
 
 def digest_entries(files: Iterable[Path]) -> dict[str, Any]:
-    """Size and SHA-256 of files as the disk gives them back: the entry `files` of `checkpoint.json`."""
+    """Return size and SHA-256 of files as read back from disk: the entry `files` of `checkpoint.json`."""
     return {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file)} for file in sorted(files)}
 
 
 def new_partial_folder(folder: Path) -> Path:
-    """An empty folder to write a checkpoint in, without what a kill has left in it."""
+    """Create an empty folder for a checkpoint, deleting files of a killed save."""
     partial = partial_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -94,7 +94,7 @@ def new_partial_folder(folder: Path) -> Path:
 
 
 def write_info(folder: Path, info: dict[str, Any]) -> None:
-    """Write `checkpoint.json` and its seal through to the disk: from here on the folder is whole."""
+    """Write `checkpoint.json` with its seal and sync it, which completes the checkpoint."""
     file = folder / INFO_FILE
     with to_write(file, "wb") as stream:
         stream.write(json.dumps(info | {"seal": _seal(info)}, indent=1).encode())
@@ -104,27 +104,27 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's `checkpoint.json`; an older version is translated into today's settings (`versions`).
+    """Return the content of `checkpoint.json`, with an older version's settings converted to the current ones (`versions`).
 
     Raises:
-        ValueError: the folder is not a whole checkpoint of a version that is read, or has the name of another iteration; the message says
-            why. File contents are judged by `check_files`.
+        ValueError: with the reason, if the folder is not a complete checkpoint of a supported version, or its name has another iteration.
+            `check_files` checks file contents.
     """
     info, file, number = sealed_info(folder), folder / INFO_FILE, iteration_of(folder)
     if number is not None and info.get("iteration") != number:
-        raise ValueError(f"{folder} holds iteration {info.get('iteration')}: the folder was renamed; give it its name again")
+        raise ValueError(f"{folder} contains iteration {info.get('iteration')}: the folder was renamed; restore its name")
     for name, entry in info["files"].items():
         path = folder / name
         if Path(name).name != name:
             raise ValueError(f"{file} names {name!r}, which is outside its folder")
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
-            raise ValueError(f"{path} is {'missing' if size is None else f'{size} bytes long'}; it should be {entry['bytes']} bytes long")
+            raise ValueError(f"{path} is {'missing' if size is None else f'{size} bytes long'}; expected {entry['bytes']} bytes")
     return info
 
 
 def sealed_info(folder: Path) -> dict[str, Any]:
-    """As `read_info`, without a look at the other files and the folder's name."""
+    """As `read_info`, without checking the other files and the folder's name."""
     file = folder / INFO_FILE
     if not file.is_file():
         raise ValueError(f"{folder} {_what_it_is(folder)}")
@@ -133,7 +133,7 @@ def sealed_info(folder: Path) -> dict[str, Any]:
     except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error})") from None
     if not isinstance(info, dict) or info.get("seal") != _seal({key: value for key, value in info.items() if key != "seal"}):
-        raise ValueError(f"{file} is damaged: its seal does not fit its contents")
+        raise ValueError(f"{file} is damaged: its seal does not match its contents")
     try:
         info = upgraded(info)
         files_of(info)
@@ -143,7 +143,7 @@ def sealed_info(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, files: dict[str, Any]) -> None:
-    """ValueError naming the first of the `files` (entries of `checkpoint.json`) with other contents than were written."""
+    """Raise a ValueError for the first of `files` (entries of `checkpoint.json`) whose contents have changed since it was written."""
     for name, entry in files.items():
         if file_digest(folder / name) != entry["sha256"]:
             raise ValueError(f"{folder / name} is damaged: its SHA-256 is not that in {INFO_FILE}")
@@ -157,51 +157,53 @@ def _what_it_is(folder: Path) -> str:
     if not folder.is_dir():
         return "is missing"
     if (folder / "mp_rank_00_000.pt").is_file() or (folder / "state.pt").is_file():
-        return f"was written by an earlier version of this code (it has no {INFO_FILE}); read it with the code of then"
+        return f"was written by an earlier version of this code (it has no {INFO_FILE}); read it with the version that wrote it"
     if (folder / "common.pt").is_file():
-        return "was written by Megatron-LM as torch_dist, which the trainer reads: give it this --load, and another --save"
+        return "was written by Megatron-LM as torch_dist, which the trainer can read: use it as --load, with another --save"
     if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
-        return "was written by Megatron-LM as --ckpt-format torch: save it there as torch_dist, or take it through Hugging Face's format"
-    return f"is no checkpoint, or one without {INFO_FILE}, which is written last"
+        return "was written by Megatron-LM as --ckpt-format torch: save it there as torch_dist, or convert it through Hugging Face's format"
+    return f"is not a checkpoint, or has no {INFO_FILE}, which is written last"
 
 
 class Candidates(NamedTuple):
-    """Folders that may hold the checkpoint to load, best first, and lines about the others."""
+    """Folders of checkpoints to try to load, best first, and remarks on the others."""
 
     folders: list[Path]
     remarks: list[str]
 
 
 def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = False) -> Candidates:
-    """The checkpoints that may be loaded from `root`: the marked one, then older ones from the newest down, without unhealthy ones and
-    those of other runs. One that cannot be read is among them, so that its reader says what is wrong.
+    """Return the checkpoints to try to load from `root`: the marked one, then older ones, newest first, without unhealthy ones and those of
+    other runs. They include unreadable ones, so that loading them reports the error.
 
     Args:
         root: folder of checkpoints.
-        iteration: only that one.
-        unhealthy: unhealthy ones too.
+        iteration: return only this one.
+        unhealthy: include unhealthy ones.
     """
     if iteration is None and _is_release(root):
         return Candidates([root / RELEASE], [])
     marked, marker = marked_iteration(root) if iteration is None else iteration, root / LATEST_CHECKPOINT_FILE
-    # A replaced one stands beside, or for a moment in the place of, the one that was saved over it.
+    # A replaced checkpoint is next to, or for a moment at the path of, the one that was saved over it.
     found = sorted(_numbered(root), key=lambda pair: (-pair[0], pair[1].name))
     offered = [(n, path) for n, path in found if (n == iteration if iteration is not None else marked is None or n <= marked)]
     remarks: list[str] = []
     if marked is None and found:
-        remarks.append(f"{marker} is missing or names no iteration: the newest healthy checkpoint is looked for")
+        remarks.append(f"{marker} is missing or invalid: using the newest healthy checkpoint")
     newer = sorted({number for number, _ in found} - {number for number, _ in offered}) if iteration is None else []
     if newer:
-        remarks.append(f"{marker} names iteration {marked}: newer ones, {', '.join(map(str, newer))}, are left (name one by --ckpt-step)")
+        remarks.append(
+            f"{marker} names iteration {marked}: newer ones, {', '.join(map(str, newer))}, are ignored (choose one with --ckpt-step)"
+        )
     folders: list[Path] = []
     if marked is not None and root.is_dir() and (iteration is None or offered) and marked not in dict(offered):
-        folders.append(iteration_folder(root, marked))  # so that its reader says that it is missing
+        folders.append(iteration_folder(root, marked))  # so that loading it reports that it is missing
     judged = _judged(offered, unhealthy)
     return Candidates([*folders, *judged.folders], [*remarks, *judged.remarks])
 
 
 def _is_release(root: Path) -> bool:
-    """Whether the marker names Megatron-LM's checkpoint of weights to hand out, which stands at no iteration."""
+    """Return whether the marker names Megatron-LM's release checkpoint, which has weights and no iteration."""
     try:
         return read_text(root / LATEST_CHECKPOINT_FILE).strip() == RELEASE and (root / RELEASE).is_dir()
     except (OSError, ValueError):
@@ -209,7 +211,7 @@ def _is_release(root: Path) -> bool:
 
 
 def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
-    """Those of one run that are healthy or cannot be read, and why the others are passed over."""
+    """Return the checkpoints of one run that are healthy or unreadable, and why the others are skipped."""
     folders, remarks = [], []
     first: dict[str, Any] | None = None
     for number, path in offered:
@@ -222,7 +224,7 @@ def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
         if first is not None and not _one_run(first, info):
             remarks.append(f"passed over: {path} is a checkpoint of another run")
         elif problem is not None and not unhealthy:
-            remarks.append(f"passed over: {path} is unhealthy: {problem} (--ckpt-step {number} --load-unhealthy takes it)")
+            remarks.append(f"passed over: {path} is unhealthy: {problem} (--ckpt-step {number} --load-unhealthy loads it)")
         else:
             folders.append(path)
         first = first or info
@@ -230,13 +232,13 @@ def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
 
 
 def _one_run(newer: dict[str, Any], older: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of the run that saved a newer one; by their `checkpoint.json`."""
+    """Return whether two checkpoints are of the same run, from their `checkpoint.json`."""
     run = identity.of(newer)
     return identity.of(older) is None if run is None else run.holds(older)
 
 
 def owner(root: Path) -> dict[str, Any] | None:
-    """`checkpoint.json` of the checkpoint that identifies the run in `root`: the marked one, else the newest that can be read."""
+    """Return `checkpoint.json` of the checkpoint that identifies the run in `root`: the marked one, else the newest readable one."""
     marked = marked_iteration(root)
     for _, path in sorted(_numbered(root), key=lambda pair: (pair[0] == marked, pair[0]), reverse=True):
         try:
@@ -247,27 +249,27 @@ def owner(root: Path) -> dict[str, Any] | None:
 
 
 def refuse_other_run(root: Path, run: Run) -> None:
-    """ValueError where `root` holds checkpoints that are not of `run`, with the ways out."""
+    """Raise a ValueError, with alternatives, if `root` contains checkpoints of another run than `run`."""
     info = owner(root)
     if any(_numbered(root)) and (info is None or not run.holds(info)):
         held = f"another run (iteration {info['iteration']} of {identity.name(info)[:8]})" if info else "checkpoints that cannot be read"
         if info is None and any((path / "common.pt").is_file() for _, path in _numbered(root)):
             raise ValueError(
-                f"{root} holds checkpoints of Megatron-LM, and saving there would lose them: give --load {root} and another --save"
+                f"{root} contains checkpoints of Megatron-LM, which saving there would lose: use --load {root} and another --save"
             )
         raise ValueError(
-            f"{root} holds {held}, and saving there would lose it: give --load {root} --save {root} to go on with it, another "
+            f"{root} contains {held}, and saving there would lose it: use --load {root} --save {root} to resume it, another "
             "--save to keep both, or move it away"
         )
 
 
 def latest(root: Path, iteration: int | None = None, *, unhealthy: bool = False, say: bool = True) -> Path:
-    """The first of `candidates` that looks whole: its files are there and of their size.
+    """Return the first of `candidates` that looks complete: its files exist with the right sizes.
 
-    With `say`, tells on stdout which ones it passed over, and why.
+    With `say`, print which ones it skipped, and why.
 
     Raises:
-        ValueError: there is none; the message says what is wrong with each, and what to do.
+        ValueError: if there is none, with the problem of each, and a fix.
     """
     offered = candidates(root, iteration, unhealthy=unhealthy)
     problems: list[str] = []
@@ -284,29 +286,29 @@ def latest(root: Path, iteration: int | None = None, *, unhealthy: bool = False,
 
 
 def no_checkpoint(root: Path, iteration: int | None, remarks: list[str]) -> ValueError:
-    """The error to raise where no checkpoint of `candidates` serves, with what was said of each."""
+    """Return the error to raise if no checkpoint of `candidates` can be loaded, with the remarks on each."""
     marker, marked = root / LATEST_CHECKPOINT_FILE, marked_iteration(root)
     if iteration is not None and not remarks:
-        return ValueError(f"{root} holds no checkpoint of iteration {iteration}; it holds {_held(root)}")
+        return ValueError(f"{root} has no checkpoint of iteration {iteration}; it has {_held(root)}")
     if iteration is None and marked is not None and not any(number <= marked for number, _ in _numbered(root)):
-        return ValueError(f"{marker} names iteration {marked}, which is missing; {root} holds {_held(root)}")
+        return ValueError(f"{marker} names iteration {marked}, which is missing; {root} has {_held(root)}")
     if remarks:
         problems = "; ".join(text.removeprefix("passed over: ") for text in remarks)
-        return ValueError(f"{root} holds no whole healthy checkpoint: {problems}. Restore one, or name another folder by --load")
-    return ValueError(f"{root} holds no checkpoint: {marker} is missing or names no iteration; give the folder of an earlier --save")
+        return ValueError(f"{root} has no complete healthy checkpoint: {problems}. Restore one, or choose another --load")
+    return ValueError(f"{root} holds no checkpoint: {marker} is missing or invalid; set --load to the folder of an earlier --save")
 
 
 def _held(root: Path) -> str:
     numbers = sorted({number for number, _ in _numbered(root)})
-    return f"iterations {', '.join(map(str, numbers))} (name one by --ckpt-step)" if numbers else "none"
+    return f"iterations {', '.join(map(str, numbers))} (choose one with --ckpt-step)" if numbers else "none"
 
 
 def publish(folder: Path, *, mark: bool = True) -> None:
-    """Bring a finished `.partial` folder to its name `folder`, then move the marker to it, unless it is unhealthy (`mark`); at every
-    moment a whole checkpoint can be found.
+    """Rename a complete `.partial` folder to `folder`, then move the marker to it unless it is unhealthy (`mark`). There is a complete
+    checkpoint at every moment.
     """
     aside = folder.with_name(folder.name + ".replaced")
-    if folder.exists():  # a run that was started again has come by here before
+    if folder.exists():  # a restarted run has saved this iteration before
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
     partial_folder(folder).rename(folder)
@@ -317,13 +319,13 @@ def publish(folder: Path, *, mark: bool = True) -> None:
 
 
 def _mark(folder: Path) -> None:
-    """Write the name of a checkpoint into the marker."""
+    """Write the iteration of a checkpoint to the marker."""
     with written_aside(folder.with_name(LATEST_CHECKPOINT_FILE)) as stream:
         stream.write(str(iteration_of(folder)).encode())
 
 
 def condemn(folder: Path, problem: str) -> Path | None:
-    """Mark a published checkpoint as unhealthy, and have the marker name the newest healthy one. Returns that; None if there is none."""
+    """Mark a published checkpoint as unhealthy and move the marker to the newest healthy one; return that one, or None."""
     file = folder / INFO_FILE
     info = json.loads(file.read_text(encoding="utf-8"))
     del info["seal"]
@@ -341,20 +343,20 @@ def condemn(folder: Path, problem: str) -> Path | None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint so that a kill in between leaves nothing that looks whole."""
+    """Delete a checkpoint; a kill in between leaves nothing that looks complete."""
     if folder.exists():
         shutil.rmtree(partial_folder(folder), ignore_errors=True)
         shutil.rmtree(folder.rename(partial_folder(folder)), ignore_errors=True)
 
 
 def prune(newest: Path, keep: int, *, settled: bool) -> None:
-    """Delete the checkpoints of a run up to `newest`, the last that it saved, except for the last `keep` and the newest healthy ones. It
-    keeps two healthy ones, since the steps to come may `condemn` one of them, or one where `newest` is healthy and that is `settled`.
+    """Delete the checkpoints of a run up to `newest`, the last it saved, except for the last `keep` and the newest healthy ones. It keeps
+    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `settled`.
     """
     last = sealed_info(newest)
     mine: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
     for number, path in _numbered(newest.parent):
-        if number > (iteration_of(newest) or 0) or not (path / INFO_FILE).is_file():  # what others have put here stays
+        if number > (iteration_of(newest) or 0) or not (path / INFO_FILE).is_file():  # keeps what others have put here
             continue
         try:
             info: dict[str, Any] | None = read_info(path)
@@ -370,19 +372,19 @@ def prune(newest: Path, keep: int, *, settled: bool) -> None:
 
 
 def tidy(root: Path) -> list[str]:
-    """Clear up a folder that this job holds: delete the remains of killed saves, and rewrite a missing or unreadable marker. Returns lines
-    that say so.
+    """Clean up a folder that this job has locked: delete the rest of killed saves, and rewrite a missing or unreadable marker. Return lines
+    that report it.
     """
     said = []
     for path in sorted(root.glob("iter_*.partial")):
         if iteration_of(path.with_suffix("")) is not None:
             shutil.rmtree(path)
-            said.append(f"deleted {path}, which an interrupted save has left")
+            said.append(f"deleted {path} of an interrupted save")
     if marked_iteration(root) is None:
         try:
             folder = latest(root, say=False)
-        except ValueError:  # none that a marker could name
+        except ValueError:  # unreadable, so the marker cannot name it
             return said
         _mark(folder)
-        said.append(f"wrote {root / LATEST_CHECKPOINT_FILE} anew: it names iteration {iteration_of(folder)}")
+        said.append(f"rewrote {root / LATEST_CHECKPOINT_FILE} with iteration {iteration_of(folder)}")
     return said

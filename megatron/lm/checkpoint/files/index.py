@@ -1,12 +1,12 @@
-"""The plan of a checkpoint: which tensors it holds, and where in which file each chunk of them lies.
+"""The plan of a checkpoint: its tensors, and the file and position of each of their chunks.
 
-A plan may come from a stranger. It is JSON, so that nothing in it can run, and it is judged whole before a byte of a tensor is read: the
-chunks of a tensor fill its shape, each element once; every chunk lies in a file of the folder, within its length; no two lie on the same
-bytes. So a plan never asks for more bytes than its files have, and never for bytes outside their folder.
+A plan may be untrusted. It is JSON, which cannot execute code, and it is checked as a whole before any tensor is read: the chunks of a
+tensor cover its shape, each element once; every chunk is in a file of the folder, within its length; no two chunks overlap. So a plan never
+reads more bytes than its files have, nor outside their folder.
 
     {"KEY": {"dtype": "float16", "shape": [6, 8], "chunks": [{"offset": [0, 0], "shape": [6, 8], "file": "__0_0.bin", "start": 0}]}}
 
-The bytes of a chunk, from `start` on, are its elements in row-major order, little-endian.
+The bytes of a chunk from `start` on are its elements in row-major order, little-endian.
 """
 
 import itertools
@@ -40,9 +40,9 @@ class Chunk:
 
     Attributes:
         offset: of its first element in the whole tensor.
-        shape: its own.
-        file: name of the file it lies in.
-        start, length: the bytes there.
+        shape: of the chunk.
+        file: name of its file.
+        start, length: position and number of its bytes there.
     """
 
     offset: tuple[int, ...]
@@ -54,7 +54,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is stored: its dtype, its whole shape and its chunks."""
+    """A stored tensor: dtype, whole shape and chunks."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -65,7 +65,7 @@ Plan = dict[str, Entry]
 
 
 def write_plan(file: Path, plan: Mapping[str, Entry]) -> None:
-    """Write a plan as JSON, through to the disk."""
+    """Write a plan as JSON and sync it to disk."""
     said = {
         key: {
             "dtype": str(entry.dtype).removeprefix("torch."),
@@ -84,13 +84,13 @@ def write_plan(file: Path, plan: Mapping[str, Entry]) -> None:
 
 
 def plan_of_json(data: bytes) -> Plan:
-    """The plan in JSON; ValueError saying what is wrong with it. `check` compares it with the files."""
+    """Parse a plan; raise a ValueError if it is invalid. `check` compares it with the files."""
     try:
         said = json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(said, dict):
-        raise ValueError("it is no object of tensors")
+        raise ValueError("it is not an object of tensors")
     return {key: _entry(key, value) for key, value in said.items()}
 
 
@@ -98,7 +98,7 @@ def _entry(key: str, said: Any) -> Entry:
     match said:
         case {"dtype": str(name), "shape": [*shape], "chunks": [*chunks]} if name in DTYPES:
             return Entry(DTYPES[name], size(shape), tuple(_chunk(key, chunk, DTYPES[name]) for chunk in chunks))
-    raise ValueError(f"{key!r} is no tensor of a dtype, a shape and chunks")
+    raise ValueError(f"{key!r} is invalid: a tensor must have a dtype, a shape and chunks")
 
 
 def _chunk(key: str, said: Any, dtype: torch.dtype) -> Chunk:
@@ -106,18 +106,18 @@ def _chunk(key: str, said: Any, dtype: torch.dtype) -> Chunk:
         case {"offset": [*offset], "shape": [*shape], "file": str(file), "start": start}:
             own = size(shape)
             return Chunk(tuple(size(offset)), own, file, natural(start), own.numel() * dtype.itemsize)
-    raise ValueError(f"{key!r} has a chunk that is none: it wants an offset, a shape, a file and a start")
+    raise ValueError(f"{key!r} has an invalid chunk: it must have an offset, a shape, a file and a start")
 
 
 def natural(number: Any) -> int:
-    """`number` if it is an integer from 0 to the length of the largest file; else ValueError."""
+    """Return `number` if it is an integer from 0 to the length of the largest file; else raise a ValueError."""
     if type(number) is not int or not 0 <= number < 2**63:
-        raise ValueError("a number in it is not a whole one in [0, 2^63)")
+        raise ValueError("a number in it is not an integer in [0, 2^63)")
     return number
 
 
 def size(numbers: Iterable[Any]) -> torch.Size:
-    """A shape or an offset; ValueError for one that no tensor can have."""
+    """Return a shape or an offset; raise a ValueError if no tensor can have it."""
     found = [natural(number) for number in numbers]
     if len(found) > _MOST_DIMS or math.prod(max(1, number) for number in found) > _MOST_ELEMENTS:
         raise ValueError(f"a shape in it has more than {_MOST_DIMS} dimensions, or more than 2^48 elements")
@@ -125,7 +125,7 @@ def size(numbers: Iterable[Any]) -> torch.Size:
 
 
 def check(folder: Path, plan: Plan) -> None:
-    """ValueError where the files of `folder` do not hold what the plan says, or chunks are not whole tensors."""
+    """Raise a ValueError if the files of `folder` do not match the plan, or chunks do not cover their tensors."""
     lengths: dict[str, int] = {}
     for key, entry in plan.items():
         check_whole(key, entry)
@@ -139,19 +139,19 @@ def check(folder: Path, plan: Plan) -> None:
     parts = sorted((c.file, c.start, c.start + c.length, key) for key, entry in plan.items() for c in entry.chunks if c.length)
     for (file, _, end, key), (after, start, _, other) in itertools.pairwise(parts):
         if file == after and start < end:
-            raise ValueError(f"{key!r} and {other!r} lie on the same bytes of {file}")
+            raise ValueError(f"{key!r} and {other!r} overlap in {file}")
 
 
 def check_whole(key: str, entry: Entry) -> None:
-    """ValueError where the chunks do not fill the tensor, each of its elements once.
+    """Raise a ValueError if the chunks do not cover the tensor, each element once.
 
-    They fill it if the corners of all chunks, those with an odd number of ends counted negative, add up to the corners of the whole: the
-    corners are the mixed difference of how often each element is stored.
+    They do if the corners of all chunks, with a negative sign for an odd number of upper ends, sum to the corners of the whole: the corners
+    are the mixed difference of the number of times that each element is stored.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, offset, shape in [(-1, (0,) * len(entry.shape), entry.shape), *((1, c.offset, c.shape) for c in entry.chunks)]:
         if len(offset) != len(entry.shape) or len(shape) != len(entry.shape):
-            raise ValueError(f"{key!r} is {tuple(entry.shape)}, and a chunk of it has another number of dimensions")
+            raise ValueError(f"{key!r} is {tuple(entry.shape)}, but one of its chunks has another number of dimensions")
         if any(start + length > whole for start, length, whole in zip(offset, shape, entry.shape, strict=True)):
             raise ValueError(f"{key!r} is {tuple(entry.shape)}; {tuple(shape)} at {offset} is beyond its end")
         for ends in itertools.product((0, 1), repeat=len(shape)):
@@ -159,7 +159,7 @@ def check_whole(key: str, entry: Entry) -> None:
             corners[corner] += sign * (-1) ** sum(ends)
     if any(corners.values()):
         stored = sum(chunk.shape.numel() for chunk in entry.chunks)
-        raise ValueError(f"the chunks of {key!r}, {stored} elements, do not fill its {tuple(entry.shape)}, each of its elements once")
+        raise ValueError(f"the chunks of {key!r}, {stored} elements, do not cover its {tuple(entry.shape)}, each element once")
 
 
 def _length(folder: Path, name: str) -> int:
@@ -169,11 +169,11 @@ def _length(folder: Path, name: str) -> int:
 
 
 def regular_file(file: Path) -> Path:
-    """`file` if it is a regular file; ValueError with the remedy for a link, a device or a pipe."""
+    """Return `file` if it is a regular file; raise a ValueError with a fix for a link, a device or a pipe."""
     try:
         mode = file.lstat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         raise ValueError(f"{file} is missing ({error})") from None
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{file} is no file but a link, a folder or a device; put the file itself there")
+        raise ValueError(f"{file} is a link, a folder or a device; replace it by a regular file")
     return file

@@ -1,8 +1,8 @@
-"""One job in a folder of checkpoints.
+"""Lock of a checkpoint folder, so that only one job saves in it.
 
-The lock is on a file in the folder, and files can be deleted and folders replaced while they are held: a second job would then lock
-another file and enter. So a job keeps the folder and the file open, which also keeps their inodes from being given to others, and sees
-before it writes whether the names still lead to them.
+The lock is on a file in the folder. The file can be deleted, or the folder replaced, while a job holds the lock; a second job would then
+lock another file. So a job keeps folder and file open, which also prevents reuse of their inodes, and checks before each save that their
+paths still lead to them.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ LOCK_FILE = ".lock"
 
 
 class FolderLock:
-    """A folder of checkpoints that this process holds; see `locked`."""
+    """A checkpoint folder that this process has locked; see `locked`."""
 
     def __init__(self, root: Path, folder: int, stream: BinaryIO) -> None:
         self.root, self._folder, self._stream = root, folder, stream
 
     def check(self) -> None:
-        """ValueError where the folder, or the lock in it, has been replaced: another job may have entered."""
+        """Raise a ValueError if the folder or its lock file was replaced, since another job may save there."""
         for path, descriptor in ((self.root, self._folder), (self.root / LOCK_FILE, self._stream.fileno())):
             try:
                 there = path.stat()
@@ -33,17 +33,18 @@ class FolderLock:
                 there = None
             if there is None or not os.path.samestat(there, os.fstat(descriptor)):
                 raise ValueError(
-                    f"{path} was {'deleted' if there is None else 'replaced'} while this job held it, and another may save there now: see "
-                    f"what is in {self.root}, and start again"
+                    f"{path} was {'deleted' if there is None else 'replaced'} while this job had locked it, and another may save there "
+                    "now: "
+                    f"check {self.root}, and start again"
                 )
 
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[FolderLock]:
-    """Hold a folder of checkpoints against other jobs as long as the block runs, however it ends (a kill frees it too).
+    """Lock a checkpoint folder against other jobs during the block; a kill releases the lock too.
 
     Raises:
-        ValueError: another job saves there, naming its host and process; or the folder cannot be written.
+        ValueError: if another job saves there, with its host and process; or if the folder cannot be written.
     """
     me = f"process {os.getpid()} on {socket.gethostname()}"
     with contextlib.ExitStack() as open_files:
@@ -54,17 +55,17 @@ def locked(root: Path) -> Iterator[FolderLock]:
             stream = open_files.enter_context(to_write(root / LOCK_FILE))
         except OSError as error:
             raise ValueError(
-                f"--save {root} cannot be written ({error.strerror}); give another folder, or the right to write there"
+                f"--save {root} cannot be written ({error.strerror}); choose another folder, or change its permissions"
             ) from None
         try:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not held on by the data loader's forks after a kill
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by data loader forks, which outlive a kill
         except BlockingIOError:
             holder = stream.read().decode("utf-8", "replace") or "another job"
             raise ValueError(
-                f"--save {root} is in use by {holder}; two jobs in one folder would lose checkpoints: end it, or give another --save"
+                f"--save {root} is in use by {holder}; two jobs in one folder would lose checkpoints: stop it, or choose another --save"
             ) from None
         stream.truncate(0)
         stream.write(me.encode())
         held = FolderLock(root, folder, stream)
-        held.check()  # the name may have gone to another file between opening and locking it
+        held.check()  # the file may have been replaced between opening and locking it
         yield held

@@ -1,8 +1,9 @@
-"""The second folder of checkpoints, that of `--non-persistent-save-interval`, and the choice between both folders at a start.
+"""The second checkpoint folder, for `--non-persistent-save-interval`, and the choice between both folders on resume.
 
-A non-persistent checkpoint is whole and in the same format, but only the newest is kept. It is in `--non-persistent-global-ckpt-dir`, or in
-`non_persistent` below `--save`. A start takes the newer of both folders. Such a checkpoint of an iteration that the run went back behind,
-by `--ckpt-step` or by a rollback, belongs to steps that are undone; `forget` deletes it before it could be taken for the newest.
+A non-persistent checkpoint has the same format, but only the newest is kept. It is in `--non-persistent-global-ckpt-dir`, or in
+`non_persistent` below `--save`. A run resumes from the newer of both folders. If the run goes back to an earlier iteration, by
+`--ckpt-step` or a rollback, later non-persistent checkpoints belong to undone steps; `forget` deletes them, so they are not mistaken for
+the newest.
 """
 
 from pathlib import Path
@@ -27,25 +28,25 @@ from megatron.lm.training.identity import Run
 
 
 def folder_of(settings: CheckpointConfig, root: str | Path) -> Path | None:
-    """The folder of non-persistent checkpoints beside those in `root`; None without `--non-persistent-save-interval`."""
+    """Return the folder of non-persistent checkpoints for `root`; None without `--non-persistent-save-interval`."""
     name = settings.non_persistent_folder(str(root))
     return None if name is None else Path(name)
 
 
 def any_in(settings: CheckpointConfig, root: Path) -> bool:
-    """Whether `root`, or its folder of non-persistent checkpoints, holds a checkpoint."""
+    """Return whether `root`, or its folder of non-persistent checkpoints, contains a checkpoint."""
     beside = folder_of(settings, root)
     return exists(root) or (beside is not None and exists(beside))
 
 
 def owner_of(settings: CheckpointConfig, root: Path) -> dict[str, Any] | None:
-    """`checkpoint.json` of a checkpoint that identifies the run in `root`; None where no checkpoint can be read."""
+    """Return `checkpoint.json` of a checkpoint that identifies the run in `root`; None if none can be read."""
     beside = folder_of(settings, root)
     return owner(root) or (None if beside is None else owner(beside))
 
 
 def candidates_of(settings: CheckpointConfig) -> Candidates:
-    """The checkpoints that `--load` may take, best first: those of both folders by their iteration, of one run."""
+    """Return the checkpoints of one run to try for `--load`, best first: those of both folders by iteration."""
     assert settings.load is not None
     root = Path(settings.load)
     found, beside = candidates(root, settings.ckpt_step, unhealthy=settings.load_unhealthy), folder_of(settings, root)
@@ -58,13 +59,13 @@ def candidates_of(settings: CheckpointConfig) -> Candidates:
             folders.append(folder)
         else:
             remarks.append(f"passed over: {folder} is a checkpoint of another run")
-    # A release of Megatron-LM has no iteration. Sorting keeps the order within a folder, where a replaced one follows its replacement.
+    # A release of Megatron-LM has no iteration. Sorting is stable within a folder, where a replaced checkpoint follows its replacement.
     folders.sort(key=lambda folder: -(iteration_of(folder) or 0))
     return Candidates(folders, remarks)
 
 
 def _is_of(run: dict[str, Any], folder: Path) -> bool:
-    """Whether a checkpoint is of the run of another, or cannot be read, which its reader reports."""
+    """Return whether a checkpoint is of `run`, or cannot be read, which loading it reports."""
     try:
         info = sealed_info(folder)
     except ValueError:
@@ -74,7 +75,7 @@ def _is_of(run: dict[str, Any], folder: Path) -> bool:
 
 
 def newest(settings: CheckpointConfig) -> Path:
-    """The first of `candidates_of` that looks whole; ValueError where there is none."""
+    """Return the first of `candidates_of` that looks complete; raise a ValueError if there is none."""
     assert settings.load is not None
     offered, problems = candidates_of(settings), list[str]()
     for folder in offered.folders:
@@ -88,14 +89,14 @@ def newest(settings: CheckpointConfig) -> Path:
 
 
 def forget(folder: Path, after: int) -> list[str]:
-    """Delete the checkpoints of a run behind iteration `after`, where it is now; returns lines that say so."""
+    """Delete the checkpoints of a run later than `after`, its current iteration; return lines that report it."""
     lines = []
     for path in sorted(folder.glob("iter_*")):
         number = iteration_of(path)
         if number is not None and number > after and (path / INFO_FILE).is_file():
             remove(path)
-            lines.append(f"deleted {path}: the run went back behind it, to iteration {after}")
+            lines.append(f"deleted {path}: the run went back to iteration {after}")
     if lines:
         (folder / LATEST_CHECKPOINT_FILE).unlink(missing_ok=True)
-        tidy(folder)  # writes it anew where a checkpoint is left
+        tidy(folder)  # rewrites the marker if a checkpoint is left
     return lines

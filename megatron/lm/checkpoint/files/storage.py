@@ -1,7 +1,7 @@
-"""Tensors on disk: every rank writes, a reader reads piece by piece, and no byte is code that runs.
+"""Tensors on disk: every rank writes its chunks, a reader reads regions, and no file can execute code.
 
-A tensor of the model is stored in chunks of any cut; a reader asks for a region of it and need not know the cut. Each rank writes the
-bytes of its chunks into a file of its own, and the first of them the plan (`plan`), which says where each chunk lies. Neither is a pickle.
+A tensor is stored in chunks of any layout; a reader requests a region and need not know the layout. Each rank writes the bytes of its
+chunks to its own file, and the first rank writes the plan (`index`) with the position of each chunk. Neither is a pickle.
 """
 
 import io
@@ -33,7 +33,7 @@ from megatron.lm.shell.opening import to_write
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A chunk to be stored: `tensor` stands at `offset` of the tensor named `key`, of the whole shape `shape`."""
+    """A chunk to store: `tensor` is at `offset` of the tensor named `key`, whose whole shape is `shape`."""
 
     key: str
     tensor: Tensor
@@ -42,7 +42,7 @@ class Item:
 
     @staticmethod
     def whole(key: str, tensor: Tensor) -> "Item":
-        """A tensor that is one chunk."""
+        """Return the item of a tensor with a single chunk."""
         return Item(key, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
@@ -56,13 +56,13 @@ class Region:
 
 
 def write(folder: Path, items: Iterable[Item], group: dist.ProcessGroup | None = None) -> None:
-    """Store the items of all ranks of `group` in `folder`, one file a rank, and the plan; all is on the disk then. Collective.
+    """Write the items of all ranks of `group` to `folder`, one file per rank, and the plan, and sync them to disk. Collective.
 
-    `group`: of a backend that moves CPU memory; None: this process alone.
+    `group`: with a backend for CPU tensors; None is this process alone.
 
     Raises:
-        ValueError: on every rank, where one cannot write, or the ranks' items are not whole tensors; where the plan cannot be written, on
-            the first rank.
+        ValueError: on every rank, if one cannot write or the ranks' items do not cover whole tensors; on the first rank, if the plan cannot
+            be written.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     own: Plan | str
@@ -80,7 +80,7 @@ def write(folder: Path, items: Iterable[Item], group: dist.ProcessGroup | None =
         for key, entry in part.items():
             before = plan.setdefault(key, Entry(entry.dtype, entry.shape, ()))
             if (entry.dtype, entry.shape) != (before.dtype, before.shape):
-                raise ValueError(f"{key!r} is {tuple(before.shape)} {before.dtype} on one rank, and another on the next")
+                raise ValueError(f"{key!r} is {tuple(before.shape)} {before.dtype} on one rank, but not on another")
             plan[key] = Entry(entry.dtype, entry.shape, before.chunks + entry.chunks)
     for key, entry in plan.items():
         check_whole(key, entry)
@@ -92,13 +92,13 @@ def write(folder: Path, items: Iterable[Item], group: dist.ProcessGroup | None =
 
 
 def _write_items(file: Path, items: Iterable[Item]) -> Plan:
-    """Write one rank's chunks, and say where they lie."""
+    """Write one rank's chunks, and return their positions."""
     plan: Plan = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     with to_write(file, "wb") as stream:
         for item in items:
             if item.tensor.dtype not in DTYPES.values():
-                raise ValueError(f"{item.key} is {item.tensor.dtype}; a checkpoint holds {', '.join(DTYPES)}")
+                raise ValueError(f"{item.key} is {item.tensor.dtype}; a checkpoint supports {', '.join(DTYPES)}")
             data = _memory(item.tensor.detach().cpu().contiguous())
             chunk = Chunk(item.offset, item.tensor.shape, file.name, stream.tell(), len(data))
             stream.write(data)
@@ -111,7 +111,7 @@ def _write_items(file: Path, items: Iterable[Item]) -> Plan:
 
 
 def _memory(x: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, where they are."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     return x.view(-1).view(torch.uint8).numpy().data
 
 
@@ -120,13 +120,13 @@ class Stored:
 
     Args:
         folder: of the checkpoint.
-        known: names of the files with checked digests; the plan may name no other. None: any of the folder.
+        known: names of the files with checked digests; the plan must not name others. None allows all files of the folder.
 
     Attributes:
         tensors: the plan: key -> dtype, whole shape and chunks of a stored tensor.
 
     Raises:
-        ValueError: the plan cannot be read, is impossible, or does not fit the files beside it.
+        ValueError: if the plan cannot be read, is invalid, or does not match the files.
     """
 
     def __init__(self, folder: Path, known: Collection[str] | None = None) -> None:
@@ -134,7 +134,7 @@ class Stored:
         file = folder / PLAN_FILE
         try:
             if (length := regular_file(file).stat().st_size) > LARGEST_PLAN:
-                raise ValueError(f"it is {length} bytes long; a plan has at most {LARGEST_PLAN}")
+                raise ValueError(f"it is {length} bytes long; the maximum is {LARGEST_PLAN}")
             self.tensors = plan_of_json(file.read_bytes())
             check(folder, self.tensors)
             used = {file.name} | {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
@@ -147,12 +147,12 @@ class Stored:
         """Fill the regions, CPU tensors of the stored dtypes.
 
         Raises:
-            ValueError: a region is not in the checkpoint, or a file cannot be read.
+            ValueError: if a region is not in the checkpoint, or a file cannot be read.
         """
         for region in regions:
             entry, shape, found = self._entry(region.key), region.into.shape, 0
             if region.into.dtype != entry.dtype:
-                raise ValueError(f"{self.folder}: {region.key} is {entry.dtype}, {region.into.dtype} is wanted; load an older checkpoint")
+                raise ValueError(f"{self.folder}: {region.key} is {entry.dtype}, expected {region.into.dtype}; load an older checkpoint")
             for chunk in entry.chunks if len(entry.shape) == len(shape) else ():
                 low = [max(a, b) for a, b in zip(region.offset, chunk.offset, strict=True)]
                 ends = zip(region.offset, shape, chunk.offset, chunk.shape, strict=True)
@@ -165,10 +165,10 @@ class Stored:
                     region.into[tuple(target)] = self._rows(entry, chunk, source)
                     found += math.prod(lengths)
             if found != shape.numel():
-                raise ValueError(f"{self.folder}: {region.key} is {tuple(entry.shape)}; {tuple(shape)} at {region.offset} is not all there")
+                raise ValueError(f"{self.folder}: {region.key} is {tuple(entry.shape)}; {tuple(shape)} at {region.offset} is not all in it")
 
     def _rows(self, entry: Entry, chunk: Chunk, part: Sequence[slice]) -> Tensor:
-        """A part of a chunk; only its own rows are read."""
+        """Return a part of a chunk, reading only its rows."""
         file, row = self.folder / chunk.file, math.prod(chunk.shape[1:]) * entry.dtype.itemsize
         try:
             with regular_file(file).open("rb") as stream:
@@ -181,7 +181,7 @@ class Stored:
         return found[(slice(None), *part[1:])] if part else found
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor, in the dtype in which it is stored."""
+        """Return a whole tensor in its stored dtype."""
         entry = self._entry(key)
         into = torch.empty(entry.shape, dtype=entry.dtype)
         self.read([Region(key, (0,) * into.dim(), into)])
@@ -189,7 +189,7 @@ class Stored:
 
     def _entry(self, key: str) -> Entry:
         if key not in self.tensors:
-            raise ValueError(f"{self.folder} holds no {key}")
+            raise ValueError(f"{self.folder} has no {key}")
         return self.tensors[key]
 
 

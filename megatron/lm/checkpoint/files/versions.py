@@ -1,7 +1,6 @@
-"""Versions of the checkpoint format: the content of each, the versions that are read, and the conversion of older ones.
+"""Versions of the checkpoint format: contents, supported versions, and conversion of older ones.
 
-`version` in `checkpoint.json` is the number of the format. It rises with every change that the reader before would misread or would not
-know.
+`version` in `checkpoint.json` is the number of the format. Every change that an older reader would misread or not know increments it.
 
 1   A folder with one file, `state.pt`, and no `checkpoint.json`.
 2   One file per rank, such as `mp_rank_00_000.pt`, and no `checkpoint.json`.
@@ -39,27 +38,27 @@ VERSION = 6
 
 
 def upgraded(info: dict[str, Any]) -> dict[str, Any]:
-    """`checkpoint.json` of any version that can be read -> of today's.
+    """Convert `checkpoint.json` of any supported version to the current one.
 
     Args:
-        info: contents of `checkpoint.json`; stays as it is.
+        info: contents of `checkpoint.json`; not modified.
 
     Raises:
-        ValueError: a version that is newer than this code, or too old for it; the message goes on from the name of the checkpoint.
+        ValueError: if the version is too new or too old; the message continues after the name of the checkpoint.
     """
     version, oldest = info.get("version"), min(_STEPS)
     if type(version) is not int:
-        raise ValueError(f"has checkpoint version {version!r}, which is no whole number; load an older checkpoint")
+        raise ValueError(f"has checkpoint version {version!r}, which is not an integer; load an older checkpoint")
     config = info.get("config", {})
     if not isinstance(config, dict) or not all(isinstance(values, dict) for values in config.values()):
         raise ValueError("has a configuration that is not sections of settings; load an older checkpoint")
     if version > VERSION:
         raise ValueError(
-            f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: take the code that wrote it, or newer"
+            f"has checkpoint version {version}, but this code reads versions {oldest} to {VERSION}: use the version that wrote it, or newer"
         )
     if version < oldest:
         raise ValueError(
-            f"has checkpoint version {version}, and this code reads versions {oldest} to {VERSION}: resume with the version of msamp that "
+            f"has checkpoint version {version}, but this code reads versions {oldest} to {VERSION}: resume with the version of msamp that "
             f"wrote it; to convert it, resume and save again with one that reads {version} and writes {oldest} or newer"
         )
     for name, is_one in _ENTRIES.items():
@@ -72,7 +71,7 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def files_of(info: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name -> bytes and sha256 of the other files; ValueError, going on from the checkpoint's name, where it says none."""
+    """Return bytes and sha256 of the other files by name; raise a ValueError, which continues after the checkpoint's name, if missing."""
     files = info.get("files")
     if not isinstance(files, dict):
         raise ValueError("has a checkpoint.json without a table of files; load an older checkpoint")
@@ -80,21 +79,21 @@ def files_of(info: dict[str, Any]) -> dict[str, dict[str, Any]]:
         match entry:
             case {"bytes": length, "sha256": str(digest)} if _natural(length) and re.fullmatch("[0-9a-f]{1,64}", digest):
                 continue
-        raise ValueError(f"has a checkpoint.json that says neither bytes nor SHA-256 of {name!r}; load an older checkpoint")
+        raise ValueError(f"has a checkpoint.json without bytes and SHA-256 of {name!r}; load an older checkpoint")
     return files
 
 
 def check_info(info: dict[str, Any]) -> None:
-    """Check the plain values of a checkpoint of today's version.
+    """Check the plain values of a checkpoint of the current version.
 
     Raises:
-        ValueError: a number out of range, an impossible loss scale, or settings of wrong types; the message goes on from the name of
-            the checkpoint.
+        ValueError: if a number is out of range, the loss scale is invalid, or settings have wrong types; the message continues after the
+            name of the checkpoint.
     """
     for name in _COUNTS:
         if not _natural(info.get(name)) or (name in _AT_LEAST_ONE and not info[name]):
             least = int(name in _AT_LEAST_ONE)
-            raise ValueError(f"has {name} {info.get(name)!r}; it must be a whole number from {least} on; load an older checkpoint")
+            raise ValueError(f"has {name} {info.get(name)!r}; it must be an integer of at least {least}; load an older checkpoint")
     match info.get("loss_scale"):
         case None:
             pass
@@ -103,7 +102,7 @@ def check_info(info: dict[str, Any]) -> None:
         ):
             pass
         case found:
-            raise ValueError(f"has the loss scale {found!r}, which is none; load an older checkpoint")
+            raise ValueError(f"has the invalid loss scale {found!r}; load an older checkpoint")
     try:
         config_from_dict(info.get("config", {}))
     except ValueError as problem:
@@ -118,7 +117,7 @@ _COUNTS = (
 
 
 def _is_run(entry: Any) -> bool:
-    """Whether `megatron.lm.training.identity` can have written it."""
+    """Return whether it is a valid entry of `megatron.lm.training.identity`."""
     match entry:
         case {"id": str(), "parent": None, "adopted": bool()}:
             return True
@@ -128,7 +127,7 @@ def _is_run(entry: Any) -> bool:
 
 
 def _is_health(entry: Any) -> bool:
-    """Whether `megatron.lm.training.health` can have written it."""
+    """Return whether it is a valid entry of `megatron.lm.training.health`."""
     if not isinstance(entry, dict):
         return False
     mean = entry.get("mean_loss")
@@ -136,7 +135,7 @@ def _is_health(entry: Any) -> bool:
 
 
 def _is_data(entry: Any) -> bool:
-    """Whether `megatron.lm.data.order` can have written it."""
+    """Return whether it is a valid entry of `megatron.lm.data.order`."""
     match entry:
         case {"order": str() | int(), "seed": int(), "datasets": [*datasets]}:
             return all(map(_is_dataset, datasets))
@@ -154,7 +153,7 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {"run": _is_run, "health": _is_heal
 
 
 def _finite(number: Any) -> bool:
-    return isinstance(number, int | float) and abs(number) <= sys.float_info.max  # isfinite raises for an int that is larger
+    return isinstance(number, int | float) and abs(number) <= sys.float_info.max  # isfinite raises for a larger int
 
 
 def _natural(number: Any) -> bool:
@@ -166,5 +165,5 @@ def _from_5(config: dict[str, dict[str, Any]]) -> None:
         config["precision"] |= {"master_rounding": "nearest", "moment_rounding": "nearest"}
 
 
-# Version -> the function that turns its configuration into the next one's.
+# Version -> the function that converts its configuration to the next version.
 _STEPS: dict[int, Callable[[dict[str, dict[str, Any]]], None]] = {5: _from_5}

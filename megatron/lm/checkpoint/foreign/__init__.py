@@ -1,1 +1,1 @@
-"""Parsers of checkpoints that other code wrote. None executes a pickle."""
+"""Parsers and writers for checkpoints of other code. None executes a pickle."""

@@ -1,4 +1,5 @@
-"""A checkpoint of Megatron-LM as one of ours: its shape against this run's flags, its iteration, samples and place in the schedule."""
+"""Read a checkpoint of Megatron-LM as one of ours: check its model against this run's flags, and convert iteration, samples and
+schedule."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -18,15 +19,15 @@ _BATCH = "global_batch_size"
 
 
 def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[str, Any], TorchDist]:
-    """What `checkpoint.json` says of a checkpoint of ours, for one of Megatron-LM, and its tensors.
+    """Return the equivalent of our `checkpoint.json` for a checkpoint of Megatron-LM, and its tensors.
 
-    The vocabulary is taken to be this run's tokenizer's: Megatron-LM stores only how many rows the embedding has.
+    The vocabulary is assumed to be that of this run's tokenizer: Megatron-LM only stores the number of embedding rows.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or has no iteration to resume at.
+        ValueError: if the checkpoint cannot be read, or has no iteration from which to resume.
     """
     if folder.name == RELEASE and not config.checkpoint.finetune:
-        raise ValueError(f"{folder} is a release of Megatron-LM, which stands at no iteration: take its weights with --finetune")
+        raise ValueError(f"{folder} is a release of Megatron-LM, which has no iteration: load its weights with --finetune")
     common = read_common(folder)
     stored = TorchDist(folder, common)
     args = arguments(common)
@@ -36,7 +37,7 @@ def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[s
         samples = natural(_schedule(common).get("num_steps", consumed))
         step = natural(stored.step)
     except (AttributeError, ValueError) as error:
-        raise ValueError(f"{folder / COMMON_FILE} has an impossible count ({error}); load an older checkpoint") from None
+        raise ValueError(f"{folder / COMMON_FILE} has an invalid count ({error}); load an older checkpoint") from None
     in_samples = config.schedule_steps.in_samples
     info = {
         **dict.fromkeys(("passed_over", "skipped_steps"), 0),
@@ -55,7 +56,7 @@ def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[s
 
 
 def _loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The dynamic loss scale of FP16 in the form that `msamp.fp16.scaler` loads; None if the checkpoint has none."""
+    """Return FP16's dynamic loss scale in the form that `msamp.fp16.scaler` loads; None if the checkpoint has none."""
     optimizer = common.get("optimizer")
     match optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None:
         case {"scale": float(scale), "growth_tracker": int(good), "hysteresis_tracker": int(left)} if scale > 0 and min(good, left) >= 0:
@@ -64,7 +65,7 @@ def _loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def arguments(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's arguments, by name; empty where the checkpoint has none."""
+    """Return Megatron-LM's arguments by name; empty if the checkpoint has none."""
     args = common.get("args")
     return args if isinstance(args, dict) else {}
 
@@ -75,7 +76,7 @@ def _size(args: Mapping[str, Any], axis: str) -> int:
 
 
 def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Config:
-    """This run's configuration with what the checkpoint in `folder` records of precision, grid, seed, data, length and schedule.
+    """Return this run's configuration with precision, grid, seed, data, length and schedule of the checkpoint in `folder`.
 
     The length and the schedule are converted to this run's unit, iterations or samples: Megatron-LM stores samples.
 
@@ -83,7 +84,7 @@ def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Co
         ValueError: the checkpoint records a length or a schedule that no run has.
     """
     args, found = arguments(common), config_to_dict(config)
-    precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # for the log alone
+    precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # only for the log
     found["precision"] = {"precision": precision}
     found["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
     length = "train_samples" if config.schedule_steps.in_samples else "train_iters"
@@ -96,11 +97,11 @@ def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Co
         found["optimizer"] |= _optimizer(common, config.schedule_steps.in_samples)
         return config_from_dict(found)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / COMMON_FILE} has an impossible schedule ({error}); load an older checkpoint") from None
+        raise ValueError(f"{folder / COMMON_FILE} has an invalid schedule ({error}); load an older checkpoint") from None
 
 
 def _optimizer(common: Mapping[str, Any], in_samples: bool) -> dict[str, Any]:
-    """What the checkpoint records of the learning rate and the weight decay, by field of `OptimizerConfig`."""
+    """Return learning rate and weight decay of the checkpoint, by field of `OptimizerConfig`."""
     args, schedule = arguments(common), _schedule(common)
     names = (*("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "decoupled_lr", "decoupled_min_lr")
     found = {name: args[name] for name in names if name in args}
@@ -112,25 +113,25 @@ def _optimizer(common: Mapping[str, Any], in_samples: bool) -> dict[str, Any]:
     step = 1 if in_samples else _samples_per_step(args, natural(args.get("consumed_train_samples", 0) or 0), natural(common["iteration"]))
     unit, other = ("samples", "iters") if in_samples else ("iters", "samples")
     found |= {f"lr_decay_{unit}": decay // step, f"lr_decay_{other}": None, f"lr_warmup_{other}": 0, "lr_warmup_fraction": None}
-    if warmup % step:  # --lr-warmup-fraction makes any number of it
+    if warmup % step:  # --lr-warmup-fraction may give any number
         return found | {f"lr_warmup_{unit}": 0, "lr_warmup_fraction": warmup / decay}
     return found | {f"lr_warmup_{unit}": int(warmup // step)}
 
 
 def _samples_per_step(args: Mapping[str, Any], consumed: int, iteration: int) -> int:
-    """Samples of an iteration of a run whose batch size is constant."""
+    """Return the samples per iteration of a run with a constant batch size."""
     return args.get(_BATCH) or max(1, consumed // max(1, iteration))
 
 
 def _schedule(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of Megatron-LM's learning-rate schedule; AttributeError where it is not a dictionary."""
+    """Return the state of Megatron-LM's learning-rate schedule; raise an AttributeError if it is not a dictionary."""
     schedule = common.get("opt_param_scheduler") or {}
     schedule.keys()
     return schedule  # type: ignore[no-any-return]
 
 
 def settings(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The flags of model, tokenizer and grid, by section, that describe the model of Megatron-LM's arguments."""
+    """Return the flags of model, tokenizer and grid, by section, for the model of Megatron-LM's arguments."""
     renamed = dict(args)
     if isinstance(bias := args.get("add_bias_linear"), bool):
         renamed["disable_bias_linear"] = not bias
@@ -147,7 +148,7 @@ def settings(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def differing(args: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The flags of `model` that do not describe the model of Megatron-LM's arguments, each with its value and the checkpoint's."""
+    """Return the flags of `model` that differ from Megatron-LM's arguments, each with its value and the checkpoint's."""
     expected: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -182,9 +183,9 @@ def _told(name: str, now: Any, then: Any) -> str:
 
 
 def check_names(stored: TorchDist, own: Iterable[str], num_layers: int) -> None:
-    """ValueError where the checkpoint holds weights that the model does not have, such as those of experts, or layers beyond its last.
+    """Raise a ValueError if the checkpoint has weights that the model does not have, such as experts, or layers after its last.
 
-    `own`: names of weights of a pipeline stage, in the whole model.
+    `own`: names of a pipeline stage's weights in the whole model.
     """
     suffixes = {suffix for layer, suffix in map(layer_of, own) if layer is not None}
     ends = ("embedding.word_embeddings.", "embedding.position_embeddings.", "decoder.final_layernorm.", "output_layer.")
@@ -196,6 +197,6 @@ def check_names(stored: TorchDist, own: Iterable[str], num_layers: int) -> None:
     ]
     if strange:
         raise ValueError(
-            f"{stored.folder} holds {len(strange)} weights that this model does not have, such as {strange[0]}: give the flags of the "
-            "model that was saved (experts, multi-latent attention and multi-token prediction are not read)"
+            f"{stored.folder} has {len(strange)} weights that this model does not have, such as {strange[0]}: use the flags of the "
+            "saved model (experts, multi-latent attention and multi-token prediction are not supported)"
         )

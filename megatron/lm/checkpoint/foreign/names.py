@@ -1,8 +1,8 @@
 """Names of a GPT's tensors in a checkpoint of Megatron-LM, and in ours.
 
-Megatron-LM stores a weight under its name, and the optimizer's states under `optimizer.state.KIND.` and that name. By default the layers
-are stacked: `decoder.layers.mlp.linear_fc2.weight` is [layers, ..]; with `non_homogeneous_layers` each has a name of its own, as in ours.
-The norm before a linear layer has the name of Transformer Engine's fused layer, whichever layers the model was built from.
+Megatron-LM stores a weight under its name, and the optimizer's states under `optimizer.state.KIND.` plus that name. By default layers are
+stacked: `decoder.layers.mlp.linear_fc2.weight` is [layers, ..]; with `non_homogeneous_layers` each has its own name, as in ours. The norm
+before a linear layer has the name of Transformer Engine's fused layer, even if the model does not use it.
 """
 
 import re
@@ -17,7 +17,7 @@ _LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 
 
 class MegatronName(NamedTuple):
-    """`prefix`: model, or the key of an optimizer state; `name`: ours, with `{}` for the layer's number where layers are stacked."""
+    """`prefix`: model, or the key of an optimizer state; `name`: ours, with `{}` for the layer number if layers are stacked."""
 
     prefix: str
     name: str
@@ -25,7 +25,7 @@ class MegatronName(NamedTuple):
 
 
 def ours(key: str) -> MegatronName | None:
-    """What a key of Megatron-LM stands for; None for one that is no weight and no state of a weight."""
+    """Return our name for a key of Megatron-LM; None if it is neither a weight nor a state of one."""
     prefix, name = "model", key
     if key.startswith(OPTIMIZER):
         kind, _, name = key.removeprefix(f"{OPTIMIZER}state.").partition(".")
@@ -39,7 +39,7 @@ def ours(key: str) -> MegatronName | None:
 
 
 def theirs(name: str) -> tuple[str, int | None]:
-    """The name in Megatron-LM of a weight of ours, with stacked layers, and its layer's number; None outside the layers."""
+    """Return Megatron-LM's name, with stacked layers, for one of our weights, and its layer number (None outside the layers)."""
     for megatron, own in _NORMS.items():
         name = name.replace(own, megatron)
     layer = _LAYER.fullmatch(name)
@@ -47,6 +47,6 @@ def theirs(name: str) -> tuple[str, int | None]:
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """The layer's number in a name of ours, and the rest; None and the name outside the layers."""
+    """Return the layer number in one of our names, and the rest; None and the name outside the layers."""
     layer = _LAYER.fullmatch(name)
     return (int(layer[1]), layer[2]) if layer else (None, name)

@@ -1,12 +1,12 @@
-"""Parse tensors that torch's distributed checkpoint (DCP) wrote, the format that Megatron-LM uses, without executing a pickle.
+"""Parse tensors of torch's distributed checkpoint (DCP), the format of Megatron-LM, without executing a pickle.
 
 The plan of such a checkpoint is a pickle, and each chunk is a zip file of `torch.save` with another pickle. The trainer's own checkpoints
 contain no pickle, so `loading` does not import this file.
 
-A pickle is a program. An unpickler imports any name, calls it, and sets attributes on any object. A list of permitted names is not enough,
-because BUILD changes a permitted class itself. Here each operation only records what it would have done: a name is text, a call and a
-new object are a `Record` of that name and its arguments, and BUILD gives a record its one state. Names are restricted to a short list, and
-operations to those that torch's writers use. The result is text, numbers, lists and records, from which the plan is taken.
+A pickle is a program: an unpickler imports any name, calls it, and sets attributes on any object. A list of permitted names is not enough,
+because BUILD can change a permitted class. This parser only records each operation: a name is text, a call or a new object is a `Record` of
+that name and its arguments, and BUILD sets the state of a record. Names are restricted to a short list, and operations to those that
+torch's writers use. The result is text, numbers, lists and records, from which the plan is built.
 """
 
 import io
@@ -36,7 +36,7 @@ _STORAGES = {
     "torch BoolStorage": torch.bool,
 }
 _MOST_VALUES = 2**20
-_BITS = "torch.storage UntypedStorage"  # the dtype stands beside it
+_BITS = "torch.storage UntypedStorage"  # its dtype is stored separately
 _PLANNER = "torch.distributed.checkpoint.planner "
 _METADATA = (_DCP + "Metadata", "megatron.core.dist_checkpointing.strategies.torch MCoreMetadata")
 _OBJECT = _DCP + "BytesStorageMetadata"
@@ -45,7 +45,7 @@ _CALLED = {
     *(_DCP + name for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")),
     *(_DCP + "MetadataIndex", _DCP + "StorageMeta", _DCP + "BytesStorageMetadata", _FILES + "_StorageInfo"),
     *("torch Size", "torch.serialization _get_layout"),
-    # The plan of each rank, which Megatron-LM adds for later saves, and megatron-core's own class of former versions.
+    # The plan of each rank, which Megatron-LM stores for later saves, and megatron-core's own class of earlier versions.
     *(_PLANNER + name for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
     "megatron.core.dist_checkpointing.strategies.torch MCoreMetadata",
     "megatron.core.dist_checkpointing.strategies.torch MCoreSavePlan",
@@ -54,7 +54,7 @@ _CALLED = {
 }
 _DTYPE_NAMES = {f"torch {name}": dtype for name, dtype in DTYPES.items()}
 _NAMED = _CALLED | _STORAGES.keys() | {_BITS} | _DTYPE_NAMES.keys()
-# Where the names of an argparse.Namespace and the plain state beside it come from: nothing of theirs is imported, called or built.
+# Modules of names in an argparse.Namespace and other plain state, which are never imported, called or built.
 PLAIN_MODULES = (
     *("argparse", "collections", "datetime", "enum", "megatron", "nemo", "numpy", "pathlib", "signal", "torch", "transformer_engine"),
     "types",
@@ -69,7 +69,7 @@ class Name:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """A dictionary as written: keys are not looked up, and so not hashed."""
+    """A dictionary as a list of pairs, so that keys are never hashed."""
 
 
 @dataclass(eq=False)
@@ -83,8 +83,7 @@ class Record:
 
 
 class _Machine:
-    """The stack and the memory of a pickle, which holds records where an unpickler has objects. `modules`: top-level modules of which any
-    name may stand in it."""
+    """The stack and memo of a pickle, with records instead of objects. `modules`: top-level modules of which it may contain any name."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         self.modules = frozenset(modules)
@@ -93,23 +92,23 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def do(self, operation: str, arg: Any) -> None:
-        """One operation; ValueError, TypeError or LookupError for one that no writer of a checkpoint would do."""
+        """Do one operation; raise ValueError, TypeError or LookupError if no writer of a checkpoint would use it."""
         if operation in _ATOMS:
             self.stack.append(_ATOMS[operation](arg))
         elif operation in _OPERATIONS:
             _OPERATIONS[operation](self, arg)
         else:
-            raise ValueError(f"it has the operation {operation}, which has no place in a checkpoint")
+            raise ValueError(f"it has the operation {operation}, which is not allowed in a checkpoint")
 
     def pop(self, kind: type = object) -> Any:
-        """The top of the stack, which must be a `kind`."""
+        """Pop the top of the stack, which must be a `kind`."""
         found = self.stack.pop()
         if not isinstance(found, kind):
-            raise TypeError(f"it has a {type(found).__name__} where a {kind.__name__} belongs")
+            raise TypeError(f"it has a {type(found).__name__} instead of a {kind.__name__}")
         return found
 
     def pop_mark(self) -> list[Any]:
-        """All objects since the last mark."""
+        """Pop all objects since the last mark."""
         found, self.stack = self.stack, self.marks.pop()
         return found
 
@@ -122,13 +121,13 @@ class _Machine:
             name, module = self.pop(str), self.pop(str)
             arg = f"{module} {name}"
         if arg not in _NAMED and arg.split(" ")[0].split(".")[0] not in self.modules:
-            raise ValueError(f"it names {arg.replace(' ', '.')!r}, which has no place in a checkpoint")
+            raise ValueError(f"it names {arg.replace(' ', '.')!r}, which is not allowed in a checkpoint")
         self.stack.append(Name(arg))
 
     def call(self, arg: Any) -> None:
         args, called = self.pop(tuple), self.pop(Name)
         if called.name not in _CALLED and (not self.modules or called.name in _DTYPE_NAMES):
-            raise ValueError(f"it calls {called.name}, which is no function of a checkpoint")
+            raise ValueError(f"it calls {called.name}, which is not allowed in a checkpoint")
         self.stack.append(Record(called.name, args))
 
     def build(self, arg: Any) -> None:
@@ -148,7 +147,7 @@ class _Machine:
         self.table().append((key, value))
 
     def table(self) -> Pairs:
-        """The dictionary on top of the stack, or what a subclass of it would hold."""
+        """Return the dictionary on top of the stack, or the content of a dict subclass."""
         top = self.top(object)
         if isinstance(top, Record) and top.name in ("collections OrderedDict", "collections defaultdict"):
             return top.pairs
@@ -211,14 +210,14 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def interpreted(data: bytes, modules: Sequence[str] = ()) -> Any:
-    """The content of a pickle of torch's distributed checkpoint: text, numbers, tuples, lists, `Pairs`, `Name`s and `Record`s.
+    """Parse a pickle of torch's distributed checkpoint to text, numbers, tuples, lists, `Pairs`, `Name`s and `Record`s.
 
     Args:
         data: the pickle.
-        modules: top-level modules of which any name may stand in it, as text; beside those of tensors and of the plan.
+        modules: top-level modules of which it may contain any name, as text, in addition to names for tensors and the plan.
 
     Raises:
-        ValueError: it is no such pickle, or has an operation that none of them has.
+        ValueError: if it is not such a pickle, or has another operation.
     """
     machine = _Machine(modules)
     try:
@@ -226,24 +225,24 @@ def interpreted(data: bytes, modules: Sequence[str] = ()) -> Any:
             machine.do(operation.name, arg)
         (found,) = machine.stack
     except IndexError:
-        raise ValueError("it takes from an empty stack") from None
+        raise ValueError("it pops an empty stack") from None
     except KeyError as error:
-        raise ValueError(f"it takes from place {error} of its memory, where nothing is") from None
+        raise ValueError(f"it reads place {error} of its memo, which is empty") from None
     except TypeError as error:
         raise ValueError(str(error)) from None
     return found
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
-    """The attributes of a record of the class `name`."""
+    """Return the attributes of a record of the class `name`."""
     if not isinstance(record, Record) or record.name != name or not record.state or not isinstance(record.state[0], Pairs):
-        raise ValueError(f"it has something else where a {name.rpartition(' ')[2]} belongs")
+        raise ValueError(f"it has something other than a {name.rpartition(' ')[2]}")
     return {key: value for key, value in record.state[0] if isinstance(key, str)}
 
 
 def _pairs(found: Any) -> Pairs:
     if not isinstance(found, Pairs):
-        raise ValueError("it has something else where a table belongs")
+        raise ValueError("it has something other than a table")
     return found
 
 
@@ -251,22 +250,22 @@ def _size(record: Any) -> torch.Size:
     match record:
         case Record("torch Size", (tuple(numbers),)):
             return size(numbers)
-    raise ValueError("it has something else where a shape belongs")
+    raise ValueError("it has something other than a shape")
 
 
 def _dtype(properties: Any) -> torch.dtype:
     match properties:
         case Record(_, (), [(Name(name), *_)]) if name in _DTYPE_NAMES:
             return _DTYPE_NAMES[name]
-    raise ValueError("it has a tensor of a dtype that no checkpoint holds")
+    raise ValueError("it has a tensor of an unsupported dtype")
 
 
 def plan_of_pickle(data: bytes) -> Plan:
-    """The plan that the pickle in `.metadata` describes, with the bytes of the zip files as those of the chunks; without the objects
-    beside the tensors, which are pickles of any content and are not read.
+    """Return the plan in the pickle `.metadata`, where each chunk is a zip file. Objects that are not tensors are arbitrary pickles, which
+    are not read.
 
     Raises:
-        ValueError: it describes no plan.
+        ValueError: if it has no valid plan.
     """
     content = interpreted(data)
     root = _fields(content, _METADATA[1] if isinstance(content, Record) and content.name == _METADATA[1] else _METADATA[0])
@@ -280,9 +279,9 @@ def plan_of_pickle(data: bytes) -> Plan:
             case {"fqn": str(key), "offset": offset}, {"relative_path": str(file), "offset": start, "length": length}:
                 where[key, _size(offset)] = file, natural(start), natural(length)
             case _:
-                raise ValueError("it has a chunk that lies nowhere")
+                raise ValueError("it has a chunk without a position")
     plan: Plan = {}
-    places = len(where)  # no list of chunks can be read more often than there are places for them
+    places = len(where)  # chunks cannot be more than their positions, even if the pickle repeats a list
     for key, record in _pairs(root.get("state_dict_metadata")):
         if isinstance(record, Record) and record.name == _OBJECT:
             continue
@@ -291,7 +290,7 @@ def plan_of_pickle(data: bytes) -> Plan:
                 places -= len(chunks)
                 plan[key] = Entry(_dtype(properties), _size(shape), tuple(_chunk(key, chunk, where) for chunk in chunks))
             case _:
-                raise ValueError("it has a tensor without a dtype, a shape, or places for its chunks")
+                raise ValueError("it has a tensor without a dtype, a shape, or positions of its chunks")
     return plan
 
 
@@ -299,58 +298,58 @@ def _chunk(key: str, record: Any, where: dict[tuple[str, torch.Size], tuple[str,
     match _fields(record, _DCP + "ChunkStorageMetadata"):
         case {"offsets": offsets, "sizes": sizes} if (key, _size(offsets)) in where:
             return Chunk(tuple(_size(offsets)), _size(sizes), *where[key, _size(offsets)])
-    raise ValueError(f"{key!r} has a chunk that lies nowhere")
+    raise ValueError(f"{key!r} has a chunk without a position")
 
 
 def chunk_of_zip(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """The tensor that `torch.save` has written as `data`, which must have this dtype and shape.
+    """Return the tensor in `data`, a file of `torch.save`, which must have this dtype and shape.
 
     Raises:
-        ValueError: it holds no tensor, or another one.
+        ValueError: if it contains no tensor, or another one.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             held = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if any(info.compress_type != zipfile.ZIP_STORED for info in held.values()):
-                raise ValueError("a chunk is compressed, which torch's are not")
+                raise ValueError("a chunk is compressed, but torch does not compress")
             pickled, elements = (archive.read(held[name]) for name in ("data.pkl", "data/0"))
             if "byteorder" in held and archive.read(held["byteorder"]) != b"little":
                 raise ValueError("a chunk is not little-endian")
     except (zipfile.BadZipFile, KeyError, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
-        raise ValueError(f"a chunk is no tensor as torch saves it ({error})") from None
+        raise ValueError(f"a chunk is not a tensor file of torch.save ({error})") from None
     match interpreted(pickled):
         case Record("torch._utils _rebuild_tensor_v2", (storage, 0, tuple(sizes), tuple(strides), *_)):
             found = _STORAGES.get(_storage(storage))
         case Record("torch._utils _rebuild_tensor_v3", (storage, 0, tuple(sizes), tuple(strides), _, _, Name(name), *_)):
             found = _DTYPE_NAMES.get(name) if _storage(storage) == _BITS else None
         case _:
-            raise ValueError("a chunk is no tensor as torch saves it")
+            raise ValueError("a chunk is not a tensor file of torch.save")
     if found != dtype or size(sizes) != shape or len(elements) != shape.numel() * dtype.itemsize:
-        raise ValueError(f"a chunk that the plan says to be {tuple(shape)} {dtype} is another")
+        raise ValueError(f"a chunk is not {tuple(shape)} {dtype}, as in the plan")
     flat = torch.frombuffer(bytearray(elements), dtype=torch.uint8).view(dtype) if elements else torch.empty(0, dtype=dtype)
     try:
         return flat.as_strided(shape, [natural(stride) for stride in strides])
     except RuntimeError:
-        raise ValueError("a chunk's strides lead out of it") from None
+        raise ValueError("a chunk's strides exceed its storage") from None
 
 
 def plain_of_zip(data: bytes) -> Any:
-    """The plain values that `torch.save` has written as `data`: an argparse.Namespace and a dictionary become a `dict` of their text keys;
-    a tensor of one element becomes its number, and what no number, text, list or tuple says (other tensors, classes) None.
+    """Return the plain values in `data`, a file of `torch.save`: an argparse.Namespace or dictionary becomes a `dict` of its text keys, a
+    tensor of one element its number, and everything else but numbers, text, lists and tuples (other tensors, classes) None.
 
     Raises:
-        ValueError: it is no file of `torch.save`, or a pickle that names what has no place in a checkpoint.
+        ValueError: if it is not a file of `torch.save`, or has names that are not allowed in a checkpoint.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (name,) = (name for name in archive.namelist() if name.partition("/")[2] == "data.pkl")
             if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
-                raise ValueError("it is compressed, which torch's files are not")
+                raise ValueError("it is compressed, but torch does not compress")
             pickled, folder = archive.read(name), name.removesuffix("data.pkl")
             small = {info.filename.removeprefix(f"{folder}data/"): info for info in archive.infolist() if 0 < info.file_size <= 8}
             numbers = {key: archive.read(info) for key, info in small.items() if info.compress_type == zipfile.ZIP_STORED}
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
-        raise ValueError(f"it is no file of torch.save ({error})") from None
+        raise ValueError(f"it is not a file of torch.save ({error})") from None
     try:
         return _plain(interpreted(pickled, PLAIN_MODULES), iter(range(_MOST_VALUES)), numbers)
     except RecursionError:
@@ -358,8 +357,8 @@ def plain_of_zip(data: bytes) -> Any:
 
 
 def _plain(found: Any, left: Iterator[int], numbers: dict[str, bytes]) -> Any:
-    """`left`: as many numbers as values may still be taken, since a list that holds another twice, and so on, grows without bounds.
-    `numbers`: the bytes of storages that may be one number.
+    """`left`: has one item per value that may still be read, since nested lists that repeat others grow exponentially. `numbers`: bytes of
+    storages that may be a single number.
     """
     if next(left, None) is None:
         raise ValueError(f"it has more than {_MOST_VALUES} values")

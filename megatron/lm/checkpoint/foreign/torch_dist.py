@@ -1,13 +1,13 @@
-"""Read a `torch_dist` checkpoint of Megatron-LM under our names, whatever grid wrote it, without executing a pickle.
+"""Read a `torch_dist` checkpoint of Megatron-LM from any grid under our names, without executing a pickle.
 
-    iter_0000010/.metadata       which tensors there are, and where in which file each chunk lies (a pickle: `pickled`)
+    iter_0000010/.metadata       the tensors, and file and position of each chunk (a pickle: `pickled`)
     iter_0000010/__0_0.distcp    chunks, each a file of `torch.save`
     iter_0000010/common.pt       arguments, iteration, schedule and the optimizer's step count (a pickle)
-    iter_0000010/metadata.json   names the format
+    iter_0000010/metadata.json   the name of the format
 
-The layout `fully_sharded_model_space`, up to megatron-core 0.14, flattens each tensor-parallel shard of an optimizer state and cuts it
-among data-parallel ranks: a state of [X, Y] whose shards are [x, y] is stored as [X / x, Y / y, x y]. The shards are put together here.
-`dp_reshardable` cuts the concatenation of all parameters, whose order no file says: of such a checkpoint the weights alone are read.
+The layout `fully_sharded_model_space`, up to megatron-core 0.14, flattens each tensor-parallel shard of an optimizer state and splits it
+over data-parallel ranks: a state of [X, Y] with shards of [x, y] is stored as [X / x, Y / y, x y]. This file joins the shards.
+`dp_reshardable` splits the concatenation of all parameters, whose order is not stored, so only weights are read from such a checkpoint.
 `_extra_state` (scales and amax histories of Transformer Engine) and random states are not read.
 """
 
@@ -31,25 +31,25 @@ _DP_RESHARDABLE = f"{OPTIMIZER}distributed."
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether Megatron-LM's distributed checkpointing wrote the folder."""
+    """Return whether Megatron-LM's distributed checkpointing wrote the folder."""
     return (folder / FORMAT_FILE).is_file() and (folder / COMMON_FILE).is_file()
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """The plain values of `common.pt` (`pickled.plain_of_zip`).
+    """Return the plain values of `common.pt` (`pickled.plain_of_zip`).
 
     Raises:
-        ValueError: the folder has another format, or the file cannot be read; the message names it.
+        ValueError: if the folder has another format, or the file cannot be read.
     """
     file = folder / FORMAT_FILE
     try:
         found = json.loads(_bytes(file))
         if not isinstance(found, dict) or found.get("sharded_backend") != "torch_dist":
-            raise ValueError("it does not say sharded_backend torch_dist; save it with --ckpt-format torch_dist")
+            raise ValueError("its sharded_backend is not torch_dist; save it with --ckpt-format torch_dist")
         file = folder / COMMON_FILE
         common = plain_of_zip(_bytes(file))
         if not isinstance(common, dict):
-            raise ValueError("it holds no table")
+            raise ValueError("it has no table")
     except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
     return common
@@ -57,33 +57,33 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 def _bytes(file: Path) -> bytes:
     if (length := regular_file(file).stat().st_size) > LARGEST_PLAN:
-        raise ValueError(f"it is {length} bytes long; it may have {LARGEST_PLAN}")
+        raise ValueError(f"it is {length} bytes long; the maximum is {LARGEST_PLAN}")
     return file.read_bytes()
 
 
 @dataclass(frozen=True)
 class _Tile(Chunk):
-    """A chunk of one of our tensors: the stored chunks whose elements follow each other in it, or one and the layer taken from it."""
+    """A chunk of one of our tensors: consecutive stored chunks, or a layer of one stored chunk."""
 
     parts: tuple[Chunk, ...]
     layer: int | None = None
 
 
 class TorchDist(Stored):
-    """The tensors of a Megatron-LM checkpoint under the keys of ours: `model/NAME`, and of the optimizer `master/NAME`, `exp_avg/NAME`,
+    """The tensors of a Megatron-LM checkpoint under our keys: `model/NAME`, and for the optimizer `master/NAME`, `exp_avg/NAME`,
     `exp_avg_sq/NAME` and `step/NAME`.
 
     Args:
         folder: of the checkpoint.
         common: contents of its `common.pt`.
-        known: names of the files with checked digests; the plan may name no other. None: any of the folder.
+        known: names of the files with checked digests; the plan must not name others. None allows all files of the folder.
 
     Attributes:
         step: of the optimizer.
-        moments_refused: what to say where the optimizer's states are asked for and cannot be read; None where they can, or there are none.
+        moments_refused: the error message for loading optimizer states that cannot be read; None if they can, or there are none.
 
     Raises:
-        ValueError: the plan cannot be read, is impossible, or does not fit the files beside it.
+        ValueError: if the plan cannot be read, is invalid, or does not match the files.
     """
 
     def __init__(self, folder: Path, common: Mapping[str, Any], known: Collection[str] | None = None) -> None:
@@ -94,8 +94,8 @@ class TorchDist(Stored):
             plan = plan_of_pickle(_bytes(file))
             if any(key.startswith(_DP_RESHARDABLE) for key in plan):
                 self.moments_refused = (
-                    f"{folder} stores the optimizer's states as dp_reshardable, whose order only the run that wrote it knows: save it in "
-                    "Megatron-LM with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim or --finetune"
+                    f"{folder} stores the optimizer's states as dp_reshardable, which does not record their order: save it in "
+                    "Megatron-LM with --dist-ckpt-optim-fully-reshardable, or load only the weights with --no-load-optim or --finetune"
                 )
             named = {key: name for key in plan if (name := ours(key)) is not None}
             read = {key: plan[key] for key in named}
@@ -111,7 +111,7 @@ class TorchDist(Stored):
             self.tensors[f"step/{key.removeprefix('exp_avg/')}"] = Entry(torch.float32, torch.Size(()), ())
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor, in the dtype in which it is stored."""
+        """Return a whole tensor in its stored dtype."""
         return torch.tensor(float(self.step)) if key.startswith("step/") and key in self.tensors else super().tensor(key)
 
     def _rows(self, entry: Entry, chunk: Chunk, part: Sequence[slice]) -> Tensor:
@@ -132,7 +132,7 @@ class TorchDist(Stored):
 
 
 def optimizer_step(common: Mapping[str, Any]) -> int:
-    """The optimizer's step count in `common.pt`: of a distributed optimizer in each of its groups, of another one beside the states."""
+    """Return the optimizer's step count in `common.pt`: in the groups of a distributed optimizer, else next to the states."""
     found = [common.get("optimizer")]
     while found:
         here = found.pop(0)
@@ -177,13 +177,13 @@ def _of_layer(chunk: Chunk, layer: int) -> _Tile:
 
 
 def _joined(key: str, entry: Entry, whole: torch.Size) -> Entry:
-    """A state of `fully_sharded_model_space` in the shape of its weight: a chunk per tensor-parallel shard."""
+    """Return a state of `fully_sharded_model_space` in the shape of its weight, with one chunk per tensor-parallel shard."""
     counts, length = entry.shape[:-1], entry.shape[-1]
     if any(count == 0 or size % count for size, count in zip(whole, counts, strict=True)):
         raise ValueError(f"{key!r} is {tuple(entry.shape)}, which does not divide the shape {tuple(whole)} of its weight into shards")
     shape = torch.Size(size // count for size, count in zip(whole, counts, strict=True))
     if shape.numel() != length or any(any(n != 1 for n in chunk.shape[:-1]) for chunk in entry.chunks):
-        raise ValueError(f"{key!r} is {tuple(entry.shape)}, and shards of {tuple(shape)} elements are needed")
+        raise ValueError(f"{key!r} is {tuple(entry.shape)}, but shards of {tuple(shape)} elements are required")
     parts = sorted((chunk for chunk in entry.chunks if chunk.shape.numel()), key=lambda chunk: chunk.offset)
     tiles = []
     for shard, group in itertools.groupby(parts, key=lambda chunk: chunk.offset[:-1]):
@@ -194,5 +194,5 @@ def _joined(key: str, entry: Entry, whole: torch.Size) -> Entry:
 
 
 def names_of_weights(stored: Stored) -> Iterator[str]:
-    """Our names of the weights that a checkpoint of Megatron-LM holds."""
+    """Yield our names of the weights in a checkpoint of Megatron-LM."""
     return (key.removeprefix("model/") for key in stored.tensors if key.startswith("model/"))

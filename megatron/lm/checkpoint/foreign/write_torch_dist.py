@@ -1,7 +1,7 @@
 """Write a `torch_dist` checkpoint that plain megatron-core loads: torch's distributed checkpoint with megatron-core's planner.
 
-megatron-core's own `dist_checkpointing.save` writes through a process that it starts; here each rank writes its file itself, so that a
-thread can save while training goes on. The files are the same.
+megatron-core's `dist_checkpointing.save` starts a process to write. Here each rank writes its file itself, so that a thread can save while
+training continues. The files are the same.
 """
 
 import io
@@ -23,22 +23,22 @@ from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, FORMAT_FILE
 from megatron.lm.shell.opening import to_write
 
-FILES = (PLAN_FILE, COMMON_FILE, FORMAT_FILE)  # those of the first rank, beside its data
+FILES = (PLAN_FILE, COMMON_FILE, FORMAT_FILE)  # written by the first rank, in addition to its data
 BACKEND = "torch_dist"
 
 
 def write(folder: Path, items: Iterable[Item], common: Mapping[str, Any], objects: Iterable[str], group: dist.ProcessGroup | None) -> None:
-    """Store the items of all ranks in `folder`, one file per rank, with what is not a tensor; all is on the disk then. Collective.
+    """Write the items of all ranks to `folder`, one file per rank, and the non-tensor values, and sync them to disk. Collective.
 
     Args:
-        folder: exists, and is empty.
+        folder: must exist and be empty.
         items: this rank's chunks, under Megatron-LM's keys.
         common: plain values and an argparse.Namespace; the first rank's are written.
-        objects: keys under which a loader expects an object, which is None here; the first rank's are written.
-        group: the ranks that meet, of a backend that moves CPU memory; None: this process alone.
+        objects: keys where a loader expects an object, which is None here; the first rank's are written.
+        group: with a backend for CPU tensors; None is this process alone.
 
     Raises:
-        OSError, RuntimeError: on every rank, where one cannot write.
+        OSError, RuntimeError: on every rank, if one cannot write.
     """
     first = group is None or dist.get_rank(group) == 0
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
@@ -68,7 +68,7 @@ def _shard(item: Item) -> CheckpointableShardedTensor:
 
 
 def _nothing() -> io.BytesIO:
-    """A list of one None, as megatron-core stores an object."""
+    """Return a list with one None, which is how megatron-core stores an object."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream

@@ -84,16 +84,16 @@ def foreign(*files: str) -> Callable[[Path], object]:
 TORN = {
     "a flipped bit in a shard": Fault(flip(DATA), f"{DATA} is damaged: its SHA-256 is not that in {INFO_FILE}"),
     "a flipped bit in the plan": Fault(flip(PLAN), f"{PLAN} is damaged: its SHA-256 is not that in {INFO_FILE}"),
-    "a truncated shard": Fault(cut(DATA), rf"{DATA} is \d+ bytes long; it should be \d+ bytes long"),
+    "a truncated shard": Fault(cut(DATA), rf"{DATA} is \d+ bytes long; expected \d+ bytes"),
     "a missing shard": Fault(gone(DATA), f"{DATA} is missing"),
     "a missing plan": Fault(gone(PLAN), f"{PLAN} is missing"),
-    "a missing checkpoint.json": Fault(gone(INFO_FILE), f"is no checkpoint, or one without {INFO_FILE}"),
+    "a missing checkpoint.json": Fault(gone(INFO_FILE), f"is not a checkpoint, or has no {INFO_FILE}"),
     "an edited checkpoint.json": Fault(edited('"consumed_samples": 16', '"consumed_samples": 17'), f"{INFO_FILE} is damaged: its seal"),
     "a truncated checkpoint.json": Fault(cut(INFO_FILE), f"{INFO_FILE} cannot be read"),
     "an older version of ours": Fault(foreign("mp_rank_00_000.pt", "rng_00000.pt"), "was written by an earlier version of this code"),
-    "a version to come": Fault(lambda folder: seal(folder, version=99), "has checkpoint version 99, and this code reads versions 5 to"),
+    "a version to come": Fault(lambda folder: seal(folder, version=99), "has checkpoint version 99, but this code reads versions 5 to"),
     "Megatron-LM's": Fault(foreign("mp_rank_00/model_optim_rng.pt"), "was written by Megatron-LM"),
-    "any folder": Fault(foreign("weights.pt"), "is no checkpoint"),
+    "any folder": Fault(foreign("weights.pt"), "is not a checkpoint"),
     "a checkpoint.json that leads out": Fault(
         lambda folder: seal(folder, files={"../../secret": {"bytes": 1, "sha256": "0"}}), r"names '\.\./\.\./secret', which is outside"
     ),
@@ -156,27 +156,26 @@ SOUND = {  # in its digests
     "infinity in v": Fault(changed(of("exp_avg_sq"), first(INFINITE)), f"{of('exp_avg_sq')} holds 1 values that are NaN"),
     "a stale scale of a weight, too large": Fault(
         changed(scale("model"), times(2)),
-        f"{of('model')} is .* where its master is .* one of their scales is stale, or one is another layer's",
+        f"{of('model')} is .* but its master is .* one of their scales is stale, or one is from another layer",
     ),
     "a stale scale of a weight, too small": Fault(
         changed(scale("model"), times(0.5)),
-        f"{of('model')} is .* where its master is .* one of their scales is stale, or one is another layer's",
+        f"{of('model')} is .* but its master is .* one of their scales is stale, or one is from another layer",
     ),
     "a stale scale of a master": Fault(
         changed(scale("master"), times(4)),
-        f"{of('model')} is .* where its master is .* one of their scales is stale, or one is another layer's",
+        f"{of('model')} is .* but its master is .* one of their scales is stale, or one is from another layer",
     ),
-    "a scale that is no power of two": Fault(changed(scale("exp_avg"), times(1.5)), f"{of('exp_avg')} has scale_inv .* no power of two"),
-    "a scale of 0": Fault(changed(scale("model"), times(0)), f"{of('model')} has scale_inv 0, which is no power of two"),
-    "a negative scale": Fault(changed(scale("master"), times(-1)), f"{of('master')} has scale_inv -.*, which is no power of two"),
+    "a scale that is no power of two": Fault(changed(scale("exp_avg"), times(1.5)), f"{of('exp_avg')} has scale_inv .* not a power of two"),
+    "a scale of 0": Fault(changed(scale("model"), times(0)), f"{of('model')} has scale_inv 0, which is not a power of two"),
+    "a negative scale": Fault(changed(scale("master"), times(-1)), f"{of('master')} has scale_inv -.*, which is not a power of two"),
     "a master's scale of 2^127": Fault(
-        changed(scale("master"), lambda x: torch.full_like(x, 2.0**127)), rf"{of('master')} has scale_inv 1.70141e\+38, which is no power"
+        changed(scale("master"), lambda x: torch.full_like(x, 2.0**127)),
+        rf"{of('master')} has scale_inv 1.70141e\+38, which is not a power",
     ),
-    "a negative value in v": Fault(
-        changed(of("exp_avg_sq"), first(-1.0)), f"{of('exp_avg_sq')}, a mean of squares, holds 1 values below 0"
-    ),
-    "two layers' weights exchanged": Fault(exchanged("model"), "is .* where its master is .*, or one is another layer's"),
-    "two layers' masters exchanged": Fault(exchanged("master"), "is .* where its master is .*, or one is another layer's"),
+    "a negative value in v": Fault(changed(of("exp_avg_sq"), first(-1.0)), f"{of('exp_avg_sq')}, a mean of squares, has 1 negative values"),
+    "two layers' weights exchanged": Fault(exchanged("model"), "is .* but its master is .*, or one is from another layer"),
+    "two layers' masters exchanged": Fault(exchanged("master"), "is .* but its master is .*, or one is from another layer"),
     "a step that is NaN": Fault(changed(of("step"), first(NAN)), rf"step/{FC1} is nan; it must be one torch.float32 in \[0, 4\]"),
     "a step to come": Fault(changed(of("step"), first(5)), f"step/{FC1} is 5.0; it must be"),
     "more than one step": Fault(changed(of("step"), lambda x: x.expand(2).clone()), rf"step/{FC1} is \[.*\]; it must be one"),
@@ -187,18 +186,19 @@ SOUND = {  # in its digests
         for name, values in {"scale": (0, INFINITE, NAN), "history": (-1,)}.items()
         for value in values
     },
-    "random states that are none": Fault(changed("rng/0/torch", torch.zeros_like), "its random states are none .*--no-load-rng"),
-    "a weight of whole numbers": Fault(changed(of("model", NORM), lambda x: x.long()), f"{of('model', NORM)} is torch.int64, which is no"),
+    "random states that are none": Fault(changed("rng/0/torch", torch.zeros_like), "its random states are invalid .*--no-load-rng"),
+    "a weight of whole numbers": Fault(changed(of("model", NORM), lambda x: x.long()), f"{of('model', NORM)} is torch.int64, which is not"),
     "an infinite scale": Fault(changed(scale("exp_avg_sq"), times(INFINITE)), f"{of('exp_avg_sq')} has scale_inv inf"),
     "a scale that is NaN": Fault(changed(scale("model"), times(NAN)), f"{of('model')} has scale_inv nan"),
-    "FP8 without a scale": Fault(lambda f: rewrite(f, {}, [scale("model")]), rf"holds no {scale('model')}"),
-    "a weight missing": Fault(lambda f: rewrite(f, {}, [of("model", NORM)]), f"holds no {of('model', NORM)}; load an older"),
-    "m missing": Fault(lambda f: rewrite(f, {}, [of("exp_avg")]), f"holds no {of('exp_avg')}; load an older"),
+    "FP8 without a scale": Fault(lambda f: rewrite(f, {}, [scale("model")]), rf"has no {scale('model')}"),
+    "a weight missing": Fault(lambda f: rewrite(f, {}, [of("model", NORM)]), f"has no {of('model', NORM)}; load an older"),
+    "m missing": Fault(lambda f: rewrite(f, {}, [of("exp_avg")]), f"has no {of('exp_avg')}; load an older"),
     "a weight of another shape": Fault(
-        changed(of("model", NORM), lambda x: x[:3].clone()), rf"{of('model', NORM)} is \(3,\), the model wants \(32,\)"
+        changed(of("model", NORM), lambda x: x[:3].clone()), rf"{of('model', NORM)} is \(3,\), but the model requires \(32,\)"
     ),
     "no states at all": Fault(
-        lambda f: rewrite(f, {}, [key for key in tensors(f) if key.startswith("exp_avg")]), "holds weights alone; load them with --finetune"
+        lambda f: rewrite(f, {}, [key for key in tensors(f) if key.startswith("exp_avg")]),
+        "contains only weights; load them with --finetune",
     ),
     "a place in the run that is none": Fault(lambda f: seal(f, schedule_steps=None), "iter_0000004 has schedule_steps None; it must be"),
     "a setting of another type": Fault(lambda f: seal(f, config={"model": {"num_layers": "2"}}), "has a configuration that cannot be read"),
@@ -286,7 +286,7 @@ def test_code_in_a_plan_does_not_run(made: Trainer, copy: Path):
 def test_both_damaged(made: Trainer, copy: Path):
     flip(DATA)(copy / "iter_0000004")
     gone(PLAN)(copy / "iter_0000002")
-    said = rf"holds no whole healthy checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{PLAN} is missing.*Restore one"
+    said = rf"has no complete healthy checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{PLAN} is missing.*Restore one"
     refused(made, copy, said)
 
 
@@ -295,7 +295,7 @@ def test_a_named_iteration_is_not_replaced_by_another(made: Trainer, copy: Path)
     made.training.config = pointed(made.training.config, ckpt_step=4)
     refused(made, copy, rf"iter_0000004/{DATA} is damaged")
     made.training.config = pointed(made.training.config, ckpt_step=3)
-    refused(made, copy, r"holds no checkpoint of iteration 3; it holds iterations 2, 4 \(name one by --ckpt-step\)")
+    refused(made, copy, r"has no checkpoint of iteration 3; it has iterations 2, 4 \(choose one with --ckpt-step\)")
 
 
 @pytest.mark.parametrize("marker", [None, "", "four"])
@@ -306,10 +306,10 @@ def test_a_marker_that_leads_nowhere(made: Trainer, copy: Path, marker: str | No
         (copy / MARKER).write_text(marker)
     load(made.training)
     assert made.training.iteration == 4
-    assert f"{MARKER} is missing or names no iteration: the newest healthy checkpoint is looked for" in capsys.readouterr().out
+    assert f"{MARKER} is missing or invalid: using the newest healthy checkpoint" in capsys.readouterr().out
     for path in copy.glob("iter_*"):
         shutil.rmtree(path)
-    refused(made, copy, f"{MARKER} is missing or names no iteration; give the folder of an earlier --save")
+    refused(made, copy, f"{MARKER} is missing or invalid; set --load to the folder of an earlier --save")
 
 
 def test_a_marked_checkpoint_that_is_missing(made: Trainer, copy: Path, capsys: pytest.CaptureFixture[str]):

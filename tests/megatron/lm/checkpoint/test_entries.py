@@ -27,22 +27,22 @@ def stored(folder: Path, items: list[Item]) -> Stored:
 
 BF16_FIRST, REST = torch.ones(8, 6).bfloat16(), torch.zeros(8, 6).bfloat16()
 PAIRS = {  # first component, remainder, what is said of them
-    "a remainder of other rows": (BF16_FIRST, REST[:4], r"is \(4, 6\).*, and its first component .* is \(8, 6\)"),
-    "a remainder of one dimension": (BF16_FIRST, REST.reshape(-1), r"is \(48,\).*, and its first component .* is \(8, 6\)"),
-    "a remainder of no dimension": (BF16_FIRST, REST[0, 0], r"is \(\).*, and its first component .* is \(8, 6\)"),
-    "a first component of no dimension": (BF16_FIRST[0, 0], REST[0], r"is \(6,\).*, and its first component .* is \(\)"),
+    "a remainder of other rows": (BF16_FIRST, REST[:4], r"is \(4, 6\).*, but its first component .* is \(8, 6\)"),
+    "a remainder of one dimension": (BF16_FIRST, REST.reshape(-1), r"is \(48,\).*, but its first component .* is \(8, 6\)"),
+    "a remainder of no dimension": (BF16_FIRST, REST[0, 0], r"is \(\).*, but its first component .* is \(8, 6\)"),
+    "a first component of no dimension": (BF16_FIRST[0, 0], REST[0], r"is \(6,\).*, but its first component .* is \(\)"),
     "a first component in FP64": (
         BF16_FIRST.double(),
         REST,
-        r"is \(8, 6\) torch.bfloat16, .* is \(8, 6\) torch.float64; a pair is bfloat16",
+        r"is \(8, 6\) torch.bfloat16, .* is \(8, 6\) torch.float64; a pair must be bfloat16",
     ),
     "a first component in FP16": (
         BF16_FIRST.half(),
         REST.to(torch.float8_e4m3fn),
         r"is \(8, 6\) torch.float8_e4m3fn, and .* torch.float16; a pair",
     ),
-    "a remainder in FP32": (BF16_FIRST, REST.float(), r"is \(8, 6\) torch.float32, and its first component"),
-    "a remainder of whole numbers": (BF16_FIRST, REST.long(), r"is \(8, 6\) torch.int64, and its first component"),
+    "a remainder in FP32": (BF16_FIRST, REST.float(), r"is \(8, 6\) torch.float32, but its first component"),
+    "a remainder of whole numbers": (BF16_FIRST, REST.long(), r"is \(8, 6\) torch.int64, but its first component"),
 }
 
 
@@ -63,7 +63,7 @@ def test_two_entries_that_are_no_pair(tmp_path: Path, first_key: str, key: str, 
 def test_a_pair_has_no_scale(tmp_path: Path, scaled: str):
     entries = [Item.whole("model/w", BF16_FIRST), Item.whole("weight_remainder/w", REST)]
     there = stored(tmp_path, [*entries, Item.whole(scale_key(scaled, (0, 0)), torch.tensor(2.0))])
-    with pytest.raises(ValueError, match=f"{scaled} has a scale, which no component of a pair has; load an older checkpoint"):
+    with pytest.raises(ValueError, match=f"{scaled} has a scale, which components of a pair must not have; load an older checkpoint"):
         check_remainder(there, "weight_remainder", [place((0, 0), (8, 6), (8, 6))])
 
 
@@ -79,7 +79,7 @@ def test_a_remainder_without_its_first_component(tmp_path: Path):
 def test_a_state_of_another_shape_than_its_weight(tmp_path: Path, key: str, name: str, shape: tuple[int, ...]):
     """Also one that the model could take as a vocabulary that was padded otherwise."""
     there = stored(tmp_path, [Item.whole(f"model/{name}", torch.ones(8, 6)), Item.whole(f"{key}/{name}", torch.ones(shape))])
-    said = rf"{key}/{name} is \({', '.join(map(str, shape))},?\), and its weight model/{name} is \(8, 6\); load an older checkpoint"
+    said = rf"{key}/{name} is \({', '.join(map(str, shape))},?\), but its weight model/{name} is \(8, 6\); load an older checkpoint"
     for wanted in ((8, 6), shape):
         with pytest.raises(ValueError, match=said):
             find(there, key, [place((0,) * len(wanted), wanted, wanted, name=name)], wanted, VOCABULARY)
@@ -90,7 +90,7 @@ def test_a_state_of_another_shape_than_its_weight(tmp_path: Path, key: str, name
 @pytest.mark.parametrize("wanted", [(8, 6), (32,)])
 def test_a_weight_of_another_shape_than_the_model_s(tmp_path: Path, shape: tuple[int, ...], name: str, wanted: tuple[int, ...]):
     there = stored(tmp_path, [Item.whole(f"model/{name}", torch.ones(shape))])
-    with pytest.raises(ValueError, match=rf"model/{name} is \({', '.join(map(str, shape))},?\), the model wants \("):
+    with pytest.raises(ValueError, match=rf"model/{name} is \({', '.join(map(str, shape))},?\), but the model requires \("):
         find(there, "model", [place((0,) * len(wanted), wanted, wanted, name=name)], wanted, VOCABULARY)
 
 
@@ -98,5 +98,5 @@ def test_a_weight_of_another_shape_than_the_model_s(tmp_path: Path, shape: tuple
 def test_groups_where_none_can_be(tmp_path: Path, payload: Tensor, offset: tuple[int, ...]):
     numbers = [Item.whole(key, torch.ones(8, 1)) for key in group_keys("exp_avg/w", offset)]
     there, shape = stored(tmp_path, [Item.whole("exp_avg/w", payload), *numbers]), tuple(payload.shape)
-    with pytest.raises(ValueError, match=r"exp_avg/w is \(.*\) torch.float.*, and has groups as only COAT's states .* have; load an older"):
+    with pytest.raises(ValueError, match=r"exp_avg/w is .* torch.float.*, but has groups, which only COAT's states .* have; load"):
         find(there, "exp_avg", [place(offset, shape, shape)], shape, VOCABULARY)

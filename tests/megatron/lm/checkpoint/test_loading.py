@@ -154,7 +154,7 @@ def test_the_precision_settings_of_the_checkpoint_are_told(prefix: Path, tmp_pat
     assert told is not None
     assert told.name == "bf16"
     assert saved_precision(tiny.config(prefix)) is None
-    with pytest.raises(ValueError, match="holds no checkpoint of iteration 9"):
+    with pytest.raises(ValueError, match="has no checkpoint of iteration 9"):
         saved_precision(tiny.config(prefix, load=str(tmp_path / "fp8"), ckpt_step=9))
 
 
@@ -176,7 +176,7 @@ def untouched(config: Config, folder: Path, said: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_layers": 3}, r"--num-layers 3 \(saved: 2\).*Give the saved values"),
+        ({"num_layers": 3}, r"--num-layers 3 \(saved: 2\).*Use the saved values"),
         ({"hidden_size": 64}, r"--hidden-size 64 \(saved: 32\)"),
         ({"swiglu": True, "position_embedding_type": "learned_absolute"}, r"--swiglu True \(saved: False\); .*learned_absolute"),
         ({"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights True"),
@@ -186,7 +186,7 @@ def untouched(config: Config, folder: Path, said: str) -> None:
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
 def test_a_checkpoint_of_another_model(prefix: Path, good: Path, settings: dict[str, Any], said: str):
-    untouched(tiny.config(prefix, opt_level="O2", **settings), good, f"does not fit: .*{said}")
+    untouched(tiny.config(prefix, opt_level="O2", **settings), good, f"does not match: .*{said}")
 
 
 def hugging_face(folder: Path, words: int) -> Path:

@@ -113,7 +113,7 @@ def test_states_that_megatron_lacks_are_refused_at_the_start(prefix: Path, tmp_p
         tiny.run(config)
         assert held(CheckpointReader(tmp_path))["exp_avg_sq/decoder.final_layernorm.weight"].min() >= 0
         return
-    with pytest.raises(ValueError, match=re.escape("--ckpt-format torch_dist holds the states of AdamW")) as caught:
+    with pytest.raises(ValueError, match=re.escape("--ckpt-format torch_dist supports the states of AdamW")) as caught:
         tiny.run(config)
     assert said in str(caught.value)
 

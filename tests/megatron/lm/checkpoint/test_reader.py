@@ -108,7 +108,7 @@ def test_a_weight_of_no_elements_is_refused(good: Path, tmp_path: Path):
     keys = (f"model/{FC1}", f"master/{FC1}")
     checkpoints.rewrite(folder, {key: tensors(folder)[key][:0].clone() for key in keys})
     for read in (CheckpointReader(folder).values, CheckpointReader(folder).weight):
-        with pytest.raises(ValueError, match=rf"/{FC1} is \(0, 32\), which holds nothing; load an older checkpoint"):
+        with pytest.raises(ValueError, match=rf"/{FC1} is \(0, 32\), which is empty; load an older checkpoint"):
             read(FC1)
 
 
@@ -117,7 +117,7 @@ def test_settings_that_are_none_build_no_model(good: Path, tmp_path: Path):
     config = json.loads((folder / "checkpoint.json").read_text())["config"]
     config["precision"]["save_activations"] = "auto"
     checkpoints.seal(folder, config=config)
-    with pytest.raises(ValueError, match=r"iter_0000004 describes no model: --save-activations auto: choose one of"):
+    with pytest.raises(ValueError, match=r"iter_0000004 has an invalid configuration: --save-activations auto: choose one of"):
         load_for_inference(folder)
 
 

@@ -88,16 +88,16 @@ def test_numbers_stay_when_there_are_more_data_parallel_ranks():
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     {
-        "another length": ("torch", lambda x: x[:-1].clone(), "its random states are none"),
-        "zeros": ("torch", torch.zeros_like, "its random states are none"),
-        "another dtype": ("torch", lambda x: x.float(), "its random states are none"),
-        "few keys": ("numpy.keys", lambda x: x[:3].clone(), "its random states are none"),
-        "a position beyond": ("numpy.rest", lambda x: x + 1000, "numpy's generator is at .* of 624"),
-        "a position before": ("numpy.rest", lambda x: x - 1000, "numpy's generator is at -.* of 624"),
-        "a position that is NaN": ("numpy.rest", lambda x: x * float("nan"), "numpy's generator is at nan of 624"),
-        "negative keys": ("python.keys", lambda x: -x - 1, "its random states are none"),
-        "python's position": ("python.keys", lambda x: torch.cat([x[:-1], torch.tensor([700])]), "its random states are none"),
-        "two numbers": ("python.gauss", lambda x: x.expand(2).clone(), "its random states are none"),
+        "another length": ("torch", lambda x: x[:-1].clone(), "its random states are invalid"),
+        "zeros": ("torch", torch.zeros_like, "its random states are invalid"),
+        "another dtype": ("torch", lambda x: x.float(), "its random states are invalid"),
+        "few keys": ("numpy.keys", lambda x: x[:3].clone(), "its random states are invalid"),
+        "a position beyond": ("numpy.rest", lambda x: x + 1000, "numpy's generator has position .*, expected 0 to 624"),
+        "a position before": ("numpy.rest", lambda x: x - 1000, "numpy's generator has position -.*, expected 0 to 624"),
+        "a position that is NaN": ("numpy.rest", lambda x: x * float("nan"), "numpy's generator has position nan, expected 0 to 624"),
+        "negative keys": ("python.keys", lambda x: -x - 1, "its random states are invalid"),
+        "python's position": ("python.keys", lambda x: torch.cat([x[:-1], torch.tensor([700])]), "its random states are invalid"),
+        "two numbers": ("python.gauss", lambda x: x.expand(2).clone(), "its random states are invalid"),
         "no bytes": ("tensor_parallel.a", lambda x: torch.ones(3), "tensor_parallel.a is not bytes"),
     }.values(),
 )
@@ -106,7 +106,7 @@ def test_states_that_are_none_are_refused_before_a_generator_changes(name: str, 
     rng.check(saved)
     with pytest.raises(ValueError, match=said):
         rng.check(saved | {name: change(saved.get(name, torch.ones(1)))})
-    with pytest.raises(ValueError, match="its random states are none"):
+    with pytest.raises(ValueError, match="its random states are invalid"):
         rng.check({key: x for key, x in saved.items() if key != "numpy.rest"})
     now = rng.state()
     assert all(torch.equal(x, now[key]) or bool(x.isnan().all()) for key, x in saved.items())

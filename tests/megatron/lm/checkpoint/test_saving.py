@@ -228,7 +228,7 @@ def test_two_jobs_do_not_save_to_one_folder(made: Trainer, tmp_path: Path):
     other.start()
     try:
         assert here.poll(30)
-        said = rf"--save {tmp_path}/save is in use by process {other.pid} on .*end it, or give another --save"
+        said = rf"--save {tmp_path}/save is in use by process {other.pid} on .*stop it, or choose another --save"
         with pytest.raises(ValueError, match=said), Saver(made.training):
             pass
     finally:
@@ -320,7 +320,7 @@ def test_a_failure_in_the_background_is_said_at_once_and_raised_at_the_next_save
             saver.save()
             assert saver._thread is not None
             saver._thread.join()
-        assert "saving in the background failed: cannot save to" in capsys.readouterr().out
+        assert "background save failed: cannot save to" in capsys.readouterr().out
         with pytest.raises(ValueError, match=r"cannot save to .*No space left on device; free space or choose another --save"):
             saver.save()
         saver.save()  # told once; the disk is free again

@@ -44,7 +44,7 @@ def test_a_save_into_a_folder_that_was_taken_away_stops_and_may_go_elsewhere(
     root, other = tmp_path / "save", tmp_path / "elsewhere"
     settings = {"async_save": background, "emergency_save": str(other) if elsewhere else None}
     made.training.config = pointed(made.training.config, **settings)
-    said = rf"cannot save to .*iter_0000006: {root}/\.lock was replaced while this job held it"
+    said = rf"cannot save to .*iter_0000006: {root}/\.lock was replaced while this job had locked it"
     said += rf".*\. The checkpoint was saved to {other}/iter_0000006 instead" if elsewhere else ""
     with pytest.raises(ValueError, match=said), Saver(made.training) as saver:
         save_after_another_entered(saver, root)
@@ -90,5 +90,5 @@ def test_entering_clears_up_what_kills_have_left(made: Trainer, tmp_path: Path, 
     with Saver(made.training):
         assert sorted(path.name for path in root.iterdir()) == [".lock", "iter_0000004", MARKER]
     said = capsys.readouterr().out
-    assert f"deleted {root / 'iter_0000099.partial'}, which an interrupted save has left" in said
-    assert f"wrote {root / MARKER} anew: it names iteration 4" in said
+    assert f"deleted {root / 'iter_0000099.partial'} of an interrupted save" in said
+    assert f"rewrote {root / MARKER} with iteration 4" in said

@@ -52,7 +52,7 @@ def test_weights_alone(folder: Path):
     assert "optimizer" not in common
     assert common["args"]["no_save_optim"] is True
     with (
-        pytest.raises(ValueError, match="holds weights alone"),
+        pytest.raises(ValueError, match="contains only weights"),
         tiny.trainer(tiny.config(folder / "corpus", load=f"{folder}/weights", **RUN | {"train_iters": 6})),
     ):
         pass

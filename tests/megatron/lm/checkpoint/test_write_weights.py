@@ -55,7 +55,7 @@ def test_they_are_trained_on(prefix: Path, tmp_path: Path, config: Config, weigh
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused_before_anything_is_written(tmp_path: Path, config: Config, dtype: torch.dtype):
-    said = f"w is {dtype}; give weights as torch.float32, torch.bfloat16 or torch.float16"
+    said = f"w is {dtype}; weights must be torch.float32, torch.bfloat16 or torch.float16"
     with pytest.raises(ValueError, match=said):
         write_weights(tmp_path / "new", config, tiny.VOCABULARY, {"w": torch.zeros(2).to(dtype)})
     assert not (tmp_path / "new").exists()
@@ -66,5 +66,5 @@ def test_another_shape_is_told_when_they_are_loaded(prefix: Path, tmp_path: Path
     write_weights(tmp_path, config, tiny.VOCABULARY, weights | {name: torch.ones(3)})
     with tiny.trainer(tiny.config(prefix)) as made:
         made.training.config = pointed(made.config, load=str(tmp_path), finetune=True)
-        with pytest.raises(ValueError, match=rf"model/{name} is \(3,\), the model wants \(32,\)"):
+        with pytest.raises(ValueError, match=rf"model/{name} is \(3,\), but the model requires \(32,\)"):
             load(made.training)

@@ -78,7 +78,7 @@ def test_what_a_run_went_back_behind_is_not_resumed(start, tmp_path: Path):
     first, _, _ = start(f"{saving} --exit-interval 5")
     assert (iterations(tmp_path / "run"), iterations(beside)) == ([3, 5], [4])
     again, said, _ = start(f"{saving} --ckpt-step 3 --exit-interval 5")
-    assert f"deleted {beside}/iter_0000004: the run went back behind it, to iteration 3" in said
+    assert f"deleted {beside}/iter_0000004: the run went back to iteration 3" in said
     assert again == first[3:]
     assert iterations(beside) == [4]
 
@@ -95,7 +95,7 @@ def test_what_is_left_out_starts_anew_and_the_log_says_so(start, tmp_path: Path,
     assert again == resumed
     assert again != straight[4:]
     assert (
-        f"{run}/iter_0000004 was saved with --no-save-optim: the optimizer's state starts anew"
+        f"{run}/iter_0000004 was saved with --no-save-optim: the optimizer's state is initialized"
         if flag == "--no-save-optim"
         else f"{run} has no random states for 1 of 1 places in the grid: dropout there starts from --seed"
     ) in told
@@ -106,7 +106,7 @@ def test_weights_alone_in_megatron_s_format(start, tmp_path: Path):
     run = tmp_path / "run"
     start(f"--save {run} --exit-interval 4 --ckpt-format torch_dist --no-save-optim")
     resumed, said, _ = start(f"--load {run}")
-    assert "was saved with --no-save-optim: the optimizer's state starts anew" in said
+    assert "was saved with --no-save-optim: the optimizer's state is initialized" in said
     assert len(resumed) == 2
 
 

@@ -33,7 +33,7 @@ def a(tmp_path: Path) -> Path:
 
 @pytest.mark.promise("Checkpoints", "A `--save` folder with another run is refused, with the alternatives.")
 def test_a_used_folder_is_not_begun_anew(a: Path, tmp_path: Path):
-    ways = f"--load {a} --save {a} to go on with it, another --save to keep both, or move it away"
+    ways = f"--load {a} --save {a} to resume it, another --save to keep both, or move it away"
     with pytest.raises(ValueError, match=f"{a} holds another run .*: give {ways}"):
         start(save=a)
     with pytest.raises(ValueError, match="holds another run"):
@@ -93,7 +93,7 @@ def test_the_child_of_another_folder_goes_on_when_it_is_started_again(tmp_path: 
 
 def test_a_copied_folder_is_not_the_child_of_its_original(a: Path, tmp_path: Path):
     copy = published(tmp_path / "copy", 4, run=read_info(latest(a))["run"]).parent
-    with pytest.raises(ValueError, match=f"holds another run .*give --load {copy} --save {copy}"):
+    with pytest.raises(ValueError, match=f"contains another run .*use --load {copy} --save {copy}"):
         start(load=a, save=copy)
 
 

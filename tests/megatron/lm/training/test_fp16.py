@@ -122,7 +122,7 @@ def test_a_checkpoint_below_the_least_scale_is_refused_and_other_levels_start_it
     assert first_scale() == 64.0
     assert first_scale(loss_scale=8.0) == 8.0
     assert first_scale(no_load_optim=True) == 2.0**16
-    with pytest.raises(ValueError, match=r"the loss scale in .* is 64, below --min-loss-scale 128: give at most that"):
+    with pytest.raises(ValueError, match=r"the loss scale in .* is 64, below --min-loss-scale 128: lower it"):
         first_scale(min_loss_scale=128.0)
     with tiny.trainer(tiny.config(prefix, fp16=True, load=str(tmp_path / "bf16"), train_iters=3)) as made:
         assert made.training.loss_scaler is not None

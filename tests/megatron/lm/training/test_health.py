@@ -123,7 +123,7 @@ def test_a_diverged_run_costs_no_healthy_checkpoint_and_the_next_goes_on_from_it
     assert trained[-1]["loss"] < 5
     said = capsys.readouterr().out
     assert f"resumed from {folder} at iteration 4" in said
-    assert f"{folder / MARKER} names iteration 4: newer ones, 8, 9, are left" in said
+    assert f"{folder / MARKER} names iteration 4: newer ones, 8, 9, are ignored" in said
     assert latest(folder).name == "iter_0000006"
 
 

@@ -62,9 +62,9 @@ def test_a_published_checkpoint_is_found(tmp_path: Path):
 def test_an_iteration_can_be_named(tmp_path: Path):
     first, _ = published(tmp_path, 2), published(tmp_path, 4)
     assert latest(tmp_path, 2) == first
-    with pytest.raises(ValueError, match=r"holds no checkpoint of iteration 3; it holds iterations 2, 4 \(name one by --ckpt-step\)"):
+    with pytest.raises(ValueError, match=r"has no checkpoint of iteration 3; it has iterations 2, 4 \(choose one with --ckpt-step\)"):
         latest(tmp_path, 3)
-    with pytest.raises(ValueError, match="holds no checkpoint of iteration 3; it holds none"):
+    with pytest.raises(ValueError, match="has no checkpoint of iteration 3; it has none"):
         latest(tmp_path / "gone", 3)
 
 
@@ -74,7 +74,7 @@ def test_only_the_marked_one_and_older_ones_are_offered_newest_first(tmp_path: P
         published(tmp_path, iteration)
     offered = candidates(tmp_path)
     assert [path.name for path in offered.folders] == ["iter_0000006", "iter_0000004", "iter_0000002"]
-    assert offered.remarks == [f"{tmp_path / MARKER} names iteration 6: newer ones, 8, are left (name one by --ckpt-step)"]
+    assert offered.remarks == [f"{tmp_path / MARKER} names iteration 6: newer ones, 8, are ignored (choose one with --ckpt-step)"]
     assert [path.name for path in candidates(tmp_path, 8).folders] == ["iter_0000008"]
 
 
@@ -93,10 +93,10 @@ def test_a_marker_that_is_missing_or_unreadable_means_the_newest_healthy_one(
     assert exists(tmp_path)
     assert latest(tmp_path) == iteration_folder(tmp_path, 4)
     assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path / MARKER} is missing or names no iteration: the newest healthy checkpoint is looked for",
-        f"passed over: {dead} is unhealthy: {DEAD} (--ckpt-step 6 --load-unhealthy takes it)",
+        f"{tmp_path / MARKER} is missing or invalid: using the newest healthy checkpoint",
+        f"passed over: {dead} is unhealthy: {DEAD} (--ckpt-step 6 --load-unhealthy loads it)",
     ]
-    assert tidy(tmp_path) == [f"wrote {tmp_path / MARKER} anew: it names iteration 4"]
+    assert tidy(tmp_path) == [f"rewrote {tmp_path / MARKER} with iteration 4"]
     assert (tmp_path / MARKER).read_text() == "4"
     assert tidy(tmp_path) == []
 
@@ -105,7 +105,7 @@ def test_a_marker_that_is_missing_or_unreadable_means_the_newest_healthy_one(
 def test_an_unhealthy_one_moves_no_marker_and_is_taken_only_by_name_and_flag(tmp_path: Path):
     good, dead = published(tmp_path, 4), published(tmp_path, 6, problem=DEAD)
     assert latest(tmp_path) == good
-    with pytest.raises(ValueError, match=rf"holds no whole healthy checkpoint: {dead} is unhealthy: {DEAD} \(--ckpt-step 6 --load-un"):
+    with pytest.raises(ValueError, match=rf"has no complete healthy checkpoint: {dead} is unhealthy: {DEAD} \(--ckpt-step 6 --load-un"):
         latest(tmp_path, 6)
     assert latest(tmp_path, 6, unhealthy=True) == dead
     (tmp_path / MARKER).write_text("6")
@@ -123,7 +123,7 @@ def test_no_fallback_leads_to_another_run(tmp_path: Path, capsys: pytest.Capture
     assert f"passed over: {foreign} is a checkpoint of another run" in said
     assert f"passed over: {unnamed} is a checkpoint of another run" in said
     remove(first)
-    with pytest.raises(ValueError, match="holds no whole healthy checkpoint"):
+    with pytest.raises(ValueError, match="has no complete healthy checkpoint"):
         latest(tmp_path)
 
 
@@ -141,12 +141,12 @@ def test_a_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path):
     refuse_other_run(tmp_path, mine)
     (tmp_path / MARKER).unlink()
     said = (
-        rf"holds another run \(iteration 4 of {mine.id[:8]}\), and saving .* --load {tmp_path} --save {tmp_path} to go on with it, another"
+        rf"contains another run \(iteration 4 of {mine.id[:8]}\), and saving .* --load {tmp_path} --save {tmp_path} to resume it, another"
     )
     with pytest.raises(ValueError, match=said):
         refuse_other_run(tmp_path, Run(adopted=True))
     (iteration_folder(tmp_path, 4) / INFO_FILE).unlink()
-    with pytest.raises(ValueError, match="holds checkpoints that cannot be read, and saving there would lose it"):
+    with pytest.raises(ValueError, match="contains checkpoints that cannot be read, and saving there would lose it"):
         refuse_other_run(tmp_path, mine)
 
 
@@ -163,7 +163,7 @@ def test_a_renamed_folder_is_no_checkpoint_of_its_name(tmp_path: Path, capsys: p
     renamed = published(tmp_path, 4).rename(tmp_path / "iter_0000009")
     (tmp_path / MARKER).write_text("9")
     assert latest(tmp_path) == good
-    assert f"passed over: {renamed} holds iteration 4: the folder was renamed; give it its name again" in capsys.readouterr().out
+    assert f"passed over: {renamed} contains iteration 4: the folder was renamed; restore its name" in capsys.readouterr().out
 
 
 def test_a_marked_one_that_is_missing_is_passed_over_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -182,14 +182,14 @@ def test_a_marker_that_leads_nowhere(tmp_path: Path, marker: str | None):
     else:
         (tmp_path / MARKER).write_bytes(marker.encode("latin1"))
     assert marked_iteration(tmp_path) == (9 if marker == "9" else None)
-    said = "names iteration 9, which is missing" if marker == "9" else "is missing or names no iteration; give the folder of an earlier"
+    said = "names iteration 9, which is missing" if marker == "9" else "is missing or invalid; set --load to the folder of an earlier"
     with pytest.raises(ValueError, match=f"{MARKER} {said}"):
         latest(tmp_path)
 
 
 # What is not a whole checkpoint, and what is said of it.
 TORN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no checkpoint.json": (lambda f: (f / INFO_FILE).unlink(), "iter_0000004 is no checkpoint, or one without checkpoint.json"),
+    "no checkpoint.json": (lambda f: (f / INFO_FILE).unlink(), "iter_0000004 is not a checkpoint, or has no checkpoint.json"),
     "checkpoint.json of no bytes": (lambda f: (f / INFO_FILE).write_text(""), r"checkpoint\.json cannot be read"),
     "checkpoint.json cut short": (
         lambda f: (f / INFO_FILE).write_bytes((f / INFO_FILE).read_bytes()[:-9]),
@@ -198,14 +198,14 @@ TORN: dict[str, tuple[Callable[[Path], object], str]] = {
     "checkpoint.json is a list": (lambda f: (f / INFO_FILE).write_text("[]"), r"checkpoint\.json is damaged: its seal"),
     "checkpoint.json was edited": (
         lambda f: (f / INFO_FILE).write_text((f / INFO_FILE).read_text().replace('"text": "new"', '"text": "old"')),
-        r"checkpoint\.json is damaged: its seal does not fit",
+        r"checkpoint\.json is damaged: its seal does not match",
     ),
     "checkpoint.json is no text": (lambda f: (f / INFO_FILE).write_bytes(b"\xff\xfe"), r"checkpoint\.json cannot be read"),
-    "a file missing": (lambda f: (f / "data").unlink(), "data is missing; it should be 3 bytes long"),
-    "a file cut short": (lambda f: (f / "data").write_text("ne"), "data is 2 bytes long; it should be 3 bytes long"),
+    "a file missing": (lambda f: (f / "data").unlink(), "data is missing; expected 3 bytes"),
+    "a file cut short": (lambda f: (f / "data").write_text("ne"), "data is 2 bytes long; expected 3 bytes"),
     "a version to come": (
         lambda f: checkpoints.seal(f, version=VERSION + 1),
-        f"iter_0000004 has checkpoint version {VERSION + 1}, and this code reads versions 5 to {VERSION}: take the code that wrote it",
+        f"iter_0000004 has checkpoint version {VERSION + 1}, but this code reads versions 5 to {VERSION}: use the version that wrote it",
     ),
     "a path that leads out": (
         lambda f: checkpoints.seal(f, files={"../iter_0000002/data": {"bytes": 3, "sha256": "0"}}),
@@ -229,7 +229,7 @@ def test_a_torn_one_is_passed_over_with_a_message_or_refused(tmp_path: Path, wha
     out = capsys.readouterr().out
     assert out.startswith(f"passed over: {torn}")
     remove(older)
-    with pytest.raises(ValueError, match=f"holds no whole healthy checkpoint: .*{said}.*Restore one, or name another folder by --load"):
+    with pytest.raises(ValueError, match=f"has no complete healthy checkpoint: .*{said}.*Restore one, or choose another --load"):
         latest(tmp_path)
     with pytest.raises(ValueError, match=said):
         read_info(torn)
@@ -241,7 +241,7 @@ FOREIGN = {
     "Megatron-LM": (["mp_rank_00/model_optim_rng.pt"], "was written by Megatron-LM.*through Hugging Face's format"),
     "Megatron-LM, pipeline": (["mp_rank_00_001/model_optim_rng.pt"], "was written by Megatron-LM"),
     "Megatron-LM, distributed": (["common.pt", ".metadata", "metadata.json", "__0_0.distcp"], "was written by Megatron-LM"),
-    "anything": (["notes.txt", "model.safetensors"], "is no checkpoint, or one without checkpoint.json, which is written last"),
+    "anything": (["notes.txt", "model.safetensors"], "is not a checkpoint, or has no checkpoint.json, which is written last"),
 }
 
 
@@ -398,7 +398,7 @@ def test_a_condemned_one_is_unhealthy_and_the_marker_goes_back(tmp_path: Path):
     assert health.problem_of(changed) == DEAD
     assert names(tmp_path) == ["iter_0000002", "iter_0000004", MARKER]
     assert condemn(older, DEAD) is None
-    with pytest.raises(ValueError, match="holds no whole healthy checkpoint"):
+    with pytest.raises(ValueError, match="has no complete healthy checkpoint"):
         latest(tmp_path)
 
 
@@ -436,7 +436,7 @@ def test_what_a_kill_left_of_any_iteration_is_cleared_at_the_next_start(tmp_path
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_text("half")
     said = tidy(tmp_path)
-    assert said == [f"deleted {tmp_path / f'iter_000000{n}.partial'}, which an interrupted save has left" for n in (2, 9)]
+    assert said == [f"deleted {tmp_path / f'iter_000000{n}.partial'} of an interrupted save" for n in (2, 9)]
     assert names(tmp_path) == ["iter_0000004", MARKER, "notes.partial"]
 
 
@@ -445,5 +445,5 @@ def test_the_seal_covers_all_but_itself(tmp_path: Path):
     text = (folder / INFO_FILE).read_text(encoding="utf-8")
     assert json.loads(text)["seal"] == module.read_info(folder)["seal"]
     (folder / INFO_FILE).write_text(text.replace("2.5", "2.25"), encoding="utf-8")
-    with pytest.raises(ValueError, match="its seal does not fit its contents"):
+    with pytest.raises(ValueError, match="its seal does not match its contents"):
         read_info(folder)

@@ -63,12 +63,12 @@ def test_chunks_fill_a_tensor_exactly_where_each_element_is_in_one():
                 check_whole("w", entry((2, 3), *chosen))
                 whole += 1
             else:
-                with pytest.raises(ValueError, match=r"do not fill its \(2, 3\), each of its elements once"):
+                with pytest.raises(ValueError, match=r"do not cover its \(2, 3\), each element once"):
                     check_whole("w", entry((2, 3), *chosen))
     assert whole > 5
     check_whole("number", entry((), ((), ())))
     check_whole("nothing", entry((0, 4)))
-    with pytest.raises(ValueError, match="do not fill"):
+    with pytest.raises(ValueError, match="do not cover"):
         check_whole("number", entry((), ((), ()), ((), ())))
 
 
@@ -80,34 +80,34 @@ ATTACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a file above": (lambda said: first(said).update(file="../outside"), r"it names '\.\./outside', which is outside its folder"),
     "an absolute file": (lambda said: first(said).update(file="/etc/hostname"), "it names '/etc/hostname', which is outside"),
     "the folder itself": (lambda said: first(said).update(file="."), "which is outside its folder"),
-    "the folder above": (lambda said: first(said).update(file=".."), "is no file but a link, a folder or a device"),
+    "the folder above": (lambda said: first(said).update(file=".."), "is a link, a folder or a device"),
     "no file": (lambda said: first(said).update(file="__9_0.bin"), "__9_0.bin is missing"),
     "a NUL in a name": (lambda said: first(said).update(file="a\0b"), "is missing"),
-    "a link": (lambda said: first(said).update(file="link"), "link is no file but a link, a folder or a device; put the file itself there"),
-    "a pipe": (lambda said: first(said).update(file="pipe"), "pipe is no file but a link"),
+    "a link": (lambda said: first(said).update(file="link"), "link is a link, a folder or a device; replace it by a regular file"),
+    "a pipe": (lambda said: first(said).update(file="pipe"), "pipe is a link"),
     "beyond the file": (lambda said: first(said).update(start=192), "'w' ends at byte 288 of __0_0.bin, which has 200"),
-    "before the file": (lambda said: first(said).update(start=-4), r"not a whole one in \[0, 2\^63\)"),
-    "a start of 2^64": (lambda said: first(said).update(start=2**64), r"not a whole one in \[0, 2\^63\)"),
-    "a start with a fraction": (lambda said: first(said).update(start=0.5), "not a whole one"),
-    "a start that is true": (lambda said: first(said).update(start=True), "not a whole one"),
-    "the bytes of another": (lambda said: first(said).update(start=96), "'w' and 'w' lie on the same bytes of __0_0.bin"),
-    "the bytes of another tensor": (lambda said: said["x"]["chunks"][0].update(start=188), "'w' and 'x' lie on the same bytes"),
-    "a chunk twice": (lambda said: said["w"]["chunks"].append(first(said)), r"the chunks of 'w', 72 elements, do not fill its \(6, 8\)"),
-    "a chunk too few": (lambda said: said["w"]["chunks"].pop(), "'w', 24 elements, do not fill"),
-    "chunks that overlap": (lambda said: first(said).update(offset=[3, 0]), "'w', 48 elements, do not fill"),
+    "before the file": (lambda said: first(said).update(start=-4), r"not an integer in \[0, 2\^63\)"),
+    "a start of 2^64": (lambda said: first(said).update(start=2**64), r"not an integer in \[0, 2\^63\)"),
+    "a start with a fraction": (lambda said: first(said).update(start=0.5), "not an integer"),
+    "a start that is true": (lambda said: first(said).update(start=True), "not an integer"),
+    "the bytes of another": (lambda said: first(said).update(start=96), "'w' and 'w' overlap in __0_0.bin"),
+    "the bytes of another tensor": (lambda said: said["x"]["chunks"][0].update(start=188), "'w' and 'x' overlap"),
+    "a chunk twice": (lambda said: said["w"]["chunks"].append(first(said)), r"the chunks of 'w', 72 elements, do not cover its \(6, 8\)"),
+    "a chunk too few": (lambda said: said["w"]["chunks"].pop(), "'w', 24 elements, do not cover"),
+    "chunks that overlap": (lambda said: first(said).update(offset=[3, 0]), "'w', 48 elements, do not cover"),
     "a chunk beyond the end": (lambda said: first(said).update(offset=[4, 0]), r"'w' is \(6, 8\); \(3, 8\) at \(4, 0\) is beyond its end"),
     "a chunk of other dimensions": (lambda said: first(said).update(offset=[0]), "another number of dimensions"),
     "a huge shape": (lambda said: said["w"].update(shape=[2**40, 2**40]), r"more than 8 dimensions, or more than 2\^48 elements"),
     "a huge shape of nothing": (lambda said: said["w"].update(shape=[0, 2**60, 2**60], chunks=[]), r"more than 2\^48 elements"),
     "1000 dimensions": (lambda said: said["w"].update(shape=[1] * 1000), "more than 8 dimensions"),
     "a large shape": (lambda said: said["w"].update(shape=[2**40]), "another number of dimensions"),
-    "a dtype that is none": (lambda said: said["w"].update(dtype="object"), "'w' is no tensor of a dtype"),
+    "a dtype that is none": (lambda said: said["w"].update(dtype="object"), "'w' is invalid: a tensor must have a dtype"),
     "a wider dtype": (lambda said: said["x"].update(dtype="float64"), "'x' ends at byte 224"),
-    "no dtype": (lambda said: said["w"].pop("dtype"), "'w' is no tensor of a dtype"),
-    "a shape that is text": (lambda said: said["w"].update(shape="68"), "'w' is no tensor of a dtype"),
-    "chunks that are a table": (lambda said: said["w"].update(chunks={}), "'w' is no tensor of a dtype"),
-    "a chunk that is null": (lambda said: said["w"].update(chunks=[None]), "'w' has a chunk that is none"),
-    "a tensor that is a number": (lambda said: said.update(w=1), "'w' is no tensor of a dtype"),
+    "no dtype": (lambda said: said["w"].pop("dtype"), "'w' is invalid: a tensor must have a dtype"),
+    "a shape that is text": (lambda said: said["w"].update(shape="68"), "'w' is invalid: a tensor must have a dtype"),
+    "chunks that are a table": (lambda said: said["w"].update(chunks={}), "'w' is invalid: a tensor must have a dtype"),
+    "a chunk that is null": (lambda said: said["w"].update(chunks=[None]), "'w' has an invalid chunk"),
+    "a tensor that is a number": (lambda said: said.update(w=1), "'w' is invalid: a tensor must have a dtype"),
 }
 
 
@@ -132,11 +132,11 @@ def test_what_a_plan_must_not_say(folder: Path, name: str):
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
-        ("[]", "it is no object of tensors"),
-        ("null", "it is no object of tensors"),
-        ('"w"', "it is no object of tensors"),
+        ("[]", "it is not an object of tensors"),
+        ("null", "it is not an object of tensors"),
+        ('"w"', "it is not an object of tensors"),
         ("[" * 100_000, "it is nested too deeply"),
-        ('{"w": NaN}', "'w' is no tensor"),
+        ('{"w": NaN}', "'w' is invalid"),
         ("\xff", "codec can't decode"),
         ('{"w": 1' + "0" * 5000 + "}", "Exceeds the limit"),
     ],
@@ -148,18 +148,18 @@ def test_what_is_no_plan(text: str, said: str):
 
 def test_a_plan_may_be_no_link_and_not_huge(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron.lm.checkpoint.files.storage.LARGEST_PLAN", 20)
-    with pytest.raises(ValueError, match=r"plan\.json cannot be read \(it is \d+ bytes long; a plan has at most 20\)"):
+    with pytest.raises(ValueError, match=r"plan\.json cannot be read \(it is \d+ bytes long; the maximum is 20\)"):
         Stored(folder)
     (folder / PLAN_FILE).rename(folder.parent / PLAN_FILE)
     (folder / PLAN_FILE).symlink_to(folder.parent / PLAN_FILE)
-    with pytest.raises(ValueError, match="is no file but a link"):
+    with pytest.raises(ValueError, match="is a link"):
         Stored(folder)
 
 
 def test_many_chunks_are_judged_in_time_that_grows_with_their_number():
     rows = [((row, 0), (1, 8)) for row in range(20_000)]
     check_whole("w", entry((20_000, 8), *rows))
-    with pytest.raises(ValueError, match="do not fill"):
+    with pytest.raises(ValueError, match="do not cover"):
         check_whole("w", entry((20_000, 8), *rows[1:], rows[5]))
 
 

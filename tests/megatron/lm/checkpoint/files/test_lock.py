@@ -32,7 +32,7 @@ def test_the_second_job_in_a_folder_is_refused_until_the_first_is_gone(tmp_path:
     other.start()
     try:
         assert here.poll(30)
-        said = f"is in use by process {other.pid} on .*two jobs in one folder would lose checkpoints: end it, or give another --save"
+        said = f"is in use by process {other.pid} on .*two jobs in one folder would lose checkpoints: stop it, or choose another --save"
         with pytest.raises(ValueError, match=said), locked(tmp_path / "save"):
             pass
         assert other.pid is not None
@@ -56,7 +56,7 @@ def in_own_group(root: Path, told: Connection, forks: bool) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path, what: str):
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "save" if what == "below a file" else tmp_path / "file"
-    with pytest.raises(ValueError, match=r"--save .* cannot be written \(.*\); give another folder, or the right to write"), locked(root):
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\); choose another folder, or change its permissions"), locked(root):
         pass
 
 
@@ -73,10 +73,10 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("file deleted", r"\.lock was deleted while this job held it"),
-        ("file replaced", r"\.lock was replaced while this job held it"),
-        ("folder deleted", "save was deleted while this job held it"),
-        ("folder replaced", "save was replaced while this job held it"),
+        ("file deleted", r"\.lock was deleted while this job had locked it"),
+        ("file replaced", r"\.lock was replaced while this job had locked it"),
+        ("folder deleted", "save was deleted while this job had locked it"),
+        ("folder replaced", "save was replaced while this job had locked it"),
     ],
 )
 def test_a_lock_whose_name_leads_elsewhere_is_noticed(tmp_path: Path, what: str, said: str):
@@ -91,7 +91,7 @@ def test_a_lock_whose_name_leads_elsewhere_is_noticed(tmp_path: Path, what: str,
             root.mkdir(exist_ok=True)
             with locked(root):  # the second job enters
                 pass
-        with pytest.raises(ValueError, match=f"{said}, and another may save there now: see what is in .*, and start again"):
+        with pytest.raises(ValueError, match=f"{said}, and another may save there now: check .*, and start again"):
             lock.check()
     with locked(root):
         pass

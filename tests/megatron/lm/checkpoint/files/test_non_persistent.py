@@ -46,7 +46,7 @@ def test_without_the_interval_the_second_folder_is_not_read(root: Path):
 def test_a_named_iteration_is_found_in_either(root: Path):
     assert offered(settings(root, ckpt_step=25)) == [25]
     assert offered(settings(root, ckpt_step=10)) == [10]
-    with pytest.raises(ValueError, match="holds no checkpoint of iteration 7"):
+    with pytest.raises(ValueError, match="has no checkpoint of iteration 7"):
         non_persistent.newest(settings(root, ckpt_step=7))
 
 
@@ -74,5 +74,5 @@ def test_a_damaged_one_is_passed_over_for_an_older_one_of_the_other_folder(root:
 def test_what_the_run_went_back_behind_is_deleted(root: Path):
     assert non_persistent.forget(root / "non_persistent", 25) == []
     lines = non_persistent.forget(root / "non_persistent", 20)
-    assert lines == [f"deleted {root}/non_persistent/iter_0000025: the run went back behind it, to iteration 20"]
+    assert lines == [f"deleted {root}/non_persistent/iter_0000025: the run went back to iteration 20"]
     assert offered(settings(root)) == [20, 10]

@@ -61,27 +61,27 @@ def test_several_regions_go_into_views_of_one_tensor(folder: Path):
 def test_what_is_not_there_is_told(folder: Path):
     stored = Stored(folder)
     assert float(stored.tensor("step/w")) == 7
-    with pytest.raises(ValueError, match=r"holds no model/v"):
+    with pytest.raises(ValueError, match=r"has no model/v"):
         stored.tensor("model/v")
-    with pytest.raises(ValueError, match=r"model/w is \(6, 8\); \(3, 8\) at \(4, 0\) is not all there"):
+    with pytest.raises(ValueError, match=r"model/w is \(6, 8\); \(3, 8\) at \(4, 0\) is not all in it"):
         stored.read([Region("model/w", (4, 0), torch.empty(3, 8))])
 
 
 def test_a_tensor_that_is_not_whole_is_not_written(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"the chunks of 'model/w', 16 elements, do not fill its \(6, 8\)"):
+    with pytest.raises(ValueError, match=r"the chunks of 'model/w', 16 elements, do not cover its \(6, 8\)"):
         write(tmp_path, [Item("model/w", WHOLE[:2].contiguous(), (6, 8), (0, 0))])
     assert not (tmp_path / PLAN_FILE).exists()
 
 
 def test_a_dtype_that_is_not_stored_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"w is torch\.complex64; a checkpoint holds float64, float32"):
+    with pytest.raises(ValueError, match=r"w is torch\.complex64; a checkpoint supports float64, float32"):
         write(tmp_path, [Item.whole("w", WHOLE.to(torch.complex64))])
 
 
 def test_a_region_of_another_dtype_or_number_of_dimensions_is_refused(folder: Path):
-    with pytest.raises(ValueError, match=r"model/w is torch\.float32, torch\.float16 is wanted; load an older checkpoint"):
+    with pytest.raises(ValueError, match=r"model/w is torch\.float32, expected torch\.float16; load an older checkpoint"):
         Stored(folder).read([Region("model/w", (0, 0), torch.empty(6, 8).half())])
-    with pytest.raises(ValueError, match=r"model/w is \(6, 8\); \(8,\) at \(0,\) is not all there"):
+    with pytest.raises(ValueError, match=r"model/w is \(6, 8\); \(8,\) at \(0,\) is not all in it"):
         Stored(folder).read([Region("model/w", (0,), torch.empty(8))])
 
 

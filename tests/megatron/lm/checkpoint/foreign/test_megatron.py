@@ -125,7 +125,7 @@ def test_the_schedule_of_the_checkpoint_is_that_of_the_run_or_refused(written: P
     ],
 )
 def test_an_impossible_schedule_is_named(tmp_path: Path, record: dict[str, Any]):
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'common.pt'} has an impossible schedule")):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'common.pt'} has an invalid schedule")):
         configuration(tmp_path, {"iteration": 10} | record, settings("corpus", tmp_path, "llama"))
 
 
@@ -178,7 +178,7 @@ def test_weights_that_the_model_lacks_are_refused(written: Path, prefix: Path, m
 def test_saving_beside_checkpoints_of_megatron_is_refused(written: Path, prefix: Path, tmp_path: Path):
     shutil.copytree(written / "gpt2", tmp_path / "gpt2")
     said = refused(settings(prefix, tmp_path, "gpt2", save=str(tmp_path / "gpt2")))
-    assert re.search("holds checkpoints of Megatron-LM, .* another --save", said)
+    assert re.search("contains checkpoints of Megatron-LM, .* another --save", said)
 
 
 def test_an_absent_argument_is_not_compared():
@@ -273,7 +273,7 @@ def test_a_release_gives_its_weights_alone(written: Path, prefix: Path, tmp_path
     (tmp_path / "gpt2" / "latest_checkpointed_iteration.txt").write_text("release\n")
     with tiny.trainer(settings(prefix, tmp_path, "gpt2", finetune=True)) as made:
         torch.testing.assert_close(logits(made), megatron_checkpoints.logits(written, "gpt2"), rtol=0, atol=LOGITS)
-    assert "stands at no iteration: take its weights with --finetune" in refused(settings(prefix, tmp_path, "gpt2"))
+    assert "has no iteration: load its weights with --finetune" in refused(settings(prefix, tmp_path, "gpt2"))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_an_impossible_count_is_refused_by_name(written: Path, prefix: Path, tmp
     folder = tmp_path / "iter_0000010"
     shutil.copytree(written / "gpt2" / "iter_0000010", folder)
     torch.save({"iteration": 10} | wrong, folder / "common.pt")
-    with pytest.raises(ValueError, match=r"common\.pt has an impossible count .*; load an older checkpoint"):
+    with pytest.raises(ValueError, match=r"common\.pt has an invalid count .*; load an older checkpoint"):
         read_megatron(folder, settings(prefix, tmp_path, "gpt2"), 60)
 
 

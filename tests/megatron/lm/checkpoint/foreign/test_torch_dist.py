@@ -77,9 +77,9 @@ def test_the_step_count_is_that_of_the_optimizer_or_the_iteration(optimizer: Any
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "does not say sharded_backend torch_dist; save it with --ckpt-format"),
+        ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "its sharded_backend is not torch_dist; save it with --ckpt-format"),
         ("metadata.json", "[" * 10**5, "metadata.json cannot be read"),
-        ("common.pt", "PK", "common.pt cannot be read .it is no file of torch.save"),
+        ("common.pt", "PK", "common.pt cannot be read .it is not a file of torch.save"),
         (".metadata", "", "metadata cannot be read"),
     ],
 )
