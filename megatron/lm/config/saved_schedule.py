@@ -1,8 +1,8 @@
 """The schedule of a checkpoint against that of the run that resumes it: the same, refused, or taken over, as Megatron-LM does it.
 
 A resume continues the learning rate and the weight decay of the run before. Where its flags make another schedule (a longer `--train-iters`
-without `--lr-decay-iters` is the usual case), it is refused unless `--override-opt_param-scheduler` takes the new one from here on, or
-`--use-checkpoint-opt_param-scheduler` keeps the old one.
+without `--lr-decay-iters` is the usual case), it is refused unless `--override-opt-param-scheduler` takes the new one from here on, or
+`--use-checkpoint-opt-param-scheduler` keeps the old one.
 """
 
 import math
@@ -21,7 +21,7 @@ _LENGTHS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_ws
 
 def differing_schedule(config: Config, saved: Config) -> list[str]:
     """What of the schedule is not the checkpoint's, as "--flag value (saved: value)" with the fix; empty with
-    `--override-opt_param-scheduler`.
+    `--override-opt-param-scheduler`.
 
     Args:
         config: of the run that resumes.
@@ -33,13 +33,13 @@ def differing_schedule(config: Config, saved: Config) -> list[str]:
     differing = [f"{name} {now.get(name)} (saved: {then.get(name)})" for name in now | then if not _same(now.get(name), then.get(name))]
     if differing:
         differing[-1] += (
-            " (or give --override-opt_param-scheduler to take these, --use-checkpoint-opt_param-scheduler to take the saved ones)"
+            " (or give --override-opt-param-scheduler to take these, --use-checkpoint-opt-param-scheduler to take the saved ones)"
         )
     return differing
 
 
 def take_schedule(config: Config, saved: Config | None) -> Config:
-    """The settings of a resume: with `--use-checkpoint-opt_param-scheduler` the checkpoint's schedule in place of the flags'.
+    """The settings of a resume: with `--use-checkpoint-opt-param-scheduler` the checkpoint's schedule in place of the flags'.
 
     Args:
         config: of the run that resumes.
@@ -54,8 +54,8 @@ def take_schedule(config: Config, saved: Config | None) -> Config:
     unit = "samples" if steps.in_samples else "iters"
     if steps.in_samples != (config.training.train_samples is not None):
         raise ValueError(
-            f"--use-checkpoint-opt_param-scheduler: the checkpoint counts its schedule by --train-{unit}, and this run does not: give "
-            f"--train-{unit}, or --override-opt_param-scheduler"
+            f"--use-checkpoint-opt-param-scheduler: the checkpoint counts its schedule by --train-{unit}, and this run does not: give "
+            f"--train-{unit}, or --override-opt-param-scheduler"
         )
     taken: dict[str, Any] = {name: getattr(saved.optimizer, name) for name in (*_SHAPE, *_LENGTHS)}
     taken[f"lr_decay_{unit}"] = steps.decay
@@ -63,8 +63,8 @@ def take_schedule(config: Config, saved: Config | None) -> Config:
     problems = list(single_values(found.optimizer)) or list(schedule(found, 1))
     if problems:
         raise ValueError(
-            f"--use-checkpoint-opt_param-scheduler: the checkpoint's schedule is invalid for this run: {'; '.join(problems)}. Give "
-            "--override-opt_param-scheduler with a schedule of this run's own"
+            f"--use-checkpoint-opt-param-scheduler: the checkpoint's schedule is invalid for this run: {'; '.join(problems)}. Give "
+            "--override-opt-param-scheduler with a schedule of this run's own"
         )
     return found
 

@@ -19,7 +19,7 @@ def loading(config: Config, world_size: int) -> Problems:
         if getattr(checkpoint, name) and not checkpoint.use_checkpoint_args:
             yield f"{flag(name)} has no effect without --use-checkpoint-args: add it, or drop this"
     if checkpoint.override_opt_param_scheduler and checkpoint.use_checkpoint_opt_param_scheduler:
-        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one of them"
+        yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give one of them"
     if checkpoint.load is None:
         for name in ("finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             if getattr(checkpoint, name):

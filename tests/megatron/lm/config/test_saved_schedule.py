@@ -20,7 +20,7 @@ def test_another_schedule_is_named_with_both_values(change, named):
     saved = tiny.config("corpus")
     differing = differing_schedule(tiny.config("corpus", **change), saved)
     assert all(any(text.startswith(name) for text in differing) for name in named), differing
-    assert "--override-opt_param-scheduler" in differing[-1]
+    assert "--override-opt-param-scheduler" in differing[-1]
     assert differing_schedule(tiny.config("corpus", **change, override_opt_param_scheduler=True), saved) == []
 
 

@@ -26,7 +26,7 @@ def test_another_schedule_is_refused_unless_a_flag_says_which(prefix: Path, tmp_
     folder = str(tmp_path / "saved")
     tiny.run(tiny.config(prefix, train_iters=6, save=folder))
     resumed = {"train_iters": 12, "load": folder, "override_opt_param_scheduler": False}
-    with pytest.raises(ValueError, match=r"--lr-decay-iters 12 \(saved: 6\) .or give --override-opt_param-scheduler"):
+    with pytest.raises(ValueError, match=r"--lr-decay-iters 12 \(saved: 6\) .or give --override-opt-param-scheduler"):
         tiny.run(tiny.config(prefix, **resumed))
     kept = tiny.run(tiny.config(prefix, **resumed, use_checkpoint_opt_param_scheduler=True, lr=1.0, save=str(tmp_path / "kept")))
     assert [row["lr"] for row in kept if row["kind"] == "train"] == pytest.approx([5e-4] * 6)

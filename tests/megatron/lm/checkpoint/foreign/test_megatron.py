@@ -107,7 +107,7 @@ def test_the_schedule_of_the_checkpoint_is_that_of_the_run_or_refused(written: P
         assert made.training.schedule.num_steps == steps
         lr = made.training.optimizer.param_groups[0]["lr"]
     said = refused(settings(prefix, written, "llama", **SCHEDULE | {"lr": 1e-3} | length))
-    assert "--lr 0.001 (saved: 0.01) (or give --override-opt_param-scheduler" in said
+    assert "--lr 0.001 (saved: 0.01) (or give --override-opt-param-scheduler" in said
     others = {"lr": 1.0, "min_lr": 0.0, "override_opt_param_scheduler": False, "use_checkpoint_opt_param_scheduler": True}
     others |= {name: value for name, value in length.items() if name.startswith("train")}
     with tiny.trainer(settings(prefix, written, "llama", **others)) as made:

@@ -14,7 +14,7 @@ REFUSALS = {
     "two schedules": (
         "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
         1,
-        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one of them",
+        "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give one of them",
     ),
     "finetune": ("--finetune", 1, "--finetune has no effect without a checkpoint: add --load FOLDER"),
     "step": ("--ckpt-step 0", 1, "--ckpt-step 0 has no effect without a checkpoint: add --load FOLDER, or drop it"),
