@@ -153,7 +153,7 @@ def train(args: argparse.Namespace) -> None:
         if saved.due(args, step):
             state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
             saved.save(args.save, step, state, settings, metrics)
-    done = saved.finish(args, model, tokenizer, metrics)
+    done = saved.finish(args, model, tokenizer, metrics, optimizer)
     report(args, replace(memory.stored(model, optimizer), gradients=gradients), memory.stored(reference), metrics)
     print(done)
 

@@ -229,7 +229,7 @@ def train(args: argparse.Namespace) -> None:
         if saved.due(args, step):
             state = {"policy": policy.state(), "value": value.state(), "kl_coef": control.coefficient}
             saved.save(args.save, step, state, settings, metrics)
-    told = saved.finish(args, policy.model, tokenizer, metrics)
+    told = saved.finish(args, policy.model, tokenizer, metrics, policy.optimizer)
     held = {"policy": policy.stored(), "value": value.stored(), "reference": memory.stored(reference)}
     report(args, held | ({} if judge is None else {"reward_model": memory.stored(judge)}), metrics)
     print(told)

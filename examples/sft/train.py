@@ -40,6 +40,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.global_batch_size % args.micro_batch_size:
         parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+    if args.lora_rank and args.export_dtype:
+        parser.error("--export-dtype is of whole models; adapters (--lora-rank) keep their own dtype: leave one of the two out")
     args.device = flags.device(parser)
     return args
 
@@ -138,7 +140,7 @@ def train(args: argparse.Namespace) -> None:
         if saved.due(args, step):
             state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
             saved.save(args.save, step, state, settings, metrics)
-    done = saved.finish(args, model, tokenizer, metrics)
+    done = saved.finish(args, model, tokenizer, metrics, optimizer)
     report(args, model, replace(memory.stored(model, optimizer), gradients=gradients), metrics)
     print(done)
 

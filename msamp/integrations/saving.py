@@ -11,7 +11,8 @@ themselves and need the second: `save_plain` makes the model return it.
 
 import contextvars
 import weakref
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,23 +37,46 @@ def exact_state_dict(model: nn.Module) -> dict[str, Any]:
         _EXACT.reset(token)
 
 
-def plain_state_dict(model: nn.Module, optimizer: FP8AdamW | None = None) -> dict[str, torch.Tensor]:
+def plain_state_dict(model: nn.Module, optimizer: FP8AdamW | None = None, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Return the state dict of the unconverted model: the same keys, with plain tensors of the same dtypes.
 
     Args:
         model: any module tree.
         optimizer: of its weights; weights with a separate master (O3) are rounded from the master, which has more bits. Under ZeRO the
             call is then collective, and only the group's first rank gets the state; the others get an empty dict.
+        dtype: of the floating-point parameters in the state; None keeps that of each parameter. Masters have more bits than BF16: training at
+            a small learning rate moves most weights by less than half a step of BF16. FP32 keeps such a change and BF16 rounds it away.
 
     Returns:
         Name -> tensor, on the model's devices; plain tensors are not copied.
     """
-    masters = {} if optimizer is None else _masters(optimizer)
+    masters = {} if optimizer is None else masters_of(optimizer)
     if masters is None:
         return {}
     state = dict(exact_state_dict(model))
     _make_plain(model, state, "", masters)
+    if dtype is not None:
+        for names, value in plain_weights(model, masters):
+            state |= dict.fromkeys(names, value.to(dtype))
     return state
+
+
+def plain_weights(model: nn.Module, masters: Mapping[int, torch.Tensor]) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Yield each floating-point parameter of a model once: its names, and its values in FP32, from the master where there is one.
+
+    masters: `masters_of` the optimizer.
+    """
+    transposed, names = transposed_weights(model), defaultdict(list)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p.is_floating_point():
+            names[p].append(name)
+    for p, own in names.items():
+        yield own, _value(p, masters, own[0] in transposed)
+
+
+def _value(p: torch.Tensor, masters: Mapping[int, torch.Tensor], transposed: bool) -> torch.Tensor:
+    value = fp32_values(masters.get(id(p), p)).to(p.device)
+    return value.t().contiguous() if transposed else value
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -92,14 +116,14 @@ class _Plain:
         if _EXACT.get():
             return
         optimizer = None if self.optimizer is None else self.optimizer()
-        masters = None if optimizer is None or optimizer.shard.ranks > 1 else _masters(optimizer)
+        masters = None if optimizer is None or optimizer.shard.ranks > 1 else masters_of(optimizer)
         _make_plain(model, state, prefix, masters or {})
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizer": None}
 
 
-def _masters(optimizer: FP8AdamW) -> dict[int, torch.Tensor] | None:
+def masters_of(optimizer: FP8AdamW) -> dict[int, torch.Tensor] | None:
     """Return id of a parameter -> its separate master; None on ranks other than the first under ZeRO."""
     optimizer.reload_model_params()  # weights may have been loaded since the last step
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -119,7 +143,5 @@ def _make_plain(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, m
                 state.pop(f"{prefix}{name}.{buffer}", None)
     transposed = transposed_weights(model)
     for name, p in model.named_parameters(remove_duplicate=False):
-        key = prefix + name
-        if key in state and isinstance(p, ScalingTensor):
-            value = fp32_values(masters.get(id(p), p)).to(p.device, p.dtype)
-            state[key] = value.t().contiguous() if name in transposed else value
+        if prefix + name in state and isinstance(p, ScalingTensor):
+            state[prefix + name] = _value(p, masters, name in transposed).to(p.dtype)

@@ -1,5 +1,6 @@
 """examples/sft: it learns at every level, goes on bit for bit, and its model loads in transformers."""
 
+import json
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from helpers import post_runs
 from megatron.lm.post import chat, conversations, packing, saved
@@ -69,6 +71,32 @@ def test_the_roundings_reach_the_optimizer(made, tmp_path):
         assert run(made, tmp_path / rounding, opt_level="O2", train_iters=3, master_rounding=rounding, moment_rounding=rounding) == 0
         losses.append(post_runs.metrics(tmp_path / rounding)[-1]["loss"])
     assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_a_bf16_export_that_loses_small_changes_is_told_and_fp32_keeps_them(made, tmp_path, level, capsys):
+    """At a learning rate of 1e-6 most weights move by less than half a step of BF16."""
+    exports = {}
+    for dtype, given in (("bf16", {}), ("fp32", {"export_dtype": "fp32"})):
+        assert run(made, tmp_path / dtype, opt_level=level, dtype="bf16", lr=1e-6, **given) == 0
+        told = capsys.readouterr().out
+        assert ("% of what training changed in the weights is left in it, --export-dtype fp32 keeps the rest" in told) == (dtype == "bf16")
+        exports[dtype] = load_file(tmp_path / dtype / "model/model.safetensors")
+        config = json.loads((tmp_path / dtype / "model/config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+    start, name = load_file(made / "toy/model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    moved = [(exports[dtype][name].float() - start[name].bfloat16().float()).abs().mean() for dtype in ("bf16", "fp32")]
+    assert 0 < moved[0] < 0.5 * moved[1]
+    assert exports["bf16"].keys() == exports["fp32"].keys()
+    for key, value in exports["fp32"].items():
+        assert value.dtype is torch.float32
+        assert value.bfloat16().equal(exports["bf16"][key])
+
+
+def test_the_export_s_dtype_is_refused_with_adapters(made, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(made, tmp_path / "run", lora_rank=4, export_dtype="fp32")
+    assert "--export-dtype is of whole models" in capsys.readouterr().err
 
 
 def test_o0_is_a_plain_loop_of_torch_bit_for_bit(made, tmp_path):

@@ -3,12 +3,12 @@
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from megatron.lm.evaluation.paired_difference import Interval
+from megatron.lm.evaluation.paired_difference import Interval, paired_difference
 from msamp.numerics.recipe import by_name
 from tools.docs import losses
-from tools.docs.cells import BENCH, REPRODUCE, Sentence, Table, column, of, pick
+from tools.docs.cells import BENCH, REPRODUCE, Sentence, Table, pick
 from tools.docs.evidence import Row
 
 FOLDER = f"{REPRODUCE}/rounding"
@@ -119,23 +119,31 @@ def small_updates() -> Table:
 
 
 def tuning() -> Table:
-    """SmolLM2 fine-tuned and aligned with each rounding: held-out loss of the layers that were trained, and of the export to BF16."""
+    """SmolLM2 fine-tuned and aligned with each rounding: held-out loss of the layers that were trained, and of the export to BF16, with the
+    paired differences of the exports from O0's and from nearest rounding's."""
+    rows = sorted(pick(TUNING), key=lambda row: (row["task"] != "sft", row["case"] != "start", row["case"]))
+    cells = []
+    for task, case in dict.fromkeys((row["task"], row["case"]) for row in rows):
+        own = {name: of_seeds(task, case, name) for name in ("own_loss", "bf16_loss", "own_accuracy", "bf16_accuracy")}
+        means = [f"{statistics.fmean(found.values()):.3f}" if found else "" for found in own.values()]
+        level, _, given = case.partition(" ")
+        from_o0 = losses.shown(tuned(task, case, "O0")) if given else ""
+        from_nearest = losses.shown(tuned(task, case, f"{level} {flags(NEAREST)}")) if given == flags(STOCHASTIC) else ""
+        cells.append([task.upper(), level, roundings(case)[0] if given else "", str(len(own["bf16_loss"])), *means, from_o0, from_nearest])
+    judged = [f"{what}, {where}" for what in ("loss", "accuracy") for where in ("own layers", "BF16 export")]
+    columns = ["task", "case", "masters and moments", "seeds", *judged, "export's loss, % from O0", "export's loss, % from nearest"]
+    return Table(columns, cells, [(TUNING, rows)])
 
-    def rounded(row: Row) -> str:
-        return roundings(row["case"])[0] if " " in row["case"] else ""
 
-    columns = {
-        "task": lambda row: row["task"].upper(), "case": lambda row: row["case"].partition(" ")[0], "masters and moments": rounded,
-        "seed": lambda row: "" if row["case"] == "start" else row["seed"],
-        "loss, own layers": column("own_loss", 3), "loss, BF16 export": column("bf16_loss", 3),
-        "accuracy, own layers": column("own_accuracy", 2), "accuracy, BF16 export": column("bf16_accuracy", 2),
-    }  # fmt: skip
-    return of(TUNING, _in_order(pick(TUNING)), columns)
+def of_seeds(task: str, case: str, name: str) -> dict[str, float]:
+    """A column of a task's case by seed, without the seeds that have no number."""
+    rows = pick(TUNING, lambda row: (row["task"], row["case"]) == (task, case))
+    return {row["seed"]: float(row[name]) for row in rows if row[name]}
 
 
-def _in_order(rows: Sequence[Row]) -> list[Row]:
-    """By task and then by case, the untrained model first."""
-    return sorted(rows, key=lambda row: (row["task"] != "sft", row["case"] != "start", row["case"], row["seed"]))
+def tuned(task: str, case: str, base: str, name: str = "bf16_loss") -> Interval:
+    """Relative difference of a loss of two cases of a task, over the seeds that both have."""
+    return paired_difference(of_seeds(task, base, name), of_seeds(task, case, name)).relative
 
 
 TABLES: dict[str, Callable[[], Table | Sentence]] = {

@@ -22,6 +22,7 @@ def common(parser: argparse.ArgumentParser, *, lr: float, train_iters: int) -> N
     add("--save", required=True, type=arguments.path, help="folder of the run: checkpoints, metrics and the finished model")
     add("--opt-level", default="O2", help="O0 (BF16), O1, O2, O3, or another recipe (default: %(default)s)")
     add("--dtype", default="bf16", choices=models.DTYPES, help="of the model before the recipe (default: %(default)s)")
+    add("--export-dtype", choices=models.DTYPES, help="of the finished model's weights, which come from the masters (default: --dtype)")
     add("--master-rounding", choices=ROUNDINGS, help="how master weights are rounded when they are stored (default: the recipe's)")
     add("--moment-rounding", choices=ROUNDINGS, help="how Adam's moments are rounded when they are stored (default: the recipe's)")
     add("--chat-template", type=arguments.path, help="a Jinja text, in place of the tokenizer's own")

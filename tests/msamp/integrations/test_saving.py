@@ -60,6 +60,25 @@ def test_at_o3_the_values_are_those_of_the_masters():
     assert not state["2.0.weight"].equal(weight.dequantize())
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_plain_state_of_another_dtype_is_rounded_once_from_the_masters(level):
+    """BF16's half step is more than what three steps at 1e-6 move."""
+    model = plain_model().bfloat16()
+    model[2][2].weight = model[2][0].weight  # tied
+    start = {name: x.clone() for name, x in model.state_dict().items()}
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0), level)
+    for _ in range(3):
+        (model[0](torch.arange(16).view(4, 4)) @ model[2][0].weight.T).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    narrow, wide = plain_state_dict(model, optimizer), plain_state_dict(model, optimizer, torch.float32)
+    assert list(wide) == list(narrow) == list(start)
+    assert all(x.dtype is torch.float32 and x.bfloat16().equal(narrow[name]) for name, x in wide.items())
+    assert wide["2.0.weight"] is wide["2.2.weight"]
+    moved = [(state["2.0.weight"].float() - start["2.0.weight"].float()).abs().mean() for state in (narrow, wide)]
+    assert moved[0] < 0.5 * moved[1]
+
+
 def test_weights_that_were_loaded_are_saved_and_not_their_old_masters():
     model, optimizer = trained("O3")
     source = plain_model().state_dict()

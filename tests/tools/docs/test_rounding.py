@@ -68,3 +68,20 @@ def test_shares_of_small_updates_are_those_of_the_rows():
     shares = {column: [float(line[n]) for line in table.cells] for n, column in enumerate(table.columns) if n > 1}
     assert min(shares["O1 stochastic"] + shares["O2 stochastic"]) > 0.93
     assert max(shares["O1 nearest"][2:] + shares["O2 nearest"][2:]) < 0.5
+
+
+def test_fine_tuning_at_small_rates_is_as_its_page_says():
+    """Seeds in pairs; own layers against O0, exports against O0 and against nearest rounding."""
+    for level in rounding.LEVELS:
+        base, case = (f"{level} {rounding.flags(how)}" for how in ("nearest", "stochastic"))
+        assert len(rounding.of_seeds("sft", case, "bf16_loss")) == 3
+        assert rounding.tuned("sft", case, base).ends[1] < 0
+        assert rounding.tuned("sft", case, "O0").ends[0] > 0
+        assert rounding.tuned("sft", base, "O0").ends[0] > 0
+        assert rounding.tuned("sft", case, "O0", "own_loss").ends[1] < 0
+    by_level = {
+        level: rounding.tuned("dpo", f"{level} {rounding.flags('stochastic')}", f"{level} {rounding.flags('nearest')}")
+        for level in rounding.LEVELS
+    }
+    assert by_level["O2"].ends[0] < 0 < by_level["O2"].ends[1]
+    assert by_level["O3"].ends[1] < 0

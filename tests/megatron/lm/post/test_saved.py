@@ -99,5 +99,5 @@ def test_a_run_without_checkpoints_leaves_its_metrics_alone(tmp_path):
     assert [step for step in range(1, 4) if saved.due(args, step)] == [2, 3]
     args.no_checkpoints = True
     assert not any(saved.due(args, step) for step in range(1, 4))
-    assert saved.finish(args, None, None, [{"step": 1}]) == f"{args.save} contains the metrics"
+    assert saved.finish(args, None, None, [{"step": 1}], None) == f"{args.save} contains the metrics"
     assert [path.name for path in args.save.iterdir()] == ["metrics.jsonl"]
