@@ -192,7 +192,7 @@ def check_start(log: Path, expected: int | None) -> bool:
     text = log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"resumed from .* at iteration (\d+)", text)
     began = int(found[1]) if found else None
-    if began != expected and (found or "training starts anew" in text):
+    if began != expected and (found or "training starts from scratch" in text):
         raise RuntimeError(f"a run began at iteration {began}, and the newest whole checkpoint was that of {expected}; see {log}")
     return found is not None
 

@@ -210,4 +210,4 @@ def test_a_pod_that_is_lost_comes_back_and_all_go_on(end: signal.Signals, pods: 
     assert [both.agent(pod).wait(400) for pod in range(2)] == [0, 0], both.said()[-5000:]
     assert 30 < before < 400
     assert both.rows() == list(range(1, 401))  # what was done twice is told once
-    assert both.said().count("training starts anew") == 1
+    assert both.said().count("training starts from scratch") == 1

@@ -45,8 +45,8 @@ for i in range(at + 2, 25, 2):
             old.rmdir()
     time.sleep(0.01)
 """
-HONEST = 'print(f"resumed from {root} at iteration {at}" if at else "training starts anew", flush=True)'
-FORGETFUL = 'print("training starts anew", flush=True)'
+HONEST = 'print(f"resumed from {root} at iteration {at}" if at else "training starts from scratch", flush=True)'
+FORGETFUL = 'print("training starts from scratch", flush=True)'
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What follows a training step, by the intervals of the flags."""
+"""Actions that are due after a training step, from the intervals in the flags."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,16 @@ from megatron.lm.config import Config
 
 
 class Due(NamedTuple):
-    """What is due after the step of an iteration.
+    """Actions that are due after the step of an iteration.
 
     Attributes:
         iteration: its number, from 1.
-        last: nothing of what follows, but the end of training.
+        last: the end of training, and none of the following.
         evaluation: an evaluation (`--eval-interval`).
         save: a checkpoint (`--save-interval`).
-        save_non_persistent: one that the next one replaces (`--non-persistent-save-interval`), where no other is due.
-        leave: the run stops (`--exit-interval`).
-        comparison: data-parallel copies of the weights are compared (`--check-weight-hash-across-dp-replicas-interval`).
+        save_non_persistent: a non-persistent checkpoint (`--non-persistent-save-interval`), if no other is due.
+        leave: stop the run (`--exit-interval`).
+        comparison: compare data-parallel copies of the weights (`--check-weight-hash-across-dp-replicas-interval`).
     """
 
     iteration: int
@@ -28,7 +28,7 @@ class Due(NamedTuple):
 
     @classmethod
     def after(cls, iteration: int, config: Config, iterations: int) -> "Due":
-        """What is due after the step of `iteration`; `iterations`: of the whole run (`Config.iterations`)."""
+        """Return what is due after the step of `iteration`; `iterations`: of the whole run (`Config.iterations`)."""
         training = config.training
         intervals = (
             training.eval_interval,
@@ -42,5 +42,5 @@ class Due(NamedTuple):
 
     @property
     def verdict(self) -> bool:
-        """Whether the step must be judged now and not when the next one has been launched: its result is about to be used."""
+        """Return whether the step must be checked now, because its result is about to be used, instead of after the next launch."""
         return self.last or self.evaluation or self.save or self.save_non_persistent or self.leave

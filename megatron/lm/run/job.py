@@ -1,4 +1,4 @@
-"""What the trainer's command does: judges what it is asked for, then says what a process would hold, or trains."""
+"""The trainer's command: check the configuration, then print the memory plan (`--dry-run`) or train."""
 
 import os
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ MOST_PROCESSES = 2**20
 
 @command
 def job(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say. Returns the exit code, as `entry` has them; of a run that was asked to leave `--exit-code-unfinished`."""
+    """Run training with these flags and return the exit code of `entry`, or `--exit-code-unfinished` if the run was told to stop early."""
     with LeavingAtOnce():
         config = _judged(argv)
         if config is None:
             return 0
-        # Only now: megatron-core takes seconds to import, and a refusal should not.
+        # Imported here, because megatron-core takes seconds to import, and a refusal should not.
         from megatron.lm.processes import process_groups
         from megatron.lm.run.trainer import Trainer
         from megatron.lm.run.watchdog import Watchdog
@@ -42,7 +42,7 @@ def job(argv: Sequence[str] | None = None) -> int:
 
 
 def _judged(argv: Sequence[str] | None) -> Config | None:
-    """What is asked for, once it can be; None where it was a dry run."""
+    """Return the checked configuration; None after a dry run."""
     parsed = parse(argv, _saved)
     config, world_size = parsed.config, _world_size()
     check(config, world_size)
@@ -56,14 +56,14 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
 
 
 def _saved(settings: CheckpointConfig) -> Saved | None:
-    """The settings of the checkpoint that a start loads."""
+    """Return the settings of the checkpoint that this start loads."""
     from megatron.lm.run.start import saved_settings  # megatron-core, for seconds
 
     return saved_settings(settings)
 
 
 def _dry_run(config: Config, world_size: int) -> None:
-    """Print what a process would hold; ValueError where that is more than its device has."""
+    """Print the memory plan; raise a ValueError if a process needs more memory than its device has."""
     from megatron.lm.model import fp8_layers
     from megatron.lm.planning import fits, memory
 
@@ -88,7 +88,7 @@ def _dry_run(config: Config, world_size: int) -> None:
 
 
 def _check_resources(config: Config, world_size: int) -> None:
-    """ValueError where the run cannot fit into this machine: now, instead of after minutes of allocating."""
+    """Raise a ValueError if the run does not fit into this machine, before minutes of allocation."""
     import psutil
     import torch
 

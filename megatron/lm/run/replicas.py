@@ -1,5 +1,5 @@
-"""Stops a run where the data-parallel copies of the weights are no longer the same: before every save, and every
-`--check-weight-hash-across-dp-replicas-interval`.
+"""Stop a run if data-parallel copies of the weights differ: compare them before every save, and every
+`--check-weight-hash-across-dp-replicas-interval` iterations.
 """
 
 import torch.distributed as dist
@@ -9,28 +9,28 @@ from megatron.lm.model.initial import parameter_names
 from megatron.lm.training.state import Training
 from msamp.comm.replicas import faults
 
-NAMED = 8  # faults that a message names
+NAMED = 8  # faults that a message names at most
 
 
 def check_replicas(training: Training, iteration: int, *, finite: bool = True) -> None:
-    """Compare the copies, of every part of the model. Collective; waits for the device.
+    """Compare the copies of every part of the model. Collective; waits for the device.
 
     Args:
-        training: whose weights are compared.
-        iteration: after which, for the message.
-        finite: whether a weight that is NaN or infinite is a fault too; a save writes such weights, as an unhealthy checkpoint.
+        training: the training state, whose weights are compared.
+        iteration: the last iteration, for the message.
+        finite: whether a NaN or infinite weight is a fault too; a save writes such weights, as an unhealthy checkpoint.
 
     Raises:
-        RunStopped: on every rank, naming tensors and ranks, where copies differ or a weight is NaN or infinite anywhere.
+        RunStopped: on every rank, with tensors and ranks, if copies differ or a weight is NaN or infinite on any rank.
     """
     training.optimizer.wait()
     mine = faults({name: p for p, name in parameter_names(training.model).items()}, training.grad_sync.peers, finite=finite)
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
-    found = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy says the same
+    found = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy reports the same
     if found:
         more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
         raise RunStopped(
-            f"the weights are damaged after iteration {iteration}: {'; '.join(found[:NAMED])}{more}. Nothing was saved after it. One rank "
-            "alone: take its machine out and look at its memory. Go on from the checkpoint before: --ckpt-step"
+            f"the weights are damaged after iteration {iteration}: {'; '.join(found[:NAMED])}{more}. No checkpoint was saved after it. If "
+            "it is always the same rank, remove its machine and check its memory. Resume from the previous checkpoint with --ckpt-step"
         )

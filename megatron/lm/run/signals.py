@@ -1,4 +1,4 @@
-"""What a process is asked to do from outside: by signals, by the clock, and by the end of the launcher that would restart it."""
+"""Requests to a process from outside: signals, the time limit, and the end of the launcher that would restart it."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from types import FrameType
 
 
 class Requests:
-    """SIGTERM, `minutes` since this object was made, and the end of torchrun ask to leave; SIGUSR1 asks for a checkpoint.
+    """SIGTERM, the time limit of `minutes`, and the end of torchrun request the process to leave; SIGUSR1 requests a checkpoint.
 
-    A torchrun that was killed tells its processes nothing, and what starts the job again would find them at work. To leave for that is a
-    failure: of several torchruns with restarts the others then wait for the one that comes back, and start their processes again.
+    A killed torchrun does not stop its processes, which would still run when the job is restarted. Leaving for that reason is a failure:
+    with several torchruns and restarts, the others then wait for the lost one to come back, and restart their processes.
 
-    SIGINT ends the block by KeyboardInterrupt, as without it. Where Python swallows that, as in a `__del__` or a callback of the import
-    system, it comes again at the next `take`.
+    SIGINT ends the block with KeyboardInterrupt as usual. If Python swallows the exception, as in a `__del__` or an import callback, the
+    next `take` raises it again.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -27,9 +27,9 @@ class Requests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the two signals while the block runs: none ends the process, whatever it is doing, a save included. SIGINT does."""
+        """Handle the two signals during the block, so that they never end the process, for example in a save; SIGINT does."""
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a host's own handler stays, and so does an ignored one
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # keeps a handler of the host program, or an ignored signal
             before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
@@ -45,7 +45,7 @@ class Requests:
         raise KeyboardInterrupt
 
     def take(self) -> list[bool]:
-        """Whether SIGTERM came, SIGUSR1 came since the last call, the time is over, and the launcher is gone."""
+        """Return whether SIGTERM came, SIGUSR1 came since the last call, the time is over, and the launcher is gone."""
         if self._interrupted:
             raise KeyboardInterrupt
         save = signal.SIGUSR1 in self._asked

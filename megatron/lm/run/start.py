@@ -1,9 +1,9 @@
-"""How a run starts: anew, from where it was, or as the child of another. The same command starts a job and starts it again.
+"""Start of a run: from scratch, resumed, or as a child of another run. The same command starts and restarts a job.
 
---save S               anew; S may hold no checkpoints, since they would be overwritten
---load S --save S      where S holds none, anew; else it goes on
---load A --save B      where B holds none, a child of the run in A; where B holds that child, it goes on there
---load A               a child that is not saved
+--save S               start from scratch; S must not contain checkpoints, which would be overwritten
+--load S --save S      resume from S, or start from scratch if S has no checkpoint
+--load A --save B      resume from B if it has a child of the run in A; start such a child if B has no checkpoint
+--load A               start a child that is not saved
 """
 
 from dataclasses import replace
@@ -23,13 +23,13 @@ from megatron.lm.training.identity import Run
 
 
 def settled(config: Config) -> tuple[Config, str | None]:
-    """The configuration with what this start loads and, where it is asked for, the checkpoint's schedule; and a line for the log.
+    """Return the configuration with the checkpoint to load and, if requested, its schedule; and a line for the log.
 
-    Rank 0 decides. Collective where there are several.
+    Rank 0 decides. Collective with several ranks.
 
     Raises:
-        ValueError: on every rank, where `--save` holds another run, `--ckpt-step` names what is not there, or some ranks see a checkpoint
-            where others do not.
+        ValueError: on every rank, if `--save` has another run, `--ckpt-step` does not exist, or some ranks see a checkpoint that others do
+            not.
     """
     asked = config.checkpoint
     found, line = rank_0_decides(lambda: _with_schedule(config))
@@ -46,26 +46,27 @@ def _with_schedule(config: Config) -> tuple[Config, str | None]:
 
 
 def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
-    """On rank 0: the settings, and a line for the log."""
+    """On rank 0: return the settings, and a line for the log."""
     load, save = settings.load, settings.save
     if load is not None and settings.resumes_itself:
         if non_persistent.any_in(settings, Path(load)):
             return settings, None
         if settings.exit_on_missing_checkpoint:
             raise ValueError(
-                f"--load {load} holds no checkpoint: name the folder of one, or drop --exit-on-missing-checkpoint to start anew"
+                f"--load {load} holds no checkpoint: choose a folder with one, or drop --exit-on-missing-checkpoint to start from scratch"
             )
         if settings.ckpt_step is not None:
             raise ValueError(
-                f"--ckpt-step {settings.ckpt_step}: --load {load} holds no checkpoint; name its folder, or drop --ckpt-step to start anew"
+                f"--ckpt-step {settings.ckpt_step}: --load {load} holds no checkpoint; choose its folder, or drop --ckpt-step to start "
+                "from scratch"
             )
-        line = f"warning: --load {load} holds no checkpoint, and is the folder of --save: training starts anew"
+        line = f"warning: --load {load} holds no checkpoint, and is the folder of --save: training starts from scratch"
         return replace(settings, load=None, no_load_optim=False, no_load_rng=False), line
     if save is None or not non_persistent.any_in(settings, Path(save)):
         return settings, None
     if load is not None and _is_the_child(settings, Path(load), Path(save)):
         there = replace(settings, load=save, finetune=False, no_load_optim=False, no_load_rng=False, ckpt_step=None, load_unhealthy=False)
-        return there, f"--save {save} holds this run, which began from --load {load}: it goes on from there"
+        return there, f"--save {save} has this run, which started from --load {load}: it resumes there"
     for folder in (Path(save), non_persistent.folder_of(settings, save)):
         if folder is not None:
             refuse_other_run(folder, Run())
@@ -73,10 +74,10 @@ def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
 
 
 def saved_settings(asked: CheckpointConfig) -> Saved | None:
-    """The settings in the checkpoint that a start with these flags loads; None where it starts with fresh weights.
+    """Return the settings in the checkpoint that a start with these flags loads; None if it starts from initial weights.
 
     Raises:
-        ValueError: as `settled`, and where the checkpoint cannot be read.
+        ValueError: as `settled`, and if the checkpoint cannot be read.
     """
     settings, _ = _settled(asked)
     if settings.load is None or not non_persistent.any_in(settings, Path(settings.load)):
@@ -85,7 +86,7 @@ def saved_settings(asked: CheckpointConfig) -> Saved | None:
 
 
 def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
-    """Whether the run in `save` began from the one in `load`, as these settings would have it begin."""
+    """Return whether the run in `save` started from the one in `load` with these settings."""
     info, parent = non_persistent.owner_of(settings, save), non_persistent.owner_of(settings, load)
     found = identity.of(info) if info is not None else None
     if found is None or found.parent is None or parent is None:
@@ -98,11 +99,11 @@ def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
 
 
 def _check_seen(settings: CheckpointConfig, folder: str) -> None:
-    """ValueError on every rank where some see a checkpoint in the folder and others do not."""
+    """Raise a ValueError on every rank if some ranks see a checkpoint in the folder and others do not."""
     answers = [True] * dist.get_world_size()
     dist.all_gather_object(answers, non_persistent.any_in(settings, Path(folder)))
     if len(set(answers)) > 1:
         raise ValueError(
             f"rank {answers.index(True)} sees a checkpoint in --load {folder}, rank {answers.index(False)} does not: "
-            "name a folder that all machines share"
+            "use a folder that all machines share"
         )

@@ -1,7 +1,7 @@
-"""What a run does about bad steps and about signals: decided by all ranks alike, a step later, so that no rank waits for the device.
+"""Reactions to bad steps and signals, decided by all ranks together one step later, so that no rank waits for the device.
 
-Each step leaves a few numbers on their way to the host. They are read when the next step has been launched, or at once where
-something is about to be saved or evaluated.
+Each step starts an asynchronous copy of a few numbers to the host. They are read after the next step was launched, or at once before a save
+or an evaluation.
 """
 
 import math
@@ -24,12 +24,12 @@ from msamp.comm.counters import WireBytes
 from msamp.comm.grad_scaling import NOT_FINITE
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
 
-NAMED = 3  # tensors of a rank, and ranks, that a message names
+NAMED = 3  # maximum of tensors per rank, and of ranks, in a message
 LAUNCHER_GONE = "torchrun, which started this, is gone"
 
 
 class StepVerdict(NamedTuple):
-    """What all ranks do now. `leave`: why, or None."""
+    """What all ranks do now. `leave`: the reason to leave, or None."""
 
     roll_back: bool = False
     save: bool = False
@@ -37,7 +37,7 @@ class StepVerdict(NamedTuple):
 
 
 class _StepReport(NamedTuple):
-    """A step on its way: all ranks' sums of loss, tokens and requests; which of this rank's loss and gradients are not finite."""
+    """A pending step: all ranks' sums of loss, tokens and requests, and the non-finite ones of this rank's loss and gradients."""
 
     iteration: int
     skipped: bool | DeviceFlag
@@ -48,21 +48,21 @@ class _StepReport(NamedTuple):
 
 
 class StepWatch:
-    """Looks at every step after it has been done.
+    """Checks every step after it was done.
 
-    Skipped steps: rank 0 names the ranks and tensors that were not finite, in the order of backward, so that the first is where it
-    began; under tensor and pipeline parallelism what one rank spoils reaches the ranks that it computes with. After
-    `--max-skipped-steps` in a row all ranks raise RunStopped. Steps that overflow under FP16's dynamic loss scale do not count: they
-    halve it, and the run stops where it falls below `--min-loss-scale`.
+    After a skipped step, rank 0 prints the ranks and tensors that were non-finite, in the order of backward, so that the first is the
+    origin. Under tensor and pipeline parallelism, non-finite values also reach the ranks that compute with the first one. After
+    `--max-skipped-steps` in a row all ranks raise RunStopped. Steps that overflow under FP16's dynamic loss scale do not count: they halve
+    it, and the run stops if it falls below `--min-loss-scale`.
 
     Attributes:
-        everyone: all ranks, for collectives outside of a step.
+        everyone: all ranks, for collectives outside a step.
 
     Args:
         config: of the run.
-        training: what the steps work on.
-        metrics: where skipped steps and spikes are written, as rows of kind "skipped" and "spike".
-        requests: of this process; those of all are added up in a small collective a step, which one process alone does without.
+        training: the training state.
+        metrics: receives skipped steps and spikes, as rows of kind "skipped" and "spike".
+        requests: of this process; with several processes, a small collective per step sums them.
     """
 
     def __init__(self, config: Config, training: Training, metrics: Metrics, requests: Requests) -> None:
@@ -73,7 +73,7 @@ class StepWatch:
         self._least = config.precision.min_loss_scale if scaler is not None and scaler.dynamic else None
         self.everyone = Peers(dist.group.WORLD, WireBytes())
         sync = training.grad_sync
-        # One rank's averaged gradients are its own; of several, what the synchroniser saw before they were averaged.
+        # With one rank, the averaged gradients; with several, what the synchronizer saw before averaging.
         self._alone = sync.peers.ranks == 1
         params = [p for group in training.optimizer.param_groups for p in group["params"]] if self._alone else sync.params
         names = parameter_names(training.model)
@@ -83,21 +83,21 @@ class StepWatch:
         self._steps: deque[_StepReport] = deque()
 
     def look(self, result: StepResult, iteration: int, now: bool) -> StepVerdict:
-        """Take in a step, and decide about the one before; `now`: about this one too, which waits for it. Collective.
+        """Add a step, and decide about the previous one; with `now` also about this one, which waits for it. Collective.
 
         Raises:
-            RunStopped: on every rank, after `--max-skipped-steps` skipped steps in a row, or a loss scale below `--min-loss-scale`.
+            RunStopped: on every rank, after `--max-skipped-steps` skipped steps in a row, or if the loss scale is below `--min-loss-scale`.
         """
         self._steps.append(self._send(result, iteration))
         verdicts: list[StepVerdict] = []
         while len(self._steps) > (not now):
             verdicts.append(self._decide(self._steps.popleft()))
-            now = now or verdicts[-1].save or verdicts[-1].leave is not None  # what is saved has been looked at
+            now = now or verdicts[-1].save or verdicts[-1].leave is not None  # a step must be checked before it is saved
         leaving = next((verdict.leave for verdict in verdicts if verdict.leave), None)
         return StepVerdict(any(d.roll_back for d in verdicts), any(d.save for d in verdicts), leaving)
 
     def undone(self) -> None:
-        """The spike, and what came after it, have been rolled back."""
+        """Reset after a rollback of the spike and the steps after it."""
         self._steps.clear()
         self.spikes.forget()
 
@@ -150,12 +150,12 @@ class StepWatch:
         if self.in_a_row >= limit:
             raise RunStopped(
                 f"{limit} steps in a row were skipped, the last one at iteration {step.iteration}; not finite: {what}. Nothing was saved "
-                "at the end. One rank alone again and again: take its machine out. All ranks: go on from an older checkpoint with a lower "
-                "--lr, or look at the data there. To wait longer, raise --max-skipped-steps"
+                "at the end. If it is always the same rank, remove its machine. If it is all ranks, resume from an older checkpoint with a "
+                "lower --lr, or check the data there. To continue longer, raise --max-skipped-steps"
             )
 
     def _overflowed(self, step: _StepReport, what: str, row: dict[str, Any]) -> None:
-        """A step skipped under a dynamic loss scale."""
+        """Report a step that was skipped under a dynamic loss scale."""
         assert step.loss_scale is not None
         assert self._least is not None
         scale = float(step.loss_scale.values())
@@ -163,8 +163,9 @@ class StepWatch:
         if scale < self._least:
             raise RunStopped(
                 f"the loss scale fell to {scale:g} at iteration {step.iteration}, below --min-loss-scale {self._least:g}, and gradients "
-                f"still overflow; not finite: {what}. Nothing was saved at the end. Go on from an older checkpoint with a lower --lr, look "
-                "at the data there, or train in BF16 (--bf16), which has FP32's range"
+                f"still overflow; not finite: {what}. Nothing was saved at the end. Resume from an older checkpoint with a lower --lr, "
+                "check "
+                "the data there, or train in BF16 (--bf16), which has FP32's range"
             )
 
     def _say(self, line: str, row: dict[str, Any]) -> None:
@@ -174,7 +175,7 @@ class StepWatch:
 
 
 def _described(found: dict[int, list[str]]) -> str:
-    """Ranks and tensors, the first few of each by name."""
+    """Return a text with the first few ranks and tensors."""
     parts = []
     for rank, names in list(found.items())[:NAMED]:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""

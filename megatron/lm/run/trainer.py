@@ -1,4 +1,4 @@
-"""Drives a run: train, evaluate, log, save."""
+"""The training loop: train, evaluate, log, save."""
 
 import contextlib
 import itertools
@@ -52,7 +52,7 @@ class Trainer:
     """One run from its configuration to its last checkpoint.
 
     Raises:
-        ValueError: bad data, tokenizer or checkpoint, before the first step.
+        ValueError: if data, tokenizer or checkpoint are invalid, before the first step.
     """
 
     def __init__(self, config: Config) -> None:
@@ -82,7 +82,7 @@ class Trainer:
         if config.logging.record_precision:
             recorded = (config.logging.record_precision, config.logging.record_interval)
             opened = partial(Recorder, self.training, *recorded, self.metrics.scalars, self.metrics.unwritten)
-            self.recorder = all_or_none(opened, "{}: name another --record-precision")
+            self.recorder = all_or_none(opened, "{}: choose another --record-precision")
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
         zeros, parameters_norm = norms.chosen(config, self.training, self.metrics.reports)
@@ -91,18 +91,18 @@ class Trainer:
         self.watchdog = Watchdog.of(config)
 
     def _sample_counts(self) -> tuple[int, int, int]:
-        """Sequences of training, validation and test data that the whole run reads."""
+        """Return the number of sequences of training, validation and test data that the whole run reads."""
         ranks = torch.distributed.get_world_size()
         evaluation = self.config.training.eval_iters * self.config.global_batch_size(ranks)
         return self.config.samples_read(ranks), evaluation, evaluation
 
     def _open_logs(self) -> None:
-        """Open what the run writes to. With `--save` held against other jobs, of which one might be writing there.
+        """Open the log files, after `--save` is locked, because another job might be writing them.
 
-        Where the run goes on from a checkpoint of its own, what was told of the iterations since goes: it comes again.
+        If the run resumes from its own checkpoint, entries of later iterations are removed, because the run repeats them.
         """
         again = self.training.iteration if self.config.checkpoint.resumes_itself else 0
-        all_or_none(partial(self.metrics.open, again), "{}: name another --metrics-file or --tensorboard-dir")
+        all_or_none(partial(self.metrics.open, again), "{}: choose another --metrics-file or --tensorboard-dir")
         if again and self.metrics.main and self.config.logging.record_precision:
             cut_after(Path(self.config.logging.record_precision), again)
 
@@ -137,7 +137,7 @@ class Trainer:
             print(f"{parameters / 1e6:.1f}M parameters, model state {state_gib} GiB per process, {steps}", flush=True)
 
     def _grid(self) -> str:
-        """` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`; nothing where every process has the whole model."""
+        """Return ` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`; empty if every process has the whole model."""
         parallel, copies = self.config.parallel, self.training.grid.copies.size
         tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         if tensor * pipeline == 1:
@@ -160,7 +160,7 @@ class Trainer:
         return self._told(read)
 
     def _training_batches(self) -> Batches:
-        """What the next steps read. Data that a rollback has passed over may be lacking at the end: then the first comes again."""
+        """Return the batches of the next steps. After rollbacks the data may end early; then it starts again."""
         assert self.train_data is not None
         training, batch = self.training, self.config.global_batch_size(torch.distributed.get_world_size())
         position = training.consumed_samples
@@ -171,7 +171,7 @@ class Trainer:
         return itertools.chain(rest, self._batches(self.train_data, 0))
 
     def _told(self, batches: Batches) -> Batches:
-        """`batches`, of which the watchdog hears."""
+        """Yield `batches`, and report each to the watchdog."""
         while True:
             before = self.watchdog.phase
             self.watchdog.at(READING)
@@ -182,13 +182,13 @@ class Trainer:
             yield batch
 
     def run(self) -> str | None:
-        """Train to the end, with evaluations and checkpoints between, and evaluate at the end; or until asked to leave: why.
+        """Train to the end, with evaluations and checkpoints, and evaluate at the end; if told to leave early, return the reason.
 
         Raises:
-            RunStopped: on every rank, when it makes no sense to go on, or when the torchrun of one is gone.
+            RunStopped: on every rank, if continuing makes no sense, or if the torchrun of one rank is gone.
         """
         if self.train_data is None:
-            raise ValueError("there is no training data; give --train-data-path, or a --split with a first share above 0")
+            raise ValueError("there is no training data; set --train-data-path, or a --split with a first share greater than 0")
         saving = self.saver or contextlib.nullcontext()
         with self.requests.listening(), self.watchdog.watching(), self.metrics.unwritten.stdout(), contextlib.closing(self.metrics), saving:
             try:
@@ -196,7 +196,7 @@ class Trainer:
             except Exception as error:
                 if isinstance(error, RuntimeError) and lost_connection(error):
                     raise RunStopped(self._lost(error)) from error
-                self.watchdog.leave_if_alone(error)  # here: what follows waits for the device, and so for the other ranks
+                self.watchdog.leave_if_alone(error)  # before code that waits for the device, and so for the other ranks
                 raise
             finally:
                 self._release()
@@ -219,7 +219,7 @@ class Trainer:
         return why
 
     def _release(self) -> None:
-        """What only training needs: the graphs' memory, and the recorder's file. May be called again."""
+        """Release what only training needs: the graphs' memory, and the recorder's file. May be called twice."""
         if self.graphs is not None:
             self.graphs.release()
         if self.recorder is not None:
@@ -230,23 +230,24 @@ class Trainer:
         return f"leaving after iteration {self.training.iteration}, {saved}: {why}"
 
     def _lost(self, error: RuntimeError) -> str:
-        """Which rank is gone, after a collective has failed; told on every rank that is left."""
+        """Return which rank is gone after a failed collective; every remaining rank reports it."""
         if "does not answer" in str(error):
             return str(error)
         lost = self.step_watch.everyone.missing()
         named = f"rank {', '.join(map(str, lost))} does not answer" if lost else "every rank still answers"
         return (
-            f"{self.watchdog.phase} at iteration {self.training.iteration}, a connection to another rank failed: {named} (its own message, "
-            f"if it left one, says why); start again from the last checkpoint ({str(error).strip().partition(chr(10))[0]})"
+            f"{self.watchdog.phase} at iteration {self.training.iteration}, a connection to another rank failed: {named} (see its own "
+            "error "
+            f"message, if there is one); resume from the last checkpoint ({str(error).strip().partition(chr(10))[0]})"
         )
 
     def _train(self) -> str | None:
-        """Train to the end, or leave before: why."""
+        """Train to the end, or leave early and return the reason."""
         iterations = self.metrics.iterations
         stream, micro_batches = self._training_batches(), self.training.micro_batches
         while self.training.iteration < iterations:
             if self.training.micro_batches != micro_batches:
-                self._rebuild_graphs()  # they hold the number of micro-batches
+                self._rebuild_graphs()  # graphs depend on the number of micro-batches
                 micro_batches = self.training.micro_batches
             due = Due.after(self.training.iteration + 1, self.config, iterations)
             result = self._step(stream, due.iteration)
@@ -264,7 +265,7 @@ class Trainer:
         return None
 
     def _step(self, stream: Batches, iteration: int) -> StepResult:
-        """The training step of an iteration, recorded and reported."""
+        """Run the training step of an iteration, with recording and metrics."""
         self.watchdog.at("in a step", iteration)
         self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
         with self._recording(iteration):
@@ -273,7 +274,7 @@ class Trainer:
         return result
 
     def _judge(self, result: StepResult, due: Due) -> StepVerdict:
-        """What all ranks do about the steps so far. Collective."""
+        """Return what all ranks do about the steps so far. Collective."""
         if due.comparison:
             self.watchdog.at("comparing weights", due.iteration)
             check_replicas(self.training, due.iteration)
@@ -286,10 +287,10 @@ class Trainer:
         return verdict
 
     def _after_step(self, due: Due, verdict: StepVerdict) -> str | None:
-        """Save and evaluate what is due; returns why the run stops here, or None."""
+        """Save and evaluate if due; return why the run stops here, or None."""
         why = verdict.leave or (f"--exit-interval {self.config.training.exit_interval}" if due.leave else None)
         if due.save or verdict.save or why:
-            self._save()  # before the evaluation, so that nothing that fails there costs it
+            self._save()  # before the evaluation, which may fail
         elif due.save_non_persistent:
             self._save(persistent=False)
         if due.evaluation:
@@ -301,7 +302,7 @@ class Trainer:
         return why
 
     def _roll_back(self) -> bool:
-        """Be where the newest checkpoint was, but for the data; whether there is one. Collective."""
+        """Restore the newest checkpoint except for the position in the data; return whether there is one. Collective."""
         self.metrics.report(self.training.iteration)
         self.watchdog.at("rolling back")
         if self.saver is not None:
@@ -317,7 +318,7 @@ class Trainer:
         self.step_watch.undone()
         self.lost_updates.undone()
         self.metrics.write({"kind": "rollback", "iteration": was, "to": self.training.iteration, "passed_over": self.training.passed_over})
-        self._rebuild_graphs()  # states stand at other addresses now
+        self._rebuild_graphs()  # states have new addresses
         return True
 
     def _rebuild_graphs(self) -> None:
@@ -337,9 +338,10 @@ class Trainer:
         self.metrics.evaluation(kind, self.training.iteration, loss, self._bits_per_byte(kind, loss))
 
     def _bits_per_byte(self, kind: str, loss: float) -> float | None:
-        """Loss in bits for each byte of text, where preprocessing has left the counts of a split's one dataset beside it."""
+        """Return the loss in bits per byte of text, if a split has one dataset with the counts from preprocessing."""
         blend = split_blends(self.config.data)[("train", "valid", "test").index(kind)]
-        if blend is None or len(blend.prefixes) != 1 or self.config.model.objective == MASKED:  # its loss is no code of the text
+        # The loss of masked tokens is not a code length of the text.
+        if blend is None or len(blend.prefixes) != 1 or self.config.model.objective == MASKED:
             return None
         counts = read_counts(blend.prefixes[0])
         return loss / math.log(2) * counts.tokens / counts.text_bytes if counts is not None else None

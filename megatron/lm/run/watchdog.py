@@ -1,4 +1,4 @@
-"""Names the rank that holds the others up: each process tells where it is, and one that waited too long reads where the others are."""
+"""Identify the rank that blocks the others: each process reports its position, and one that waits too long reads those of the others."""
 
 import contextlib
 import faulthandler
@@ -24,14 +24,14 @@ READING = "reading data"
 OUR_THREADS = ("heartbeat", "watchdog", "save")  # beside training
 
 
-# Files with functions that wait for other ranks, or for a device that does.
+# Files with functions that wait for other ranks, or for a device that waits for them.
 WAITING_IN = ("distributed_c10d.py", "comm/collectives.py", "p2p_communication.py", "optim/device_flag.py")
 
 
 class Whereabouts(NamedTuple):
-    """Where a rank is: its iteration, what it does there, for how many seconds, and the time (seconds since 1970) at which it said so.
+    """A rank's position: iteration, phase, seconds in this phase, and time of the report (seconds since 1970).
 
-    `waits`: whether it waits for other ranks, as far as its Python code tells.
+    `waits`: whether it waits for other ranks, judging by its Python stack.
     """
 
     iteration: int
@@ -42,19 +42,18 @@ class Whereabouts(NamedTuple):
 
 
 class Watchdog:
-    """Two threads beside training, for the length of `watching`; none where there is one process.
+    """Two threads during `watching`; none with a single process.
 
-    One writes this rank's place into the rendezvous store. The other ends the process, with exit code 1 and a line on stderr that
-    names the stuck rank, when this rank has not moved for `timeout` seconds: the first to notice leaves the line in the store, and
-    the others say the same. A process that a signal has stopped, or one that spins, cannot come to a collective and cannot be
-    waited for, so there is nothing to unwind.
+    One writes this rank's position to the rendezvous store. The other exits the process, with code 1 and a line on stderr that names the
+    stuck rank, if this rank has not advanced for `timeout` seconds. The first to notice writes the line to the store, and the others print
+    the same. A stopped or spinning process never joins a collective, so unwinding would hang.
 
-    An error on one rank leaves the others in a collective that never ends where a GPU waits, not the host (NCCL): nothing on them would
-    raise, and even leaving the process group waits for the device. `failed_alone` tells the others, which end as above.
+    With NCCL the device waits in a collective, not the host: after an error on one rank nothing raises on the others, and even destroying
+    the process group waits for the device. `failed_alone` notifies the others, which exit as above.
 
     Args:
-        timeout: seconds; a step, a checkpoint and a batch of an evaluation must be shorter.
-        rank, ranks: this process, and how many there are.
+        timeout: seconds; a step, a checkpoint and a batch of an evaluation must take less.
+        rank, ranks: rank of this process, and number of ranks.
     """
 
     def __init__(self, timeout: float, rank: int, ranks: int) -> None:
@@ -67,11 +66,11 @@ class Watchdog:
 
     @classmethod
     def of(cls, config: Config) -> "Watchdog":
-        """That of this process, within `--distributed-timeout-minutes`."""
+        """Return the watchdog of this process, with the timeout of `--distributed-timeout-minutes`."""
         return cls(60 * config.parallel.distributed_timeout_minutes, dist.get_rank(), dist.get_world_size())
 
     def at(self, phase: str, iteration: int | None = None) -> None:
-        """This rank has come to `phase` of an iteration (None: of the same as before)."""
+        """Report that this rank is in `phase` of an iteration (None: the same as before)."""
         self.phase, self.iteration = phase, self.iteration if iteration is None else iteration
         self._moves, self._since = self._moves + 1, time.monotonic()
 
@@ -98,16 +97,16 @@ class Watchdog:
                 thread.join(self.beat)
 
     def leave_if_alone(self, error: Exception) -> None:
-        """End this process with the words of `error` where the others wait on their devices, which no error of this rank reaches. Returns
-        where they meet the same error, or will notice by themselves."""
+        """Exit this process with the message of `error` if the others wait on their devices, which errors of this rank do not reach. Return
+        if they raise the same error, or will notice by themselves."""
         if device_waits() and self.failed_alone(error):
             leave_at_once(error, after=2 * self.beat)
 
     def failed_alone(self, error: Exception) -> bool:
-        """Whether `error`, which ended this rank, left the others where they are. They are told of it then; those inside `watching` end.
+        """Return whether only this rank failed with `error`. The others are then notified and exit if they are inside `watching`.
 
-        An error that every rank raises within `FAILED_TOGETHER_SECONDS`, such as `RunStopped`, can be left in the usual way, and returns
-        False. So does a single process.
+        If every rank raises an error within `FAILED_TOGETHER_SECONDS`, such as `RunStopped`, the usual exit is safe and this returns False.
+        So it does for a single process.
         """
         if self.ranks == 1:
             return False
@@ -119,19 +118,19 @@ class Watchdog:
             end = time.monotonic() + FAILED_TOGETHER_SECONDS
             while not store.check([f"failed/{rank}" for rank in range(self.ranks)]):
                 if time.monotonic() > end:
-                    self._ended.set()  # this rank's own threads: its error is told by the caller
+                    self._ended.set()  # stops this rank's own threads: the caller reports its error
                     store.compare_set("verdict", "", what)
                     return True
                 time.sleep(0.05)
         except RuntimeError:
-            return True  # the store is gone, and with it those who hold it
+            return True  # the store is gone, and with it the process that has it
         return False
 
     def _here(self) -> Whereabouts:
         return Whereabouts(self.iteration, self.phase, time.monotonic() - self._since, time.time(), self._waits())
 
     def _waits(self) -> bool:
-        """Whether a thread is in a call that waits for other ranks: backward runs hooks in threads of its own."""
+        """Return whether any thread is in a call that waits for other ranks, since backward runs hooks in its own threads."""
         frames = sys._current_frames()
         ours = {thread.ident for thread in threading.enumerate() if thread.name in OUR_THREADS}
         return any(frame.f_code.co_filename.endswith(WAITING_IN) for ident, frame in frames.items() if ident not in ours)
@@ -150,21 +149,21 @@ class Watchdog:
                 if self._ended.wait(self.beat):
                     return
         except RuntimeError:
-            return  # the store is gone, with the process that holds it: the watching thread says so if this rank is to wait for it
+            return  # the store is gone with its process: the watching thread reports it if this rank waits too long
 
     def _watch(self) -> None:
         still, moves = 0.0, self._moves
         while not self._told.is_set():
             if self._ended.wait(self.beat):
                 return
-            # Counted by wake-ups, not by the clock: a job that was suspended as a whole has not been waiting.
+            # Counts wake-ups instead of time, because a suspended job has not been waiting.
             still, moves = (still + self.beat, moves) if self._moves == moves else (0.0, self._moves)
             if still >= self.timeout:
                 self._stalled.set()
                 self._told.wait(ANSWER_SECONDS)
                 break
         holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-        silent = f"the rendezvous store does not answer: {holder}, which holds it, is dead or stopped"
+        silent = f"the rendezvous store does not respond: {holder}, which has it, is dead or stopped"
         here = self._here()
         print(
             f"error: rank {self.rank} ends after {here.seconds:.0f} s at iteration {here.iteration}, {here.phase} "
@@ -173,25 +172,25 @@ class Watchdog:
             flush=True,
         )
         faulthandler.dump_traceback(sys.__stderr__ or 2)
-        # The others have to hear it before this process's end breaks their connections, and its store.
+        # The others must read it before the exit of this process breaks their connections, and its store.
         time.sleep(2 * self.beat)
         os._exit(1)
 
 
 def _store() -> dist.Store:
-    """The rendezvous store, by a connection of its own: a call of another thread that waits would hold it."""
+    """Return the rendezvous store with a new connection, which waiting calls of other threads do not block."""
     return dist.PrefixStore("msamp/watchdog", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: float) -> str:
-    """Which rank is stuck, and where each is.
+    """Return a text with the stuck rank and the position of each rank.
 
     Args:
-        places: by rank, of those that have said where they are.
-        ranks: how many there are.
-        timeout: seconds for which a rank has waited. A rank that has been silent for half of that is dead or stopped; the clocks of
-            machines may differ by as much. Else the rank behind is one that reads data, which waits for no other; else the one that
-            has come least far; else the one that does not wait for the others: it spins.
+        places: position of each rank that has reported one.
+        ranks: number of ranks.
+        timeout: seconds for which a rank has waited. A rank that was silent for half of it is dead or stopped (clocks of machines may
+            differ by as much). Otherwise the stuck rank is one that reads data, which waits for no other; else the one that is behind; else
+            the one that does not wait for the others, because it spins.
         now: seconds since 1970.
     """
     silent = [rank for rank in range(ranks) if rank not in places or now - places[rank].time > timeout / 2]
@@ -203,23 +202,23 @@ def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: 
     named = f"{_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck" if stuck else "no rank is behind the others"
     groups: dict[str, list[int]] = {}
     for rank in range(ranks):
-        said = _where(places[rank], now if rank in stuck else None) if rank in places else "has never said where it is"
+        said = _where(places[rank], now if rank in stuck else None) if rank in places else "has never reported its position"
         groups.setdefault(said, []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: group[1][0] not in stuck)
     return "; ".join([named, *(f"{_ranks(members)} {said}" for said, members in ordered)])
 
 
 def _where(place: Whereabouts, now: float | None) -> str:
-    """Where a rank is; with `now`, of one that is stuck, for how long, and when it was last heard of."""
+    """Return a rank's position; with `now`, for a stuck rank, also for how long, and the time of its last report."""
     said = f"at iteration {place.iteration}, {place.phase}"
     if now is None:
         return said
     waits = "" if place.waits else ", waiting for no rank"
-    return f"{said}{waits}, for {place.seconds:.0f} s; last heard of {max(0.0, now - place.time):.0f} s ago"
+    return f"{said}{waits}, for {place.seconds:.0f} s; last report {max(0.0, now - place.time):.0f} s ago"
 
 
 def _ranks(numbers: list[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """Format ranks as `rank 3`, or `ranks 0-2, 5`."""
     spans = []
     for _, group in itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         span = [number for _, number in group]

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, the precision record, lost updates, and scales held down by one large amax."""
+"""Reports of a run: metrics, the precision record, lost updates, and scales that one large amax holds down."""

@@ -1,8 +1,7 @@
-"""Which scales of delayed scaling one large amax holds down.
+"""Find scales of delayed scaling that one large amax holds down.
 
-With `max` over a window, one finite outlier sets a tensor's scale for as many steps as the window is long. The ordinary values of those
-steps lose as many powers of two of the format's range as the outlier lies above them. `docs/guide/when_something_goes_wrong.md` has what
-that costs.
+With the maximum over a window, one finite outlier determines a tensor's scale for the length of the window. Ordinary values then lose as
+many powers of two of the format's range as the outlier exceeds them. `docs/guide/when_something_goes_wrong.md` describes the effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,26 +12,26 @@ from torch import Tensor
 
 from msamp.nn.scaling_state import TensorScales
 
-FACTOR = 2.0**6  # an amax so many times the median of the others in its window is an outlier
+FACTOR = 2.0**6  # an outlier exceeds this multiple of the median of the other amaxes in its window
 
 
 @torch.no_grad()
 def bits_held_down(scales: TensorScales) -> Tensor:
-    """By how many powers of two each row's scale would be larger if the outliers in its history had been ordinary.
+    """Return by how many powers of two each row's scale would be larger without the outliers in its history.
 
-    An outlier is an amax of more than `FACTOR` times the median of the other amaxes that are not 0.
+    An outlier is an amax of more than `FACTOR` times the median of the other non-zero amaxes.
 
     Args:
         scales: with a window.
 
     Returns:
-        FP64 [rows] on the device of the histories, without a host sync; 0 for rows without an outlier, without a window of their own, or
-        with a rule that no longer looks at the outlier.
+        FP64 [rows] on the device of the histories, without a host sync; 0 for rows without an outlier, without their own window, or with a
+        rule that no longer uses the outlier.
     """
     history, top = scales.history, scales.history.argmax(-1, keepdim=True)
     others = history.scatter(-1, top, 0.0)
     median = others.masked_fill(others == 0, float("nan")).nanmedian(-1, keepdim=True).values
-    ordinary = torch.where(history > FACTOR * median, median, history)  # with NaN, where there is no other, the comparison is False
+    ordinary = torch.where(history > FACTOR * median, median, history)  # a NaN median (no other amax) compares False
     bits = torch.zeros(len(history), dtype=torch.float64, device=history.device)
     for row, cast in enumerate(scales.casts):
         if cast.scaling.window:
@@ -45,11 +44,11 @@ def bits_held_down(scales: TensorScales) -> Tensor:
 def outliers(
     layers: Sequence[tuple[str, TensorScales, Mapping[int, str]]], bits: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[str, int]]:
-    """Layer -> tensor -> `bits_held_down` of those above 0, over all ranks. Collective; the first rank has the result.
+    """Return the positive `bits_held_down` by layer and tensor, over all ranks. Collective; the first rank has the result.
 
     Args:
         layers: of this rank: the layer's name in the whole model, its scales, and the names of its tensors by row.
-        bits: by the layer's name, what `bits_held_down` gave for its rows.
+        bits: results of `bits_held_down` by layer name.
     """
     mine: dict[str, dict[str, int]] = {}
     for name, _, tensors in layers:

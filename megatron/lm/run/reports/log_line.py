@@ -2,10 +2,9 @@
 
     10:52:40  iter   200/95368  loss 4.1947  lr 1.2e-04  norm 1.85  143 ms  61.9k tok/s  MFU 42/21%  14.6 GiB  ETA 3:46:40
 
-norm is the gradient's, tok/s are of all devices together, TFLOP/s and MFU are of one. Where two peaks are known MFU is given of both: of
-the BF16 peak, then of the FP8 peak. Skipped steps and the loss scale are shown where there are any. With their flags "params" is the norm
-of the parameters and "zeros" the number of zeros among the gradients. The metrics file has every number in full, and those that the line
-leaves out.
+norm is the gradient norm, tok/s is over all devices, TFLOP/s and MFU are per device. If two peaks are known, MFU has both: relative to the
+BF16 peak, then to the FP8 peak. Skipped steps and the loss scale are shown if there are any. With their flags, "params" is the norm of the
+parameters and "zeros" the number of zeros in the gradients. The metrics file has all numbers at full precision, and more of them.
 """
 
 import time
@@ -16,13 +15,13 @@ from megatron.lm.shell.terminal import Part, fitted
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03`."""
+    """Format seconds as `1:02:03`."""
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
 def short(value: float) -> str:
-    """Three or four digits with k, M or G: 897, 61.9k, 1.06M."""
+    """Format a number with three or four digits and k, M or G: 897, 61.9k, 1.06M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if value >= size:
             scaled = value / (1e3 if unit == "k" else size)
@@ -35,17 +34,17 @@ def _rate(tflops: float) -> str:
 
 
 def clock() -> Part:
-    """The time of day."""
+    """Return the time of day."""
     return Part(time.strftime("%H:%M:%S"), "dim")
 
 
 def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) -> list[Part]:
-    """The parts of a log line.
+    """Return the parts of a log line.
 
     Args:
         row: of the metrics file, kind "train".
         train_iters: iterations of the run.
-        seconds_left: until the last one.
+        seconds_left: until the end of the run.
     """
     shares = [100 * value for name, value in row.items() if name.startswith("mfu_")]
     speed = f"MFU {'/'.join(f'{share:.0f}' for share in shares)}%" if shares else _rate(row["tflops"])
@@ -73,7 +72,7 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
 
 
 def evaluation_line(row: Mapping[str, Any]) -> list[Part]:
-    """The parts of the line of an evaluation: `row` of the metrics file, kind "valid" or "test"."""
+    """Return the parts of the log line of an evaluation: `row` of the metrics file, kind "valid" or "test"."""
     bits = [] if row["bits_per_byte"] is None else [Part(f"{row['bits_per_byte']:.4f} bits per byte")]
     loss = Part(f"loss {row['loss']:.4f}", "bold green" if row["loss"] == row["loss"] else "bold red")
     return fitted(

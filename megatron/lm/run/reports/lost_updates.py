@@ -1,10 +1,10 @@
-"""Warns once in a run where its master weights lose most of the updates: every 50 steps it measures the share of each layer.
+"""Warn once per run if its master weights lose most of the updates, measured every 50 steps for each layer.
 
-A learning rate can be so low that rounding a master to FP16, BF16 or FP8 takes most of each update away (`msamp.optim.lost_updates`
-measures it). The loss curve alone does not show it. A check runs the next update on copies of a few rows of each parameter. The host does
-not wait for it: a table of two numbers per layer is copied to the host during the step, and is read before the next update.
+A learning rate can be so low that rounding a master to FP16, BF16 or FP8 loses most of each update (`msamp.optim.lost_updates` measures
+it), which the loss curve alone does not show. A check runs the next update on copies of a few rows of each parameter. The host does not
+wait for it: a table of two numbers per layer is copied to the host during the step and read before the next update.
 
-The count of checks belongs to the process. A resumed run starts from 0, so its warning may come 100 steps later.
+Checks are counted per process. A resumed run starts from 0, so its warning may come 100 steps later.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ NAMED = 3  # layers that the warning names
 
 
 class _Storage(NamedTuple):
-    """What the fix depends on: `StateFormats` of a layer."""
+    """Formats of a layer's states, on which the fix depends."""
 
     update: str
     master: str
@@ -36,14 +36,14 @@ class _Storage(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """What lets small updates arrive."""
+        """Return the fix that keeps small updates."""
         if updates.by_name(self.update).in_fp32 is not None:
-            return "the update is computed in BF16: take a --precision with pairs of BF16 or with FP32 masters"
+            return "the update is computed in BF16: use a --precision with BF16 pairs or with FP32 masters"
         if self.master == "fp32":
-            return "the masters are FP32 already: raise --lr"
+            return "the masters are already FP32: raise --lr"
         if self.rounding == "stochastic":
-            return "masters are rounded stochastically already: give --master-format fp32, or a --precision with FP32 masters"
-        return "add --master-rounding stochastic, or take FP32 masters (--master-format fp32 at O1 to O3)"
+            return "masters are already rounded stochastically: use --master-format fp32, or a --precision with FP32 masters"
+        return "add --master-rounding stochastic, or use FP32 masters (--master-format fp32 at O1 to O3)"
 
 
 class _Check(NamedTuple):
@@ -53,14 +53,14 @@ class _Check(NamedTuple):
 
 
 class LostUpdates:
-    """Measures every `EVERY` steps, on every rank; rank 0 prints one line for the run and writes a row of kind "lost_updates" when a layer
-    lost more than half of its update at every check for `STEPS` steps. A layer without an update at a check (frozen, learning rate 0, a
-    skipped step) is neither lost nor found again there.
+    """Measures every `EVERY` steps on every rank. Rank 0 prints one line per run and writes a row of kind "lost_updates" when a layer has
+    lost more than half of its update at every check for `STEPS` steps. A check at which a layer has no update (frozen, learning rate 0, a
+    skipped step) does not count for it.
 
     Args:
-        training: what the steps work on.
-        metrics: where the row goes.
-        everyone: all ranks. Building this object is collective, and so is `before_update`.
+        training: the training state.
+        metrics: receives the row.
+        everyone: all ranks. The constructor and `before_update` are collective.
     """
 
     def __init__(self, training: Training, metrics: Metrics, everyone: Peers) -> None:
@@ -77,23 +77,23 @@ class LostUpdates:
         self._storage = {name: storage for layers in gathered for name, storage in layers.items()}
         numbers = {name: number for number, name in enumerate(self._storage)}
         device = next(iter(names)).device
-        self._rows = torch.tensor([numbers[name] for name in own], device=device)  # of this rank's parameters in the table of all layers
+        self._rows = torch.tensor([numbers[name] for name in own], device=device)  # this rank's rows in the table of all layers
         self._check: _Check | None = None
         self._in_a_row: dict[str, int] = {}
         self._warned = False
 
     def due(self) -> bool:
-        """Whether the step under way is measured."""
+        """Return whether the current step is measured."""
         return (self.training.iteration + 1) % EVERY == 0
 
     def before_update(self) -> None:
-        """With the averaged gradients in place and the update to come: measure it where it is due, and judge the last check. Collective."""
+        """Evaluate the last check, and measure this step's update if it is due; called after gradient averaging. Collective."""
         self.judge()
         if self.due():
             self.measure()
 
     def measure(self) -> None:
-        """Measure the update to come, on copies, and send the result to the host of rank 0. Collective."""
+        """Measure the next update on copies, and send the result to the host of rank 0. Collective."""
         optimizer = self.training.optimizer
         table = torch.zeros(len(self._storage), SUMS, dtype=torch.float64, device=self._rows.device)
         with self.training.grad_sync.sent.uncounted():
@@ -103,7 +103,7 @@ class LostUpdates:
             self._check = _Check(self.training.iteration + 1, float(optimizer.param_groups[0]["lr"]), DeviceCopy(table))
 
     def judge(self) -> None:
-        """Look at the last check, on rank 0, and warn where it is time; without effect where it has been looked at."""
+        """Evaluate the last check on rank 0 once, and warn if necessary."""
         check, self._check = self._check, None
         if check is None:
             return
@@ -120,7 +120,7 @@ class LostUpdates:
             self._warn(check, lost)
 
     def undone(self) -> None:
-        """Steps have been rolled back: begin to count again."""
+        """Reset the counts after a rollback."""
         self._check = None
         self._in_a_row.clear()
 

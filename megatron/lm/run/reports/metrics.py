@@ -1,4 +1,4 @@
-"""What a run tells about itself: the log line, TensorBoard and the metrics file (one JSON object a line)."""
+"""Metrics of a run: the log line, TensorBoard and the metrics file (one JSON object per line)."""
 
 import json
 import math
@@ -19,14 +19,14 @@ from megatron.lm.shell.terminal import show
 from megatron.lm.training.state import StepResult, Training
 from msamp.comm.counters import KINDS
 
-# Dense peaks in TFLOP/s at compute capability 9.0 (H100 and H200 SXM data sheet). The papers divide BF16 runs by the first and FP8 runs
-# by the second. Either alone hides something: FP8 can exceed 100 % of the first, and of the second a BF16 run cannot reach half.
+# Dense peaks in TFLOP/s at compute capability 9.0 (H100 and H200 SXM data sheet). The papers divide BF16 runs by the first and FP8 runs by
+# the second. Neither is enough: FP8 can exceed 100 % of the first, and a BF16 run cannot reach half of the second.
 HOPPER_PEAKS = {"bf16": 989.0, "fp8": 1979.0}
 
 
 def peak_tflops(config: Config) -> dict[str, float]:
-    """What counts as 100 % MFU, in TFLOP/s by the name of the peak: `bf16` and `fp8` on a Hopper GPU, whatever the precision; `given` where
-    `--peak-tflops` gives one; nothing where no peak is known."""
+    """Return the peaks that count as 100 % MFU, in TFLOP/s by name: `bf16` and `fp8` on a Hopper GPU for any precision; `given` with
+    `--peak-tflops`; empty if no peak is known."""
     if config.logging.peak_tflops is not None:
         return {"given": config.logging.peak_tflops}
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -34,41 +34,41 @@ def peak_tflops(config: Config) -> dict[str, float]:
 
 
 def mfu(tflops: float, peaks: Mapping[str, float]) -> dict[str, float]:
-    """Model FLOPs utilisation by each peak, under names that say which: `mfu_bf16_peak`, `mfu_fp8_peak`, `mfu_given_peak`."""
+    """Return the model FLOPs utilization for each peak, named `mfu_bf16_peak`, `mfu_fp8_peak` or `mfu_given_peak`."""
     return {f"mfu_{name}_peak": tflops / peak for name, peak in peaks.items()}
 
 
 def memory_gib() -> float:
-    """Peak memory of this process in GiB: allocated on the GPU, or resident on a CPU (as it is now)."""
+    """Return this process's peak of allocated GPU memory, or its current resident memory on a CPU, in GiB."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return psutil.Process().memory_info().rss / 2**30
 
 
 def least_and_most(value: float) -> tuple[float, float]:
-    """The least and the greatest of the ranks' values; collective."""
+    """Return minimum and maximum of the ranks' values; collective."""
     values = torch.tensor([-value, value], dtype=torch.float64, device=device())
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return -float(values[0]), float(values[1])
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for NaN and infinities, which JSON does not know and strict readers refuse."""
+    """Return `value` with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Metrics:
-    """Collects steps and reports an interval at a time. Rank 0 writes; on the others only the sums are combined.
+    """Collects steps and reports them per interval. Rank 0 writes; the other ranks only contribute to sums.
 
     Args:
         config: of the run.
         vocab_size: rows of the embedding (padded).
-        training: where the run starts, for the remaining time and the count of skipped steps.
+        training: the training state, for the remaining time and the count of skipped steps.
 
     Attributes:
-        unwritten: counts what could not be written.
+        unwritten: counts failed writes.
         measurements: called at a report on every rank, in this order; each returns more numbers of the last step.
     """
 
@@ -93,10 +93,10 @@ class Metrics:
         """Open the files, on rank 0.
 
         Args:
-            again: the iteration behind which what was told goes, because a killed run is about to tell it again; 0: everything stays.
+            again: remove entries after this iteration, because a resumed run repeats them; 0 keeps everything.
 
         Raises:
-            OSError: one cannot be opened.
+            OSError: if one cannot be opened.
         """
         logging = self.config.logging
         if self.main and logging.metrics_file:
@@ -108,7 +108,7 @@ class Metrics:
             self.events = EventFile(Path(logging.tensorboard_dir), again + 1 if again else None, self.unwritten)
 
     def tokens(self, iteration: int) -> int:
-        """Tokens of all iterations up to this one."""
+        """Return the tokens of all iterations up to this one."""
         return self.batch_sizes.consumed(iteration) * self.config.model.seq_length
 
     def _begin_interval(self) -> None:
@@ -117,17 +117,17 @@ class Metrics:
         self.paused = 0.0
 
     def pause(self, seconds: float) -> None:
-        """Time that is not training (evaluation, saving) stays out of the throughput."""
+        """Exclude time that is not training (evaluation, saving) from the throughput."""
         self.paused += seconds
 
     def record(self, step: StepResult, iteration: int) -> None:
-        """Take in one step; report where the interval ends."""
+        """Record one step; report at the end of the interval."""
         self.steps.append(step)
         if self.reports(iteration):
             self.report(iteration)
 
     def reports(self, iteration: int) -> bool:
-        """Whether an interval ends with this iteration."""
+        """Return whether an interval ends with this iteration."""
         return iteration % self.config.logging.log_interval == 0 or iteration == self.iterations
 
     def report(self, iteration: int) -> None:
@@ -137,10 +137,10 @@ class Metrics:
             self._begin_interval()
 
     def _report(self, iteration: int) -> None:
-        # One collective and one host sync an interval: the steps left their sums and flags on the device.
+        # One collective and one host sync per interval: the sums and flags of the steps are on the device.
         self.skipped += sum(bool(step.skipped) for step in self.steps)
         sums = torch.stack([torch.stack([s.loss_sum, s.tokens]) for s in self.steps]).double().sum(0)
-        torch.distributed.all_reduce(sums)  # of tensor-parallel ranks all have the same: their ratio does not change
+        torch.distributed.all_reduce(sums)  # tensor-parallel ranks have the same values, so the ratio is unchanged
         loss = float(sums[0] / sums[1])
         seconds = (time.perf_counter() - self.interval_start - self.paused) / len(self.steps)
         memory = least_and_most(memory_gib())
@@ -175,7 +175,7 @@ class Metrics:
         show(train_line(row, self.iterations, left))
 
     def _communication(self) -> dict[str, Any]:
-        """What this rank sent in a step of the interval, by kind and collective; how the last step's gradients fared; collective."""
+        """Return the bytes that this rank sent per step, by kind and collective, and the last step's gradient statistics; collective."""
         sync, steps = self.grad_sync, len(self.steps)
         sent = sync.sent.take()
         row: dict[str, Any] = {
@@ -184,12 +184,12 @@ class Metrics:
         row["sent_bytes"] = {f"{kind} {collective}": size / steps for (kind, collective), size in sorted(sent.items())}
         if sync.statistics.numel and sync.statistics.active:
             row |= sync.statistics.shares(sync.peers)
-        if sync.autoscale is not None and sync.autoscale.mu.numel():  # none where every linear layer stays BF16
+        if sync.autoscale is not None and sync.autoscale.mu.numel():  # empty if every linear layer is BF16
             row |= {"mu_min": float(sync.autoscale.mu.min()), "mu_max": float(sync.autoscale.mu.max())}
         return row
 
     def evaluation(self, kind: str, iteration: int, loss: float, bits_per_byte: float | None) -> None:
-        """Report the loss (nats a token) of the `valid` or `test` split."""
+        """Report the loss (nats per token) of the `valid` or `test` split."""
         if not self.main:
             return
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
@@ -199,7 +199,7 @@ class Metrics:
         show(evaluation_line(row))
 
     def write(self, row: dict[str, Any]) -> None:
-        """One object to the metrics file, its numbers to TensorBoard under kind/name. Does nothing on ranks other than 0."""
+        """Write an object to the metrics file, and its numbers to TensorBoard under kind/name; do nothing on ranks other than 0."""
         if self.file is not None:
             self.file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
         if "iteration" in row:
@@ -207,13 +207,13 @@ class Metrics:
             self.scalars({f"{row['kind']}/{key}": value for key, value in values.items()}, row["iteration"])
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
-        """Numbers to TensorBoard alone, by their whole name. Does nothing on ranks other than 0."""
+        """Write numbers only to TensorBoard, by their full name; do nothing on ranks other than 0."""
         if self.events is not None:
             for name, value in values.items():
                 self.events.add_scalar(name, value, iteration)
 
     def close(self) -> None:
-        """Close what was opened, and say what is lacking there."""
+        """Close the files, and print failed writes."""
         for file in (self.file, self.events):
             if file is not None:
                 file.close()

@@ -1,8 +1,8 @@
-"""The live precision recorder: on every N-th step, what each tensor lost where it was rounded, and what of each update arrived.
+"""The precision recorder: measures on every N-th step the error of each cast and the part of each update that rounding loses.
 
-A recorded step is the usual step, its graph or its eager code, to the bit: beside each cast the values before it are made once more and
-compared. Between the gradients and the update the update is rehearsed on copies. All of it is counted on the device, each tensor in one
-read beside what stands for it; the host reads one table at the end of the step. On other steps nothing is hooked and nothing runs.
+A recorded step is bit for bit the usual step, graph or eager: next to each cast, the values before it are recomputed and compared. After
+the gradients are averaged, the update runs on copies first. All statistics are computed on the device, in one read of each tensor and its
+rounded form; the host reads one table at the end of the step. On other steps nothing is hooked and nothing runs.
 """
 
 import functools
@@ -37,7 +37,7 @@ ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 OTHERS = {O: "attended", DP: "grad_probabilities", DQ: "grad_query", DK: "grad_key", DV: "grad_value"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
 UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost", "undelivered")
-# What `ops.tally_update_` adds up of an update, in this order.
+# The sums that `ops.tally_update_` computes for an update, in this order.
 UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost", "|wanted|", "sign(wanted) . effective")
 
 WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturation": max, "sqnr_db": min}
@@ -48,35 +48,36 @@ Scalars = Callable[[Mapping[str, float], int], None]
 
 
 class Recorder:
-    """Records steps of a training, and writes each as one JSON line; rank 0 writes what all ranks have seen.
+    """Records training steps, each as one JSON line; rank 0 writes the statistics of all ranks.
 
-    A line: `iteration`; `skipped`: true where the update was skipped; `columns`: what the lists below hold; `casts`: by layer and tensor
-    (`input`, `weight`, `grad_output` as their GEMM casts them; `query`, `key`, `value`, `grad_attention` of FP8 attention; `grad`,
-    `grad_reduced`: a gradient as it is sent against what backward gave, and the average against the FP32 sum; `master`, `m`, `v`: as
-    stored against what the update computed in FP32; `weight` where it is cast from a master: against that); `updates`: by parameter, with
-    `total` of all; `mu`, with `--grad-scaling auto`; `outliers`: by layer and tensor, of delayed scales that one amax in the window holds
-    down, by how many powers of two (`megatron.lm.run.reports.amax_outliers`), after this step.
+    Fields of a line: `iteration`; `skipped`, whether the update was skipped; `columns`, the names of the list entries below; `casts`, by
+    layer and tensor; `updates`, by parameter, and `total` for all; `mu`, with `--grad-scaling auto`; `outliers`, by layer and tensor, the
+    powers of two by which one amax in the window holds down a delayed scale after this step (`megatron.lm.run.reports.amax_outliers`).
 
-    amax: of the values before the cast. Underflow: share of the non-zero values that became zero; saturation: share at the format's
-    maximum; SQNR in dB; the scale's exponent, base 2. Norms of the parameter after the update and of the update, which is the one that
-    FP32 arithmetic makes of the same states; descent: inner product of its direction with what arrived in the master (`descent /
-    update_norm` is 1 where nothing was lost; Collage's EDQ takes the direction of the optimizer's own arithmetic: `msamp.update_quality`);
-    lost: share of elements left unchanged by an update that is not zero; undelivered: share of the update's distance that did not arrive,
-    `msamp.numerics.metrics.undelivered_frac`, about 0 under stochastic rounding, which leaves most elements unchanged in one step. null:
-    not finite, nothing lost (SQNR), or unknown (a sum not taken in FP32).
+    Tensors of `casts`: `input`, `weight` and `grad_output` as cast for their GEMM; `query`, `key`, `value` and `grad_attention` of FP8
+    attention; `grad`, a gradient as sent compared with backward's; `grad_reduced`, the average compared with the FP32 sum; `master`, `m`
+    and `v` as stored, compared with the update's FP32 result; `weight`, if it is cast from a master, compared with the master.
 
-    Every number is over all elements of a tensor, all micro-batches of the step and all ranks. Tensors kept in FP32 lose nothing and are
-    left out, and so are the updates of the first step of a process, where optimizer states may only begin.
+    Columns of `casts`: amax of the values before the cast; underflow, the fraction of non-zero values that became zero; saturation, the
+    fraction at the format's maximum; SQNR in dB; the exponent of the scale, base 2. Columns of `updates`: norms of the parameter after the
+    update, and of the update in FP32 from the same states; descent, the inner product of the update's direction with the change of the
+    master (`descent / update_norm` is 1 without loss; Collage's EDQ uses the direction of the optimizer's own arithmetic:
+    `msamp.update_quality`); lost, the fraction of elements unchanged by a non-zero update; undelivered, the fraction of the update's
+    distance that was lost, `msamp.numerics.metrics.undelivered_frac`, about 0 with stochastic rounding, which leaves most elements
+    unchanged in one step. null means non-finite, no error (SQNR), or unknown (a sum not in FP32).
+
+    Statistics are over all elements of a tensor, all micro-batches of the step and all ranks. FP32 tensors have no error and are left out,
+    as are the updates of a process's first step, where optimizer states may not exist yet.
 
     Args:
-        training: the training that makes the steps.
+        training: the training state.
         file: to append to.
-        interval: recorded are the iterations that it divides, and the first of a process, which prepares what graphs will need.
-        scalars: takes the `summary` of each line and its iteration; on rank 0.
-        unwritten: counts the lines that could not be written; default: one for this file alone.
+        interval: records iterations that are multiples of it, and the first of a process, which prepares buffers for graphs.
+        scalars: called on rank 0 with the `summary` of each line and its iteration.
+        unwritten: counts failed writes; default: a counter of its own.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: if the file cannot be opened.
     """
 
     def __init__(self, training: Training, file: str, interval: int, scalars: Scalars, unwritten: Unwritten | None = None) -> None:
@@ -85,12 +86,12 @@ class Recorder:
         self._first = training.iteration + 1
         modules = [found for chunk in chunks(training.model) for found in named_globally(chunk)]
         self.layers = [(name, layer) for name, layer in modules if isinstance(layer, FP8Gemm)]
-        # Every cast with a watch: layer, scales, and the tensors by row.
+        # Every measured cast: layer, scales, and the tensors by row.
         self.watched: list[tuple[str, TensorScales, dict[int, str]]] = [
             *((name, layer.scaling, ROWS) for name, layer in self.layers),
             *((name.removesuffix(".scaling"), scales, CASTS_HERE) for name, scales in modules if isinstance(scales, AttentionScaling)),
         ]
-        # Every delayed scale, those of casts without a watch too.
+        # Every delayed scale, also of casts that are not measured.
         self._delayed = [
             (name, scales, rows | (OTHERS if rows is CASTS_HERE else {WIRE: "partial_sums"}))
             for name, scales, rows in self.watched
@@ -98,10 +99,10 @@ class Recorder:
         ]
         self.names = {p: name.removesuffix(".weight") for p, name in parameter_names(training.model).items()}
         device = next(iter(self.names)).device
-        # Always the same memory: graphs write there.
+        # Static memory, which graphs write.
         self._table = torch.zeros(sum(len(rows) for *_, rows in self.watched), len(TALLY), dtype=torch.float64, device=device)
         self._one = torch.ones((), device=device)
-        # Rows on the device: tallies, those of a rehearsed update apart, and sums of updates.
+        # Rows on the device: tallies, separately for the update on copies, and sums of updates.
         self._casts: dict[Key, Tensor] = {}
         self._rehearsed: dict[Key, Tensor] = {}
         self._updates: dict[str, Tensor] = {}
@@ -110,12 +111,12 @@ class Recorder:
             self._file = LogFile(Path(file), f"--record-precision {file}", unwritten or Unwritten())
 
     def due(self, iteration: int) -> bool:
-        """Whether this iteration is recorded."""
+        """Return whether this iteration is recorded."""
         return iteration == self._first or iteration % self.interval == 0
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Inside, `train_step` is recorded; at the end it is written. Collective."""
+        """Record the `train_step` inside the block, and write the line at its end. Collective."""
         self.recording = True
         self._casts, self._rehearsed, self._updates = {}, {}, {}
         self._table.zero_()
@@ -146,7 +147,7 @@ class Recorder:
 
     @torch.no_grad()
     def _weights(self) -> None:
-        """How the GEMMs will cast weights that are stored wider; alike on data-parallel ranks."""
+        """Measure how GEMMs will cast weights that are stored in a wider format; the same on data-parallel ranks."""
         self.training.optimizer.wait()
         for name, layer in self.layers:
             weight, fmt = layer.weight, layer.scaling.gemm.weight.format
@@ -157,7 +158,7 @@ class Recorder:
                 tally_operand_(row, values, operand.codes, operand.element_scale_inv)
 
     def before_update(self) -> None:
-        """With the averaged gradients there and the update to come: measure the update. Takes its collectives; every rank calls it."""
+        """Measure the next update, after gradient averaging. Collective."""
         if not self.recording or self.training.iteration < self._first:
             return
         for part in rehearse(self.training.optimizer):
@@ -183,7 +184,7 @@ class Recorder:
                 self._casts[self.names[p], "grad_reduced"] = mean
 
     def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows]:
-        """Read everything on the device in one transfer: casts, casts of the rehearsed update, updates, mu, bits held down."""
+        """Read all device results in one transfer: casts, casts of the update on copies, updates, mu, bits held down."""
         sync = self.training.grad_sync
         held = {name: bits_held_down(scales) for name, scales, _ in self._delayed}
         groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, held)
@@ -198,7 +199,7 @@ class Recorder:
     def _gather(
         self, casts: Rows, rehearsed: Rows, updates: Rows, mu: dict[str, float], skipped: bool
     ) -> tuple[Rows, Rows, dict[str, float]] | None:
-        """On rank 0 the sums of all ranks, without an update that was skipped; None on the others. Collective."""
+        """Return the sums of all ranks, without a skipped update, on rank 0; None on others. Collective."""
         own = (casts, {}, mu) if skipped else (casts | rehearsed, updates, mu)
         ranks = torch.distributed.get_world_size()
         if ranks == 1:
@@ -219,14 +220,14 @@ class Recorder:
 
 
 def _summed(everything: Sequence[tuple[Rows, Rows, dict[str, float]]]) -> tuple[Rows, Rows, dict[str, float]]:
-    """What the ranks have seen, added up."""
+    """Return the sums over ranks."""
     casts: Rows = {}
     updates: Rows = {}
     mu: dict[str, float] = {}
     for their_casts, their_updates, their_mu in everything:
         mu |= their_mu
         for key, tally in their_casts.items():
-            if tally[0]:  # a rank that owns nothing of a tensor has nothing to say of it
+            if tally[0]:  # skip ranks that own nothing of the tensor
                 casts[key] = add_tallies(casts[key], tally) if key in casts else tally
         for name, sums in their_updates.items():
             updates[name] = [a + b for a, b in zip(updates.get(name, [0.0] * len(sums)), sums, strict=True)]
@@ -241,13 +242,13 @@ def line(
     mu: Mapping[str, float],
     sums_in_fp32: bool,
 ) -> dict[str, Any]:
-    """What is written of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
+    """Return the line of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
     by_layer: dict[str, dict[str, list[float | int | None]]] = {}
     for (layer, tensor), tally in casts.items():
         found = judge(tally)
         scale = found.pop("scale")
         values: list[float | int | None] = [*map(_short, found.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
-        if tensor == "grad_reduced" and not sums_in_fp32:  # no rank has the sum to compare with
+        if tensor == "grad_reduced" and not sums_in_fp32:  # no rank has the FP32 sum to compare with
             values[1] = values[3] = None
         by_layer.setdefault(layer, {})[tensor] = values
     total = [sum(column) for column in zip(*updates.values(), strict=True)]
@@ -263,8 +264,8 @@ def line(
 
 
 def summary(row: Mapping[str, Any]) -> dict[str, float]:
-    """Mean and worst over the layers of a line's underflow, saturation and SQNR, by kind of layer and tensor; mean and worst over the
-    parameters of the undelivered share of their updates; and the total of the updates: what a page of curves can show."""
+    """Summarize a line for TensorBoard: mean and worst over layers of underflow, saturation and SQNR, by kind of layer and tensor; mean and
+    worst over parameters of the undelivered fraction of updates; and the total of the updates."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for layer, tensors in row["casts"].items():
         kind = re.sub(r"^decoder\.layers\.\d+\.", "", layer)
@@ -291,5 +292,5 @@ def _judge_update(sums: Sequence[float]) -> list[float | None]:
 
 
 def _short(value: float) -> float | None:
-    """Five digits, and null for what JSON does not know."""
+    """Round to five digits; None for non-finite values, which JSON does not have."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -54,7 +54,7 @@ def test_without_a_checkpoint_of_its_own_a_run_goes_on(prefix: Path, tmp_path: P
     with patched(Once(4)):
         rows, _ = trained(replace(settings, checkpoint=replace(settings.checkpoint, save_interval=6)))
     assert [row["iteration"] for row in told(rows, "train")] == [*range(1, 9)]
-    assert "holds no checkpoint of this run so far: nothing to roll back to" in capsys.readouterr().out
+    assert "has no checkpoint of this run so far, so there is no rollback" in capsys.readouterr().out
 
 
 def test_at_the_end_of_the_data_the_passed_over_is_made_up_for_from_its_start(prefix: Path):
@@ -88,7 +88,10 @@ def test_a_run_whose_load_is_its_save_starts_anew_and_then_resumes(prefix: Path,
     settings = tiny.config(prefix, opt_level="O2", train_iters=8, exit_interval=5, save=folder, load=folder + "/")
     check(settings, 1)
     first, _ = trained(settings)
-    assert f"warning: --load {folder}/ holds no checkpoint, and is the folder of --save: training starts anew" in capsys.readouterr().out
+    assert (
+        f"warning: --load {folder}/ holds no checkpoint, and is the folder of --save: training starts from scratch"
+        in capsys.readouterr().out
+    )
     second, weights = trained(settings)
     said = capsys.readouterr().out
     assert "resumed from" in said

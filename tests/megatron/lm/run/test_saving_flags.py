@@ -114,7 +114,7 @@ def test_a_missing_checkpoint_ends_the_run_on_demand(start, tmp_path: Path):
     run = tmp_path / "run"
     _, _, error = start(f"--save {run} --load {run} --exit-on-missing-checkpoint", code=2)
     assert error == (
-        f"error: --load {run} holds no checkpoint: name the folder of one, or drop --exit-on-missing-checkpoint to start anew\n"
+        f"error: --load {run} holds no checkpoint: choose a folder with one, or drop --exit-on-missing-checkpoint to start from scratch\n"
     )
     assert not run.exists()
 

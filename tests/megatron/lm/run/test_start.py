@@ -58,7 +58,7 @@ def test_a_first_start_that_came_to_nothing_is_repeated(tmp_path: Path, left: st
         found, line = start(**settings)
         assert found.load is None
         assert line == (
-            f"warning: --load {folder} holds no checkpoint, and is the folder of --save: training starts anew"
+            f"warning: --load {folder} holds no checkpoint, and is the folder of --save: training starts from scratch"
             if "load" in settings
             else None
         )
@@ -70,7 +70,7 @@ def test_a_run_that_loads_what_it_saves_goes_on(a: Path):
 
 @pytest.mark.promise("Checkpoints", "`--ckpt-step` never starts from scratch.")
 def test_a_named_iteration_of_a_first_start_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"--ckpt-step 5: --load .*run holds no checkpoint; name its folder, or drop --ckpt-step to start"):
+    with pytest.raises(ValueError, match=r"--ckpt-step 5: --load .*run holds no checkpoint; choose its folder, or drop --ckpt-step"):
         start(save=tmp_path / "run", load=tmp_path / "run", ckpt_step=5)
 
 
@@ -84,7 +84,7 @@ def test_the_child_of_another_folder_goes_on_when_it_is_started_again(tmp_path: 
     published(b, 2, **child(read_info(latest(a)), finetune))
     found, line = start(**flags)
     assert (found.load, found.finetune, found.no_load_optim) == (str(b), False, False)
-    assert line == f"--save {b} holds this run, which began from --load {a}: it goes on from there"
+    assert line == f"--save {b} has this run, which started from --load {a}: it resumes there"
     assert start(**flags, ckpt_step=4)[0].load == str(b)
     for other in ({"finetune": not finetune}, {"ckpt_step": 3}):
         with pytest.raises(ValueError, match="holds another run"):

@@ -325,4 +325,4 @@ def test_a_rank_that_dies_in_a_save_is_named(gloo_prefix: Path, tmp_path: Path):
         dist.run(dying_in_a_save, 2, str(gloo_prefix), str(tmp_path))
     said = (tmp_path / "said").read_text()
     assert said.startswith("saving at iteration 2, a connection to another rank failed: rank 1 does not answer (")
-    assert "start again from the last checkpoint (" in said
+    assert "resume from the last checkpoint (" in said

@@ -32,9 +32,9 @@ def place(iteration: int, phase: str = "in a step", ago: float = 1.0, waits: boo
     [
         (
             {0: place(5), 1: place(5, ago=58.0), 2: place(5)},
-            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for no rank, for 60 s; last heard of 58 s ago",
+            "rank 1 is stuck; rank 1 at iteration 5, in a step, waiting for no rank, for 60 s; last report 58 s ago",
         ),
-        ({0: place(5), 2: place(5)}, "rank 1 is stuck; rank 1 has never said where it is; ranks 0, 2 at iteration 5, in a step"),
+        ({0: place(5), 2: place(5)}, "rank 1 is stuck; rank 1 has never reported its position; ranks 0, 2 at iteration 5, in a step"),
         (
             {0: place(5), 1: place(5, READING), 2: place(5)},
             "rank 1 is stuck; rank 1 at iteration 5, reading data, waiting for no rank, for 60 s",
@@ -238,9 +238,9 @@ def test_a_stopped_rank_is_named_and_the_other_ends(start: Callable[..., Job], s
     assert "--distributed-timeout-minutes 0.2" in line
     if stopped == 1:
         assert "rank 1 is stuck; rank 1 at iteration " in line
-        assert "; last heard of " in line
+        assert "; last report " in line
     else:
-        assert "the rendezvous store does not answer: rank 0, which holds it, is dead or stopped" in line
+        assert "the rendezvous store does not respond: rank 0, which has it, is dead or stopped" in line
 
 
 @pytest.mark.nightly
@@ -257,7 +257,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed_and_one_whose_rank_was_st
     job.wait_for(lambda: job.said().count("resumed from") == 2)  # torchrun gives the stopped process 30 s to end
     (process,) = job.processes
     assert process.wait(200) == 0, job.said()[-5000:]
-    assert job.said().count("training starts anew") == 1
+    assert job.said().count("training starts from scratch") == 1
     assert [row["iteration"] for row in job.rows()] == list(range(1, 241))  # what was done twice is told once
     assert tiny.losses(job.rows())[-1] < tiny.losses(job.rows())[0]
 

@@ -40,7 +40,7 @@ def warnings_of(text: str) -> list[str]:
         ({"opt_level": "O2", **NEAREST}, "--master-rounding stochastic"),
         ({"opt_level": "O3", **NEAREST}, "--master-rounding stochastic"),
         ({"precision": "bf16-dmw", **NEAREST}, "--master-rounding stochastic"),
-        ({"precision": "bf16-a"}, "take a --precision with pairs of BF16 or with FP32 masters"),
+        ({"precision": "bf16-a"}, "use a --precision with BF16 pairs or with FP32 masters"),
         ({"opt_level": "O0"}, None),
         ({"precision": "coat"}, None),
         ({"precision": "collage-light"}, None),
