@@ -44,8 +44,8 @@ def plain_state_dict(model: nn.Module, optimizer: FP8AdamW | None = None, dtype:
         model: any module tree.
         optimizer: of its weights; weights with a separate master (O3) are rounded from the master, which has more bits. Under ZeRO the
             call is then collective, and only the group's first rank gets the state; the others get an empty dict.
-        dtype: of the floating-point parameters in the state; None keeps that of each parameter. Masters have more bits than BF16: training at
-            a small learning rate moves most weights by less than half a step of BF16. FP32 keeps such a change and BF16 rounds it away.
+        dtype: of the floating-point parameters in the state; None keeps that of each parameter. Masters have more bits than BF16: training
+            at a small learning rate moves most weights by less than half a step of BF16. FP32 keeps such a change and BF16 rounds it away.
 
     Returns:
         Name -> tensor, on the model's devices; plain tensors are not copied.

@@ -32,7 +32,8 @@ def settled(config: Config) -> tuple[Config, str | None]:
             not.
     """
     asked = config.checkpoint
-    found, line = rank_0_decides(lambda: _with_schedule(config))
+    decided, line = rank_0_decides(lambda: _with_schedule(config))
+    found = replace(decided, data=config.data, logging=config.logging)  # a machine may have its own places for these
     if dist.is_initialized() and asked.load is not None:
         _check_seen(found.checkpoint, found.checkpoint.load or asked.load)
     return found, line

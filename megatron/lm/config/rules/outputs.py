@@ -113,7 +113,7 @@ def outputs(config: Config, world_size: int) -> Problems:
 def _writable_file(name: str, file: Path) -> Problems:
     """Can `file`, the value of a flag, be written or made?"""
     if os.path.isdir(file):
-        yield f"{flag(name)} {file} is a folder: name a file in it"
+        yield f"{flag(name)} {file} is a folder: give a file in it"
     elif os.path.exists(file) and not _takes_lines(file, name):
         yield f"{flag(name)} {file} is no file: name one"
     elif os.path.exists(file) and not os.access(file, os.W_OK):

@@ -149,11 +149,11 @@ def exchanged(prefix: str) -> Callable[[Path], object]:
 
 SOUND = {  # in its digests
     "another vocabulary": Fault(lambda folder: seal(folder, vocab_size=61), r"a tokenizer of 60 tokens \(saved: 61\)"),
-    "NaN in a weight": Fault(changed(of("model", NORM), first(NAN)), f"{of('model', NORM)} holds 1 values that are NaN or infinite"),
-    "NaN in an FP8 weight": Fault(changed(of("model"), first(NAN)), f"{of('model')} holds 1 values that are NaN"),
-    "infinity in a master": Fault(changed(of("master"), first(INFINITE)), f"{of('master')} holds 1 values that are NaN or infinite"),
-    "NaN in m": Fault(changed(of("exp_avg"), first(NAN)), f"{of('exp_avg')} holds 1 values that are NaN"),
-    "infinity in v": Fault(changed(of("exp_avg_sq"), first(INFINITE)), f"{of('exp_avg_sq')} holds 1 values that are NaN"),
+    "NaN in a weight": Fault(changed(of("model", NORM), first(NAN)), f"{of('model', NORM)} has 1 values that are NaN or infinite"),
+    "NaN in an FP8 weight": Fault(changed(of("model"), first(NAN)), f"{of('model')} has 1 values that are NaN"),
+    "infinity in a master": Fault(changed(of("master"), first(INFINITE)), f"{of('master')} has 1 values that are NaN or infinite"),
+    "NaN in m": Fault(changed(of("exp_avg"), first(NAN)), f"{of('exp_avg')} has 1 values that are NaN"),
+    "infinity in v": Fault(changed(of("exp_avg_sq"), first(INFINITE)), f"{of('exp_avg_sq')} has 1 values that are NaN"),
     "a stale scale of a weight, too large": Fault(
         changed(scale("model"), times(2)),
         f"{of('model')} is .* but its master is .* one of their scales is stale, or one is from another layer",
@@ -218,7 +218,7 @@ def good(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(prefix: Path, good: Path) -> Iterator[Trainer]:
     """One trainer for all faults: loading leaves it as it was, or as the checkpoint says."""
-    with tiny.trainer(tiny.config(prefix, precision="O3", train_iters=6)) as made:
+    with tiny.trainer(tiny.config(prefix, precision="O3", train_iters=6, lr_decay_iters=4)) as made:  # the schedule of `good`
         yield made
 
 
@@ -319,7 +319,7 @@ def test_a_marked_checkpoint_that_is_missing(made: Trainer, copy: Path, capsys: 
     assert f"passed over: {copy / 'iter_0000009'} is missing\n" in capsys.readouterr().out
     for path in copy.glob("iter_*"):
         shutil.rmtree(path)
-    refused(made, copy, f"{MARKER} names iteration 9, which is missing; .* holds none")
+    refused(made, copy, f"{MARKER} names iteration 9, which is missing; .* has none")
 
 
 @pytest.mark.parametrize(

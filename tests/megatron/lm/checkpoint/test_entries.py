@@ -39,7 +39,7 @@ PAIRS = {  # first component, remainder, what is said of them
     "a first component in FP16": (
         BF16_FIRST.half(),
         REST.to(torch.float8_e4m3fn),
-        r"is \(8, 6\) torch.float8_e4m3fn, and .* torch.float16; a pair",
+        r"is \(8, 6\) torch.float8_e4m3fn, but .* torch.float16; a pair",
     ),
     "a remainder in FP32": (BF16_FIRST, REST.float(), r"is \(8, 6\) torch.float32, but its first component"),
     "a remainder of whole numbers": (BF16_FIRST, REST.long(), r"is \(8, 6\) torch.int64, but its first component"),
@@ -69,7 +69,7 @@ def test_a_pair_has_no_scale(tmp_path: Path, scaled: str):
 
 def test_a_remainder_without_its_first_component(tmp_path: Path):
     there = stored(tmp_path, [Item.whole("exp_avg_sq_remainder/w", REST)])
-    with pytest.raises(ValueError, match="it holds no exp_avg_sq/w; load an older checkpoint"):
+    with pytest.raises(ValueError, match="it has no exp_avg_sq/w; load an older checkpoint"):
         check_remainder(there, "exp_avg_sq_remainder", [place((0, 0), (8, 6), (8, 6))])
 
 

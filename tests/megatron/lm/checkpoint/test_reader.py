@@ -99,7 +99,7 @@ def test_values_that_are_not_finite_are_refused(good: Path, tmp_path: Path, name
     values = tensors(folder)[f"model/{name}"].float()
     values.view(-1)[3] = float("nan")
     checkpoints.rewrite(folder, {f"model/{name}": values.to(tensors(folder)[f"model/{name}"].dtype)})
-    with pytest.raises(ValueError, match=f"model/{name} holds 1 values that are NaN"):
+    with pytest.raises(ValueError, match=f"model/{name} has 1 values that are NaN"):
         CheckpointReader(folder).weight(name)
 
 

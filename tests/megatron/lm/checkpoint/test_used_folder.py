@@ -74,7 +74,7 @@ def test_a_folder_of_another_run_is_refused_and_stays(made: Trainer, tmp_path: P
     folder = checkpoints.published(tmp_path / name, 4, **checkpoints.of(Run()))
     made.training.config = pointed(made.training.config, emergency_save=str(tmp_path / "elsewhere"))
     before = contents(folder)
-    with pytest.raises(ValueError, match=f"{name} holds another run"), Saver(made.training):
+    with pytest.raises(ValueError, match=f"{name} contains another run"), Saver(made.training):
         pass
     assert contents(folder) == before
     with locked(tmp_path / "save"):  # it was left free

@@ -156,7 +156,7 @@ def test_values_that_are_not_finite(dtype: torch.dtype, value: str):
         torch.tensor([float(value)]).half().view(torch.uint8)[1:] if dtype is torch.float8_e5m2 else torch.tensor([float(value)]).to(dtype)
     )
     payload[1] = payload[3] = bad.view(dtype)[0]
-    with pytest.raises(ValueError, match=r"here: model/w holds 2 values that are NaN or infinite; load an older checkpoint"):
+    with pytest.raises(ValueError, match=r"here: model/w has 2 values that are NaN or infinite; load an older checkpoint"):
         one(payload).check("here")
 
 
@@ -288,7 +288,7 @@ def test_a_scale_that_is_not_one_fp32_number_is_refused(tmp_path: Path, bad: Ten
 
 def test_a_tensor_that_is_missing_or_of_another_shape(tmp_path: Path):
     there = stored(tmp_path, chunk(draw(8, 6), (0, 0), (8, 6)))
-    with pytest.raises(ValueError, match=r"is damaged: it holds no master/w; load an older checkpoint"):
+    with pytest.raises(ValueError, match=r"is damaged: it has no master/w; load an older checkpoint"):
         find(there, "master", [place((0, 0), (8, 6), (8, 6))], (8, 6), VOCABULARY)
     for shape in [(9, 6), (8, 5), (8,)]:
         with pytest.raises(ValueError, match=r"is damaged: model/w is \(8, 6\), but the model requires .*; load an older checkpoint"):

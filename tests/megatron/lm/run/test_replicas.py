@@ -44,7 +44,9 @@ def damaged(prefix: Path, folder: str, interval: int | None) -> tuple[int, str]:
 @pytest.mark.parametrize("interval", [None, pytest.param(2, marks=pytest.mark.nightly(3))])
 def test_a_flipped_bit_of_one_rank_stops_all_and_nothing_is_saved_after_it(prefix: Path, tmp_path: Path, interval: int | None):
     ends = dist.run(damaged, 2, prefix, str(tmp_path), interval)
-    named = "damaged after iteration 4: decoder.layers.1.self_attention.linear_proj.weight differs between rank 0 and rank 1. Nothing was"
+    named = (
+        "damaged after iteration 4: decoder.layers.1.self_attention.linear_proj.weight differs between rank 0 and rank 1. No checkpoint was"
+    )
     assert [(iteration, named in why) for iteration, why in ends] == [(4, True), (4, True)]
     saved = sorted(path.name for path in tmp_path.glob("iter_*"))
     assert saved == ([] if interval else ["iter_0000002"])
@@ -56,6 +58,6 @@ def test_one_process_looks_for_weights_that_are_not_finite(prefix: Path):
         weight = made.training.model.embedding.word_embeddings.weight
         with torch.no_grad():
             weight[3, 3] = float("inf")
-        message = r"damaged after iteration 7: embedding\.word_embeddings\.weight holds NaN or infinity on rank 0\. Nothing was saved"
+        message = r"damaged after iteration 7: embedding\.word_embeddings\.weight holds NaN or infinity on rank 0\. No checkpoint was saved"
         with pytest.raises(RunStopped, match=message):
             check_replicas(made.training, 7)

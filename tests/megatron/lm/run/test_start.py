@@ -34,14 +34,14 @@ def a(tmp_path: Path) -> Path:
 @pytest.mark.promise("Checkpoints", "A `--save` folder with another run is refused, with the alternatives.")
 def test_a_used_folder_is_not_begun_anew(a: Path, tmp_path: Path):
     ways = f"--load {a} --save {a} to resume it, another --save to keep both, or move it away"
-    with pytest.raises(ValueError, match=f"{a} holds another run .*: give {ways}"):
+    with pytest.raises(ValueError, match=f"{a} contains another run .*: use {ways}"):
         start(save=a)
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         start(save=a, load=a, finetune=True)
     other = published(tmp_path / "b", 2, **of(Run())).parent
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         start(save=a, load=other, finetune=True)
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         start(save=a, load=other)
 
 
@@ -87,7 +87,7 @@ def test_the_child_of_another_folder_goes_on_when_it_is_started_again(tmp_path: 
     assert line == f"--save {b} has this run, which started from --load {a}: it resumes there"
     assert start(**flags, ckpt_step=4)[0].load == str(b)
     for other in ({"finetune": not finetune}, {"ckpt_step": 3}):
-        with pytest.raises(ValueError, match="holds another run"):
+        with pytest.raises(ValueError, match="contains another run"):
             start(**(flags | other))
 
 
@@ -110,7 +110,7 @@ def test_identities_in_whole_runs(prefix: Path, tmp_path: Path, capsys: pytest.C
     first, second = run(1, save=a), run(2, save=a, load=a)
     assert first["run"] == second["run"]
     assert first["run"]["parent"] is None
-    with pytest.raises(ValueError, match=f"{a} holds another run"):
+    with pytest.raises(ValueError, match=f"{a} contains another run"):
         run(2, save=a, seed=5)
     begun = run(3, load=a, save=b)
     assert begun["run"]["parent"] == {"run": first["run"]["id"], "iteration": 2, "finetune": False}

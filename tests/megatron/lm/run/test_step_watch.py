@@ -279,4 +279,4 @@ def test_ranks_that_see_different_folders_are_refused(pair: list[dict[str, Any]]
     for rank in pair:
         assert rank["empty"] == "True"
         assert rank["one has it"].startswith("rank 1 sees a checkpoint in --load")
-        assert "rank 0 does not: name a folder that all machines share" in rank["one has it"]
+        assert "rank 0 does not: use a folder that all machines share" in rank["one has it"]

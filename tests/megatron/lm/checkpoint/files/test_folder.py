@@ -153,7 +153,7 @@ def test_a_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path):
 def test_checkpoints_without_identity_are_the_run_s_that_adopted_them(tmp_path: Path):
     published(tmp_path, 4)
     refuse_other_run(tmp_path, Run(adopted=True))
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         refuse_other_run(tmp_path, Run())
 
 
