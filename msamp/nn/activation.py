@@ -1,4 +1,4 @@
-"""GELU and SwiGLU for use outside a fused block; they save their input for backward as `msamp.nn.saved_activations` defines."""
+"""GELU, SwiGLU and squared ReLU for use outside a fused block; they save their input as `msamp.nn.saved_activations` defines."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from msamp.nn.saved_activations import IN_GROUPS, Saved
 
 
 class ActivationFunction(torch.autograd.Function):
-    """(y [.., F], "gelu" or "swiglu", how y is saved) -> [.., F], or [.., F / 2] for SwiGLU; see `msamp.kernels.reference.activate`."""
+    """(y [.., F], the kind of activation, how y is saved) -> [.., F], or [.., F / 2] for SwiGLU; see `msamp.kernels.reference.activate`."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, kind: str, saved: Saved) -> torch.Tensor:  # type: ignore[override]
@@ -39,10 +39,10 @@ class ActivationFunction(torch.autograd.Function):
 
 
 class Activation(nn.Module):
-    """GELU (tanh form) or SwiGLU.
+    """GELU (tanh form), SwiGLU or squared ReLU.
 
     Args:
-        kind: "gelu", or "swiglu": silu of the first half of the channels times the second half.
+        kind: "gelu"; "swiglu": silu of the first half of the channels times the second half; "squared-relu": max(y, 0)^2.
         saved: how the input is saved for backward.
 
     Shape: [.., F] -> [.., F], or [.., F / 2] for SwiGLU, in the input's dtype: FP32, BF16 or FP16.

@@ -1,4 +1,4 @@
-"""The MLP half of a transformer layer as one autograd function: residual add, norm, FC1, GELU or SwiGLU, FC2, residual add, casts fused.
+"""The MLP half of a transformer layer as one autograd function: residual add, norm, FC1, activation, FC2, residual add, casts fused.
 
 Only the residual stream and FC1's output are saved for backward, as `msamp.nn.saved_activations` defines. Backward recomputes from them the
 FP8 operands of the weight gradients (normalized input, activation), bit for bit if both are saved unrounded.
@@ -35,7 +35,7 @@ class MLPSettings(NamedTuple):
     Attributes:
         norm: of the input.
         fc1, fc2: the two linear layers.
-        activation: "gelu" (tanh form) or "swiglu".
+        activation: "gelu" (tanh form), "swiglu" or "squared-relu".
         recompute: do not save FC1's output; backward runs FC1 again.
         saved: how the inputs of norm and activation are saved for backward.
         ends: the communication of tensor parallelism at the block's input and output.

@@ -121,6 +121,8 @@ def plain_mlp(x: Tensor, p: dict[str, Tensor | None], activation: str, rms: bool
     if activation == "swiglu":
         gate, up = y.chunk(2, -1)
         a = functional.silu(gate) * up
+    elif activation == "squared-relu":
+        a = functional.relu(y).square()
     else:
         a = functional.gelu(y, approximate="tanh")
     return x + functional.linear(a, p["fc2"], p["fc2_bias"])

@@ -1,4 +1,4 @@
-"""GELU and SwiGLU, cast to the operand of the next GEMM, and their gradients."""
+"""GELU, SwiGLU and squared ReLU, cast to the operand of the next GEMM, and their gradients."""
 
 import torch
 
@@ -7,7 +7,7 @@ from msamp.numerics.formats import of_dtype
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import inverse
 
-KINDS = ("gelu", "swiglu")
+KINDS = ("gelu", "swiglu", "squared-relu")
 
 # 0.5 (1 + tanh u) = sigmoid(2 u), which keeps its precision when tanh is close to -1: 2 u = TWICE_SLOPE (y + CUBIC y^3).
 TWICE_SLOPE = 1.5957691216057308
@@ -38,7 +38,14 @@ def _activation(y: torch.Tensor, kind: str) -> torch.Tensor:
         gate, up = y.float().chunk(2, dim=1)
         return torch.sigmoid(gate).mul_(gate).mul_(up)
     y = y.float()
+    if kind == "squared-relu":
+        return _relu(y).square_()
     return _gelu_sigmoid(y, y.square().clamp_(max=SQUARE_LIMIT)).mul_(y)
+
+
+def _relu(y: torch.Tensor) -> torch.Tensor:
+    """max(y, 0); of NaN NaN, so that the amax shows it."""
+    return torch.where(y <= 0, 0.0, y)
 
 
 def _gelu_sigmoid(y: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
@@ -53,6 +60,8 @@ def _derivative(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> torch.Tenso
         s = torch.sigmoid(gate)
         silu = gate * s
         return torch.cat([grad * (s + silu * (1 - s)) * up, grad * silu], dim=1)
+    if kind == "squared-relu":
+        return _relu(y).mul_(2.0).mul_(grad)
     square = y.square().clamp_(max=SQUARE_LIMIT)
     s = _gelu_sigmoid(y, square)
     slope = square.mul_(3 * TWICE_SLOPE * CUBIC).add_(TWICE_SLOPE)
@@ -71,10 +80,10 @@ def activate(
     """Compute the activation between the two linear layers of an MLP, in the format of the second one's input.
 
     "gelu" is the tanh form (Hendrycks and Gimpel, 2016), y/2 (1 + tanh(0.79788 (y + 0.044715 y^3))); "swiglu" (Shazeer, 2020) is
-    silu of the first half of the columns times the second half.
+    silu of the first half of the columns times the second half; "squared-relu" is max(y, 0)^2 (So et al., 2021).
 
     Args:
-        y: BF16, FP16 or FP32, [M, F] for "gelu", [M, 2F] for "swiglu".
+        y: BF16, FP16 or FP32, [M, F], for "swiglu" [M, 2F].
         kind: one of `KINDS`.
         scale: FP32, 0-dim, a power of two; None uses a just-in-time scale from the result's amax.
         amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf if not finite); None does not measure it.

@@ -1,4 +1,7 @@
-"""GELU and SwiGLU with FP8 output, and their gradients in both layouts, in one read. Twin: `msamp.kernels.reference.activate`."""
+"""GELU, SwiGLU and squared ReLU with FP8 output, and their gradients in both layouts, in one read.
+
+Twin: `msamp.kernels.reference.activate`.
+"""
 
 import torch
 import triton
@@ -21,7 +24,7 @@ from msamp.kernels.triton.cast_transpose import (
 
 TILE_M, TILE_N, WARPS = 32, 256, 8
 # Rows, columns and warps of a tile, tiles per program and pipeline stages; SwiGLU's second half of y fills the registers.
-BACKWARD = {"gelu": (64, 64, 4, 1, 1), "swiglu": (32, 64, 4, 4, 1)}
+BACKWARD = {"gelu": (64, 64, 4, 1, 1), "swiglu": (32, 64, 4, 4, 1), "squared-relu": (64, 64, 4, 1, 1)}
 
 
 @triton.jit
@@ -55,9 +58,15 @@ def _silu(y, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _relu(y):
+    """max(y, 0); of NaN NaN."""
+    return tl.where(y <= 0.0, 0.0, y)
+
+
+@triton.jit
 def _activate_kernel(
     y, a, scale, amax, scale_inv, M, F,
-    SWIGLU: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    SWIGLU: tl.constexpr, SQUARED_RELU: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
@@ -78,6 +87,9 @@ def _activate_kernel(
         if SWIGLU:
             silu, _ = _silu(firsts[k].to(tl.float32), HARDWARE)
             v = silu * ups[k].to(tl.float32)
+        elif SQUARED_RELU:
+            relu = _relu(firsts[k].to(tl.float32))
+            v = relu * relu
         else:
             v, _, _ = _gelu(firsts[k].to(tl.float32), HARDWARE)
         top = _higher(top, v)
@@ -92,7 +104,8 @@ def _activate_kernel(
 @triton.jit
 def _activate_backward_kernel(
     grad_a, y, a_scale_inv, g, g_t, a_t, sums, scale, amax, scale_inv, M, F,
-    SWIGLU: tl.constexpr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    SWIGLU: tl.constexpr, SQUARED_RELU: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     A_MAX: tl.constexpr, A_MANTISSA: tl.constexpr, A_BIAS: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +137,9 @@ def _activate_backward_kernel(
                 a, v, w = silu * up, grad * (s + silu * (1.0 - s)) * up, grad * silu
                 top, up_total = _higher(top, w), up_total + w
                 up_values = up_values + (w,)  # noqa: RUF005
+            elif SQUARED_RELU:
+                relu = _relu(v)
+                a, v = relu * relu, relu * 2.0 * grad
             else:
                 a, s, square = _gelu(v, HARDWARE)
                 # Multiply by y last: if it is huge, s (1 - s) is 0, and if it is NaN or infinite, so is the gradient.
@@ -174,8 +190,9 @@ def activate(
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _activate_kernel[grid](
-            y, a, scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants
-        )
+            y, a, scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", SQUARED_RELU=kind == "squared-relu",
+            TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants,
+        )  # fmt: skip
 
     return a, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, y.device)
 
@@ -207,7 +224,7 @@ def activate_backward(
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _activate_backward_kernel[grid](
             grad_a, y, a_scale_inv, g, g_t if quantised else None, a_t if quantised else None, partial if colsum else None,
-            scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", ALIGNED=M % 4 == 0,
+            scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", SQUARED_RELU=kind == "squared-relu", ALIGNED=M % 4 == 0,
             TILE_M=tile_m, TILE_N=tile_n, TILES=tiles, STAGES=stages,
             A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
         )  # fmt: skip

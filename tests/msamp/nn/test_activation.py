@@ -13,12 +13,14 @@ from msamp.numerics.metrics import sqnr_db
 def plain(y: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "gelu":
         return functional.gelu(y, approximate="tanh")
+    if kind == "squared-relu":
+        return functional.relu(y).square()
     gate, up = y.chunk(2, -1)
     return functional.silu(gate) * up
 
 
 @pytest.mark.parametrize(("saved", "least"), [(AsItIs(), 100.0), (GroupedFP8(), 30.0)], ids=["as it is", "coat"])
-@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", "squared-relu"])
 def test_value_and_gradient(kind, saved, least, device):
     y = make("normal", (6, 40, 64), device=device).requires_grad_()
     a, want = Activation(kind, saved)(y), plain(y, kind)
@@ -27,7 +29,7 @@ def test_value_and_gradient(kind, saved, least, device):
     assert sqnr_db(torch.autograd.grad(want, y, grad)[0], torch.autograd.grad(a, y, grad)[0]) > least
 
 
-@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", "squared-relu"])
 def test_keeps_17_16_bytes_an_element(kind, device):
     y = make("normal", (128, 64), device=device).bfloat16().requires_grad_()
     a = Activation(kind)(y)

@@ -11,7 +11,9 @@ from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
 
 every_level = pytest.mark.parametrize("level", [recipe.O2, recipe.O3], ids=lambda r: r.name)
-every_activation = pytest.mark.parametrize(("activation", "rms", "bias"), [("gelu", False, True), ("swiglu", True, False)])
+every_activation = pytest.mark.parametrize(
+    ("activation", "rms", "bias"), [("gelu", False, True), ("swiglu", True, False), ("squared-relu", True, False)]
+)
 
 
 def inputs(device="cpu"):
@@ -75,9 +77,9 @@ def test_inputs_kept_in_groups_change_no_output_and_little_of_the_gradients(kind
     out, wanted = run(half, x, delta, grad, mlp_settings(half, activation, rms))
     kept, found = run(half, x, delta, grad, mlp_settings(half, activation, rms, saved=GroupedFP8(), recompute=recompute))
     assert kept.equal(out)
-    least = COAT_GRADIENTS["mlp"][KINDS.index(kind)]
-    assert sqnr_db(wanted[0], found[0]) > least[0]
-    assert min(sqnr_db(want.float(), got.float()) for want, got in zip(wanted[2:], found[2:], strict=True)) > least[1]
+    least, margin = COAT_GRADIENTS["mlp"][KINDS.index(kind)], 3.0 if activation == "squared-relu" else 0.0  # a square doubles an error
+    assert sqnr_db(wanted[0], found[0]) > least[0] - margin
+    assert min(sqnr_db(want.float(), got.float()) for want, got in zip(wanted[2:], found[2:], strict=True)) > least[1] - margin
 
 
 @every_activation

@@ -36,7 +36,7 @@ def measured(run: Any, parameters: list[Any]) -> float:
 
 @ways
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "squared-relu"])
 def test_mlp_block(activation: str, recompute: bool, saved: Saved):
     half = mlp_half(recipe.O2, activation=activation)
     how = mlp_settings(half, activation, saved=saved, recompute=recompute)

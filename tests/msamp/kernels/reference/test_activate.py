@@ -1,4 +1,4 @@
-"""GELU and SwiGLU against torch in FP64, their gradients against autograd, and what the quantised results lose."""
+"""GELU, SwiGLU and squared ReLU against torch in FP64, their gradients against autograd, and what the quantised results lose."""
 
 import pytest
 import torch
@@ -11,13 +11,15 @@ from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import inverse
 
-every_activation = pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+every_activation = pytest.mark.parametrize("kind", ["gelu", "swiglu", "squared-relu"])
 ONE = torch.ones(())
 
 
 def exact(y: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "gelu":
         return functional.gelu(y, approximate="tanh")
+    if kind == "squared-relu":
+        return functional.relu(y).square()
     gate, up = y.chunk(2, dim=1)
     return functional.silu(gate) * up
 
@@ -64,9 +66,13 @@ def test_quantised_results_lose_what_one_rounding_loses(kind, values):
 @every_activation
 def test_large_inputs_saturate_and_do_not_become_nan(kind):
     big = torch.tensor([-3e38, -1e30, -1e5, -300.0, -30.0, 0.0, 30.0, 300.0, 1e5, 1e18])
-    y = big[:, None] if kind == "gelu" else torch.stack([big, torch.ones(10)], dim=1)
+    y = torch.stack([big, torch.ones(10)], dim=1) if kind == "swiglu" else big[:, None]
     a = activate(y, kind, None, None, torch.float32)[0]
     g = activate_backward(torch.ones(10, 1), y, kind, ONE, E4M3.dtype, None, None, torch.float32)[0]
+    if kind == "squared-relu":
+        assert torch.equal(a, y.clamp(min=0).square())
+        assert torch.equal(g, 2 * y.clamp(min=0))
+        return
     torch.testing.assert_close(a[:, 0], big.clamp(min=0.0), rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(g[:, 0], torch.tensor([0.0] * 5 + [0.5] + [1.0] * 4), rtol=1e-6, atol=1e-9)
 
@@ -78,7 +84,7 @@ def test_what_is_not_finite_shows(kind, bad):
     y[2, 3] = bad
     assert activate(y, kind, ONE, slot, E4M3.dtype)[1].isnan()
     assert slot.isinf()
-    good, grad_a = make("normal", (8, 16)), make("normal", (8, 16 if kind == "gelu" else 8), seed=1)
+    good, grad_a = make("normal", (8, 16)), make("normal", (8, 8 if kind == "swiglu" else 16), seed=1)
     grad_a[5, 1] = bad
     assert activate_backward(grad_a, good, kind, ONE, E4M3.dtype, ONE, slot.zero_(), E5M2.dtype)[2].isnan()
     assert slot.isinf()
@@ -97,7 +103,7 @@ def test_a_given_scale_is_used_and_a_wide_dtype_takes_neither_scale_nor_amax():
 
 def test_what_does_not_fit_is_refused():
     y = make("normal", (4, 6))
-    with pytest.raises(ValueError, match="activation is 'relu'; choose one of gelu, swiglu"):
+    with pytest.raises(ValueError, match="activation is 'relu'; choose one of gelu, swiglu, squared-relu"):
         activate(y, "relu", None, None, E4M3.dtype)
     with pytest.raises(ValueError, match=r"input of swiglu is \(4, 5\); it must be"):
         activate(y[:, :5], "swiglu", None, None, E4M3.dtype)

@@ -18,9 +18,9 @@ from msamp.numerics.formats import E4M3, E5M2
 
 SHARE = 1e-3  # of codes that may be a neighbour: BF16 inputs lie exactly between two codes where the activation is nearly the identity
 RAGGED = [(1, 2, torch.float32), (3, 5, torch.float16), (32, 64, torch.float32), (130, 65, torch.bfloat16), (9, 270, torch.bfloat16)]
-CASES = [(kind, *case) for kind in ("gelu", "swiglu") for case in RAGGED]
+CASES = [(kind, *case) for kind in ("gelu", "swiglu", "squared-relu") for case in RAGGED]
 NIGHTLY = pytest.mark.nightly
-both = pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+both = pytest.mark.parametrize("kind", ["gelu", "swiglu", "squared-relu"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_scale = pytest.mark.parametrize("scale", [None, 2.0])
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
@@ -90,7 +90,12 @@ def test_one_token_one_feature(kind, triton_device):
 
 @pytest.mark.parametrize(
     ("kind", "scale"),
-    [("gelu", 2.0), ("swiglu", None), *(pytest.param(*case, marks=NIGHTLY) for case in (("gelu", None), ("swiglu", 2.0)))],
+    [
+        ("gelu", 2.0),
+        ("swiglu", None),
+        ("squared-relu", 2.0),
+        *(pytest.param(*case, marks=NIGHTLY) for case in (("gelu", None), ("swiglu", 2.0))),
+    ],
 )
 def test_formats_scales_and_slots(kind, scale, triton_device):
     grad_a, y = inputs(kind, (64, 60), triton_device)
@@ -113,7 +118,7 @@ def test_no_worse_than_the_twin(kind, values, triton_device):
     assert_no_worse(exact, g, g_scale_inv, E5M2, twin.activate_backward(grad_a, y, *fixed, E5M2.dtype)[0])
 
 
-@each_once(kind=["gelu", "swiglu"], dtype=DTYPES)
+@each_once(kind=["gelu", "swiglu", "squared-relu"], dtype=DTYPES)
 def test_plain_results(kind, dtype, triton_device):
     grad_a, y = inputs(kind, (37, 70), triton_device, dtype, values="normal")
     slot, one = torch.zeros((), device=y.device), torch.ones((), device=y.device)
