@@ -13,6 +13,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tp": 2, "optimizer": "plain", **LLAMA},
     "bf16": {"tp": 2, "tied": False, "dtype": "bfloat16", **LLAMA},
     "stages": {"pp": 2, "tied": False, "dtype": "bfloat16", "optimizer": "plain"},
+    "squared": {"squared_relu": True, "positions": "none", "bias": False, "qkv_bias": True},
+    "stretched": {"rope_scaling": True, "interpolation": 2},
     "dp_reshardable": {"sharding": "dp_reshardable", "dtype": "bfloat16", **LLAMA},
 }
 # The trainer's settings of the same models; `tiny.config` has the others.
@@ -26,6 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tied": OF_LLAMA,
     "bf16": OF_LLAMA | UNTIED,
     "stages": SHAPE | UNTIED,
+    "squared": SHAPE | {"squared_relu": True, "position_embedding_type": "none", "disable_bias_linear": True, "add_qkv_bias": True},
+    "stretched": SHAPE | {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
     "dp_reshardable": OF_LLAMA,
 }
 _ROWS = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")

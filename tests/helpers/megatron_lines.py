@@ -12,6 +12,10 @@ LINES = {
 --normalization RMSNorm
 --disable-bias-linear
 --position-embedding-type rope
+--position-embedding-type none
+--rotary-seq-len-interpolation-factor 2
+--use-rope-scaling
+--squared-relu
 --rotary-base 10000
 --rotary-base 500000
 --rotary-percent 0.5
@@ -132,6 +136,7 @@ LINES = {
 --attention-backend local
 """,
     "dropped": """
+--add-qkv-bias
 --use-precision-aware-optimizer
 --fp8-param-gather
 --use-flash-attn
@@ -209,11 +214,6 @@ LINES = {
 """,
     "refused": """
 --fp8-format e4m3
---add-qkv-bias
---position-embedding-type none
---rotary-seq-len-interpolation-factor 2
---use-rope-scaling
---squared-relu
 --use-legacy-models
 --optimizer sgd
 --step-batch-size-schedule "0:16 2.4B:320"

@@ -40,6 +40,10 @@ DEFAULTS: dict[str, Any] = {
     "steps": 3,
     "sharding": "fully_reshardable",
     "qk_norm": False,
+    "qkv_bias": False,
+    "squared_relu": False,
+    "rope_scaling": False,
+    "interpolation": None,
     "seed": 7,
     "metadata": {},
     "iteration": 10,
@@ -75,11 +79,13 @@ def pretend_cuda() -> None:
 def build(s: dict[str, Any]) -> Any:
     """GPTModel of the local spec, with dense attention in plain torch."""
     from megatron.core import parallel_state
+    from megatron.core.activations import squared_relu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.nn import functional
 
+    plain = squared_relu if s["squared_relu"] else lambda x: functional.gelu(x, approximate="tanh")
     config = TransformerConfig(
         num_layers=s["layers"],
         hidden_size=s["hidden"],
@@ -88,8 +94,9 @@ def build(s: dict[str, Any]) -> Any:
         ffn_hidden_size=s["ffn"],
         normalization="RMSNorm" if s["rms"] else "LayerNorm",
         gated_linear_unit=s["swiglu"],
-        activation_func=functional.silu if s["swiglu"] else lambda x: functional.gelu(x, approximate="tanh"),
+        activation_func=functional.silu if s["swiglu"] else plain,
         add_bias_linear=s["bias"],
+        add_qkv_bias=s["qkv_bias"],
         qk_layernorm=s["qk_norm"],
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -119,6 +126,9 @@ def build(s: dict[str, Any]) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=s["tied"],
         position_embedding_type=s["positions"],
+        rope_scaling=s["rope_scaling"],
+        rope_scaling_factor=8.0,
+        seq_len_interpolation_factor=s["interpolation"],
     )
 
 
@@ -184,7 +194,11 @@ def arguments(s: dict[str, Any]) -> argparse.Namespace:
         norm_epsilon=1e-5,
         swiglu=s["swiglu"],
         add_bias_linear=s["bias"],
-        add_qkv_bias=False,
+        add_qkv_bias=s["qkv_bias"],
+        squared_relu=s["squared_relu"],
+        use_rope_scaling=s["rope_scaling"],
+        rope_scaling_factor=8.0,
+        rotary_seq_len_interpolation_factor=s["interpolation"],
         qk_layernorm=s["qk_norm"],
         position_embedding_type=s["positions"],
         add_position_embedding=s["positions"] == "learned_absolute",

@@ -39,6 +39,8 @@ from msamp.optim.states import weight_format
 
 # Settings of the model that may change on resume, because saved values keep their meaning.
 _FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+# The rotary embedding's scaling, which --finetune may change to train on longer sequences.
+_STRETCHED = {"use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
 
 
 @dataclass(kw_only=True)
@@ -154,11 +156,11 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
     # A setting that the checkpoint does not have is newer, and the saved run had its default.
     now, then = config_to_dict(config)["model"], _defaults(ModelConfig) | info["config"].get("model", {})
     same_table = then.get("max_position_embeddings") == config.model.max_position_embeddings is not None
-    rope = config.model.position_embedding_type == "rope"
-    free = _FREE | ({"seq_length"} if finetune and (rope or same_table) else set())
+    relative = config.model.position_embedding_type != "learned_absolute"
+    free = _FREE | (_STRETCHED if finetune else set()) | ({"seq_length"} if finetune and (relative or same_table) else set())
     differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
     if "megatron_args" in info:
-        differing = megatron.differing(info["megatron_args"], config.model)
+        differing = megatron.differing(info["megatron_args"], config.model, free)
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
     if not finetune:

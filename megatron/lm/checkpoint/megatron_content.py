@@ -199,13 +199,14 @@ def arguments(config: Config, info: Mapping[str, Any], with_states: bool) -> Nam
     model, rows = config.model, config.padded_vocab_size(info["vocab_size"])
     same = (
         *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "group_query_attention", "normalization", "norm_epsilon"),
-        *("swiglu", "qk_layernorm", "position_embedding_type", "rotary_percent", "untie_embeddings_and_output_weights"),
+        *("swiglu", "squared_relu", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights"),
+        *("position_embedding_type", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
     )
     optimizer = (
         *("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-        "decoupled_lr",
-        "decoupled_min_lr",
+        *("decoupled_lr", "decoupled_min_lr"),
     )
+    factor = model.rotary_seq_len_interpolation_factor
     return Namespace(
         **{name: getattr(model, name) for name in same},
         **{name: getattr(config.optimizer, name) for name in optimizer},
@@ -219,6 +220,7 @@ def arguments(config: Config, info: Mapping[str, Any], with_states: bool) -> Nam
         add_bias_linear=not model.disable_bias_linear,
         add_position_embedding=model.position_embedding_type == "learned_absolute",
         rotary_base=int(model.rotary_base) if math.isfinite(model.rotary_base) else model.rotary_base,
+        rotary_seq_len_interpolation_factor=int(factor) if factor is not None and factor.is_integer() else factor,
         padded_vocab_size=rows,
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         tokenizer_type=config.data.tokenizer_type,

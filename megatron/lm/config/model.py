@@ -27,13 +27,24 @@ class ModelConfig:
     normalization: str = setting("norm layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting("epsilon of the norm layers", 1e-5, legal=POSITIVE)
     swiglu: bool = setting("SwiGLU in the MLP instead of GELU", False)
+    squared_relu: bool = setting("squared ReLU in the MLP instead of GELU", False)
     disable_bias_linear: bool = setting("linear layers without bias", False)
+    add_qkv_bias: bool = setting("a bias in the QKV layer, even with --disable-bias-linear (Qwen2)", False)
     qk_layernorm: bool = setting(
         "normalise queries and keys, each head by itself, before the rotary embedding (Qwen3); such layers are not fused", False
     )
-    position_embedding_type: str = setting("how positions enter the model", "rope", choices=("rope", "learned_absolute"))
+    position_embedding_type: str = setting(
+        "how the model encodes positions; none: by causal attention alone", "rope", choices=("rope", "learned_absolute", "none")
+    )
     rotary_base: float = setting("base of the rotary embedding's wavelengths", 10000.0, legal=POSITIVE)
     rotary_percent: float = setting("share of a head's width that is rotated", 1.0, legal=Interval(0, 1, low_open=True))
+    rotary_seq_len_interpolation_factor: float | None = setting(
+        "divide positions by this before the rotary embedding, for longer sequences (linear interpolation); derived: 1",
+        None,
+        legal=POSITIVE,
+    )
+    use_rope_scaling: bool = setting("lengthen the rotary embedding's long wavelengths as Llama 3.1 does beyond 8,192 tokens", False)
+    rope_scaling_factor: float = setting("factor of --use-rope-scaling for the longest wavelengths", 8.0, legal=Interval(1, 1e6))
     untie_embeddings_and_output_weights: bool = setting("give the LM head a weight of its own", False)
     objective: str = setting(
         "what is predicted: the next token, by attention to those before it (GPT), or tokens that are masked, by attention to both sides "
@@ -47,6 +58,16 @@ class ModelConfig:
     attention_backend: str = setting(
         "kernel of the attention core; auto takes cuDNN, then flash on a GPU; both are torch's own", "auto", choices=ATTENTION_BACKENDS
     )
+
+    @property
+    def activation(self) -> str:
+        """The MLP's activation: one of `msamp.kernels.reference.activate.KINDS`."""
+        return "swiglu" if self.swiglu else "squared-relu" if self.squared_relu else "gelu"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the QKV layer has a bias."""
+        return self.add_qkv_bias or not self.disable_bias_linear
 
     @property
     def ffn_size(self) -> int:

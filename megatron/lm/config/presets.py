@@ -150,7 +150,7 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     queries = model.num_attention_heads * model.head_size
     qkv = queries + 2 * model.query_groups * model.head_size
     fc1 = 2 * ffn if model.swiglu else ffn
-    linear = hidden * (qkv + queries + fc1 + ffn) + biases * (qkv + hidden + fc1 + hidden)
+    linear = hidden * (qkv + queries + fc1 + ffn) + biases * (hidden + fc1 + hidden) + model.qkv_bias * qkv
     norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
     heads = 2 * (1 if model.normalization == "RMSNorm" else 2) * model.head_size if model.qk_layernorm else 0
     embeddings = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)

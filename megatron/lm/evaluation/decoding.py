@@ -298,6 +298,8 @@ class _InferenceLayer:
         if self._activation == "swiglu":
             gate, up = y.chunk(2, dim=-1)
             y = functional.silu(gate) * up
+        elif self._activation == "squared-relu":
+            y = functional.relu(y).square()
         else:
             y = functional.gelu(y, approximate="tanh")
         return x + self._fc2(y)

@@ -146,11 +146,12 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=model.swiglu,
-        # megatron-core requires one of these, but applies the spec's activation: GELU in its tanh form.
-        activation_func=functional.silu if model.swiglu else functional.gelu,
+        # megatron-core requires one of these, but applies the spec's activation: GELU in its tanh form, squared ReLU.
+        activation_func={"swiglu": functional.silu, "squared-relu": functional.relu, "gelu": functional.gelu}[model.activation],
         # With this flag MLP applies the spec's activation to fc1's output with bias, both halves at once.
         use_te_activation_func=True,
         add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         # `draw_weights` fills the weights instead.
@@ -242,6 +243,9 @@ def assemble(
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
         output_linear=linears["output_layer"],
         head_precision=config.precision.output_layer_precision,

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron.lm.model.attention import FP8CoreAttention, cos_sin
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
@@ -15,6 +17,13 @@ from msamp.nn.ends import ALONE, Ends
 from msamp.nn.gemm import LayerGemm
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.saved_activations import AS_IT_IS, Saved
+
+
+def activation_of(config: TransformerConfig) -> str:
+    """The MLP's activation by megatron-core's configuration, as `gpt.transformer_config` makes it."""
+    if config.gated_linear_unit:
+        return "swiglu"
+    return "squared-relu" if config.activation_func is functional.relu else "gelu"
 
 
 class Layer(TransformerLayer):
@@ -32,7 +41,7 @@ class Layer(TransformerLayer):
         super().__init__(*args, **kwargs)
         config, self.fused, self.saved = self.config, fused, saved
         self.norm = Norm(config.layernorm_epsilon, config.normalization == "RMSNorm")
-        self.activation = "swiglu" if config.gated_linear_unit else "gelu"
+        self.activation = activation_of(config)
         selected = config.recompute_modules if config.recompute_granularity == "selective" else []
         self.recompute_attention = "core_attn" in selected and not config.attention_dropout
         self.recompute_fc1 = "mlp" in selected

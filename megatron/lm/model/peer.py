@@ -4,6 +4,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -51,6 +52,8 @@ def fusions(model: "ModelConfig") -> dict[str, Any]:
     fused["use_te_activation_func"] = False  # used by our layers only
     if model.swiglu:
         fused |= {"bias_activation_fusion": True, "activation_func": functional.silu}
+    elif model.squared_relu:
+        fused["activation_func"] = squared_relu
     elif not model.disable_bias_linear:
         fused |= {"bias_activation_fusion": True, "activation_func": functional.gelu}  # the fused kernel uses the tanh form, like ours
     else:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention
-from megatron.lm.model.layer import Layer
+from megatron.lm.model.layer import Layer, activation_of
 from megatron.lm.model.norm import head_norm_class, norm_class
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.saved_activations import AS_IT_IS, Saved
@@ -31,8 +31,7 @@ def layer_spec(
     fp8_attention: Gemms | None = None,
     fused: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP (GELU or SwiGLU, as `config` says),
-    residual.
+    """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP with the activation of `config`, residual.
 
     Args:
         config: megatron-core's configuration; this function reads `normalization` and `qk_layernorm`, the modules read the rest.
@@ -47,7 +46,7 @@ def layer_spec(
     """
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
     head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
-    activation = _activation("swiglu" if config.gated_linear_unit else "gelu", saved)
+    activation = _activation(activation_of(config), saved)
     core = ModuleSpec(module=SDPAttention, params={"backend": attention_backend})
     if fp8_attention is not None:
         core = ModuleSpec(module=FP8CoreAttention, params={"backend": attention_backend, "gemm": fp8_attention})

@@ -125,7 +125,8 @@ def _layer(config: Config) -> list[Parameter]:
 
     def linear(slot: str, summed: bool = False) -> list[Parameter]:
         weight = Parameter(shapes[slot], "matrix" if slot in wide else "linear")
-        return [weight, Parameter(weight.shape[:1], "vector", summed)][: 1 if config.model.disable_bias_linear else 2]
+        bias = config.model.qkv_bias if slot == "linear_qkv" else not config.model.disable_bias_linear
+        return [weight, Parameter(weight.shape[:1], "vector", summed)][: 2 if bias else 1]
 
     split = config.parallel.sequence_parallel  # each rank adds row-parallel biases to its slice of the sequence
     attention = linear("linear_proj", split) + linear("linear_qkv") + _head_norms(config)

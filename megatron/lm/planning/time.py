@@ -158,7 +158,7 @@ def _fused_elements(config: Config, rates: Rates) -> float:
     split = tp if config.parallel.sequence_parallel else 1
     channels = (model.num_attention_heads + 2 * model.query_groups) * model.head_size / tp
     hidden, ffn = tokens * model.hidden_size, tokens * model.ffn_size / tp
-    seconds = 2 * hidden / split * rates("norm") + ffn * rates("swiglu" if model.swiglu else "gelu")
+    seconds = 2 * hidden / split * rates("norm") + ffn * rates("swiglu" if model.swiglu else "gelu")  # squared ReLU moves GELU's bytes
     if model.position_embedding_type == "rope":
         seconds += tokens * channels * rates("rotary")
     # With tensor parallelism every rank gathers, casts and sums whole rows.

@@ -14,7 +14,7 @@ DENSE = {
     "gpt3-175b": set(),
     "bert-340m": set(),
     "llama3-8b-fp8": {"--fp8-format", "--fp8-param-gather", "--profile", "--profile-step-start", "--profile-step-end"},
-    "llama3.1-8b": {"--use-rope-scaling"},
+    "llama3.1-8b": set(),
     "qwen3-8b": set(),
 }
 OTHERS = {

@@ -2,7 +2,7 @@
 schedule."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,11 @@ def settings(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def differing(args: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Return the flags of `model` that differ from Megatron-LM's arguments, each with its value and the checkpoint's."""
+def differing(args: Mapping[str, Any], model: ModelConfig, free: Collection[str] = ()) -> list[str]:
+    """Return the flags of `model` that differ from Megatron-LM's arguments, each with its value and the checkpoint's.
+
+    The settings in `free` may differ.
+    """
     expected: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -157,20 +160,31 @@ def differing(args: Mapping[str, Any], model: ModelConfig) -> list[str]:
         "kv_channels": model.head_size,
         "normalization": model.normalization,
         "swiglu": model.swiglu,
+        "squared_relu": model.squared_relu,
         "qk_layernorm": model.qk_layernorm,
         "position_embedding_type": model.position_embedding_type,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
     }
     if model.position_embedding_type == "rope":
-        expected |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+        expected |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent, "use_rope_scaling": model.use_rope_scaling}
+        expected |= {"rope_scaling_factor": model.rope_scaling_factor} if model.use_rope_scaling else {}
     if model.position_embedding_type == "learned_absolute":
         expected["max_position_embeddings"] = model.max_positions
-    found = [_told(name, value, args[name]) for name, value in expected.items() if args.get(name) is not None and args[name] != value]
+    found = [
+        _told(name, value, args[name])
+        for name, value in expected.items()
+        if name not in free and args.get(name) is not None and args[name] != value
+    ]
+    factor, name = args.get("rotary_seq_len_interpolation_factor"), "rotary_seq_len_interpolation_factor"
+    if model.position_embedding_type == "rope" and (model.rotary_seq_len_interpolation_factor or 1) != (factor or 1) and name not in free:
+        found.append(_told(name, model.rotary_seq_len_interpolation_factor, factor))
     epsilon = args.get("norm_epsilon", args.get("layernorm_epsilon"))
     if epsilon is not None and epsilon != model.norm_epsilon:
         found.append(_told("norm_epsilon", model.norm_epsilon, epsilon))
     if isinstance(bias := args.get("add_bias_linear"), bool) and bias == model.disable_bias_linear:
         found.append(_told("disable_bias_linear", model.disable_bias_linear, not bias))
+    elif bias is False and isinstance(args.get("add_qkv_bias"), bool) and args["add_qkv_bias"] != model.add_qkv_bias:
+        found.append(_told("add_qkv_bias", model.add_qkv_bias, args["add_qkv_bias"]))
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups") if args.get("group_query_attention") is True else heads
     if groups is not None and groups != model.query_groups:

@@ -56,6 +56,10 @@ def _no_position_embedding(given: Given, values: Values) -> Verdict | None:
     return Verdict(REFUSED, "it contradicts --position-embedding-type learned_absolute: drop one") if learned else None
 
 
+def _add_qkv_bias(given: Given, values: Values) -> Verdict | None:
+    return None if "--disable-bias-linear" in given else Verdict(DROPPED, "without --disable-bias-linear every linear layer has a bias")
+
+
 def _vocab_size(given: Given, values: Values) -> Verdict | None:
     kind = given.value("--tokenizer-type")
     if kind in (None, "NullTokenizer", "TikTokenizer"):
@@ -127,6 +131,7 @@ JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyTy
         "--sequence-parallel": _sequence_parallel,
         "--num-query-groups": _num_query_groups,
         "--no-position-embedding": _no_position_embedding,
+        "--add-qkv-bias": _add_qkv_bias,
         "--vocab-size": _vocab_size,
         "--tiktoken-pattern": _tiktoken,
         "--tiktoken-num-special-tokens": _tiktoken,

@@ -25,6 +25,8 @@ def attention_shape(config: Config, world_size: int) -> Problems:
         yield f"--num-query-groups {model.num_query_groups} has no effect by itself: add --group-query-attention, or drop it"
     elif heads % groups:
         yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: choose a divisor of {heads}"
+    if model.swiglu and model.squared_relu:
+        yield "--swiglu and --squared-relu contradict each other: keep one of them"
     if model.max_positions < model.seq_length:
         yield (
             f"--max-position-embeddings {model.max_positions} is less than --seq-length {model.seq_length}: "
@@ -33,12 +35,27 @@ def attention_shape(config: Config, world_size: int) -> Problems:
 
 
 def positions(config: Config, world_size: int) -> Problems:
-    """Position ids need learned embeddings."""
-    if config.data.reset_position_ids and config.model.position_embedding_type == "rope":
+    """Position ids need learned embeddings, and flags of the rotary embedding need one."""
+    model, kind = config.model, config.model.position_embedding_type
+    if config.data.reset_position_ids and kind != "learned_absolute":
         yield (
-            "--reset-position-ids has no effect with --position-embedding-type rope, which counts from the start of the sequence: "
+            f"--reset-position-ids has no effect with --position-embedding-type {kind}, where only the distance between tokens counts: "
             "drop it, or use learned_absolute"
         )
+    if kind == "none" and model.objective == "masked-lm":
+        yield (
+            "--position-embedding-type none leaves positions to causal attention, and --objective masked-lm attends to both sides: "
+            "use rope or learned_absolute"
+        )
+    if model.rope_scaling_factor != type(model).rope_scaling_factor and not model.use_rope_scaling:
+        yield f"--rope-scaling-factor {model.rope_scaling_factor:g} has no effect without --use-rope-scaling: add it, or drop the factor"
+    given = {
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor,
+    }
+    for name, value in given.items():
+        if value and kind != "rope":
+            yield f"{name} changes the rotary embedding, and --position-embedding-type {kind} has none: drop it, or use rope"
 
 
 def tensor_parallel_shape(config: Config, world_size: int) -> Problems:

@@ -1,7 +1,7 @@
 """The Hugging Face architectures that hold a GPT of ours, as data: the keys of config.json, the names and layouts of the tensors.
 
-Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox, llama and qwen3; for our side megatron-core's GPTModel. Its
-`linear_qkv` has for each query group its query heads, then key, then value, and its `linear_fc1` under SwiGLU is [gate; up].
+Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox, llama, qwen2 and qwen3; for our side megatron-core's
+GPTModel. Its `linear_qkv` has for each query group its query heads, then key, then value, and its `linear_fc1` under SwiGLU is [gate; up].
 """
 
 import math
@@ -110,6 +110,7 @@ class Architecture:
         ignored: regular expression of tensors that hold no weight (masks, frequencies).
         grouped: whether it knows query groups and heads of any width.
         biases: keys that say whether its linear layers have biases; all alike in our models.
+        scales_rope: whether `rope_scaling` in config.json may scale the rotary embedding.
     """
 
     model_type: str
@@ -124,6 +125,7 @@ class Architecture:
     ignored: str
     grouped: bool = False
     biases: tuple[str, ...] = ()
+    scales_rope: bool = False
 
     @property
     def types(self) -> dict[str, type]:
@@ -145,6 +147,8 @@ class Architecture:
         """The settings of `model` that this architecture cannot hold, as flags."""
         bad = [f"{flag(key)} {getattr(model, key)}" for key, value in self.wants.items() if getattr(model, key) != value]
         heads, hidden = model.num_attention_heads, model.hidden_size
+        if not self.scales_rope:
+            bad += [flag(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(model, name)]
         if not self.grouped and model.query_groups != heads:
             bad.append(f"--num-query-groups {model.query_groups}")
         if hidden % heads or (not self.grouped and model.head_size != hidden // heads):
@@ -178,7 +182,8 @@ def _layer_shapes(model: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     }
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in linears.items():
-        shapes[name] = {"weight": shape} if model.disable_bias_linear else {"weight": shape, "bias": shape[:1]}
+        bias = model.qkv_bias if name.endswith("qkv") else not model.disable_bias_linear
+        shapes[name] = {"weight": shape, "bias": shape[:1]} if bias else {"weight": shape}
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         shapes[name] = {"weight": (hidden,)} if model.normalization == "RMSNorm" else {"weight": (hidden,), "bias": (hidden,)}
     for name in ("self_attention.q_layernorm", "self_attention.k_layernorm"):
@@ -186,7 +191,7 @@ def _layer_shapes(model: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     return shapes
 
 
-_WITH_BIASES = {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False, "qk_layernorm": False}
+_WITH_BIASES = {"normalization": "LayerNorm", "swiglu": False, "squared_relu": False, "disable_bias_linear": False, "qk_layernorm": False}
 
 GPT2 = Architecture(
     model_type="gpt2",
@@ -298,6 +303,7 @@ GPT_NEOX = Architecture(
 )
 
 _ROTATED_SWIGLU = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "rotary_percent": 1.0}
+_ROTATED_SWIGLU |= {"add_qkv_bias": False}
 
 LLAMA = Architecture(
     model_type="llama",
@@ -351,6 +357,32 @@ LLAMA = Architecture(
     ignored=r"\.rotary_emb\.inv_freq",
     grouped=True,
     biases=("attention_bias", "mlp_bias"),
+    scales_rope=True,
+)
+
+# Llama with a bias in its queries, keys and values alone.
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    class_name="Qwen2ForCausalLM",
+    wants=_ROTATED_SWIGLU | {"qk_layernorm": False, "disable_bias_linear": True, "add_qkv_bias": True},
+    fixed=dict(LLAMA.fixed) | {"use_sliding_window": (False,)},
+    defaults={
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": 10000.0,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    biases=(),
 )
 
 # Llama with a norm of the queries and keys of each head.
@@ -384,7 +416,7 @@ QWEN3 = replace(
     biases=(),
 )
 
-ARCHITECTURES = {one.model_type: one for one in (GPT2, GPT_NEOX, LLAMA, QWEN3)}
+ARCHITECTURES = {one.model_type: one for one in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3)}
 
 
 def architecture_of(model: ModelConfig) -> Architecture:

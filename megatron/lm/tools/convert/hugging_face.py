@@ -20,6 +20,8 @@ from megatron.lm.config.rules.shape import attention_shape
 from megatron.lm.tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
 
 LARGEST_DIVISOR = 2**16  # of the vocabulary: beyond it the padding would be the larger part of any embedding
+# Parameters of --use-rope-scaling that megatron-core fixes to Llama 3.1's values.
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _FIELDS = {"ffn_size": "ffn_hidden_size", "query_groups": "num_query_groups", "head_size": "kv_channels", "max_positions": "seq_length"}
 
 
@@ -41,8 +43,26 @@ def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> 
     values |= {key: getattr(model, name) for key, name in kind.keys.items()}
     values |= {key: accepted[0] for key, accepted in kind.fixed.items()}
     values |= dict.fromkeys(kind.biases, not model.disable_bias_linear)
+    values |= {"rope_scaling": scaling} if (scaling := rope_scaling(model)) is not None else {}
     values["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     return values | {"vocab_size": vocab_size, "bos_token_id": eod, "eos_token_id": eod, "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the `rope_scaling` entry of config.json for `model`; None if it does not scale its rotary embedding.
+
+    Raises:
+        ValueError: the model uses both scaling flags, which transformers cannot represent.
+    """
+    factor = model.rotary_seq_len_interpolation_factor
+    if not model.use_rope_scaling:
+        return None if factor is None else {"rope_type": "linear", "factor": factor}
+    if factor is not None:
+        raise ValueError(
+            "transformers scales the rotary embedding by --use-rope-scaling or by --rotary-seq-len-interpolation-factor "
+            f"{factor:g}, not by both: write a checkpoint for megatron-core instead, by to-megatron"
+        )
+    return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA_3}
 
 
 def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
@@ -127,7 +147,7 @@ def from_hf(
     if vocab_size > rows:
         raise ValueError(f"the tokenizer has {vocab_size} tokens, the model's embedding {rows} rows: give the tokenizer of this model")
     tokenizer = dict(data or {"tokenizer_type": "NullTokenizer"})
-    fields = _model_fields(kind, settings) | {"make_vocab_size_divisible_by": divisible_by}
+    fields = _model_fields(kind, settings) | _scaling_fields(_rope(hf_config)) | {"make_vocab_size_divisible_by": divisible_by}
     if tokenizer["tokenizer_type"] == "NullTokenizer":
         fields["vocab_size"] = vocab_size
     sections = {"model": fields, "data": tokenizer, "optimizer": {"lr": 1e-4}, "training": {"micro_batch_size": 1, "train_iters": 1}}
@@ -154,17 +174,22 @@ def _kind(hf_config: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with transformers' defaults, the rotary embedding's keys in the spelling of transformers 4."""
+def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `rope_scaling` and `rope_parameters` in config.json."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         part = hf_config.get(key) or {}
         if not isinstance(part, dict):
             raise ValueError(f"config.json says {key} = {part!r}: give an object, or null")
         rope |= part
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    if scaling != "default":
-        raise ValueError(f"config.json scales the rotary embedding ({scaling!r}): served is the plain one, rope_type 'default'")
+    return rope
+
+
+def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with transformers' defaults, the rotary embedding's keys in the spelling of transformers 4."""
+    rope = _rope(hf_config)
+    if not kind.scales_rope and _scaling_fields(rope):
+        raise ValueError(f"config.json scales the rotary embedding of a {kind.model_type}: served is the plain one, rope_type 'default'")
     of_ours = {ours: theirs for theirs, ours in kind.keys.items()}
     spelling = {"rope_theta": of_ours.get("rotary_base"), "partial_rotary_factor": of_ours.get("rotary_percent")}
     given = {key: value for key, value in {**hf_config, **rope}.items() if value is not None}
@@ -179,6 +204,23 @@ def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any
             f"config.json says {', '.join(f'{k} = {settings[k]}' for k in kind.biases)}: our linear layers have biases, or none"
         )
     return settings
+
+
+def _scaling_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings for `rope_scaling` of config.json; raise a ValueError for a kind of scaling that megatron-core lacks."""
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling == "default":
+        return {}
+    factor = rope.get("factor")
+    known = isinstance(factor, int | float) and not isinstance(factor, bool) and factor >= 1
+    if scaling == "linear" and known:
+        return {"rotary_seq_len_interpolation_factor": float(factor)}  # type: ignore[arg-type]
+    if scaling == "llama3" and known and all(rope.get(key) == value for key, value in _LLAMA_3.items()):
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}  # type: ignore[arg-type]
+    raise ValueError(
+        f"config.json scales the rotary embedding ({scaling!r}, {rope}): expected 'default', 'linear' with a factor of at least 1, or "
+        f"'llama3' with a factor of at least 1 and {_LLAMA_3}; train with Megatron-LM or transformers instead"
+    )
 
 
 def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:

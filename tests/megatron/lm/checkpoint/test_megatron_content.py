@@ -30,6 +30,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"precision": "O3", "use_distributed_optimizer": True} | SETTINGS["gpt2"],
         {"positions": "learned_absolute", "dtype": "bfloat16", "iteration": 4},
     ),
+    "squared": ({"precision": "bf16"} | SETTINGS["squared"], megatron_checkpoints.CASES["squared"] | {"dtype": "bfloat16", "iteration": 4}),
+    "stretched": (
+        {"precision": "O2"} | SETTINGS["stretched"],
+        megatron_checkpoints.CASES["stretched"] | {"dtype": "bfloat16", "iteration": 4},
+    ),
 }
 
 

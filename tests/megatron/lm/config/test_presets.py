@@ -55,7 +55,7 @@ def count(m: ModelConfig, vocabulary: int) -> int:
     h, q, kv, ffn = m.hidden_size, m.num_attention_heads * m.head_size, m.query_groups * m.head_size, m.ffn_size
     norm = [h] if m.normalization == "RMSNorm" else [h, h]
     weights = [(q, h), (kv, h), (kv, h), (h, q), *[(ffn, h)] * (2 if m.swiglu else 1), (h, ffn)]
-    biases = [] if m.disable_bias_linear else [rows for rows, _ in weights]
+    biases = [rows for rows, _ in weights] if not m.disable_bias_linear else [q, kv, kv] if m.add_qkv_bias else []
     heads = [vocabulary * h] * (2 if m.untie_embeddings_and_output_weights else 1)
     learned = [m.max_positions * h] if m.position_embedding_type == "learned_absolute" else []
     heads_normed = [m.head_size] * (len(norm) * 2 if m.qk_layernorm else 0)
@@ -89,6 +89,8 @@ def test_parameters_deserve_the_name(name, millions):
         {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True},
         {"group_query_attention": True, "num_query_groups": 4, "kv_channels": 32},
         {"qk_layernorm": True},
+        {"disable_bias_linear": True, "add_qkv_bias": True},
+        {"squared_relu": True, "position_embedding_type": "none"},
         {"qk_layernorm": True, "normalization": "RMSNorm", "kv_channels": 128},
         {"position_embedding_type": "learned_absolute", "max_position_embeddings": 4096, "ffn_hidden_size": 1000},
     ],

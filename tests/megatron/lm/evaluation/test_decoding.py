@@ -47,16 +47,26 @@ class Tiny:
 )
 def test_logits_are_those_of_the_model(name: str, level: str):
     with tiny.started(hf_models.config(name, precision=level)):
-        made = Tiny(name, level)
-        expected = made.forward()
-        found = torch.stack(made.decoder.logits(made.x.tolist(), [range(12)] * 3)).cpu()
-        assert hf_models.agree(found, expected, SHARE.get(level, 0.05))
-        if level in SHARE:
-            first = made.decoder.prefill([made.x[0, :5].tolist(), made.x[1, :8].tolist(), made.x[2, :2].tolist()])
-            steps = [first] + [made.decoder.step(torch.stack([made.x[0, 5 + i], made.x[1, 8 + i], made.x[2, 2 + i]])) for i in range(4)]
-            for row, begin in enumerate((5, 8, 2)):
-                cached = torch.stack([step[row] for step in steps]).cpu()
-                assert hf_models.agree(cached, expected[row, begin - 1 : begin + 4], SHARE[level])
+        assert_logits(Tiny(name, level), level)
+
+
+@pytest.mark.parametrize("level", ["fp32", pytest.param("O3", marks=pytest.mark.nightly(3))])
+def test_logits_with_squared_relu_and_without_positions_are_those_of_the_model(level: str):
+    settings = {"squared_relu": True, "position_embedding_type": "none", "disable_bias_linear": True, "add_qkv_bias": True}
+    with tiny.started(hf_models.config("gpt_neox", precision=level, **settings)):
+        assert_logits(Tiny("gpt_neox", level, **settings), level)
+
+
+def assert_logits(made: Tiny, level: str) -> None:
+    expected = made.forward()
+    found = torch.stack(made.decoder.logits(made.x.tolist(), [range(12)] * 3)).cpu()
+    assert hf_models.agree(found, expected, SHARE.get(level, 0.05))
+    if level in SHARE:
+        first = made.decoder.prefill([made.x[0, :5].tolist(), made.x[1, :8].tolist(), made.x[2, :2].tolist()])
+        steps = [first] + [made.decoder.step(torch.stack([made.x[0, 5 + i], made.x[1, 8 + i], made.x[2, 2 + i]])) for i in range(4)]
+        for row, begin in enumerate((5, 8, 2)):
+            cached = torch.stack([step[row] for step in steps]).cpu()
+            assert hf_models.agree(cached, expected[row, begin - 1 : begin + 4], SHARE[level])
 
 
 def test_a_model_trained_with_fp8_attention_is_decoded_in_the_compute_dtype():

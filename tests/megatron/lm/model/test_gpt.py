@@ -109,10 +109,19 @@ def plain_rotation(x: Tensor, config: ModelConfig) -> Tensor:
     """x [b, heads, s, d]: rotate pairs (i, i + r/2) of the first r = rotary_percent d channels by position * base^(-2i/r)."""
     rotated = int(x.shape[-1] * config.rotary_percent)
     frequencies = config.rotary_base ** (-torch.arange(0, rotated, 2, device=x.device) / rotated)
-    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies
+    if config.use_rope_scaling:
+        frequencies = stretched(frequencies, config.rope_scaling_factor)
+    positions = torch.arange(x.shape[-2], device=x.device) / (config.rotary_seq_len_interpolation_factor or 1)
+    angles = positions[:, None] * frequencies
     real, imaginary = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
     turned = [real * angles.cos() - imaginary * angles.sin(), imaginary * angles.cos() + real * angles.sin()]
     return torch.cat([*turned, x[..., rotated:]], -1)
+
+
+def stretched(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1: wavelengths of more than 8192 positions are `factor` times as long, those of less than 2048 stay, with a ramp between."""
+    kept = ((8192 * frequencies / (2 * torch.pi) - 1) / (4 - 1)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / factor
 
 
 def plain_attention(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelConfig) -> Tensor:
@@ -136,6 +145,8 @@ def plain_mlp(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelCon
     if config.swiglu:
         gate, up = h.chunk(2, -1)
         h = functional.silu(gate) * up
+    elif config.squared_relu:
+        h = functional.relu(h).square()
     else:
         h = functional.gelu(h, approximate="tanh")
     return plain_linear(weights, f"{name}.linear_fc2", h)
@@ -173,6 +184,10 @@ SHAPES = {
     "swiglu-rms-gqa-untied": LLAMA_LIKE,
     "qk-norm": LLAMA_LIKE | {"qk_layernorm": True, "kv_channels": 16},
     "qk-layernorm": {"qk_layernorm": True},
+    "squared-relu-no-positions": {"squared_relu": True, "position_embedding_type": "none"},
+    "qkv-bias": LLAMA_LIKE | {"add_qkv_bias": True},
+    "llama-3.1": LLAMA_LIKE | {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 5e4, "kv_channels": 16},
+    "interpolated": {"rotary_seq_len_interpolation_factor": 3.0},
 }
 
 

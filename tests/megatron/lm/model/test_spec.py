@@ -56,6 +56,14 @@ def test_norms_of_queries_and_keys_stand_in_their_slots():
         assert layer.self_attention.q_layernorm.weight.shape == (8,)
 
 
+def test_only_the_qkv_layer_has_a_bias_with_add_qkv_bias():
+    settings = config(normalization="RMSNorm", disable_bias_linear=True, add_qkv_bias=True)
+    core_config = transformer_config(settings, SimpleNamespace(name="fp32", compute_dtype=torch.float32))
+    model = assemble(settings, core_config, 32, LINEARS | {"output_layer": Column})
+    biases = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert biases == {"self_attention.linear_qkv.bias"}
+
+
 def test_a_block_holds_this_stage_s_layers():
     core_config = transformer_config(config(), SimpleNamespace(name="fp32", compute_dtype=torch.float32))
     spec = block_spec(core_config, LINEARS)

@@ -47,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "O1 normed heads": {"opt_level": "O1", "qk_layernorm": True},
+    "O2 qwen2": {"opt_level": "O2", "swiglu": True, "disable_bias_linear": True, "add_qkv_bias": True},
+    "O3 squared ReLU": {"opt_level": "O3", "squared_relu": True, "position_embedding_type": "none"},
     "O2 formats": {"opt_level": "O2", "master_format": "bf16", "grad_format": "fp32", "exp_avg_sq_format": "fp8-e5m2"},
     "O3": {"opt_level": "O3"},
     "coat": {"precision": "coat"},
@@ -193,6 +195,7 @@ def test_activations_of_a_layer():
 def test_a_fused_layer_keeps_what_cannot_be_made_again(level: str):
     assert per_element(f"--opt-level {level}") == 20
     assert per_element(f"--opt-level {level} --swiglu --ffn-hidden-size 4096") == 20
+    assert per_element(f"--opt-level {level} --squared-relu --disable-bias-linear --add-qkv-bias") == 20
     selective = f"--opt-level {level} --recompute-granularity selective"
     assert per_element(selective) == per_element(f"{selective} --recompute-modules core_attn") == 18
     assert per_element(f"{selective} --recompute-modules core_attn mlp") == 10

@@ -56,11 +56,13 @@ LIMITS = {
 # Model settings by name: each is trained on one process too.
 QWEN = LLAMA | UNTIED | {"qk_layernorm": True}
 MODELS: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA | UNTIED, "learned": LEARNED, "qwen": QWEN}
+MODELS["unusual"] = {"squared_relu": True, "disable_bias_linear": True, "add_qkv_bias": True, "use_rope_scaling": True}
 Case = tuple[str, str, dict[str, Any]]  # recipe, model, grid
 TWO: dict[str, Case] = {
     "fp32 TP+SP": ("fp32", "gpt", TP2 | SP),
     "O3 interleaved": ("O3", "gpt", PP2 | VPP),
     "fp32 qwen TP": ("fp32", "qwen", TP2),
+    "fp32 unusual TP+SP": ("fp32", "unusual", TP2 | SP),
 }
 EVERY_TWO: dict[str, Case] = {
     f"{recipe} {name}": (recipe, "gpt", grid)
@@ -74,6 +76,7 @@ TWO_SLOW: dict[str, Case] = {
     **{name: case for name, case in EVERY_TWO.items() if name not in TWO_REST},
     "fp32 qwen TP+SP": ("fp32", "qwen", TP2 | SP),
     "O3 qwen TP+SP": ("O3", "qwen", TP2 | SP),
+    "O3 unusual TP+SP": ("O3", "unusual", TP2 | SP),
     "O3 qwen PP": ("O3", "qwen", PP2),
     "O3 TP+SP again": ("O3", "gpt", TP2 | SP),
     "O3 TP+SP recomputed": ("O3", "gpt", TP2 | SP | RECOMPUTE),

@@ -132,3 +132,20 @@ OTHERS = [(shape, level) for shape in SHAPES for level in ("fp32", "bf16", "O1",
 def test_every_shape_trains_at_every_level(prefix: Path, shape: str, level: str):
     losses = tiny.losses(tiny.run(tiny.config(prefix, precision=level, train_iters=12, **SHAPES[shape])))
     assert losses[-1] < losses[0] - 0.2
+
+
+UNUSUAL = {"squared_relu": True, "disable_bias_linear": True, "add_qkv_bias": True, "use_rope_scaling": True, "rope_scaling_factor": 4.0}
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_an_unusual_model_resumes_to_the_same_bits_and_its_rotation_may_change_with_finetune(prefix: Path, tmp_path: Path, level: str):
+    folder, shared = str(tmp_path / "saved"), UNUSUAL | {"opt_level": level}
+    straight = tiny.losses(tiny.run(tiny.config(prefix, **shared)))
+    tiny.run(tiny.config(prefix, **shared, exit_interval=4, save=folder))
+    assert tiny.losses(tiny.run(tiny.config(prefix, **shared, load=folder))) == straight[4:]
+    other = shared | {"rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": 2.0}
+    with pytest.raises(ValueError, match=r"--rotary-seq-len-interpolation-factor 2.0 \(saved: None\); --rope-scaling-factor 8.0 \(saved"):
+        tiny.run(tiny.config(prefix, **other, load=folder))
+    assert len(tiny.losses(tiny.run(tiny.config(prefix, **other, load=folder, finetune=True, train_iters=2)))) == 2
+    with pytest.raises(ValueError, match=r"--squared-relu False \(saved: True\)"):
+        tiny.run(tiny.config(prefix, **shared | {"squared_relu": False}, load=folder, finetune=True))

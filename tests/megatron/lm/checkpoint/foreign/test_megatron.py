@@ -61,7 +61,7 @@ def on_two(prefix: str, folder: str, cases: list[str]) -> list[torch.Tensor]:
 @pytest.mark.promise(
     "Checkpoints of Megatron-LM", "FP32 logits after `--load` are within 1e-5 of those of the process that wrote the checkpoint."
 )
-@pytest.mark.parametrize("case", ["gpt2", "llama", "tied"])
+@pytest.mark.parametrize("case", ["gpt2", "llama", "tied", "squared", "stretched"])
 def test_logits_are_megatron_cores(written: Path, prefix: Path, case: str):
     with tiny.trainer(settings(prefix, written, case, finetune=True)) as made:
         found = logits(made)
@@ -157,6 +157,17 @@ def test_moments_of_dp_reshardable_are_refused_with_the_fix_and_its_weights_are_
         assert told in said
     with tiny.trainer(settings(prefix, written, "dp_reshardable", no_load_optim=True)) as made:
         assert made.training.iteration == 10
+
+
+def test_another_activation_bias_or_stretch_is_named_and_a_stretch_is_free_with_finetune(written: Path, prefix: Path):
+    said = refused(settings(prefix, written, "squared", finetune=True, squared_relu=False, add_qkv_bias=False))
+    assert "--squared-relu False (saved: True)" in said
+    assert "--add-qkv-bias False (saved: True)" in said
+    other = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+    said = refused(settings(prefix, written, "stretched", **other))
+    assert "--use-rope-scaling False (saved: True); --rotary-seq-len-interpolation-factor None (saved: 2)" in said
+    with tiny.trainer(settings(prefix, written, "stretched", finetune=True, **other)) as made:
+        assert made.training.iteration == 0
 
 
 def test_one_message_names_every_flag_of_another_shape(written: Path, prefix: Path):

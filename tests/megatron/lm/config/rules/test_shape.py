@@ -26,6 +26,26 @@ REFUSALS = {
     ),
     "positions": ("--max-position-embeddings 16", 1, "--max-position-embeddings 16 is less than --seq-length 32: give at least 32"),
     "reset": ("--reset-position-ids", 1, "--reset-position-ids has no effect with --position-embedding-type rope.*drop it"),
+    "reset without positions": ("--reset-position-ids --position-embedding-type none", 1, "no effect with --position-embedding-type none"),
+    "two activations": ("--swiglu --squared-relu", 1, "--swiglu and --squared-relu contradict each other: keep one of them"),
+    "no positions": (
+        "--objective masked-lm --position-embedding-type none",
+        1,
+        "--position-embedding-type none leaves positions to causal attention.*use rope or learned_absolute",
+    ),
+    "lone factor": ("--rope-scaling-factor 4", 1, "--rope-scaling-factor 4 has no effect without --use-rope-scaling: add it"),
+    "low factor": ("--use-rope-scaling --rope-scaling-factor 0.5", 1, r"--rope-scaling-factor 0.5: give a number in \[1, "),
+    "stretched table": (
+        "--use-rope-scaling --position-embedding-type learned_absolute",
+        1,
+        "--use-rope-scaling changes the rotary embedding, and --position-embedding-type learned_absolute has none: drop it, or use rope",
+    ),
+    "interpolated nothing": (
+        "--rotary-seq-len-interpolation-factor 2 --position-embedding-type none",
+        1,
+        "--rotary-seq-len-interpolation-factor changes the rotary embedding, and --position-embedding-type none has none",
+    ),
+    "no factor": ("--rotary-seq-len-interpolation-factor 0", 1, "--rotary-seq-len-interpolation-factor 0.0: give a number in "),
     "TP heads": (
         "--tensor-model-parallel-size 3",
         3,

@@ -34,6 +34,17 @@ SMALL = {
         "max_position_embeddings": 16,
     },
 }
+SMALL["qwen2"] = SMALL["llama"]
+SMALL["llama, stretched"] = SMALL["llama"] | {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
 
 
 def exported(folder, about, weights):
@@ -65,7 +76,9 @@ def test_exported_models_give_our_logits_in_transformers_and_come_back(name, tmp
 @pytest.mark.parametrize("tied", [False, True])
 def test_models_of_transformers_give_their_logits_here(kind, tied, tmp_path):
     torch.manual_seed(2)
-    about = transformers.AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, initializer_range=0.2, **SMALL[kind])
+    about = transformers.AutoConfig.for_model(
+        kind.partition(",")[0], vocab_size=VOCABULARY, tie_word_embeddings=tied, initializer_range=0.2, **SMALL[kind]
+    )
     model = transformers.AutoModelForCausalLM.from_config(about)
     for p in model.parameters():
         if p.dim() == 1:
@@ -129,9 +142,13 @@ def test_bare_models_masks_and_second_heads_are_read():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", {"model_type": "qwen2"}, "model_type 'qwen2': served are gpt2, gpt_neox, llama"),
+        ("llama", {"model_type": "nemotron"}, "model_type 'nemotron': served are gpt2, gpt_neox, llama, qwen2, qwen3"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "give the model in BF16, FP16 or FP32"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scales the rotary embedding .'llama3'."),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scales the rotary embedding .'llama3'.*'llama3' with"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "scales the rotary embedding .'yarn'.* expected 'default', 'l"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "scales the rotary embedding .'linear'"),
+        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "scales the rotary embedding of a gpt_neox: served is the plain"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ("llama", {"mlp_bias": True}, "attention_bias = False, mlp_bias = True: our linear layers have biases, or none"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; our models are 'silu' or 'swish'"),
