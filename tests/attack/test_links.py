@@ -96,7 +96,7 @@ def test_parts_that_lead_elsewhere_are_refused(tmp_path: Path):
 @LINKS
 def test_a_metrics_file_that_is_a_link_is_not_appended_to(prefix: Path, precious: Path, tmp_path: Path, link: Callable[..., None]):
     link(precious, tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is a .*: name another --metrics-file"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a .*: choose another --metrics-file"):
         tiny.run(tiny.config(prefix, metrics_file=str(tmp_path / "metrics.jsonl"), **SETTINGS))
     assert precious.read_text() == "precious"
 

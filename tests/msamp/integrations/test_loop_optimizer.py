@@ -361,7 +361,7 @@ def test_the_average_is_clipped_on_several_processes_by_us_and_after_synchronize
     assert (
         "each process only has the averaged gradients of its own shard; clip with msamp.clip_grad_norm_" in first["refused", True]["zero"]
     )
-    assert "2 optimizers that average gradients apart" in first["refused", True]["two"]
+    assert "2 optimizers that average gradients separately" in first["refused", True]["two"]
 
 
 def test_on_one_process_clipping_is_torch_s():

@@ -182,7 +182,7 @@ def test_the_command_reads_a_model_of_transformers_and_refuses_what_does_not_ser
         ((("text",), {"model": "none"}), "has no config.json: give the folder of a transformers model"),
         ((("empty",), {}), "has 0 tokens, and 512 are needed: give a longer one"),
         ((("short", "--sequences", "1", "--length", "8"), {}), "has 3 tokens, and 8 are needed: give a longer one"),
-        ((("text", "--sequences", "1", "--length", "80"), {}), "--length is 80, and LlamaForCausalLM has positions for 64 tokens"),
+        ((("text", "--sequences", "1", "--length", "80"), {}), "--length is 80, but LlamaForCausalLM has positions for 64 tokens"),
     ):
         assert command(*words[0], **words[1]) == 2
         assert told in capsys.readouterr().err

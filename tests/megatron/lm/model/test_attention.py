@@ -141,7 +141,7 @@ def fp8_core(channels: int = 16, dropout: float = 0.0) -> FP8CoreAttention:
 
 
 def test_fp8_attention_refuses_what_its_kernel_has_not():
-    with pytest.raises(ValueError, match="multiple of 16 channels up to 128, and they have 24"):
+    with pytest.raises(ValueError, match="heads have 24 channels; FP8 attention requires a multiple of 16 up to 128"):
         fp8_core(24)
     with pytest.raises(ValueError, match=r"FP8 attention does not support dropout \(0.1\)"):
         fp8_core(dropout=0.1)

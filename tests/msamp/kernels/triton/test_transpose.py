@@ -38,7 +38,7 @@ def test_a_strided_payload(triton_device):
 
 
 def test_other_tensors_are_refused(triton_device):
-    with pytest.raises(ValueError, match="takes a matrix of an FP8 dtype"):
+    with pytest.raises(ValueError, match="transpose requires an FP8 matrix"):
         kernel(torch.zeros(4, 4, device=triton_device))
 
 
