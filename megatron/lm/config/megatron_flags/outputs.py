@@ -4,6 +4,8 @@ from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, tr
 
 FORMAT = "checkpoints are written and read in parallel on any grid, in the trainer's own format or by --ckpt-format torch_dist"
 METRICS = "it is always written, to --tensorboard-dir and --metrics-file"
+MEMORY = "the peak of allocated memory is always logged, at --log-interval, to the log, --tensorboard-dir and --metrics-file"
+PROGRESS = "no `progress.txt` is written beside the checkpoints: --metrics-file has tokens and throughput at each --log-interval"
 TIMERS = "the log has time, throughput and bytes of each step; there are no timers of its parts"
 PROFILE = "profiles are not built into the trainer yet: use `python -m tools.bench.profile_step`"
 WANDB = "wandb is not built here yet: use --tensorboard-dir or --metrics-file"
@@ -60,15 +62,12 @@ FLAGS = (
     *dropped(
         METRICS,
         "--log-throughput",
-        "--log-memory-to-tensorboard",
         "--log-validation-ppl-to-tensorboard",
-        "--log-world-size-to-tensorboard",
-        "--log-timers-to-tensorboard",
         "--log-learning-rate-to-tensorboard",
-        "--log-memory-interval N",
-        "--log-device-memory-used",
-        "--log-progress",
     ),
+    *dropped(MEMORY, "--log-memory-to-tensorboard", "--log-memory-interval N", "--log-device-memory-used"),
+    *dropped("the number of processes is constant during a run: the launcher sets it", "--log-world-size-to-tensorboard"),
+    *dropped(PROGRESS, "--log-progress"),
     *dropped(
         "the loss scale is written with FP16, where there is one",
         "--no-log-loss-scale-to-tensorboard",
@@ -77,7 +76,7 @@ FLAGS = (
     *dropped(
         "TensorBoard gets what the log gets, at --log-interval, and at once", "--tensorboard-log-interval N", "--tensorboard-queue-size N"
     ),
-    *dropped(TIMERS, "--timing-log-level N", "--timing-log-option TEXT", "--no-barrier-with-level-1-timing"),
+    *dropped(TIMERS, "--log-timers-to-tensorboard", "--timing-log-level N", "--timing-log-option TEXT", "--no-barrier-with-level-1-timing"),
     *dropped(
         "a stuck rank is named after --distributed-timeout-minutes; `python -m megatron.lm.tools.check_cluster` finds slow GPUs",
         "--log-straggler",

@@ -70,15 +70,21 @@ FLAGS = (
     *dropped("SIGTERM always saves a checkpoint and ends the run", "--exit-signal-handler", "--exit-signal SIGTERM", "--exit-signal 15"),
     *dropped("workers that read data end with the run", "--exit-signal-handler-for-dataloader"),
     *dropped(
-        "a step makes no garbage worth collecting, and replays its graph in memory that it keeps",
+        "a step leaves no reference cycles, so Python's garbage collector has no pauses to align across ranks",
         "--manual-gc",
         "--manual-gc-interval N",
         "--no-manual-gc-eval",
         "--disable-manual-gc-eval",
+    ),
+    *dropped(
+        "steps reuse the memory that PyTorch caches: against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "--empty-unused-memory-level N",
     ),
     *dropped("it switches checks on in Megatron-LM that this trainer does not have", "--test-mode"),
-    *dropped("the host never runs ahead by more than a step", "--train-sync-interval N"),
+    *dropped(
+        "after each step the host reads the loss of the step before, so it is never more than one step ahead of the GPU",
+        "--train-sync-interval N",
+    ),
     *dropped("it belongs to --optimizer sgd, and the optimizer is AdamW", "--sgd-momentum X"),
     *dropped(
         "it is a tool of NVIDIA's own clusters",
