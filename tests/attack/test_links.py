@@ -118,5 +118,5 @@ def test_pipes_end_in_a_line_or_are_replaced(prefix: Path, tmp_path: Path):
     counts = data.with_name(f"{data.name}.json")
     counts.unlink()
     os.mkfifo(counts)
-    with pytest.raises(ValueError, match=r"corpus\.json is a pipe: put the file itself there.*; make the dataset anew"):
+    with pytest.raises(ValueError, match=r"corpus\.json is a pipe: put the file itself there.*; rebuild the dataset"):
         tiny.run(settings)

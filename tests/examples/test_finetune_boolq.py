@@ -104,7 +104,7 @@ def test_micro_batches_add_up_to_their_batch(made: Path, tmp_path: Path):
         ({"micro_batch_size": 5}, "--global-batch-size 32 is no multiple of --micro-batch-size 5"),
         ({"seed": [1, 1]}, "--seed 1 1 names one twice"),
         ({"lr_warmup_fraction": 1}, "--lr-warmup-fraction 1 is out of range"),
-        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "BoolQ"}, "does not exist: it names a tokenizer.json"),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "BoolQ"}, "does not exist: expected a tokenizer.json"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(made: Path, tmp_path: Path, capsys, settings: dict[str, Any], message: str):

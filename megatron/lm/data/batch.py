@@ -1,4 +1,4 @@
-"""Micro-batches of one data-parallel rank: deterministic order, resumable by the number of samples already consumed."""
+"""Micro-batches of one data-parallel rank, in a deterministic order, resumable from the number of consumed samples."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSampler:
-    """Indices of one rank's micro-batches, as a batch sampler of torch's DataLoader.
+    """Batch sampler for torch's DataLoader with the indices of one rank's micro-batches.
 
-    Samples go out in order, in rows of micro_batch_size x data_parallel_size; rank r takes the r-th micro-batch of a row. So a global
-    batch is the same set of samples whatever the number of ranks. A row that is not full is dropped; nothing repeats.
+    Samples are read in order, in rows of micro_batch_size x data_parallel_size; rank r takes the r-th micro-batch of a row. A global
+    batch is therefore the same set of samples for any number of ranks. An incomplete row is dropped; no sample repeats.
 
     Raises:
-        ValueError: sizes below 1, a rank outside the data-parallel group, consumed_samples outside [0, total_samples].
+        ValueError: sizes less than 1, a rank outside the data-parallel group, or consumed_samples outside [0, total_samples].
     """
 
     total_samples: int
@@ -38,13 +38,13 @@ class MicroBatchSampler:
             raise ValueError(f"data-parallel rank {self.data_parallel_rank} is outside [0, {self.data_parallel_size})")
         if not 0 <= self.consumed_samples <= self.total_samples:
             raise ValueError(
-                f"{self.consumed_samples} samples are consumed already, the dataset has {self.total_samples}: "
+                f"{self.consumed_samples} samples are already consumed, but the dataset has {self.total_samples}: "
                 "raise --train-iters, or load the checkpoint with the data it was trained on"
             )
 
     @property
     def row(self) -> int:
-        """Samples that all ranks together take at once."""
+        """Number of samples that all ranks together read per micro-batch."""
         return self.micro_batch_size * self.data_parallel_size
 
     def __len__(self) -> int:
@@ -66,19 +66,19 @@ def batches(
     num_workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches of this rank, on `device`, until the dataset has no full row left.
+    """Return an iterator over this rank's micro-batches, on `device`, until the dataset has no full row left.
 
     Args:
-        dataset: of `build_datasets`; `len` and `[i]` are used.
-        consumed_samples: samples that all ranks together have taken already; a resumed run goes on behind them.
-        num_workers: processes that read ahead; 0 reads in this one.
-        device: a CUDA device is fed from pinned memory by asynchronous copies.
+        dataset: from `build_datasets`; only `len` and `[i]` are used.
+        consumed_samples: samples that all ranks together have already read; a resumed run continues after them.
+        num_workers: number of prefetch processes; 0 reads in this process.
+        device: for a CUDA device, batches are copied asynchronously from pinned memory.
 
     Returns:
-        An iterator over tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32. No random number is drawn.
+        An iterator over tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32. It draws no random number.
 
     Raises:
-        ValueError: see MicroBatchSampler; at the call, not at the first batch.
+        ValueError: as MicroBatchSampler; at the call, not at the first batch.
     """
     device = torch.device(device)
     sampler = MicroBatchSampler(
@@ -95,21 +95,21 @@ def batches(
         collate_fn=_collate,
         pin_memory=device.type == "cuda",
         worker_init_fn=_ignore_signals,
-        # A generator of its own: the loader would else draw its base seed from the global one, and shift dropout after a resume.
+        # The loader has its own generator: otherwise it would draw its base seed from the global one, and shift dropout after a resume.
         generator=torch.Generator().manual_seed(0),
     )
     return _on_device(loader, device)
 
 
 def _ignore_signals(worker: int) -> None:
-    # A batch system sends them to all processes of a job: the training process must still get its batches until it has saved. Where
-    # readers are not forked, SIGUSR1 too would end them.
+    # A batch system sends signals to all processes of a job: the training process must still get its batches until it has saved.
+    # SIGUSR1 would also end readers that are not forked.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack what the model takes; a blend's `dataset_id` stays behind."""
+    """Stack the model's inputs; a blend's `dataset_id` is dropped."""
     return default_collate([{key: sample[key] for key in BATCH_KEYS} for sample in samples])
 
 

@@ -1,7 +1,7 @@
-"""Byte-level BPE tokenizers run by tiktoken: GPT-2's, Megatron-LM's TikTokenizer, and Llama 3's own file.
+"""Byte-level BPE tokenizers with tiktoken: GPT-2's, Megatron-LM's TikTokenizer, and Llama 3's `tokenizer.model`.
 
-Each file lists the merged tokens in the order of their merges. The ids of special tokens come before the merged tokens (TikTokenizer) or
-after them (Llama 3); a special token's spelling inside a text is ordinary text.
+Each file lists the merged tokens in merge order. The ids of special tokens come before the merged tokens (TikTokenizer) or after them
+(Llama 3). The spelling of a special token inside a text is ordinary text.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from megatron.lm.data.tokenizer import END_OF_TEXT, Tokenizer, library
 
-TIKTOKEN_VOCABULARY = 2**17  # Megatron-LM's, where --vocab-size is not given
+TIKTOKEN_VOCABULARY = 2**17  # Megatron-LM's default without --vocab-size
 TIKTOKEN_SPECIAL = 1000
 TIKTOKEN_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _NEEDED = ("<unk>", "<s>", "</s>")
-LLAMA3_SPECIAL = 256  # reserved behind the merged tokens, of which Llama 3 uses the first ones
+LLAMA3_SPECIAL = 256  # reserved ids after the merged tokens; Llama 3 uses the first ones
 
-# GPT-2's word splitter, as published with its vocabulary; possessive quantifiers would change nothing but speed.
+# GPT-2's word splitter, as published with its vocabulary; possessive quantifiers would only change the speed.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -39,10 +39,10 @@ class BytePairTokenizer(Tokenizer):
     """A byte-level BPE with its special tokens.
 
     Args:
-        ranks: bytes of each merged token -> its id; merges happen in the order of ids. All single bytes are among them.
+        ranks: bytes of each merged token -> its id; merges happen in the order of ids. Must contain all single bytes.
         special: special token -> its id.
         eod: the special token that ends a document.
-        pattern: splits a text into the words within which tokens are merged.
+        pattern: regular expression that splits a text into words; tokens merge only within a word.
         kind: the value of `--tokenizer-type`.
     """
 
@@ -67,12 +67,12 @@ class BytePairTokenizer(Tokenizer):
 
 
 class GPT2BPETokenizer(BytePairTokenizer):
-    """GPT-2's byte-level BPE from its two files (`encoder.json`, `vocab.bpe`)."""
+    """Build GPT-2's byte-level BPE from its two files (`encoder.json`, `vocab.bpe`)."""
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         encoder = _read_encoder(vocab_file)
         if END_OF_TEXT not in encoder:
-            raise ValueError(f"--vocab-file {vocab_file} has no {END_OF_TEXT}: give the encoder.json that belongs to the merges")
+            raise ValueError(f"--vocab-file {vocab_file} has no {END_OF_TEXT}: use the encoder.json that belongs to the merges")
         ranks = {_token_bytes(token, vocab_file): rank for token, rank in encoder.items() if token != END_OF_TEXT}
         _check_merges(encoder, merge_file)
         if sorted(encoder.values()) != list(range(len(encoder))):
@@ -80,24 +80,24 @@ class GPT2BPETokenizer(BytePairTokenizer):
         lacking = sum(bytes([byte]) not in ranks for byte in range(256))
         if lacking:
             raise ValueError(
-                f"--vocab-file {vocab_file} lacks {lacking} of the 256 bytes, and could not spell every text: give a whole one"
+                f"--vocab-file {vocab_file} lacks {lacking} of the 256 bytes, and cannot encode every text: use a complete one"
             )
         special = {END_OF_TEXT: encoder[END_OF_TEXT]}
         super().__init__(ranks, special, eod=END_OF_TEXT, pattern=_GPT2_PATTERN, kind="GPT2BPETokenizer")
 
 
 class TikTokenizer(BytePairTokenizer):
-    """Megatron-LM's TikTokenizer: a JSON list of `{"rank", "token_bytes", "token_str"}`, whose ids begin after the special tokens.
+    """Build Megatron-LM's TikTokenizer from a JSON list of `{"rank", "token_bytes", "token_str"}`; its ids begin after the special tokens.
 
     Args:
-        path: the list, at least `vocab_size - num_special_tokens` long; the rest of it is left out.
+        path: the list, with at least `vocab_size - num_special_tokens` tokens; further tokens are ignored.
         vocab_size: all ids; None: 131072.
         pattern: `v1` or `v2`; None: `v2`.
         num_special_tokens: ids reserved for special tokens, from 0 on; None: 1000.
-        special_tokens: their spellings, the rest are `<SPECIAL_i>`; empty: `TIKTOKEN_TOKENS`. `</s>` ends a document.
+        special_tokens: their spellings; the rest are `<SPECIAL_i>`. Empty: `TIKTOKEN_TOKENS`. `</s>` ends a document.
 
     Raises:
-        ValueError: the file is none, or too short; counts or special tokens that do not fit.
+        ValueError: an invalid or too short file; contradictory counts or special tokens.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class TikTokenizer(BytePairTokenizer):
         count = TIKTOKEN_SPECIAL if num_special_tokens is None else num_special_tokens
         named = list(special_tokens or TIKTOKEN_TOKENS)
         if len(set(named)) < len(named) or not set(_NEEDED) <= set(named):
-            raise ValueError(f"--tokenizer-special-tokens {' '.join(named)}: give each once, {', '.join(_NEEDED)} among them")
+            raise ValueError(f"--tokenizer-special-tokens {' '.join(named)}: list each once, with {', '.join(_NEEDED)} among them")
         if not len(named) <= count <= vocab_size - 256:
             raise ValueError(
-                f"--tiktoken-num-special-tokens {count} must lie between the {len(named)} that are named and --vocab-size {vocab_size} "
-                "less 256 bytes"
+                f"--tiktoken-num-special-tokens {count} must be between the {len(named)} that are listed and --vocab-size {vocab_size} "
+                "minus 256 bytes"
             )
         named += [f"<SPECIAL_{i}>" for i in range(len(named), count)]
         special = {token: i for i, token in enumerate(named)}
@@ -125,7 +125,7 @@ class TikTokenizer(BytePairTokenizer):
         if len(tokens) < vocab_size - count:
             raise ValueError(
                 f"--tokenizer-model {path} lists {len(tokens)} tokens, and --vocab-size {vocab_size} with {count} special tokens needs "
-                f"{vocab_size - count}: give --vocab-size {len(tokens) + count}"
+                f"{vocab_size - count}: use --vocab-size {len(tokens) + count}"
             )
         ranks = {token: i + count for i, token in enumerate(tokens[: vocab_size - count])}
         super().__init__(ranks, special, eod="</s>", pattern=_TIKTOKEN_PATTERNS[pattern or "v2"], kind="TikTokenizer")
@@ -133,8 +133,8 @@ class TikTokenizer(BytePairTokenizer):
 
 
 class Llama3Tokenizer(BytePairTokenizer):
-    """Llama 3's own `tokenizer.model`: a line for each merged token, its bytes in base 64 and its id. 256 special tokens follow;
-    `<|end_of_text|>` ends a document."""
+    """Build Llama 3's tokenizer from its `tokenizer.model`: one line per merged token, with its bytes in base 64 and its id. 256 special
+    tokens follow; `<|end_of_text|>` ends a document."""
 
     def __init__(self, path: Path) -> None:
         tokens = _read_ranks(path)
@@ -148,7 +148,7 @@ class Llama3Tokenizer(BytePairTokenizer):
 
 
 def _read_list(path: Path) -> list[bytes]:
-    """The tokens of a TikTokenizer's file by rank."""
+    """Read the tokens of a TikTokenizer's file, by rank."""
     wanted = '--tokenizer-model {} is not a list of {{"rank", "token_bytes", "token_str"}}, as TikTokenizer reads it{}'
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -161,7 +161,7 @@ def _read_list(path: Path) -> list[bytes]:
 
 
 def _read_ranks(path: Path) -> list[bytes]:
-    """The tokens of Llama 3's file by rank."""
+    """Read the tokens of Llama 3's file, by rank."""
     try:
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         return _checked([(int(rank), base64.b64decode(token, validate=True)) for token, rank in lines])
@@ -172,7 +172,7 @@ def _read_ranks(path: Path) -> list[bytes]:
 
 
 def _checked(entries: list[tuple[Any, bytes]]) -> list[bytes]:
-    """The tokens in the order of their ranks; ValueError unless the ranks count from 0, no token comes twice and all bytes are there."""
+    """Return the tokens in rank order; ValueError unless ranks count from 0, tokens are unique and all single bytes are present."""
     tokens = [token for _, token in entries]
     if [rank for rank, _ in entries] != list(range(len(entries))):
         raise ValueError("its ranks do not count 0, 1, 2, ...")
@@ -194,7 +194,7 @@ def _read_encoder(path: Path) -> dict[str, int]:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable spelling of the 256 bytes: visible Latin-1 stands for itself, the rest moves to U+0100 and up."""
+    """Return GPT-2's printable spelling of the 256 bytes: visible Latin-1 is unchanged, the rest maps to U+0100 and up."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(moved)}
@@ -204,15 +204,17 @@ def _token_bytes(token: str, vocab_file: Path) -> bytes:
     try:
         return bytes(_byte_alphabet()[character] for character in token)
     except KeyError as error:
-        raise ValueError(f"--vocab-file {vocab_file}: token {token!r} holds {error}, which GPT-2's byte alphabet lacks") from None
+        raise ValueError(f"--vocab-file {vocab_file}: token {token!r} contains {error}, which is not in GPT-2's byte alphabet") from None
 
 
 def _check_merges(encoder: dict[str, int], merge_file: Path) -> None:
-    """tiktoken merges in the order of ids, so the merge list must ask for just that order: else ValueError."""
+    """Check that the merge list is in the order of ids, in which tiktoken merges; otherwise ValueError."""
     lines = merge_file.read_text(encoding="utf-8").splitlines()
     pairs = [line.split() for line in lines if line and not line.startswith("#version")]
     if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"--merge-file {merge_file} is not a list of merges, two tokens a line, as GPT-2's vocab.bpe")
+        raise ValueError(f"--merge-file {merge_file} is not a list of merges, two tokens per line, as GPT-2's vocab.bpe")
     ids = [encoder.get(first + second, -1) for first, second in pairs]
     if -1 in ids or any(a >= b for a, b in itertools.pairwise(ids)):
-        raise ValueError(f"--merge-file {merge_file} does not belong to --vocab-file: its merges are not the vocabulary's, in order of id")
+        raise ValueError(
+            f"--merge-file {merge_file} does not belong to --vocab-file: its merges are not those of the vocabulary in the order of ids"
+        )

@@ -1,14 +1,14 @@
-"""A cache of arrays that take long to make, such as the order of the samples: made once, kept on disk, read by every process of every run.
+"""Cache arrays that are slow to compute, such as the sample order: built once, stored on disk, read by all processes of all runs.
 
-    FOLDER/NAME-ARRAY.npy   an array as NumPy writes it, without pickle
-    FOLDER/NAME.json        the size and the SHA-256 of each array's file, written last
+    FOLDER/NAME-ARRAY.npy   an array in NumPy's format, without pickle
+    FOLDER/NAME.json        the size and SHA-256 of each array's file, written last
 
-An array is taken from the disk only where its file is the one that was written. A file that a kill, a failing disk or another job has left
-differently is made anew, with a line that says so. An array that cannot be written is kept in memory. So a cache decides how fast a run
-starts, never whether it does, nor what it reads.
+An array is read from disk only if its file matches the recorded size and hash. A file that does not match, after a kill, a disk failure or
+a write by another job, is rebuilt, and a log line reports it. An array that cannot be written is kept in memory. The cache therefore
+affects how fast a run starts, but not whether it starts or what it reads.
 
-megatron-core keeps its indices by `numpy.save` and `numpy.load(allow_pickle=True)`: a kill while one is written leaves a file that ends
-every later start, and a file from elsewhere runs what its author wants. `order` therefore puts this in their place.
+megatron-core stores its indices with `numpy.save` and `numpy.load(allow_pickle=True)`: a kill during a write leaves a file that breaks
+every later start, and a file from elsewhere can run arbitrary code. `order` therefore replaces them with this cache.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ Arrays = tuple[np.ndarray, ...]
 
 
 def kept(folder: Path, name: str, arrays: tuple[str, ...], make: Callable[[], Arrays], *, writes: bool) -> Arrays:
-    """The arrays of `make`: mapped from `folder`, read-only, if they are whole there; else made, and with `writes` written there.
+    """Return the arrays of `make`: mapped read-only from `folder` if the files are valid; otherwise rebuilt, and with `writes` stored.
 
     Args:
-        folder: where the files lie; it exists.
+        folder: existing folder of the files.
         name: of this set of arrays. Another `make` needs another name.
         arrays: the name of each array.
-        make: gives them in this order, the same at every call; none is empty or holds objects.
-        writes: whether this process may write. Of several that start together one should, and the others call this later.
+        make: returns the arrays in this order, identical at every call; none is empty or contains objects.
+        writes: whether this process may write. If several start together, one should write, and the others should call this afterwards.
     """
     try:
         return _read(folder, name, arrays)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as problem:
-        print(f"index cache {folder / name} does not fit ({problem}): it is made anew", flush=True)
+        print(f"index cache {folder / name} is invalid ({problem}): it is rebuilt", flush=True)
     made = make()
     if not writes:
-        print(f"index cache {folder / name} cannot be read here: this process makes it in its own memory", flush=True)
+        print(f"index cache {folder / name} cannot be read here: this process builds it in its own memory", flush=True)
         return made
     try:
         _write(folder, name, dict(zip(arrays, made, strict=True)))
         return _read(folder, name, arrays)
     except (OSError, ValueError) as problem:
-        print(f"warning: index cache {folder / name} cannot be kept ({problem}): every process makes it in its own memory", flush=True)
+        print(f"warning: index cache {folder / name} cannot be written ({problem}): every process builds it in its own memory", flush=True)
         return made
 
 
 def _read(folder: Path, name: str, arrays: tuple[str, ...]) -> Arrays:
-    """FileNotFoundError where nothing was kept; another OSError, or ValueError, where it is not what was written."""
+    """Read the arrays. FileNotFoundError if there is no cache; another OSError, or ValueError, if it is not what was written."""
     entries = json.loads(read_text(folder / f"{name}.json"))
     files = {array: folder / f"{name}-{array}.npy" for array in arrays}
     if not isinstance(entries, dict) or entries.keys() != files.keys():
@@ -67,12 +67,12 @@ def _read(folder: Path, name: str, arrays: tuple[str, ...]) -> Arrays:
     for array, file in files.items():
         if not file.is_file() or _entry(file) != entries[array]:
             raise ValueError(f"{file.name} is not the file that was written")
-    return tuple(np.lib.format.open_memmap(file, mode="r") for file in files.values())  # which refuses pickles
+    return tuple(np.lib.format.open_memmap(file, mode="r") for file in files.values())  # rejects pickles
 
 
 def _write(folder: Path, name: str, arrays: Mapping[str, np.ndarray]) -> None:
     with to_write(folder / LOCK_FILE) as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another job that starts now writes the same: it is left to it
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a job that starts at the same time writes the same arrays
         entries = {}
         for array, values in arrays.items():
             file = folder / f"{name}-{array}.npy"

@@ -1,6 +1,6 @@
 """Train, valid and test datasets of megatron-core from `--data-path`, checked before anything is built.
 
-megatron-core meets bad data with an assertion, a read past the end of a map, or an endless loop: the checks here say what is wrong.
+On bad data, megatron-core fails with an assertion, reads past the end of a map, or loops forever: the checks here report the problem.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from megatron.lm.shell.opening import own_folder, read_text
 
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _MAGIC = b"MMIDIDX\x00\x00"
-_SCAN = 1 << 24  # tokens looked at at once
-_HOW_TO_MAKE = "make one with megatron.lm.tools.preprocess_data, and give its prefix without .bin or .idx"
+_SCAN = 1 << 24  # tokens checked at a time
+_HOW_TO_MAKE = "create one with megatron.lm.tools.preprocess_data, and pass its prefix without .bin or .idx"
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedFile:
-    """The content of one dataset's index. lengths: [documents] int32, tokens of each document; fingerprint: hash of the index."""
+    """Content of one dataset's index. lengths: [documents] int32, tokens of each document; fingerprint: hash of the index."""
 
     prefix: str
     lengths: np.ndarray
@@ -50,24 +50,25 @@ class IndexedFile:
 def build_datasets(
     config: Config, tokenizer: Tokenizer, sample_counts: tuple[int, int, int]
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Train, valid and test datasets through megatron-core's BlendedMegatronDatasetBuilder and GPTDataset, in the order of `order`.
+    """Build the train, valid and test datasets with megatron-core's BlendedMegatronDatasetBuilder and GPTDataset, in the order of `order`.
 
-    Collective: every rank calls it with the same arguments; without a process group it is a world of one. Rank 0 writes the index
-    caches (`--data-cache-path`, else `index_cache` beside the first dataset), the others read them. A cache belongs to the content of
-    the indices, so a dataset that was made anew under the same name gets new ones; one that is damaged is made anew (`cache`).
+    Collective: every rank calls it with the same arguments; without a process group, the world size is 1. Rank 0 writes the index
+    caches (`--data-cache-path`, otherwise `index_cache` next to the first dataset), and the other ranks read them. A cache is keyed by the
+    content of the indices, so a dataset that was rebuilt under the same name gets new caches; a damaged cache is rebuilt (`cache`).
 
     Args:
         config: model.seq_length, training.seed and data.
-        tokenizer: gives the end of document and the legal range of ids.
-        sample_counts: samples of seq_length tokens wanted of each split; short data repeats, each epoch shuffled by itself. 0: no dataset.
+        tokenizer: provides the end-of-document id and the legal range of ids.
+        sample_counts: samples of seq_length tokens needed from each split; data that is too short repeats, and each epoch is shuffled
+            independently. 0: no dataset.
 
     Returns:
-        One dataset a split, of at least that many samples: `dataset[i]` holds tokens, labels, position_ids [s] int64 and loss_mask
-        [s] float32. None where the split has no samples to give, or none are wanted.
+        One dataset per split, with at least that many samples: `dataset[i]` contains tokens, labels, position_ids [s] int64 and loss_mask
+        [s] float32. None if the split has no samples, or none are needed.
 
     Raises:
-        ValueError: on every rank alike: data missing, empty, truncated, of a wrong form, with ids outside the vocabulary, or shorter
-            than one sequence; bad counts beside it; contradictory or malformed `--data-path` or `--split`.
+        ValueError: on all ranks: data that is missing, empty, truncated, malformed, shorter than one sequence, or with ids outside the
+            vocabulary; bad counts next to it; contradictory or malformed `--data-path` or `--split`.
     """
     if config.data.mock_data:
         with _process_group():
@@ -78,7 +79,7 @@ def build_datasets(
     shares = parse_split(config.data.split) if config.data.data_path else [1.0 if blend else 0.0 for blend in blends]
     wanted = [count if share > 0 else 0 for count, share in zip(sample_counts, shares, strict=True)]
     if sample_counts[0] > 0 and wanted[0] == 0:
-        raise ValueError(f"no training data: give train a share in --split {config.data.split}, or --train-data-path")
+        raise ValueError(f"no training data: give the training split a share in --split {config.data.split}, or set --train-data-path")
     with _process_group():
         files = all_or_none(lambda: _open_all(blends, wanted, shares, config))
         cache = _cache_folder(config.data, files)
@@ -91,26 +92,26 @@ def build_datasets(
 
 
 def split_blends(data: DataConfig) -> list[Blend | None]:
-    """The blend of each split, from `--data-path` (one for all) or `--{train,valid,test}-data-path`; none of mock data. ValueError if
-    there is no data, or both."""
+    """Return the blend of each split, from `--data-path` (one for all) or `--{train,valid,test}-data-path`; none for mock data. ValueError
+    if there is no data, or both."""
     per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
     if data.mock_data:
         return [None] * len(SPLITS)
     if data.data_path:
         if any(per_split):
-            raise ValueError("--data-path and --train/valid/test-data-path exclude each other: give one or the others")
+            raise ValueError("--data-path and --train/valid/test-data-path contradict each other: use one or the other")
         blend = parse_blend(data.data_path, "--data-path")
         return [blend, blend, blend]
     if not any(per_split):
-        raise ValueError("no data: give --data-path, or --train-data-path with --valid-data-path and --test-data-path")
+        raise ValueError("no data: set --data-path, or --train-data-path with --valid-data-path and --test-data-path")
     return [parse_blend(path, f"--{name}-data-path") if path else None for name, path in zip(SPLITS, per_split, strict=True)]
 
 
 def read_index(prefix: str) -> IndexedFile:
-    """Read `prefix.idx` and hold it against `prefix.bin`, without reading tokens.
+    """Read `prefix.idx` and check it against the size of `prefix.bin`, without reading tokens.
 
     Raises:
-        ValueError: a file missing or empty, an index that is not one or is cut short, data shorter or longer than the index says.
+        ValueError: a missing or empty file, an invalid or truncated index, or data whose length does not match the index.
     """
     idx, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (data, idx):
@@ -127,10 +128,10 @@ def read_index(prefix: str) -> IndexedFile:
     _, version, code, count, boundaries = _HEADER.unpack_from(raw)
     known = {item.value: np.dtype(item.name) for item in DType}
     if version != 1 or code not in known or known[code].kind not in "iu":
-        raise ValueError(f"dataset {prefix}: {idx} has version {version} and dtype code {code}; version 1 with integer tokens is read")
+        raise ValueError(f"dataset {prefix}: {idx} has version {version} and dtype code {code}; expected version 1 with integer tokens")
     expected = _HEADER.size + count * (4 + 8) + boundaries * 8
     if len(raw) != expected:
-        raise ValueError(f"dataset {prefix}: {idx} has {len(raw)} bytes where its header asks for {expected}: damaged; {_HOW_TO_MAKE}")
+        raise ValueError(f"dataset {prefix}: {idx} has {len(raw)} bytes, but its header requires {expected}: damaged; {_HOW_TO_MAKE}")
     lengths = np.frombuffer(raw, np.int32, count, _HEADER.size)
     pointers = np.frombuffer(raw, np.int64, count, _HEADER.size + 4 * count)
     if count == 0 or lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) == 0:
@@ -145,7 +146,7 @@ def read_index(prefix: str) -> IndexedFile:
 
 
 def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
-    """One memory-mapped pass over `prefix.bin`; ValueError if an id is outside [0, vocab_size)."""
+    """Check all ids in one memory-mapped pass over `prefix.bin`; ValueError if an id is outside [0, vocab_size)."""
     if dtype.kind == "u" and np.iinfo(dtype).max < vocab_size:
         return
     try:
@@ -158,21 +159,25 @@ def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"dataset {prefix}: token id {low if low < 0 else high} is outside the tokenizer's [0, {vocab_size}): "
-                "train with the tokenizer the data was made with, or make the data anew with megatron.lm.tools.preprocess_data"
+                "train with the tokenizer that the data was tokenized with, or rebuild the data with megatron.lm.tools.preprocess_data"
             )
 
 
 def _check_size(prefix: str, data: Path, expected: int) -> None:
     actual = data.stat().st_size
     if actual < expected:
-        raise ValueError(f"dataset {prefix}: {data} is truncated: {actual} of the {expected} bytes its index asks for; {_HOW_TO_MAKE}")
+        raise ValueError(
+            f"dataset {prefix}: {data} is truncated: it has {actual} of the {expected} bytes that its index requires; {_HOW_TO_MAKE}"
+        )
     if actual > expected:
-        raise ValueError(f"dataset {prefix}: {data} has {actual} bytes, its index only {expected}: .bin and .idx do not belong together")
+        raise ValueError(
+            f"dataset {prefix}: {data} has {actual} bytes, but its index covers only {expected}: .bin and .idx do not belong together"
+        )
 
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """A group of one where there is none: megatron-core's blends ask for a rank."""
+    """Create a process group of size 1 if there is none: megatron-core's blends need a rank."""
     if dist.is_initialized():
         yield
         return
@@ -184,11 +189,11 @@ def _process_group() -> Iterator[None]:
 
 
 def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float], config: Config) -> dict[str, IndexedFile]:
-    """Read every index that a wanted split draws from, and check that the split's part of it fills a sequence."""
+    """Read every index that a needed split draws from, and check that the split's part of it fills a sequence."""
     files: dict[str, IndexedFile] = {}
     for i, (blend, count) in enumerate(zip(blends, wanted, strict=True)):
         if blend and count > 0 and len(blend.prefixes) == 1:
-            read_counts(blend.prefixes[0])  # an evaluation tells its loss by them: bad ones are refused before the first step
+            read_counts(blend.prefixes[0])  # evaluations use them for bits per byte: reject bad ones before the first step
         for prefix in blend.prefixes if blend and count > 0 else []:
             files.setdefault(prefix, read_index(prefix))
             part = _part(files[prefix], i, shares, config.data)
@@ -196,19 +201,19 @@ def _open_all(blends: list[Blend | None], wanted: list[int], shares: list[float]
             if not len(part):
                 share = f"--split {config.data.split}" if config.data.data_path else f"--{SPLITS[i]}-data-path"
                 raise ValueError(
-                    f"the {SPLITS[i]} split of {prefix} holds no document: {len(files[prefix].lengths)} are too few for its share of "
-                    f"{share}; give it a larger share or none (such as --split 95,5,0), or --eval-iters 0"
+                    f"the {SPLITS[i]} split of {prefix} has no document: {len(files[prefix].lengths)} documents are too few for its share "
+                    f"of {share}; give it a larger share or none (such as --split 95,5,0), or set --eval-iters 0"
                 )
             if tokens < needed:
                 raise ValueError(
-                    f"the {SPLITS[i]} split of {prefix} holds {tokens} tokens in {len(part)} documents; --seq-length "
-                    f"{config.model.seq_length} needs {needed}: take a shorter --seq-length, a larger share of --split, or more text"
+                    f"the {SPLITS[i]} split of {prefix} has {tokens} tokens in {len(part)} documents; --seq-length "
+                    f"{config.model.seq_length} needs {needed}: use a shorter --seq-length, a larger share of --split, or more text"
                 )
     return files
 
 
 def _part(file: IndexedFile, split: int, shares: list[float], data: DataConfig) -> np.ndarray:
-    """Lengths of the documents that megatron-core gives to a split, by its own rounding."""
+    """Return the lengths of the documents that megatron-core assigns to a split, with its own rounding."""
     if not data.data_path:
         return file.lengths
     edges = [round(edge * len(file.lengths)) for edge in itertools.accumulate(shares, initial=0.0)]
@@ -218,7 +223,7 @@ def _part(file: IndexedFile, split: int, shares: list[float], data: DataConfig) 
 def _weighted(
     blend: Blend | None, files: dict[str, IndexedFile], split: int, shares: list[float], data: DataConfig
 ) -> tuple[list[str], list[float] | None] | None:
-    """megatron-core's form of a blend. Several datasets get weights always: without, it stops after one epoch."""
+    """Return a blend in megatron-core's form. Several datasets always get weights: without weights, it stops after one epoch."""
     if blend is None:
         return None
     if len(blend.prefixes) == 1:
@@ -237,7 +242,7 @@ def _cache_folder(data: DataConfig, files: dict[str, IndexedFile]) -> Path:
 
 
 def _prepare_cache(config: DataConfig, cache: Path, files: dict[str, IndexedFile], tokenizer: Tokenizer) -> None:
-    """On rank 0: check the token ids, and make the cache folder. Data found in range is noted there, by its size and time."""
+    """On rank 0, check the token ids and create the cache folder. A note there records checked data by its size and time."""
     if dist.get_rank() != 0 or not files:
         return
     note = cache / "token_range.json"
@@ -249,23 +254,23 @@ def _prepare_cache(config: DataConfig, cache: Path, files: dict[str, IndexedFile
         if seen.get(prefix) != found[prefix]:
             check_token_range(prefix, file.dtype, tokenizer.vocab_size)
     try:
-        if not config.data_cache_path:  # a folder beside the data, which may come from elsewhere
+        if not config.data_cache_path:  # a folder next to the data, which may be shared
             own_folder(cache.parent)
         own_folder(cache)
         with written_aside(note) as stream:
             stream.write(json.dumps(seen | found).encode())
     except (OSError, ValueError) as error:
-        raise ValueError(f"index caches cannot be written to {cache} ({error}): name a writable folder with --data-cache-path") from None
+        raise ValueError(f"index caches cannot be written to {cache} ({error}): set --data-cache-path to a writable folder") from None
 
 
 def _read_note(note: Path) -> dict[str, Any]:
-    """The data found in range before; empty where the note is damaged, so that the data is checked again."""
+    """Return the data that was checked before; a damaged note reads as empty, so that the data is checked again."""
     try:
         seen = json.loads(read_text(note))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
-        print(f"{note} does not fit ({problem}): the token ids are checked anew", flush=True)
+        print(f"{note} is invalid ({problem}): the token ids are checked again", flush=True)
         return {}
     return seen if isinstance(seen, dict) else {}
 
@@ -285,11 +290,11 @@ def _gpt_config(
         mmap_bin_files=True,
         tokenizer=tokenizer,
         reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=False,  # attention is causal over the whole sequence: no mask is made
+        reset_attention_mask=False,  # attention is causal over the whole sequence: no mask is built
         eod_mask_loss=config.data.eod_mask_loss,
         create_attention_mask=False,
     )
     if result.split_matrix is not None:
-        # A split is built on demand alone: with few documents it may be empty, and megatron-core would look for its tokens for ever.
+        # Build a split only on demand: with few documents it may be empty, and megatron-core would search for its tokens forever.
         result.split_matrix = [edges if count > 0 else None for edges, count in zip(result.split_matrix, wanted, strict=True)]
     return result

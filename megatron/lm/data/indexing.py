@@ -1,6 +1,6 @@
-"""Text to megatron-core's indexed datasets: read documents, tokenise them in worker processes, write `.bin`, `.idx` and `.json`.
+"""Convert text to megatron-core's indexed datasets: read documents, tokenize them in worker processes, write `.bin`, `.idx` and `.json`.
 
-The `.json` beside a dataset holds its counts, so that a loss in nats a token becomes bits per byte:
+The `.json` next to a dataset contains its counts, which convert a loss in nats per token to bits per byte:
 bits_per_byte = loss / ln 2 * tokens / text_bytes.
 """
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 DOCUMENT_SEPARATORS = ("endoftext", "blank-lines")
 _PARTIALS = (".bin.partial", ".idx.partial", ".json.partial")
-_CHUNK_BYTES = 1 << 18  # text handed to a worker at once: long enough to hide the hand-over, short enough for a live progress line
+_CHUNK_BYTES = 1 << 18  # text sent to a worker at once: large enough to hide the transfer, small enough for a live progress line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """One document: its text by JSON key, and how many bytes of the input file it took."""
+    """One document: its text by JSON key, and the number of bytes it occupies in the input file."""
 
     texts: Mapping[str, str]
     source_bytes: int
@@ -50,7 +50,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetCounts:
-    """The content of `<prefix>.json`. tokens include the end-of-document ids; text_bytes are UTF-8 bytes of the text alone."""
+    """Content of `<prefix>.json`. tokens include the end-of-document ids; text_bytes are the UTF-8 bytes of the text only."""
 
     documents: int
     tokens: int
@@ -61,7 +61,7 @@ class DatasetCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """The rules from text to ids: the tokenizer's configuration, and whether eod closes every document."""
+    """How text becomes ids: the tokenizer's configuration, and whether an eod ends every document."""
 
     data: DataConfig
     vocab_size: int | None = None
@@ -69,15 +69,15 @@ class EncodeOptions:
 
 
 def read_documents(path: Path, keys: list[str], separator: str = "endoftext") -> Iterator[Document]:
-    """Documents of a `.jsonl` (or `.json`) file, one object a line, of a `.txt` file, or of a table (`megatron.lm.data.rows`).
+    """Read the documents of a `.jsonl` (or `.json`) file with one object per line, of a `.txt` file, or of a table (`rows`).
 
     Args:
-        path: the file; its suffix decides the form.
-        keys: JSON keys to take; a `.txt` file gives its text under every one of them.
-        separator: between the documents of a `.txt`: lines holding only `<|endoftext|>`, or blank lines.
+        path: the file; its suffix determines the format.
+        keys: JSON keys to read; a `.txt` file provides its text under each of them.
+        separator: between the documents of a `.txt`: lines with only `<|endoftext|>`, or blank lines.
 
     Raises:
-        ValueError: not to be read, or not UTF-8; a line that is no JSON object, lacks a key, or holds something else than text under it.
+        ValueError: an unreadable file, or not UTF-8; a line that is not a JSON object, has no such key, or has a value other than text.
     """
     if rows.is_table(path):
         reader = _table(path, keys)
@@ -92,18 +92,18 @@ def read_documents(path: Path, keys: list[str], separator: str = "endoftext") ->
 
 
 def check_inputs(paths: list[Path]) -> int:
-    """Total size of the input files, in bytes; ValueError for one that is missing, empty or of an unknown kind."""
+    """Return the total size of the input files in bytes; ValueError for a missing, empty or unknown kind of file."""
     for path in paths:
         if rows.is_table(path):
             rows.size(path)
             continue
         if not path.is_file():
-            raise ValueError(f"--input {path} does not exist: give .jsonl, .json, .txt or .parquet files")
+            raise ValueError(f"--input {path} does not exist: expected .jsonl, .json, .txt or .parquet files")
         if path.suffix not in (".jsonl", ".json", ".txt"):
-            known = ".jsonl, .json (one object a line), .txt, .parquet and folders of Hugging Face's datasets"
+            known = ".jsonl, .json (one object per line), .txt, .parquet and folders of Hugging Face's datasets"
             raise ValueError(f"--input {path}: kind {path.suffix!r} is unknown, accepted are {known}")
         if path.stat().st_size == 0:
-            raise ValueError(f"--input {path} is empty: there is nothing to tokenise")
+            raise ValueError(f"--input {path} is empty: there is nothing to tokenize")
     return sum(rows.size(path) if rows.is_table(path) else path.stat().st_size for path in paths)
 
 
@@ -116,30 +116,30 @@ def write_datasets(
     progress: Progress | None = None,
     part: bool = False,
 ) -> dict[str, DatasetCounts]:
-    """Tokenise `documents` and write one indexed dataset a key: `prefixes[key]` plus `.bin`, `.idx` and `.json`.
+    """Tokenize `documents` and write one indexed dataset per key: `prefixes[key]` plus `.bin`, `.idx` and `.json`.
 
-    Written under temporary names and renamed at the end, `.idx` last: a kill at any moment leaves the old dataset or the new one,
-    or none that a trainer would open, never half of one. The remains of a killed write are deleted when the dataset is written anew, with a
-    line on stderr. Token ids are uint16 where the vocabulary allows it, else int32.
+    Files have temporary names until the end, and `.idx` is renamed last: a kill at any time leaves the old dataset, the new one, or none
+    that a trainer would open, but never a partial one. The next write of the dataset deletes the remains of a killed one and logs that to
+    stderr. Token ids are uint16 if the vocabulary allows it, otherwise int32.
 
     Args:
-        workers: processes that tokenise; 0 tokenises in this one.
-        part: whether the documents are a part of a whole (`megatron.lm.data.parts`), which may have no text under a key.
+        workers: number of worker processes; 0 tokenizes in this process.
+        part: whether the documents are a part of a corpus (`megatron.lm.data.parts`), which may have no text under a key.
 
     Returns:
         The counts of each dataset.
 
     Raises:
-        ValueError: from the tokenizer or the reader; no document with any text under a key; a place that cannot be written, or that
-            another process writes to. Nothing of what was written then is left.
+        ValueError: from the tokenizer or the reader; no text under a key in any document; a prefix that cannot be written, or that
+            another process is writing to. Everything written by this call is then deleted.
     """
     try:
         return _write(documents, prefixes, build_tokenizer(options.data, options.vocab_size), options, workers, progress, part)
     except OSError as error:
         where = ", ".join(str(prefix) for prefix in prefixes.values())
-        raise ValueError(f"{where} cannot be written ({error}): free space, or name another place") from None
+        raise ValueError(f"{where} cannot be written ({error}): free disk space, or choose another prefix") from None
     except concurrent.futures.process.BrokenProcessPool:
-        raise ValueError(f"one of {workers} processes that tokenise was ended from outside, as by a lack of memory: take fewer") from None
+        raise ValueError(f"one of {workers} worker processes was killed, possibly out of memory: use fewer --workers") from None
 
 
 def _write(
@@ -151,14 +151,14 @@ def _write(
     progress: Progress | None,
     part: bool,
 ) -> dict[str, DatasetCounts]:
-    from megatron.core.datasets.indexed_dataset import DType  # deferred: workers import this module and do without it
+    from megatron.core.datasets.indexed_dataset import DType  # deferred: workers import this module but do not need it
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
         if progress is not None:
             stack.enter_context(progress)
         writers = {key: stack.enter_context(Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
-        # Closed by hand: an error below must stop the workers now, not when the traceback is collected.
+        # Closed explicitly: an error below must stop the workers now, not when the traceback is garbage-collected.
         encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents, progress), options, workers)))
         for chunk in encoded_chunks:
             for key, encoded in chunk.items.items():
@@ -167,23 +167,23 @@ def _write(
                 progress.advance(chunk.documents, chunk.source_bytes)
         for key, writer in writers.items():
             if writer.tokens == 0 and not part:
-                raise ValueError(f"the input holds no text under key {key!r}: nothing was written")
+                raise ValueError(f"the input has no text under key {key!r}: nothing was written")
         return {key: writer.publish() for key, writer in writers.items()}
 
 
 def read_counts(prefix: str) -> DatasetCounts | None:
-    """The counts in the `.json` beside a dataset; None where there is none. ValueError where `write_datasets` cannot have written it."""
+    """Return the counts in the `.json` next to a dataset; None if there is none. ValueError if `write_datasets` cannot have written it."""
     file = Path(f"{prefix}.json")
     if not file.exists():
         return None
-    remedy = "make the dataset anew with megatron.lm.tools.preprocess_data, or delete the file: then evaluations tell no bits per byte"
+    remedy = "rebuild the dataset with megatron.lm.tools.preprocess_data, or delete the file: evaluations then report no bits per byte"
     try:
         found = json.loads(read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"dataset {prefix}: {file} cannot be read ({error}); {remedy}") from None
     wanted = {field.name: field.type for field in dataclasses.fields(DatasetCounts)}
     if not isinstance(found, dict) or any(type(found.get(name)).__name__ != kind for name, kind in wanted.items()):
-        raise ValueError(f"dataset {prefix}: {file} does not hold the counts {', '.join(wanted)}; {remedy}")
+        raise ValueError(f"dataset {prefix}: {file} does not contain the counts {', '.join(wanted)}; {remedy}")
     counts = DatasetCounts(**{name: found[name] for name in wanted})
     if counts.tokens < 1 or counts.text_bytes < 1:
         raise ValueError(f"dataset {prefix}: {file} counts {counts.tokens} tokens and {counts.text_bytes} bytes of text; {remedy}")
@@ -191,9 +191,9 @@ def read_counts(prefix: str) -> DatasetCounts | None:
 
 
 class Writer:
-    """One dataset under temporary names: `publish` gives it its own; leaving without it removes what was written.
+    """Writer of one dataset under temporary names: `publish` renames the files; exiting without it deletes them.
 
-    While it is entered it holds a lock on `.bin.partial`, which a kill frees: an unlocked file is the remains of a kill.
+    The context manager holds a lock on `.bin.partial`, which a kill releases: an unlocked file is left over from a kill.
     """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, dtype: type[np.number]) -> None:
@@ -202,7 +202,7 @@ class Writer:
         self._made: list[Path] = []  # folders, the innermost first
         self._builder: IndexedDatasetBuilder | None = None
         self._held: BinaryIO | None = None
-        self._mine = False  # whether what has the temporary names is this one's
+        self._mine = False  # whether the temporary files belong to this writer
 
     def __enter__(self) -> Writer:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -214,33 +214,33 @@ class Writer:
             self._hold()
             self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
             for path in left:
-                if path != self._name(".bin.partial"):  # which the builder has emptied
+                if path != self._name(".bin.partial"):  # the builder has truncated it
                     path.unlink()
         except BlockingIOError:
             self.__exit__()
             raise ValueError(
-                f"--output-prefix {self._prefix} is being written by another process: wait for its end, or name another"
+                f"--output-prefix {self._prefix} is being written by another process: wait for it to end, or choose another prefix"
             ) from None
         except (OSError, ValueError) as error:
             self.__exit__()
-            raise ValueError(f"--output-prefix {self._prefix} cannot be written ({error}): name a writable folder") from None
+            raise ValueError(f"--output-prefix {self._prefix} cannot be written ({error}): choose a writable folder") from None
         for path in left:
-            print(f"deleted {path}, which an interrupted run has left", file=sys.stderr, flush=True)
+            print(f"deleted {path}, left over from an interrupted run", file=sys.stderr, flush=True)
         return self
 
     def _hold(self) -> None:
-        """Lock `.bin.partial`; BlockingIOError where another process holds it."""
+        """Lock `.bin.partial`; BlockingIOError if another process holds the lock."""
         partial = self._name(".bin.partial")
         while not self._mine:
-            self._held = to_write(partial)  # which changes nothing of another's
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by a kill; spawned workers do not inherit it
-            # Another may have given the file its own name, or removed it, between the two.
+            self._held = to_write(partial)  # does not change another process's file
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a kill releases it; spawned workers do not inherit it
+            # Another process may have renamed or removed the file between the two calls.
             self._mine = partial.exists() and os.path.samestat(partial.stat(), os.fstat(self._held.fileno()))
             if not self._mine:
                 self._held.close()
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # a full disk is told of where it was met
+        with contextlib.suppress(OSError):  # a full disk was already reported where it occurred
             if self._builder is not None:
                 self._builder.data_file.close()
         for path in map(self._name, _PARTIALS) if self._mine else ():
@@ -250,7 +250,7 @@ class Writer:
             self._held.close()
         for folder in self._made:
             with contextlib.suppress(OSError, ValueError):
-                folder.rmdir()  # which an empty one can be
+                folder.rmdir()  # succeeds only if it is empty
 
     def _name(self, suffix: str) -> Path:
         return self._prefix.with_name(self._prefix.name + suffix)
@@ -265,7 +265,7 @@ class Writer:
         self.text_bytes += encoded.text_bytes
 
     def join(self, prefix: Path, counts: DatasetCounts) -> None:
-        """Append a dataset that was published at `prefix`."""
+        """Append the dataset published at `prefix`."""
         assert self._builder is not None
         self._builder.add_index(str(prefix))
         self.documents += counts.documents
@@ -286,7 +286,7 @@ class Writer:
             stream.write((json.dumps(dataclasses.asdict(counts), indent=2) + "\n").encode())
         for suffix in (".bin", ".json", ".idx"):
             flush(self._name(suffix + ".partial"))
-        # The index goes first and comes last: without it the rest is not opened.
+        # The index is removed first and renamed last: without it, the other files are not opened.
         self._name(".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".json", ".idx"):
             os.replace(self._name(suffix + ".partial"), self._name(suffix))
@@ -297,7 +297,7 @@ class Writer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Documents of one chunk, joined: ids [tokens] int32, lengths [documents], bytes of their text."""
+    """Concatenated documents of one chunk: ids [tokens] int32, lengths [documents], bytes of their text."""
 
     ids: np.ndarray
     lengths: list[int]
@@ -312,7 +312,7 @@ class _Chunk:
 
 
 class _Encoder:
-    """Tokenises chunks of documents; one lives in each worker."""
+    """Tokenizer of chunks of documents; each worker has one."""
 
     def __init__(self, options: EncodeOptions) -> None:
         self._tokenizer = build_tokenizer(options.data, options.vocab_size)
@@ -324,7 +324,7 @@ class _Encoder:
 
     def _encode(self, texts: list[str]) -> _Encoded:
         lists = [self._tokenizer.tokenize(text) for text in texts]
-        # A document without a token would only add an end of document: leave it out.
+        # Skip a document without tokens: it would only add an end-of-document id.
         ended = [ids + self._end if ids else ids for ids in lists]
         return _Encoded(
             ids=np.fromiter(itertools.chain.from_iterable(ended), dtype=np.int32),
@@ -343,14 +343,16 @@ def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object") from None
             if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number}: a JSON object is wanted, not a {type(record).__name__}")
+                raise ValueError(f"{path}, line {number}: expected a JSON object, not a {type(record).__name__}")
             for key in keys:
                 if key not in record:
                     raise ValueError(f"{path}, line {number}: no key {key!r}; it has {', '.join(map(repr, record))}: see --json-keys")
                 if not isinstance(record[key], str):
                     raise ValueError(f"{path}, line {number}: {key!r} must hold text, not {type(record[key]).__name__}")
                 if any("\ud800" <= letter <= "\udfff" for letter in record[key]):
-                    raise ValueError(f"{path}, line {number}: {key!r} holds half of a surrogate pair, which is no text: clean the line")
+                    raise ValueError(
+                        f"{path}, line {number}: {key!r} contains half of a surrogate pair, which is not valid text: clean the line"
+                    )
             yield Document(texts={key: record[key] for key in keys}, source_bytes=len(line.encode()))
 
 
@@ -401,11 +403,11 @@ def _chunks(documents: Iterable[Document], progress: Progress | None) -> Iterato
 
 
 def _encoded(chunks: Iterator[list[Document]], options: EncodeOptions, workers: int) -> Generator[_Chunk]:
-    """Encoded chunks in the order of the input, with a bounded number of them in flight."""
+    """Yield encoded chunks in the order of the input, with a bounded number in flight."""
     if workers <= 0:
         yield from map(_Encoder(options), chunks)
         return
-    # Spawned, not forked: a fork of a process that holds torch's threads can stand still.
+    # Spawned, not forked: a fork of a process with torch's threads can deadlock.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (options,)) as pool:
         waiting: deque[concurrent.futures.Future[_Chunk]] = deque()
@@ -430,7 +432,7 @@ def _start_worker(options: EncodeOptions) -> None:
 
 
 def _leave_with_parent() -> None:
-    """Watches the parent process: a killed parent tells its workers nothing, and they would wait for work for ever."""
+    """Exit with the parent process: a killed parent cannot notify its workers, and they would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])

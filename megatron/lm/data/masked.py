@@ -1,16 +1,15 @@
-"""Masked language modelling: samples in which some tokens are hidden, and only these are predicted (BERT, Devlin et al. 2019; RoBERTa, Liu
-et al. 2019).
+"""Masked language modeling: the model predicts only the masked tokens of a sample (BERT, Devlin et al. 2019; RoBERTa, Liu et al. 2019).
 
-A sample is a sequence of the same packed text that a GPT reads: documents joined, cut into sequences, in the order of `order` (RoBERTa's
-FULL-SENTENCES across documents, section 4.2). A share `--mask-prob` of its tokens is chosen, 15 % by default, at least one. 80 % of the
-chosen tokens become the mask token, 10 % another token drawn from the vocabulary, 10 % stay (BERT, appendix A.1). The labels are the tokens
-themselves, and the loss counts the chosen ones alone. There is no prediction of the next sentence (RoBERTa, section 4.2).
+A sample is a sequence of the same packed text as for GPT: documents are concatenated and cut into sequences, in the order of `order`
+(RoBERTa's FULL-SENTENCES across documents, section 4.2). A fraction `--mask-prob` of its tokens is selected, 15 % by default, at least one.
+80 % of the selected tokens become the mask token, 10 % a random token of the vocabulary, and 10 % are unchanged (BERT, appendix A.1). The
+labels are the original tokens, and the loss covers only the selected ones. There is no next-sentence prediction (RoBERTa, section 4.2).
 
-The choice is drawn from the seed and the number of the sample in the run, so a text that comes again in a later epoch is masked otherwise
-(dynamic masking, RoBERTa section 4.1), and a resumed run masks as one that never stopped.
+The selection is drawn from the seed and the number of the sample in the run, so a text that repeats in a later epoch is masked differently
+(dynamic masking, RoBERTa section 4.1), and a resumed run masks the same tokens as an uninterrupted one.
 
-With `--mask-whole-words` words are chosen, and all tokens of a word with it (whole word masking of BERT's later checkpoints). A token
-begins a word where its text begins with a space, or in a WordPiece vocabulary where it does not begin with "##".
+`--mask-whole-words` selects words, with all tokens of a word (whole word masking of BERT's later checkpoints). A token begins a word if its
+text begins with a space, or, in a WordPiece vocabulary, if it does not begin with "##".
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from megatron.lm.config import Config
 from megatron.lm.data.tokenizer import Tokenizer
 
 MASKED = "masked-lm"
-KEPT, REPLACED = 0.1, 0.1  # shares of the chosen tokens that stay, and that become another token
+KEPT, REPLACED = 0.1, 0.1  # fractions of the selected tokens that are unchanged, and that become a random token
 
 
 def model_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
-    """Ids that the model must know: the tokenizer's, and one behind them for the mask where the tokenizer has none."""
+    """Return the vocabulary size of the model: the tokenizer's, plus one id for the mask if the tokenizer has none."""
     return tokenizer.vocab_size + (config.model.objective == MASKED and tokenizer.mask is None)
 
 
 class MaskedDataset(Dataset):
-    """The samples of another dataset with some tokens masked.
+    """Samples of another dataset with some tokens masked.
 
-    `self[i]` holds tokens, labels, position_ids [s] int64 and loss_mask [s] float32, 1 at the chosen tokens.
+    `self[i]` contains tokens, labels, position_ids [s] int64 and loss_mask [s] float32, 1 at the selected tokens.
 
     Args:
-        samples: gives tokens, loss_mask and position_ids [s]; its labels are not used.
+        samples: dataset with tokens, loss_mask and position_ids [s]; its labels are not used.
         tokenizer: of the text.
-        seed: of the choice.
-        probability: share of a sample's tokens that are chosen, in (0, 1).
-        whole_words: choose words.
+        seed: of the selection.
+        probability: fraction of a sample's tokens to select, in (0, 1).
+        whole_words: select whole words.
     """
 
     def __init__(self, samples: Dataset, tokenizer: Tokenizer, *, seed: int, probability: float, whole_words: bool) -> None:
@@ -77,24 +76,24 @@ class MaskedDataset(Dataset):
         }
 
     def _chosen(self, tokens: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-        """Places of the tokens to predict; none of them ends a document."""
+        """Return the positions of the tokens to predict; none is an end-of-document token."""
         places = np.flatnonzero(tokens != self.eod)
         if not len(places):
             return places
         wanted = max(1, round(self.probability * len(places)))
         if self.begins_word is None:
             return draw.permutation(places)[:wanted]
-        # A word goes on until the next one begins, and no further than its document.
+        # A word extends to the next word, and not beyond its document.
         begins = self.begins_word[tokens[places]] | (np.diff(places, prepend=-2) > 1)
-        words = np.split(places, np.flatnonzero(begins)[1:])  # the first begins one
+        words = np.split(places, np.flatnonzero(begins)[1:])  # the first position begins a word
         order = draw.permutation(len(words))
         sizes = np.cumsum([len(words[i]) for i in order])
-        taken = max(1, int(np.searchsorted(sizes, wanted, side="right")))  # no more than asked for, but for one long word
+        taken = max(1, int(np.searchsorted(sizes, wanted, side="right")))  # at most the requested number, unless the first word is longer
         return np.concatenate([words[i] for i in order[:taken]])
 
 
 def masked(samples: Dataset, config: Config, tokenizer: Tokenizer) -> Dataset:
-    """The samples as the run's objective wants them: as they are, or masked."""
+    """Return the samples for the run's objective: unchanged, or masked."""
     if config.model.objective != MASKED:
         return samples
     data = config.data

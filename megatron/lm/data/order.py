@@ -1,14 +1,14 @@
-"""The order in which a run reads its data: how it is drawn, what fixes it, and how a resumed run detects another order.
+"""The order in which a run reads its data: how it is drawn, what determines it, and how a resumed run detects a different order.
 
-An epoch reads every document of the split once. Its documents are put into a random order and joined, cut into sequences, and the
-sequences put into a random order; a sequence across the end of an epoch belongs to the next one. Each epoch draws from a generator of its
-own, of the seed and its number. So the first epochs of a long run are those of a short one: a run that is made longer by `--train-iters`
-goes on where it was, past the end of an epoch too. megatron-core shuffles the epochs of a run together, which gives every number of epochs
-an order of its own; for a run of one epoch its order is this one. A blend takes from each dataset by its weight, sample by sample, and
+An epoch reads every document of the split once. Its documents are shuffled, concatenated and cut into sequences, and the sequences are
+shuffled; a sequence across the end of an epoch belongs to the next one. Each epoch has its own generator, seeded with the seed and the
+epoch's number. The first epochs of a long run therefore equal those of a short one: a run that is extended with `--train-iters` continues
+in the same order, also past the end of an epoch. megatron-core shuffles all epochs of a run together, so each number of epochs has a
+different order; for a run of one epoch its order equals this one. A blend draws from each dataset by its weight, sample by sample, and
 does not depend on the length of the run either.
 
-A checkpoint has under `data` all that fixes the order: the seed, and for each dataset its weight, the documents of it that are training
-data, and digests of its index and of a part of its tokens. Where it lies, and how it is named, does not matter.
+The entry `data` of a checkpoint has everything that determines the order: the seed, and for each dataset its weight, the documents used
+for training, and digests of its index and of a part of its tokens. Paths and names do not matter.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.data.cache import kept
 
-MOCK = "--mock-data"  # in the place of a prefix
-ORDER = "epochs apart"  # another name for every other way to draw it
-_PARTS, _PART_BYTES = 64, 4096  # of a dataset's tokens that are read for its digest
-_SURPLUS = 1.005  # megatron-core builds this many times the samples that a dataset of a blend has to give
+MOCK = "--mock-data"  # used in place of a prefix
+ORDER = "epochs apart"  # every other way to draw it has another name
+_PARTS, _PART_BYTES = 64, 4096  # of a dataset's tokens, read for its digest
+_SURPLUS = 1.005  # megatron-core builds this multiple of the samples that a blend needs from a dataset
 
 
 class EpochDataset(GPTDataset):
-    """megatron-core's dataset, in an order that no later epoch changes. Its indices are kept by `cache`."""
+    """megatron-core's dataset, in an order that later epochs do not change. `cache` stores its indices."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
         arrays = ("document_index", "sample_index", "shuffle_index")
         return kept(Path(self.config.path_to_cache), _cache_name(self, self.index_split), arrays, self._order, writes=dist.get_rank() == 0)
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Documents [epochs x documents]; the place in them and the token where each sample begins [samples + 1, 2]; samples [samples]."""
+        """Return documents [epochs x documents]; each sample's start as position in them and token [samples + 1, 2]; samples [samples]."""
         length, tokens = self.config.sequence_length, self._get_num_tokens_per_epoch()
         # A blend's greedy choice takes up to one sample more than its share from a dataset, and its length is rounded up once for each
         # dataset.
@@ -65,29 +65,29 @@ class EpochDataset(GPTDataset):
 
 
 class MockDataset(EpochDataset, MockGPTDataset):
-    """megatron-core's mock documents, in the order of `EpochDataset`: 100,000 of 1 to 4095 tokens, each counting 1, 2, 3, ... modulo the
-    vocabulary up to the end of document. Their lengths are drawn from a fixed seed; no file is read or written."""
+    """megatron-core's mock documents in the order of `EpochDataset`: 100,000 documents of 1 to 4095 tokens, each 1, 2, 3, ... modulo the
+    vocabulary size up to the end-of-document token. Their lengths are drawn from a fixed seed; no file is read or written."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
         return self._order()
 
 
 class EpochBlend(BlendedDataset):
-    """megatron-core's blend of datasets, its indices kept by `cache`."""
+    """megatron-core's blend of datasets. `cache` stores its indices."""
 
     def _build_indices(self) -> tuple[np.ndarray, ...]:
         arrays = ("dataset_index", "dataset_sample_index")
         return kept(Path(self.config.path_to_cache), _cache_name(self, self.split), arrays, self._draw, writes=dist.get_rank() == 0)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each sample its dataset, [size] int16, and its number there, [size] int64."""
+        """Return for each sample its dataset, [size] int16, and its number in that dataset, [size] int64."""
         which, sample = np.zeros(self.size, dtype=np.int16), np.zeros(self.size, dtype=np.int64)
         helpers.build_blending_indices(which, sample, self.weights, len(self.datasets), self.size, False)
         return which, sample
 
 
 class Builder(BlendedMegatronDatasetBuilder):
-    """megatron-core's builder, of the datasets here: rank 0 first, which writes the caches."""
+    """megatron-core's builder for the datasets here. Rank 0 builds first and writes the caches."""
 
     @staticmethod
     def build_generic_dataset(cls: Any, *arguments: Any) -> Any:
@@ -99,13 +99,13 @@ def _cache_name(dataset: EpochDataset | EpochBlend, split: Split) -> str:
 
 
 def _datasets(config: Any, split: Split) -> int:
-    """Samples that a dataset gives beyond its share at the most: 0 where it is alone."""
+    """Return the most samples that a dataset provides beyond its share: 0 for a single dataset."""
     blend = config.blend if config.blend_per_split is None else config.blend_per_split[split.value]
     return len(blend[0]) + 1 if blend is not None and len(blend[0]) > 1 else 0
 
 
 def description(train: Dataset, seed: int) -> dict[str, Any]:
-    """All that fixes the order of the training data of `build_datasets`, as JSON takes it: the entry `data` of a checkpoint."""
+    """Return everything that determines the order of the training data, JSON-serializable: the entry `data` of a checkpoint."""
     parts = zip(train.datasets, train.weights, strict=True) if isinstance(train, EpochBlend) else [(train, 1.0)]
     return {"order": ORDER, "seed": seed, "datasets": [_dataset(part, float(weight)) for part, weight in parts]}
 
@@ -129,7 +129,7 @@ def _digest(content: bytes | memoryview) -> str:
 
 
 def _content(data: Path) -> str:
-    """SHA-256 of parts that are spread evenly over a file: datasets with documents of one length have the same index."""
+    """Return the SHA-256 of evenly spaced parts of a file: an index alone does not distinguish datasets with equal document lengths."""
     size, digest = data.stat().st_size, hashlib.sha256()
     with data.open("rb") as stream:
         for i in range(_PARTS):
@@ -139,18 +139,18 @@ def _content(data: Path) -> str:
 
 
 def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None) -> str | None:
-    """Check that a resumed run reads on in the order of the checkpoint.
+    """Check that a resumed run continues in the data order of the checkpoint.
 
     Args:
         info: `checkpoint.json`; an older one has no `data`.
         config: of this run.
-        now: `description` of this run's data; None where it has none.
+        now: `description` of this run's data; None if it has no data.
 
     Returns:
-        A message: the differences, which `--override-data` lets pass, or that the checkpoint cannot tell them all.
+        A message with the differences that `--override-data` allows, or a note that the checkpoint does not record all of them; or None.
 
     Raises:
-        ValueError: the order is another, and `--override-data` is not given.
+        ValueError: the order differs, and `--override-data` is not set.
     """
     if now is None or config.checkpoint.finetune or not info["iteration"]:
         return None
@@ -158,12 +158,12 @@ def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None)
     differing = _differing_from_config(info, config, now) if saved is None else _differing(saved, now)
     if differing and not config.data.override_data:
         raise ValueError(
-            f"the checkpoint in {config.checkpoint.load} was trained on data in another order: {'; '.join(differing)}. Give the saved data "
-            f"and values, or --override-data to go on at sample {info['consumed_samples']} of the new order"
+            f"the checkpoint in {config.checkpoint.load} was trained on data in another order: {'; '.join(differing)}. Use the saved data "
+            f"and values, or --override-data to continue at sample {info['consumed_samples']} of the new order"
         )
     if differing:
-        return f"--override-data: the data goes on at sample {info['consumed_samples']} of another order: {'; '.join(differing)}"
-    return None if saved is not None else "the checkpoint holds no digests of its data: it is taken to be the data that is named now"
+        return f"--override-data: the data continues at sample {info['consumed_samples']} of another order: {'; '.join(differing)}"
+    return None if saved is not None else "the checkpoint has no digests of its data: it is assumed to be the data of this run"
 
 
 def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -175,9 +175,9 @@ def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for old, new in zip(before, after, strict=True):
         prefix = new["prefix"]
         if old["index"] != new["index"]:
-            found.append(f"{prefix} is another dataset than {old['prefix']} was")
+            found.append(f"{prefix} is not the same dataset as {old['prefix']}")
         elif old["content"] != new["content"]:
-            found.append(f"{prefix} holds other tokens than {old['prefix']} did, in documents of the same lengths")
+            found.append(f"{prefix} has other tokens than {old['prefix']}, in documents of the same lengths")
         elif old["documents"] != new["documents"]:
             found.append("documents {} to {} of {} (saved: {} to {}), see --split".format(*new["documents"], prefix, *old["documents"]))
         if not math.isclose(old["weight"], new["weight"], rel_tol=1e-9):
@@ -186,7 +186,7 @@ def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, Any]) -> list[str]:
-    """For a checkpoint without `data`: the parts that its configuration has."""
+    """Return the differences for a checkpoint without `data`, from its configuration."""
     saved, length = config_from_dict(info["config"]), config.model.seq_length
     seed, split = saved.training.seed, saved.data.split
     found = [] if seed == now["seed"] else [f"--seed {now['seed']} (saved: {seed})"]
@@ -195,5 +195,5 @@ def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, 
     for part in now["datasets"]:
         share = samples if len(now["datasets"]) == 1 else math.ceil(math.ceil(samples * part["weight"]) * _SURPLUS)
         if share * length + 1 > part["tokens"]:
-            found.append(f"more than one epoch of {part['prefix']}, which its version shuffled together, and this one does not")
+            found.append(f"more than one epoch of {part['prefix']}, which the version that wrote it shuffled together, unlike this one")
     return found

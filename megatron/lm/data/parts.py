@@ -1,7 +1,7 @@
-"""A large corpus tokenised part by part, so that a run which was killed goes on where it stopped.
+"""Tokenize a large corpus part by part, so that a run that was killed can resume.
 
-Each part is a dataset of its own in `PREFIX.parts/`, whole or not there; at the end they are joined to one. The dataset is the same, byte
-for byte, as one made at once, whatever the number of workers, kills and parts.
+Each part is a separate dataset in `PREFIX.parts/`, either complete or absent; at the end they are joined. The result is identical, byte for
+byte, to a dataset written at once, for any number of workers, kills and parts.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.opening import own_folder
 
-PART_BYTES = 1 << 28  # of input: half a minute of one process
+PART_BYTES = 1 << 28  # of input: half a minute for one process
 _PLAN = "plan.json"
 
 
@@ -35,15 +35,15 @@ def write_in_parts(
     part_bytes: int = PART_BYTES,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, DatasetCounts]:
-    """`write_datasets` part by part; parts of an earlier run of the same command are taken as they are.
+    """Run `write_datasets` part by part; finished parts of an earlier run of the same command are reused.
 
     Args:
-        source: identifies this input: names, sizes, times. JSON can hold it.
-        part_bytes: of input in a part.
+        source: identifies this input: names, sizes, times; JSON-serializable.
+        part_bytes: bytes of input per part.
 
     Raises:
-        ValueError: as `write_datasets`, with nothing left unless the disk was full or a worker was ended from outside; or parts are there
-            of other input, another tokenizer or other settings.
+        ValueError: as `write_datasets`, with all parts deleted unless the disk was full or a worker was killed; or there are parts from
+            other input, another tokenizer or other settings.
     """
     folder = next(iter(prefixes.values())).with_name(next(iter(prefixes.values())).name + ".parts")
     plan = {"source": dict(source), "options": _identity(options), "keys": sorted(prefixes), "part_bytes": part_bytes}
@@ -57,7 +57,7 @@ def write_in_parts(
                 size = sum(document.source_bytes for document in part)
                 if progress is not None:
                     progress.skip(size)
-                say(f"part {number} is there already")
+                say(f"part {number} is already finished")
             else:
                 counts = write_datasets(part, names, options, workers=workers, progress=progress, part=True)
                 with written_aside(mark) as stream:
@@ -65,7 +65,7 @@ def write_in_parts(
             made.append((names, json.loads(mark.read_text(encoding="utf-8"))))
         joined = _join(made, prefixes, options)
     except ValueError as error:
-        if not isinstance(error.__context__, OSError | RuntimeError):  # a full disk, or a worker that was ended: go on later
+        if not isinstance(error.__context__, OSError | RuntimeError):  # a full disk or a killed worker: resume later
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder)
@@ -73,7 +73,7 @@ def write_in_parts(
 
 
 def _identity(options: EncodeOptions) -> dict[str, Any]:
-    """The settings, and the tokenizer's files by their content."""
+    """Return the settings, with the tokenizer's files by their content."""
     found = asdict(options)
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = Path(getattr(options.data, name) or "")
@@ -89,17 +89,19 @@ def _begin(folder: Path, plan: str) -> None:
     try:
         if file.is_file():
             if file.read_text(encoding="utf-8") != plan:
-                raise ValueError(f"{folder} is left by a run on other input or with other settings: delete it, or name another prefix")
+                raise ValueError(
+                    f"{folder} is left over from a run on other input or with other settings: delete it, or choose another prefix"
+                )
             return
         own_folder(folder)
         with written_aside(file) as stream:
             stream.write(plan.encode())
     except OSError as error:
-        raise ValueError(f"--output-prefix {folder} cannot be written ({error}): name a writable folder") from None
+        raise ValueError(f"--output-prefix {folder} cannot be written ({error}): choose a writable folder") from None
 
 
 def _cut(documents: Iterator[Document], part_bytes: int) -> Iterator[Iterator[Document]]:
-    """Parts of at least `part_bytes` of input; each is read to its end before the next one."""
+    """Yield parts of at least `part_bytes` of input; each must be read to its end before the next one."""
     for first in documents:
         left = part_bytes
 
@@ -130,7 +132,9 @@ def _join(
                         writers[key].join(name, DatasetCounts(**counts[key]))
             for key, writer in writers.items():
                 if writer.tokens == 0:
-                    raise ValueError(f"the input holds no text under key {key!r}: nothing was written")
+                    raise ValueError(f"the input has no text under key {key!r}: nothing was written")
             return {key: writer.publish() for key, writer in writers.items()}
     except OSError as error:
-        raise ValueError(f"{', '.join(map(str, prefixes.values()))} cannot be written ({error}): free space; the parts stay") from None
+        raise ValueError(
+            f"{', '.join(map(str, prefixes.values()))} cannot be written ({error}): free disk space and rerun; the parts are kept"
+        ) from None

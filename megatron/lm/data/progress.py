@@ -1,4 +1,4 @@
-"""How far the making of a dataset is, in lines on standard error."""
+"""Progress lines of preprocessing, on standard error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TextIO
 
 
 class Progress:
-    """Prints documents/s, MB/s and the time left to standard error, at most once in `interval` documents.
+    """Print documents/s, MB/s and the remaining time to standard error, at most once per `interval` documents.
 
-    While it is entered it also prints after a second, and whenever `seconds` have passed without a line: one document may take minutes.
+    As a context manager it also prints after one second, and after every `seconds` without a line: one document may take minutes.
     """
 
     def __init__(self, total_bytes: int, interval: int, stream: TextIO | None = None, seconds: float = 5.0) -> None:
@@ -24,7 +24,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._left.clear()
-        self._printed = time.monotonic() - max(0.0, self._seconds - 1.0)  # the first line is due in a second
+        self._printed = time.monotonic() - max(0.0, self._seconds - 1.0)  # the first line is due after one second
         self._thread = threading.Thread(target=self._keep_telling, daemon=True)
         self._thread.start()
         return self
@@ -34,15 +34,15 @@ class Progress:
         self._thread.join()
 
     def begin(self, source_bytes: int) -> None:
-        """Count a document that is being tokenised."""
+        """Count a document whose tokenization starts."""
         self._begun_bytes += source_bytes
 
     def skip(self, source_bytes: int) -> None:
-        """Leave out the work of an earlier run."""
+        """Exclude the work of an earlier run from the rates."""
         self._total_bytes -= source_bytes
 
     def advance(self, documents: int, source_bytes: int) -> None:
-        """Count written documents, and print when the interval is full."""
+        """Count written documents, and print once per interval."""
         self.documents += documents
         self._bytes += source_bytes
         if self.documents >= self._next:
@@ -50,7 +50,7 @@ class Progress:
             self._print()
 
     def line(self) -> str:
-        """Where the work stands, in one line."""
+        """Return the progress as one line."""
         seconds = max(time.monotonic() - self._start, 1e-6)
         left = (self._total_bytes - self._bytes) * seconds / max(self._bytes, 1)
         share = 100 * self._bytes / max(self._total_bytes, 1)

@@ -1,6 +1,6 @@
-"""Rows of data in files of several kinds: JSON lines, parquet, and folders that Hugging Face's `datasets` saved or downloaded.
+"""Read rows of data from JSON lines, parquet, and folders that Hugging Face's `datasets` saved or downloaded.
 
-Parquet needs pyarrow (`pip install -e '.[data]'`), a folder of `save_to_disk` needs datasets; a missing one is named in the error.
+Parquet needs pyarrow (`pip install -e '.[data]'`), and a `save_to_disk` folder needs datasets; the error names a missing one.
 """
 
 import hashlib
@@ -10,36 +10,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-KINDS = ".jsonl, .json (one object a line), .parquet, or a folder of Hugging Face's datasets"
+KINDS = ".jsonl, .json (one object per line), .parquet, or a folder of Hugging Face's datasets"
 _SAVED = "state.json"  # of Dataset.save_to_disk
 
 
 def is_table(path: Path) -> bool:
-    """Whether `path` is read here and not line by line: parquet, or a folder of datasets."""
+    """Return whether `path` is a table and not JSON lines: parquet, or a folder of datasets."""
     return path.suffix == ".parquet" or path.is_dir()
 
 
 def size(path: Path) -> int:
-    """Bytes of a file, or of the files below a folder.
+    """Return the bytes of a file, or of all files in a folder.
 
     Raises:
-        ValueError: it is missing, empty, of another kind, or a folder with neither a saved dataset nor parquet files.
+        ValueError: missing, empty, of another kind, or a folder with neither a saved dataset nor parquet files.
     """
     if path.is_dir():
         if not (path / _SAVED).is_file() and not _parquet(path):
-            raise ValueError(f"{path} holds neither {_SAVED} (Dataset.save_to_disk) nor .parquet files: give {KINDS}")
+            raise ValueError(f"{path} has neither {_SAVED} (Dataset.save_to_disk) nor .parquet files: use {KINDS}")
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give {KINDS}")
+        raise ValueError(f"{path} does not exist: use {KINDS}")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise ValueError(f"{path}: kind {path.suffix!r} is unknown: give {KINDS}")
+        raise ValueError(f"{path}: kind {path.suffix!r} is unknown: use {KINDS}")
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty: there is nothing to read")
     return path.stat().st_size
 
 
 def identity(path: Path) -> list[Any]:
-    """Identifies an input among others of its name: place, bytes, names and times; JSON can hold it."""
+    """Return what identifies an input: path, bytes, names and times; JSON-serializable."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     stamp = hashlib.sha256(repr(stats).encode()).hexdigest()
@@ -47,18 +47,18 @@ def identity(path: Path) -> list[Any]:
 
 
 def read(path: Path, columns: list[str] | None = None) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each row, and its bytes of input (of a table: of its JSON).
+    """Yield each row and its bytes of input (for a table: of its JSON).
 
     Args:
-        columns: of a table, the only ones to read; all where None.
+        columns: the columns of a table to read; None: all.
 
     Raises:
-        ValueError: a line that is no JSON object, a table without a column, a damaged file, or a missing library.
+        ValueError: a line that is not a JSON object, a table without a column, a damaged file, or a missing library.
     """
     if not is_table(path):
         yield from _lines(path)
         return
-    size(path)  # refuses a folder without a table
+    size(path)  # rejects a folder without a table
     for row in _saved(path, columns) if (path / _SAVED).is_file() else _tables(path, columns):
         yield row, len(json.dumps(row, ensure_ascii=False, default=str).encode())
 
@@ -73,7 +73,7 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object in UTF-8") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: a JSON object is wanted, not a {type(row).__name__}")
+                raise ValueError(f"{path}, line {number}: expected a JSON object, not a {type(row).__name__}")
             yield row, len(line)
 
 
@@ -114,4 +114,4 @@ def _needed(name: str, path: Path) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         extra = "eval" if name == "datasets" else "data"
-        raise ValueError(f"{path} needs {name} ({error}): pip install -e '.[{extra}]', or give .jsonl") from None
+        raise ValueError(f"{path} needs {name} ({error}): pip install -e '.[{extra}]', or use .jsonl") from None

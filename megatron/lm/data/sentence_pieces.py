@@ -1,8 +1,8 @@
-"""SentencePiece models behind `--tokenizer-type SentencePieceTokenizer`, `GPTSentencePieceTokenizer` and `Llama2Tokenizer`.
+"""SentencePiece models for `--tokenizer-type SentencePieceTokenizer`, `GPTSentencePieceTokenizer` and `Llama2Tokenizer`.
 
-megatron-core treats the three alike: the ids are those of the model, and its `eos` ends a document. `--legacy-tokenizer` restores what
-Megatron-LM did before megatron-core had tokenizers, which older data and checkpoints need: SentencePieceTokenizer adds special tokens
-after the model's ids, among them `<EOD>`, which ends a document; Llama2Tokenizer begins each text with `bos`.
+megatron-core treats all three in the same way: the ids are those of the model, and its `eos` ends a document. `--legacy-tokenizer` restores
+the behavior of Megatron-LM before megatron-core had tokenizers, which older data and checkpoints need: SentencePieceTokenizer adds special
+tokens after the model's ids, including `<EOD>`, which ends a document; Llama2Tokenizer begins each text with `bos`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
     Args:
-        path: of the model (`tokenizer.model`).
+        path: path of the model (`tokenizer.model`).
         kind: the value of `--tokenizer-type`.
-        legacy: add special tokens (SentencePieceTokenizer) or `bos` (Llama2Tokenizer) as Megatron-LM did before.
+        legacy: add special tokens (SentencePieceTokenizer) or `bos` (Llama2Tokenizer) as older Megatron-LM.
 
     Raises:
-        ValueError: not a SentencePiece model; no token that ends a document.
+        ValueError: the file is not a SentencePiece model, or has no token that ends a document.
     """
 
     def __init__(self, path: Path, kind: str, *, legacy: bool = False) -> None:
         sentencepiece = library("sentencepiece", kind)
-        self._path, self._added = path, []  # special tokens behind the model's own
+        self._path, self._added = path, []  # special tokens after the model's own
         with one_line(f"--tokenizer-model {path} is not a SentencePiece model"):
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         pieces = [self._model.id_to_piece(i) for i in range(self._model.vocab_size())]
         named = {piece: i for i, piece in enumerate(pieces)}
         self._bos = [self._model.bos_id()] if legacy and kind == "Llama2Tokenizer" else []
         if self._bos == [-1]:
-            raise ValueError(f"--tokenizer-model {path} has no bos, with which --legacy-tokenizer begins a text: drop the flag")
+            raise ValueError(f"--tokenizer-model {path} has no bos token, which --legacy-tokenizer puts before each text: drop the flag")
         if legacy and kind == "SentencePieceTokenizer":
             ends = ((self._model.pad_id(), "<PAD>"), (self._model.bos_id(), "<BOS>"), (self._model.eos_id(), "<EOS>"))
             self._added = [token for token in (*_ADDED, *(name for i, name in ends if i < 0)) if token not in named]
@@ -45,23 +45,25 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = len(pieces) + len(self._added)
         self.eod = named["<EOD>"] if legacy and kind == "SentencePieceTokenizer" else self._model.eos_id()
         if self.eod < 0:
-            raise ValueError(f"--tokenizer-model {path} has no eos, which ends a document: train it with one, or give --legacy-tokenizer")
+            raise ValueError(
+                f"--tokenizer-model {path} has no eos token, which ends a document: train the model with one, or use --legacy-tokenizer"
+            )
         self.mask = next((named[token] for token in ("<MASK>", *MASK_CANDIDATES) if token in named), None)
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether each text begins with `bos`."""
+        """Return whether each text begins with `bos`."""
         return bool(self._bos)
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The model's special tokens under transformers' names."""
+        """Return the model's special tokens with the names of transformers."""
         ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id(), "unk_token": self._model.unk_id()}
         return {name: self._model.id_to_piece(i) for name, i in ids.items() if i >= 0}
 
     @property
     def is_llama_s(self) -> bool:
-        """Whether the model leaves a text as it is but for a space before it, as those of Llama do, and no special tokens were added."""
+        """Return whether the model only adds a space before a text, as Llama's models do, and no special tokens were added."""
         return not self._added and self._model.normalize("\ufb01  x ") == "\u2581\ufb01\u2581\u2581x\u2581"
 
     def tokenize(self, text: str) -> list[int]:
@@ -81,7 +83,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join([*texts, self._model.decode(pending)])
 
     def word_begins(self) -> np.ndarray:
-        """By the mark of a space before a piece; special tokens are words."""
+        """Use the mark of a space before a piece; special tokens are words."""
         own = self._model.vocab_size()
         begins = np.ones(self.vocab_size, dtype=bool)
         for i in range(own):

@@ -1,7 +1,7 @@
-"""Tokenizers behind `--tokenizer-type`: what they share, Hugging Face `tokenizer.json` and plain integers; the rest are in `byte_pairs` and
+"""Tokenizers of `--tokenizer-type`: the interface, Hugging Face `tokenizer.json`, and plain integers. The others are in `byte_pairs` and
 `sentence_pieces`.
 
-Neither torch nor megatron-core is imported here, so that a preprocessing worker starts in a fraction of a second.
+This module imports neither torch nor megatron-core, so that a preprocessing worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import numpy as np
 from megatron.lm.config import DataConfig
 from megatron.lm.config.rules.data import strange_settings
 
-MOST_TOKENS = 2**31  # ids are int32, on disk too
+MOST_TOKENS = 2**31  # ids are int32, also on disk
 END_OF_TEXT = "<|endoftext|>"
 MASK_CANDIDATES = ("<mask>", "[MASK]", "<|mask|>")
-SPACES = ("\u0120", "\u2581", "\u010a", "\u0109")  # how byte-level BPE and SentencePiece spell a space, a line's end and a tab in a token
+SPACES = ("\u0120", "\u2581", "\u010a", "\u0109")  # how byte-level BPE and SentencePiece spell space, newline and tab in a token
 EOD_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class Tokenizer(abc.ABC):
-    """Text to token ids and back; also the interface that megatron-core's GPTDataset expects of a tokenizer.
+    """Convert text to token ids and back; also the tokenizer interface that megatron-core's GPTDataset expects.
 
     Attributes:
         vocab_size: number of ids; every id is in [0, vocab_size). The model may pad it further.
-        eod: id that ends a document.
-        mask: id that stands for a hidden token in masked language modelling; None where the vocabulary has none.
+        eod: end-of-document id.
+        mask: id of the mask token in masked language modeling; None if the vocabulary has none.
     """
 
     vocab_size: int
@@ -41,19 +41,19 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text`; a special token's spelling inside the text is taken as ordinary text."""
+        """Return the token ids of `text`; the spelling of a special token inside the text is ordinary text."""
 
     @abc.abstractmethod
     def detokenize(self, ids: list[int]) -> str:
-        """Text of `ids`; ValueError for an id outside [0, vocab_size)."""
+        """Return the text of `ids`; ValueError for an id outside [0, vocab_size)."""
 
     @abc.abstractmethod
     def word_begins(self) -> np.ndarray:
-        """[vocab_size] bool: the ids with which a word begins."""
+        """Return [vocab_size] bool: whether a word begins with this id."""
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """The tokenizer's part of megatron-core's key of an index cache: JSON-able, and the same on every machine."""
+        """Return the tokenizer's part of megatron-core's index cache key: JSON-serializable, and equal on all machines."""
         return {"class": type(self).__name__, "vocab_size": self.vocab_size, "eod": self.eod}
 
     def _check_ids(self, ids: list[int]) -> None:
@@ -63,7 +63,7 @@ class Tokenizer(abc.ABC):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any `tokenizer.json` of the `tokenizers` library.
+    """Tokenizer from any `tokenizer.json` of the `tokenizers` library.
 
     Args:
         path: the file.
@@ -76,9 +76,9 @@ class HuggingFaceTokenizer(Tokenizer):
         with one_line(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._path, model = path, self._tokenizer.model
-        # Such a model leaves out text that it cannot spell; every other one has a token for it or fails.
+        # Such a model drops text that it cannot encode; all others have an unknown token or fail.
         self._drops = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
-        self._spelt: set[str] = set()  # characters known not to be left out
+        self._spelt: set[str] = set()  # characters known not to be dropped
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Added tokens may leave gaps, so the number of entries can be below the largest id.
@@ -91,7 +91,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.mask = next((vocabulary[token] for token in MASK_CANDIDATES if token in vocabulary), None)
 
     def word_begins(self) -> np.ndarray:
-        """By the mark that the vocabulary has for it: of a space before the token, or of none ("##")."""
+        """Use the vocabulary's mark: of a space before the token, or of no space ("##")."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         goes_on = any(token.startswith("##") and len(token) > 2 for token in vocabulary)
         begins = np.ones(self.vocab_size, dtype=bool)  # added tokens are words
@@ -100,33 +100,33 @@ class HuggingFaceTokenizer(Tokenizer):
         return begins
 
     def tokenize(self, text: str) -> list[int]:
-        with one_line(f"--tokenizer-model {self._path} cannot spell the text, and has no unknown token for it"):
+        with one_line(f"--tokenizer-model {self._path} cannot encode the text, and has no unknown token"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self._drops:
             self._check_spelt(set(text) - self._spelt)
         return ids
 
     def _check_spelt(self, characters: set[str]) -> None:
-        """ValueError for a character that the model leaves out; characters that the normalizer or pre-tokenizer removes go on purpose."""
+        """Raise a ValueError for a character that the model drops. Characters that the normalizer or pre-tokenizer removes are intended."""
         normalizer, pre_tokenizer = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         for character in characters:
             seen = normalizer.normalize_str(character) if normalizer is not None else character
             pieces = [piece for piece, _ in pre_tokenizer.pre_tokenize_str(seen)] if pre_tokenizer is not None else [seen]
             if any(pieces) and not self._tokenizer.encode(character, add_special_tokens=False).ids:
                 raise ValueError(
-                    f"--tokenizer-model {self._path} would leave out {character!r} (U+{ord(character):04X}): it has neither an unknown "
-                    "token nor all bytes; give one that spells every text, or clean the text"
+                    f"--tokenizer-model {self._path} would drop {character!r} (U+{ord(character):04X}): it has neither an unknown "
+                    "token nor all bytes; use a tokenizer that encodes every text, or clean the text"
                 )
         self._spelt |= characters
 
     def detokenize(self, ids: list[int]) -> str:
         self._check_ids(ids)
-        with one_line(f"--tokenizer-model {self._path} cannot read the ids back"):
+        with one_line(f"--tokenizer-model {self._path} cannot decode the ids"):
             return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is already ids: whitespace-separated integers in [0, vocab_size - 1), the last id being eod."""
+    """Tokenizer for text that is already ids: whitespace-separated integers in [0, vocab_size - 1); the last id is eod."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
@@ -138,7 +138,7 @@ class NullTokenizer(Tokenizer):
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise ValueError(f"NullTokenizer takes whitespace-separated integers: {error}") from None
+            raise ValueError(f"NullTokenizer needs whitespace-separated integers: {error}") from None
         self._check_ids(ids)
         return ids
 
@@ -151,15 +151,15 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer that `--tokenizer-type` and its files name.
+    """Build the tokenizer of `--tokenizer-type` and its files.
 
     Args:
         data: tokenizer_type and its settings.
-        vocab_size: `--vocab-size`; NullTokenizer needs it, TikTokenizer takes it, the others know their own.
+        vocab_size: `--vocab-size`; required by NullTokenizer, optional for TikTokenizer, unused by the others.
 
     Raises:
-        ValueError: unknown type, a setting of another type, a file not given, missing or damaged, ids from 2^31; the message lists
-            what is accepted.
+        ValueError: unknown type, a setting of another type, a file that is not set, missing or damaged, or ids of 2^31 or more; the
+            message lists what is accepted.
     """
     builder = _BUILDERS.get(data.tokenizer_type or "")
     if builder is None:
@@ -168,12 +168,12 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         raise ValueError(problem)
     tokenizer = builder(data, vocab_size)
     if tokenizer.vocab_size > MOST_TOKENS:
-        raise ValueError(f"the vocabulary of {data.tokenizer_type} reaches to {tokenizer.vocab_size - 1}: ids must be below 2^31")
+        raise ValueError(f"the largest id of {data.tokenizer_type} is {tokenizer.vocab_size - 1}: ids must be less than 2^31")
     return tokenizer
 
 
 def library(name: str, kind: str) -> Any:
-    """The module `name`, imported where a tokenizer needs it; ValueError with how to install it where it is missing."""
+    """Import the module `name` for a tokenizer; if it is missing, raise a ValueError with the command to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -182,7 +182,7 @@ def library(name: str, kind: str) -> Any:
 
 @contextlib.contextmanager
 def one_line(message: str) -> Iterator[None]:
-    """Turn the errors of a library in Rust into a ValueError: a bare Exception, or a panic, which is not even that."""
+    """Convert errors of a Rust library to a ValueError: a bare Exception, or a panic, which is not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -205,7 +205,7 @@ def _build_huggingface(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def _eos_token(path: Path) -> str | None:
-    """`eos_token` of a tokenizer_config.json, which ends a document in Megatron-LM; None where there is none."""
+    """Return `eos_token` of a tokenizer_config.json, which ends a document in Megatron-LM; None if there is none."""
     if not path.is_file():
         return None
     try:
@@ -214,7 +214,7 @@ def _eos_token(path: Path) -> str | None:
         eos = eos["content"] if isinstance(eos, dict) else eos
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
-            f"--tokenizer-model {path.parent}: its {path.name} cannot be read ({error}): mend it, or give tokenizer.json alone"
+            f"--tokenizer-model {path.parent}: its {path.name} cannot be read ({error}): fix it, or use only tokenizer.json"
         ) from None
     if eos is not None and not isinstance(eos, str):
         raise ValueError(f"--tokenizer-model {path.parent}: {path.name} has eos_token {eos!r}; it must be a token's text")
@@ -250,7 +250,7 @@ def _build_llama3(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 def _build_null(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     if vocab_size is None:
-        raise ValueError("NullTokenizer has no vocabulary of its own: give --vocab-size N (ids 0..N-1, N-1 ends a document)")
+        raise ValueError("NullTokenizer has no vocabulary of its own: set --vocab-size N (ids 0..N-1, where N-1 ends a document)")
     return NullTokenizer(vocab_size)
 
 
@@ -268,7 +268,7 @@ _BUILDERS: dict[str, Callable[[DataConfig, int | None], Tokenizer]] = {
 
 def _file(path: str | None, flag: str, wanted: str) -> Path:
     if path is None:
-        raise ValueError(f"{flag} is missing: it names {wanted}")
+        raise ValueError(f"{flag} is missing: set it to {wanted}")
     if not Path(path).is_file():
-        raise ValueError(f"{flag} {path} does not exist: it names {wanted}")
+        raise ValueError(f"{flag} {path} does not exist: expected {wanted}")
     return Path(path)

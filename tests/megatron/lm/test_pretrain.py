@@ -209,7 +209,7 @@ BAD_DATA = {
     "not an index": ["corpus.idx is not an index", "preprocess_data"],
     "index empty": ["corpus.idx is empty"],
     "other version": ["version 7"],
-    "ids": ["token id 60 is outside the tokenizer's [0, 60)", "tokenizer the data was made with"],
+    "ids": ["token id 60 is outside the tokenizer's [0, 60)", "tokenizer that the data was tokenized with"],
 }
 
 
@@ -229,8 +229,11 @@ def test_bad_data(damage: str, corpus: Path, tmp_path: Path, capsys: pytest.Capt
 
 # flags; what stderr must hold
 BAD_FITS = {
-    "sequence longer than the data": ("--seq-length 9000", ["split of", "--seq-length 9000 needs 9001", "take a shorter --seq-length"]),
-    "vocabulary smaller than the ids": ("--vocab-size 40", ["outside the tokenizer's [0, 40)", "tokenizer the data was made with"]),
+    "sequence longer than the data": ("--seq-length 9000", ["split of", "--seq-length 9000 needs 9001", "use a shorter --seq-length"]),
+    "vocabulary smaller than the ids": (
+        "--vocab-size 40",
+        ["outside the tokenizer's [0, 40)", "tokenizer that the data was tokenized with"],
+    ),
     "no share for training": ("--split 0,1", ["--split 0,1", "the first above 0"]),
 }
 

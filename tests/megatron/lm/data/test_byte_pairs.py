@@ -87,11 +87,14 @@ def test_it_is_pickled_to_readers_that_are_spawned(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"vocab_size": None}, "lists 316 tokens, and --vocab-size 131072 with 20 special tokens needs 131052: give --vocab-size 336"),
-        ({"tiktoken_num_special_tokens": 6}, "--tiktoken-num-special-tokens 6 must lie between the 7 that are named and --vocab-size"),
-        ({"tiktoken_num_special_tokens": 81}, "--tiktoken-num-special-tokens 81 must lie between the 7 .* and --vocab-size 336 less 256"),
-        ({"tokenizer_special_tokens": ("<unk>", "<s>")}, "--tokenizer-special-tokens <unk> <s>: give each once, <unk>, <s>, </s> among"),
-        ({"tokenizer_special_tokens": ("<unk>", "<s>", "</s>", "<s>")}, "give each once"),
+        ({"vocab_size": None}, "lists 316 tokens, and --vocab-size 131072 with 20 special tokens needs 131052: use --vocab-size 336"),
+        ({"tiktoken_num_special_tokens": 6}, "--tiktoken-num-special-tokens 6 must be between the 7 that are listed and --vocab-size"),
+        ({"tiktoken_num_special_tokens": 81}, "--tiktoken-num-special-tokens 81 must be between the 7 .* and --vocab-size 336 minus 256"),
+        (
+            {"tokenizer_special_tokens": ("<unk>", "<s>")},
+            "--tokenizer-special-tokens <unk> <s>: list each once, with <unk>, <s>, </s> among",
+        ),
+        ({"tokenizer_special_tokens": ("<unk>", "<s>", "</s>", "<s>")}, "list each once"),
     ],
 )
 def test_counts_that_do_not_fit_are_refused(tmp_path: Path, settings: dict[str, Any], message: str):

@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_made_anew(tmp_path, capsys, name, damage):
     damage(tmp_path / name)
     assert take(tmp_path)[1] == 1
     said = capsys.readouterr().out
-    assert ("is made anew" in said) == ((tmp_path / name).suffix == ".npy" or damage is not Path.unlink)
+    assert ("is rebuilt" in said) == ((tmp_path / name).suffix == ".npy" or damage is not Path.unlink)
     assert take(tmp_path)[1] == 0
 
 
@@ -98,7 +98,7 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(np, "save", full)
     assert take(tmp_path)[1] == 1
-    assert "cannot be kept ([Errno 28] No space left on device): every process makes it in its own memory" in capsys.readouterr().out
+    assert "cannot be written ([Errno 28] No space left on device): every process builds it in its own memory" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
     assert take(tmp_path, writes=False)[1] == 1
 
@@ -122,7 +122,7 @@ def test_two_jobs_do_not_write_into_each_other(tmp_path, capsys):
         while not (tmp_path / "held").exists():
             pass
         assert take(tmp_path)[1] == 1
-        assert "cannot be kept" in capsys.readouterr().out
+        assert "cannot be written" in capsys.readouterr().out
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

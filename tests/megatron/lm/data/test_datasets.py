@@ -201,7 +201,7 @@ def test_missing_and_empty_files(tmp_path, prefix, suffix):
 def test_truncated_and_overlong_data(tmp_path, prefix):
     content = (tmp_path / "p.bin").read_bytes()
     (tmp_path / "p.bin").write_bytes(content[:-2])
-    refused(r"is truncated: 3998 of the 4000 bytes", data_path=(prefix,))
+    refused(r"is truncated: it has 3998 of the 4000 bytes", data_path=(prefix,))
     (tmp_path / "p.bin").write_bytes(content + b"\0\0")
     refused(r"do not belong together", data_path=(prefix,))
 
@@ -212,7 +212,7 @@ def test_truncated_and_overlong_data(tmp_path, prefix):
     [
         (lambda raw: b"not an index at all, but long enough", "is not an index of megatron-core"),
         (lambda raw: raw[:20], "is not an index of megatron-core"),
-        (lambda raw: raw[:-1], "has 2041 bytes where its header asks for 2042"),
+        (lambda raw: raw[:-1], "has 2041 bytes, but its header requires 2042"),
         (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "has version 2"),
         (lambda raw: raw[:17] + b"\x07" + raw[18:], "dtype code 7"),
         (lambda raw: raw[:-8] + struct.pack("<q", 7), "document boundaries"),
@@ -229,7 +229,7 @@ def test_bad_index(tmp_path, prefix, change, message):
 
 
 def test_ids_outside_the_vocabulary(tmp_path, prefix):
-    refused(r"499 is outside the tokenizer's \[0, 300\).*was made with", tokenizer=NullTokenizer(300), data_path=(prefix,))
+    refused(r"499 is outside the tokenizer's \[0, 300\).*was tokenized with", tokenizer=NullTokenizer(300), data_path=(prefix,))
     wide = write(tmp_path / "wide", ["69999 " * 40], vocab_size=100000)
     refused("token id 99999 is outside", data_path=(wide,), split="1")
     np.full(41, -3, dtype=np.int32).tofile(f"{wide}.bin")
@@ -253,14 +253,14 @@ def test_vocabulary_is_checked_again_for_another_tokenizer(prefix):
 
 
 def test_sequence_longer_than_a_split(prefix):
-    refused(r"train split of .*p holds 2000 tokens in 100 documents; --seq-length 2000 needs 2001", 2000, data_path=(prefix,), split="1")
-    refused(r"the valid split of .* holds 20 tokens in 1 documents", 64, (5, 5, 0), data_path=(prefix,), split="99,1,0")
+    refused(r"train split of .*p has 2000 tokens in 100 documents; --seq-length 2000 needs 2001", 2000, data_path=(prefix,), split="1")
+    refused(r"the valid split of .* has 20 tokens in 1 documents", 64, (5, 5, 0), data_path=(prefix,), split="99,1,0")
     refused(r"the test split of .* holds no document: 100 are too few", 16, (5, 5, 5), data_path=(prefix,), split="9990,1000,1")
 
 
 def test_contradictory_paths(prefix):
-    refused("exclude each other", data_path=(prefix,), train_data_path=(prefix,))
-    refused("no data: give --data-path")
+    refused("contradict each other", data_path=(prefix,), train_data_path=(prefix,))
+    refused("no data: set --data-path")
     refused("no training data", data_path=(prefix,), split="0,1,0")
     refused("no training data", valid_data_path=(prefix,))
 

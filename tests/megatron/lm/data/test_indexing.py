@@ -118,7 +118,7 @@ def test_the_same_command_after_a_kill_says_what_was_left_and_writes_the_dataset
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".partial") == names
     capfd.readouterr()
     write_datasets(documents("1 2", "3"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
-    assert capfd.readouterr().err.splitlines() == [f"deleted {tmp_path / name}, which an interrupted run has left" for name in names]
+    assert capfd.readouterr().err.splitlines() == [f"deleted {tmp_path / name}, left over from an interrupted run" for name in names]
     assert contents(tmp_path / "p") == [[1, 2, 99], [3, 99]]
     assert {path.name for path in tmp_path.iterdir()} == {"p.bin", "p.idx", "p.json"}
     write_datasets(documents("4"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
@@ -131,7 +131,7 @@ def test_two_processes_do_not_write_one_dataset(tmp_path):
 
     def texts() -> Iterator[Document]:
         yield from documents("1 2")
-        with pytest.raises(ValueError, match=r"p is being written by another process: wait for its end, or name another"):
+        with pytest.raises(ValueError, match=r"p is being written by another process: wait for it to end, or choose another"):
             write_datasets(documents("7"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
         yield from documents("3")
 
@@ -164,7 +164,7 @@ def test_txt(tmp_path, separator, expected):
         ('{"text": "a"}\n{"text": \n', "line 2: not JSON"),
         ("[" * 100_000, "line 1: not JSON"),
         ('{"text": "a", "id": ' + "7" * 5000 + "}", "line 1: not JSON"),
-        ('["a"]\n', "line 1: a JSON object is wanted, not a list"),
+        ('["a"]\n', "line 1: expected a JSON object, not a list"),
         ('{"body": "a"}\n', "line 1: no key 'text'; it has 'body': see --json-keys"),
         ('{"text": 3}\n', "line 1: 'text' must hold text, not int"),
     ],
@@ -185,7 +185,7 @@ def test_not_utf8(tmp_path):
 
 def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "a.txt").mkdir()
-    with pytest.raises(ValueError, match=r"a.txt holds neither state.json .* nor .parquet files"):
+    with pytest.raises(ValueError, match=r"a.txt has neither state.json .* nor .parquet files"):
         list(read_documents(tmp_path / "a.txt", ["text"]))
 
 
@@ -197,7 +197,7 @@ def test_a_worker_that_is_killed_is_one_line(tmp_path):
         children[0].kill()
         yield Document(texts={"text": "1"}, source_bytes=1 << 20)
 
-    with pytest.raises(ValueError, match=r"one of 1 processes that tokenise was ended from outside.*take fewer"):
+    with pytest.raises(ValueError, match=r"one of 1 worker processes was killed.*use fewer --workers"):
         write_datasets(killing(), {"text": tmp_path / "p"}, OPTIONS, workers=1)
     assert list(tmp_path.iterdir()) == []
 
@@ -248,7 +248,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_dataset(tmp_path, monkeypatc
         return made
 
     monkeypatch.setattr("megatron.core.datasets.indexed_dataset.IndexedDatasetBuilder", builder)
-    with pytest.raises(ValueError, match=r"p cannot be written \(.*No space left on device\): free space"):
+    with pytest.raises(ValueError, match=r"p cannot be written \(.*No space left on device\): free disk space"):
         write_datasets(documents("4"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -112,7 +112,7 @@ def test_a_zero_filled_index_is_made_anew(prefix, tmp_path, capsys):
         raw = file.read_bytes()
         file.write_bytes(raw[:128] + bytes(len(raw) - 128))
     assert tokens(train(settings, 10)) == before
-    assert "shuffle_index.npy is not the file that was written): it is made anew" in capsys.readouterr().out
+    assert "shuffle_index.npy is not the file that was written): it is rebuilt" in capsys.readouterr().out
 
 
 def described(settings, samples=10):
@@ -154,11 +154,11 @@ def replaced_by_the_same_lengths(prefix, other):
 
 CHANGES = [
     (lambda prefix, other: config(data_path=(prefix,), seed=5), r"--seed 5 \(saved: 1234\)"),
-    (lambda prefix, other: config(data_path=(other,)), r"q is another dataset than .*p was"),
+    (lambda prefix, other: config(data_path=(other,)), r"q is not the same dataset as .*p"),
     (lambda prefix, other: config(data_path=(prefix, other)), r"2 datasets \(saved: 1\)"),
     (lambda prefix, other: config(data_path=(prefix,), split="90,10"), r"documents 0 to 90 of .*p \(saved: 0 to 80\), see --split"),
-    (replaced, r"p is another dataset"),
-    (replaced_by_the_same_lengths, r"p holds other tokens than .* documents of the same lengths"),
+    (replaced, r"p is not the same dataset"),
+    (replaced_by_the_same_lengths, r"p has other tokens than .* documents of the same lengths"),
 ]
 
 
@@ -168,10 +168,10 @@ def test_a_change_is_refused_unless_overridden(prefix, other, change, message):
     then = described(config(data_path=(prefix,)))
     settings = change(prefix, other)
     now = described(settings)
-    with pytest.raises(ValueError, match=rf"{message}.*--override-data to go on at sample 5"):
+    with pytest.raises(ValueError, match=rf"{message}.*--override-data to continue at sample 5"):
         check_same(info(then), settings, now)
     allowed = dataclasses.replace(settings, data=dataclasses.replace(settings.data, override_data=True))
-    assert "--override-data: the data goes on at sample 5" in check_same(info(then), allowed, now)
+    assert "--override-data: the data continues at sample 5" in check_same(info(then), allowed, now)
     started = dataclasses.replace(settings, checkpoint=dataclasses.replace(settings.checkpoint, finetune=True))
     assert check_same(info(then), started, now) is None
     assert check_same(info(then, iteration=0), settings, now) is None
@@ -192,9 +192,9 @@ def test_other_weights_and_another_way_to_draw_are_refused(prefix, other):
 def test_a_checkpoint_of_before_goes_on_in_its_one_epoch(prefix):
     settings = config(data_path=(prefix,), train_iters=54)
     now = described(settings, 200)
-    assert "holds no digests of its data" in check_same(info(None, settings=settings), settings, now)
+    assert "has no digests of its data" in check_same(info(None, settings=settings), settings, now)
     for then, message in (
-        (config(data_path=(prefix,), train_iters=55), "more than one epoch of .*p, which its version shuffled together"),
+        (config(data_path=(prefix,), train_iters=55), "more than one epoch of .*p, which the version that wrote it shuffled together"),
         (config(data_path=(prefix,), seed=3), r"--seed 1234 \(saved: 3\)"),
         (config(data_path=(prefix,), split="70,30"), r"--split 80,20 \(saved: 70,30\)"),
     ):

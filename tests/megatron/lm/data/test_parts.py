@@ -61,7 +61,7 @@ def test_parts_that_are_there_are_taken(tmp_path: Path):
     assert not joined["text"].with_name("text.idx").exists()
     said: list[str] = []
     write_in_parts(documents(), joined, OPTIONS, source={}, workers=0, part_bytes=50, say=said.append)
-    assert said == ["part 0 is there already", "part 1 is there already"]
+    assert said == ["part 0 is already finished", "part 1 is already finished"]
     assert contents(joined["text"]) == contents(whole["text"])
 
 
@@ -74,7 +74,7 @@ def test_parts_of_other_input_or_another_tokenizer_are_refused(tmp_path: Path):
         write_in_parts(cut_short(), prefixes(tmp_path), OPTIONS, source={"a": 1}, workers=0, part_bytes=50)
     other = EncodeOptions(data=OPTIONS.data, vocab_size=51)
     for options, source in ((OPTIONS, {"a": 2}), (other, {"a": 1})):
-        with pytest.raises(ValueError, match=r"text.parts is left by a run on other input or with other settings: delete it"):
+        with pytest.raises(ValueError, match=r"text.parts is left over from a run on other input or with other settings: delete it"):
             write_in_parts(documents(), prefixes(tmp_path), options, source=source, workers=0, part_bytes=50)
 
 
@@ -88,14 +88,14 @@ def test_bad_input_leaves_nothing_and_a_full_disk_leaves_the_parts(tmp_path: Pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(parts.Writer, "join", full)
-    with pytest.raises(ValueError, match=r"No space left on device\): free space; the parts stay"):
+    with pytest.raises(ValueError, match=r"No space left on device\): free disk space and rerun; the parts are kept"):
         write_in_parts(documents(), prefixes(tmp_path / "b"), OPTIONS, source={}, workers=0, part_bytes=50)
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["text.parts"]
 
 
 def test_no_text_under_a_key_is_refused(tmp_path: Path):
     rows = [Document(texts={"text": "1", "title": ""}, source_bytes=10)] * 8
-    with pytest.raises(ValueError, match="the input holds no text under key 'title'"):
+    with pytest.raises(ValueError, match="the input has no text under key 'title'"):
         write_in_parts(rows, prefixes(tmp_path / "a"), OPTIONS, source={}, workers=0, part_bytes=20)
     assert list((tmp_path / "a").iterdir()) == []
 

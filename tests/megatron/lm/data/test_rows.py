@@ -44,14 +44,14 @@ def test_a_saved_dataset(tmp_path: Path):
 def test_a_library_that_lacks_is_named(tmp_path: Path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ValueError, match=r"a.parquet needs pyarrow.parquet .*pip install -e '\.\[data\]', or give .jsonl"):
+    with pytest.raises(ValueError, match=r"a.parquet needs pyarrow.parquet .*pip install -e '\.\[data\]', or use .jsonl"):
         list(rows.read(tmp_path / "a.parquet"))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.jsonl", None, "none.jsonl does not exist: give .jsonl"),
+        ("none.jsonl", None, "none.jsonl does not exist: use .jsonl"),
         ("a.csv", "x", "a.csv: kind '.csv' is unknown"),
         ("a.jsonl", "", "a.jsonl is empty"),
     ],
@@ -64,11 +64,11 @@ def test_what_is_no_input_is_refused(tmp_path: Path, name: str, content: str | N
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"holds neither state.json .* nor .parquet files"):
+    with pytest.raises(ValueError, match=r"has neither state.json .* nor .parquet files"):
         rows.size(tmp_path)
 
 
-@pytest.mark.parametrize(("line", "message"), [("{", "line 2: not JSON"), ("3", "line 2: a JSON object is wanted, not a int")])
+@pytest.mark.parametrize(("line", "message"), [("{", "line 2: not JSON"), ("3", "line 2: expected a JSON object, not a int")])
 def test_lines_that_are_no_objects_are_refused(tmp_path: Path, line: str, message: str):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):

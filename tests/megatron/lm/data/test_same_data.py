@@ -29,7 +29,7 @@ def started(prefixes: list[Path]) -> str:
 
 
 @pytest.mark.promise("Starting and ending", "Ranks whose files hold different data are refused before the first step.")
-@pytest.mark.parametrize(("change", "what"), [(None, ""), (changed_token, "holds other tokens than")], ids=["same", "a token"])
+@pytest.mark.parametrize(("change", "what"), [(None, ""), (changed_token, "has other tokens than")], ids=["same", "a token"])
 def test_all_ranks_refuse_data_that_differs(gloo_prefix: Path, tmp_path: Path, change: Callable[[Path], None] | None, what: str):
     prefixes = [Path(shutil.copytree(gloo_prefix.parent, tmp_path / name)) / gloo_prefix.name for name in ("a", "b")]
     if change is not None:
@@ -52,16 +52,16 @@ def about(**changes: Any) -> dict[str, Any]:
     ("other", "words"),
     [
         (about(index="j", prefix="b"), "the training data b of rank 3 has documents of other lengths than a of rank 0"),
-        (about(documents=[0, 8]), "the training data a of rank 3 gives other documents than a of rank 0"),
+        (about(documents=[0, 8]), "the training data a of rank 3 provides other documents than a of rank 0"),
         (about(weight=2.0), "the training data a of rank 3 has another weight than a of rank 0"),
         (about() | {"tokenizer": {"vocab_size": 61}}, "the tokenizer of rank 3 is {'vocab_size': 61}, that of rank 0 {'vocab_size': 60}"),
-        (about() | {"test": about()["training"]}, "there is test data on rank 3 alone"),
-        (about() | {"training": None}, "there is training data on rank 0 alone"),
+        (about() | {"test": about()["training"]}, "only rank 3 has test data"),
+        (about() | {"training": None}, "only rank 0 has training data"),
         (
             about() | {"training": {"datasets": about()["training"]["datasets"] * 2}},
-            "the training data of rank 3 are 2 datasets, those of rank 0 1",
+            "the training data of rank 3 has 2 datasets, that of rank 0 1",
         ),
-        (about() | {"training": about()["training"] | {"order": "p"}}, "rank 3 draws another order than rank 0"),
+        (about() | {"training": about()["training"] | {"order": "p"}}, "rank 3 reads the data in another order than rank 0"),
     ],
 )
 def test_the_first_difference_is_named(other: dict[str, Any], words: str):

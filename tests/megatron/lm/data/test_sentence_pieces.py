@@ -86,9 +86,9 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes, message: str):
 
 def test_a_model_without_the_tokens_it_needs_is_refused(tmp_path: Path):
     bare = sentence_pieces(tmp_path, eos_id=-1, bos_id=-1)
-    with pytest.raises(ValueError, match="has no eos, which ends a document: train it with one, or give --legacy-tokenizer"):
+    with pytest.raises(ValueError, match="has no eos token, which ends a document: train the model with one, or use --legacy-tokenizer"):
         of(bare, "GPTSentencePieceTokenizer")
-    with pytest.raises(ValueError, match="has no bos, with which --legacy-tokenizer begins a text: drop the flag"):
+    with pytest.raises(ValueError, match="has no bos token, which --legacy-tokenizer puts before each text: drop the flag"):
         of(bare, legacy_tokenizer=True)
     assert of(bare, "SentencePieceTokenizer", legacy_tokenizer=True).vocab_size == 367
 

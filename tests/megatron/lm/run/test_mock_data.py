@@ -96,7 +96,7 @@ def test_another_order_or_real_data_is_refused_at_resume(tmp_path: Path, capsys:
     process_groups.shutdown()
     corpus = tiny.write_data(tmp_path)
     assert pretrain.main([*FLAGS[1:], "--load", str(tmp_path / "saved"), "--data-path", str(corpus), "--split", "8,1,1"]) == 2
-    assert f"{corpus} is another dataset than --mock-data was" in capsys.readouterr().err
+    assert f"{corpus} is not the same dataset as --mock-data" in capsys.readouterr().err
 
 
 def test_data_beside_it_is_refused(capsys: pytest.CaptureFixture[str]):

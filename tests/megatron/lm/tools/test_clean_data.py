@@ -37,7 +37,7 @@ def test_counts_and_reasons_are_told(source: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--input", "none.jsonl"], "none.jsonl does not exist: give .jsonl"),
+        (["--input", "none.jsonl"], "none.jsonl does not exist: use .jsonl"),
         (["--near-duplicates", "1.5"], "1.5"),
         (["--no-exact"], "no rule is selected"),
         (["--code", "--quality"], "rules for code and for text"),
