@@ -1,8 +1,8 @@
-"""Norm of the parameters and zeros among the gradients, for the log: `--log-params-norm` and `--log-num-zeros-in-grad`.
+"""Log the parameter norm and the number of zeros in the gradients: `--log-params-norm` and `--log-num-zeros-in-grad`.
 
-Both are over the whole model, each element once, whatever the grid: of tensors that ranks share one rank counts, of sharded ones each rank
-its part. The norm is of the values that the optimizer updates: the masters where there are any, else the weights. Zeros are counted in the
-averaged gradients as the update reads them, so an FP8 gradient counts what underflowed.
+Both cover the whole model and count each element once, for any grid: one rank counts a replicated tensor, and each rank its part of a
+sharded one. The norm is over the values that the optimizer updates: the masters if there are any, otherwise the weights. Zeros are counted
+in the averaged gradients as the update reads them, so for an FP8 gradient they include underflow.
 
 Only steps that are logged are measured. The sums stay on the device until the log line is written.
 """
@@ -20,14 +20,14 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.shard import Holding
 from msamp.optim.updates import MASTER, WEIGHT, remainders
 
-_BLOCK = 2**24  # elements whose squares are in FP64 at a time
+_BLOCK = 2**24  # elements squared in FP64 at a time
 
 
 class ZerosInGradients:
-    """Counts the zeros among the averaged gradients before the update of a logged step.
+    """Count the zeros in the averaged gradients before the update of a logged step.
 
     Args:
-        training: what the steps work on.
+        training: the training state.
         due: iteration -> whether it is logged.
     """
 
@@ -36,12 +36,12 @@ class ZerosInGradients:
         self._counted: tuple[int, Tensor] | None = None
 
     def due(self) -> bool:
-        """Whether the step under way is measured."""
+        """Return whether the current step is measured."""
         return self._due(self.training.iteration + 1)
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """With the averaged gradients in place: count their zeros where it is due."""
+        """Count the zeros in the averaged gradients if this is due."""
         if not self.due():
             return
         optimizer = self.training.optimizer
@@ -50,7 +50,7 @@ class ZerosInGradients:
         self._counted = self.training.iteration + 1, total
 
     def values(self) -> dict[str, float]:
-        """`num_zeros_in_grad` of the last step, if it was measured; collective."""
+        """Return `num_zeros_in_grad` of the last step, if it was measured. Collective."""
         measured, self._counted = self._counted, None
         if measured is None or measured[0] != self.training.iteration:
             return {}
@@ -59,10 +59,10 @@ class ZerosInGradients:
 
 
 class ParametersNorm:
-    """The L2 norm of the parameters after the last step.
+    """Compute the L2 norm of the parameters after the last step.
 
     Args:
-        training: what the steps work on.
+        training: the training state.
     """
 
     def __init__(self, training: Training) -> None:
@@ -70,7 +70,7 @@ class ParametersNorm:
 
     @torch.no_grad()
     def values(self) -> dict[str, float]:
-        """`params_norm`; collective."""
+        """Return `params_norm`. Collective."""
         optimizer = self.training.optimizer
         optimizer.wait()
         squares = [_square_sum(x) for holding in counted(self.training, optimizer.holdings()) for x in [self._values(holding)]]
@@ -79,7 +79,7 @@ class ParametersNorm:
         return {"params_norm": float(total.sqrt())}
 
     def _values(self, holding: Holding) -> Tensor:
-        """What the optimizer updates of a holding, FP32."""
+        """Return the FP32 values of a holding that the optimizer updates."""
         state = self.training.optimizer.state.get(holding.weight, {})
         for key, first in remainders().items():
             if first == WEIGHT and key in state:
@@ -89,42 +89,42 @@ class ParametersNorm:
 
 
 class Observers:
-    """Several observers of a step as one."""
+    """Combine several observers of a step."""
 
     def __init__(self, observers: Sequence[RareStepObserver]) -> None:
         self.observers = observers
 
     def due(self) -> bool:
-        """Whether one of them measures the step under way."""
+        """Return whether one of them measures the current step."""
         return any(observer.due() for observer in self.observers)
 
     def before_update(self) -> None:
-        """Call each in turn."""
+        """Call each observer."""
         for observer in self.observers:
             observer.before_update()
 
 
 def chosen(config: Config, training: Training, due: Callable[[int], bool]) -> tuple[ZerosInGradients | None, ParametersNorm | None]:
-    """What the flags ask to measure."""
+    """Return the measurements that the flags enable."""
     logging = config.logging
     zeros = ZerosInGradients(training, due) if logging.log_num_zeros_in_grad else None
     return zeros, ParametersNorm(training) if logging.log_params_norm else None
 
 
 def counted(training: Training, holdings: Sequence[Holding]) -> list[Holding]:
-    """Those of `holdings` that this rank counts, so that a sum over all ranks has each element of the model once."""
+    """Return the `holdings` that this rank counts, so that a sum over all ranks has each element of the model once."""
     every_copy = bool(training.grad_sync.shard)
     return [holding for holding in holdings if training.grid.counts(holding.param, every_copy=every_copy)]
 
 
 def _zeros(gradient: Tensor) -> Tensor:
-    """int64 0-dim."""
+    """Return the number of zeros, int64 0-dim."""
     payload = gradient.payload if isinstance(gradient, ScalingTensor) else gradient
     return sum(((block.float() == 0).sum() for block in payload.reshape(-1).split(_BLOCK)), torch.zeros((), device=payload.device).long())
 
 
 def _square_sum(values: Tensor) -> Tensor:
-    """FP64 0-dim."""
+    """Return the sum of squares, FP64 0-dim."""
     parts = [block.double().square().sum() for block in values.reshape(-1).split(_BLOCK)]
     return torch.stack(parts).sum()
 
