@@ -1,7 +1,7 @@
-"""Settings of a training run: ten frozen dataclasses and `Config`, which holds one of each.
+"""Settings of a training run: ten frozen dataclasses and `Config`, which contains one of each.
 
-`schema` says how a setting is declared, a file for each subject declares them, `cli` makes flags of them, and `check` judges them by the
-`rules`.
+`schema` defines how a setting is declared, one file per subject declares the settings, `cli` turns them into flags, and `check` validates
+them with the `rules`.
 """
 
 from megatron.lm.config.model import ModelConfig

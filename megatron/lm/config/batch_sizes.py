@@ -1,9 +1,8 @@
-"""How many sequences each iteration of a run reads: a constant number, or that of `--rampup-batch-size START INCREMENT SAMPLES`.
+"""Batch size of each iteration: constant, or with a ramp (`--rampup-batch-size START INCREMENT SAMPLES`).
 
-While a run ramps up, its batch grows from START to `--global-batch-size` in steps of INCREMENT, spread evenly over the first SAMPLES
-sequences. The definition is Megatron-LM's (`megatron.core.num_microbatches_calculator`), which is not imported here because flags are
-checked without torch. The size of an iteration depends on the samples consumed before it and on nothing else, so that a resumed run
-continues in mid-ramp.
+During the ramp, the batch grows from START to `--global-batch-size` in steps of INCREMENT, spread evenly over the first SAMPLES sequences.
+The definition is Megatron-LM's (`megatron.core.num_microbatches_calculator`), which is not imported here because flags are checked without
+torch. The size of an iteration depends only on the samples consumed before it, so that a resumed run continues within the ramp.
 """
 
 import bisect
@@ -25,13 +24,13 @@ class Ramp:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences of each iteration; `final`: after the ramp, or in all iterations of a run without one."""
+    """Batch size of each iteration; `final`: after the ramp, or in all iterations without a ramp."""
 
     final: int
     ramp: Ramp | None = None
 
     def at(self, consumed_samples: int) -> int:
-        """Sequences of the iteration that begins after `consumed_samples`."""
+        """Return the batch size of the iteration after `consumed_samples`."""
         ramp = self.ramp
         if ramp is None or consumed_samples > ramp.samples:
             return self.final
@@ -39,14 +38,14 @@ class BatchSizes:
         return ramp.start + int(consumed_samples / samples_per_step) * ramp.increment
 
     def consumed(self, iterations: int) -> int:
-        """Sequences of the first `iterations` iterations together."""
+        """Return the total number of sequences in the first `iterations` iterations."""
         starts = _starts(self)
         start = starts[bisect.bisect_right(starts, iterations, key=lambda start: start.iteration) - 1]
         return start.consumed + (iterations - start.iteration) * start.size
 
     def iterations(self, samples: int) -> int:
-        """Iterations of a run of `samples` sequences, as Megatron-LM counts them: a last batch that is not full is left out, but for a
-        run that ends in the ramp."""
+        """Return the iterations of a run of `samples` sequences, as Megatron-LM counts them: an incomplete last batch is dropped, except if
+        the run ends within the ramp."""
         starts = _starts(self)
         place = bisect.bisect_right(starts, samples, key=lambda start: start.consumed) - 1
         start = starts[place]
@@ -54,7 +53,7 @@ class BatchSizes:
 
 
 class _Start(NamedTuple):
-    """The first of several iterations of one size: its number from 0, the sequences read before it, and the size."""
+    """First iteration with a batch size: its number from 0, the sequences read before it, and the size."""
 
     iteration: int
     consumed: int
@@ -63,7 +62,7 @@ class _Start(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _starts(sizes: BatchSizes) -> list[_Start]:
-    """Where each batch size of a run begins; the last entry is the final size, which has no end."""
+    """Return where each batch size of a run begins; the last entry is the final size, which has no end."""
     iteration = consumed = 0
     starts = []
     while (size := sizes.at(consumed)) != sizes.final or (sizes.ramp is not None and consumed <= sizes.ramp.samples):
@@ -74,7 +73,7 @@ def _starts(sizes: BatchSizes) -> list[_Start]:
 
 
 def _iterations_of_a_size(sizes: BatchSizes, consumed: int, size: int) -> int:
-    """Iterations from `consumed` sequences on, of which the first has `size`, until one has another size or begins after the ramp."""
+    """Count the iterations of `size` from `consumed` sequences on, until one has another size or begins after the ramp."""
     assert sizes.ramp is not None
     last = sizes.ramp.samples
 

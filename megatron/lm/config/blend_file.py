@@ -1,6 +1,6 @@
-"""Blends of datasets, `--data-path`, also in a file with a weight and a prefix a line and `#` before a comment; and `--split`.
+"""Parse blends of datasets (`--data-path`, or a file with a weight and a prefix per line and `#` for comments) and `--split`.
 
-Weights need not add up to 1 or to 100: what counts is each one's share of their sum (`describe` tells it).
+Weights need not sum to 1 or 100: each dataset's share is its weight divided by their sum (`describe` returns it).
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ class Blend:
 
 
 def read_blend(path: str) -> tuple[str, ...]:
-    """The words of a file, `--data-args-path`.
+    """Read the words of a file, `--data-args-path`.
 
     Raises:
-        ValueError: it cannot be read, is no UTF-8, or holds no word.
+        ValueError: the file is unreadable, not UTF-8, or empty.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def read_blend(path: str) -> tuple[str, ...]:
 
 
 def number_of(word: str) -> float | None:
-    """The number that a word of a flag spells; None where it is a name."""
+    """Convert a word of a flag to a number; None if it is a name."""
     try:
         return float(word)
     except ValueError:
@@ -43,7 +43,7 @@ def number_of(word: str) -> float | None:
 
 
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
-    """`prefix`, `prefix prefix ...` or `weight prefix weight prefix ...`; ValueError for a mixture or a weight that is not > 0."""
+    """Parse `prefix`, `prefix prefix ...` or `weight prefix weight prefix ...`; ValueError for a mixture or a weight that is not > 0."""
     numbers = [number_of(word) for word in words]
     if all(number is None for number in numbers):
         return Blend(prefixes=list(words))
@@ -56,7 +56,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
 
 
 def parse_split(split: str) -> list[float]:
-    """`969,30,1` as three shares that sum to 1; ValueError unless one to three numbers >= 0 with a sum > 0."""
+    """Parse `969,30,1` into three shares that sum to 1; ValueError unless it is one to three numbers >= 0 with a sum > 0."""
     numbers = [number_of(word.strip()) for word in split.split(",")]
     legal = [number for number in numbers if number is not None and 0 <= number < float("inf")]
     if len(legal) != len(numbers) or len(numbers) > len(SPLITS) or sum(legal) <= 0:
@@ -66,7 +66,7 @@ def parse_split(split: str) -> list[float]:
 
 
 def describe(words: Sequence[str]) -> str | None:
-    """One line on the shares of a blend with weights, and what they add up to; None for one without."""
+    """Return a line with the shares of a weighted blend and the sum of its weights; None for a blend without weights."""
     try:
         blend = parse_blend(words)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Command line of the trainer: flags generated from the sections of `Config`, and the way back.
+"""Command line of the trainer: generate flags from the sections of `Config`, parse them, and convert a `Config` back to flags.
 
-`--preset NAME` lays the values of `presets.py` under the flags: what is written beside it overrides them. Flags that Megatron-LM spells or
-means differently go through the table of `megatron_flags` first.
+`--preset NAME` sets the defaults to the values of `presets.py`; other flags override them. Flags whose name or meaning differs in
+Megatron-LM first go through the table of `megatron_flags`.
 """
 
 import argparse
@@ -27,23 +27,23 @@ from megatron.lm.errors import report
 
 
 def section_types() -> dict[str, type]:
-    """Name of each field of `Config` -> its dataclass."""
+    """Return the dataclass of each field of `Config`, by name."""
     return dict(_hints(Config))
 
 
 @functools.cache
 def _hints(section: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields: looking them up was most of the time that parsing flags took."""
+    """Return the types of a dataclass's fields, cached because the lookup dominated the time to parse flags."""
     return get_type_hints(section)
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """A command line as the trainer understands it.
+    """A parsed command line.
 
     Attributes:
         config: its settings.
-        lines: what became of flags of Megatron-LM that it spells or means differently, for the log.
+        lines: log lines about flags of Megatron-LM that were translated or dropped.
     """
 
     config: Config
@@ -51,22 +51,22 @@ class Parsed:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
-    """The settings of `parse`."""
+    """Return the settings of `parse`."""
     return parse(argv).config
 
 
 def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig], Saved | None] | None = None) -> Parsed:
-    """Flags (default: those of the process) -> settings. A usage error leaves with exit code 2 and a message on stderr.
+    """Parse flags (default: those of the process). A usage error exits with code 2 and a message on stderr.
 
-    Values are only parsed here; `check.check` judges them.
+    Values are only parsed here; `check.check` validates them.
 
     Args:
         argv: the words of the command line.
-        saved: reads the settings of the checkpoint that flags about loading name, None where there is none; for `--use-checkpoint-args`,
-            which is refused without.
+        saved: returns the settings of the checkpoint to load, or None if there is none. `--use-checkpoint-args` needs it and is otherwise
+            refused.
 
     Raises:
-        ValueError: by `saved`, for a checkpoint that cannot be read.
+        ValueError: from `saved`, for an unreadable checkpoint.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
@@ -100,13 +100,13 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
         except ValueError as error:
             parser.error(str(error))
     if chosen and values["dry_run"] and values["vocab_size"] is None and values["tokenizer_type"] is None:
-        values["vocab_size"] = published_vocabulary(chosen)  # a dry run without a tokenizer, which would bring it
+        values["vocab_size"] = published_vocabulary(chosen)  # a dry run has no tokenizer to determine it
     config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
     return Parsed(config, tuple(lines) if megatron_defaults or not defaults else (*lines, described(defaults)))
 
 
 def _about_loading(given: Given) -> CheckpointConfig:
-    """The flags that say which checkpoint is loaded, and what `--use-checkpoint-args` takes of it, before the others are parsed."""
+    """Parse the flags about the checkpoint to load and `--use-checkpoint-args` before all others."""
     switches: dict[str, Any] = {f.name: flag(f.name) in given.flags for f in fields(CheckpointConfig) if f.default is False}
     return CheckpointConfig(
         load=given.value("--load"),
@@ -119,7 +119,7 @@ def _about_loading(given: Given) -> CheckpointConfig:
 
 
 def known_flags() -> frozenset[str]:
-    """The trainer's own flags."""
+    """Return the trainer's own flags."""
     return _options(_parser({}))
 
 
@@ -128,7 +128,7 @@ def _options(parser: argparse.ArgumentParser) -> frozenset[str]:
 
 
 def to_argv(config: Config) -> list[str]:
-    """The flags that make `config`: the required ones and those that differ from their default; `parse_args(to_argv(c)) == c`."""
+    """Convert `config` to flags: the required ones and those that differ from their default; `parse_args(to_argv(c)) == c`."""
     argv: list[str] = []
     for section, setting in _settings():
         value = getattr(getattr(config, section), setting.name)
@@ -146,14 +146,14 @@ def to_argv(config: Config) -> list[str]:
 
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Config -> {section: {field: value}}, which JSON can hold (tuples become lists)."""
+    """Convert to {section: {field: value}}, JSON-serializable (tuples become lists)."""
     return {section: {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()} for section, values in asdict(config).items()}
 
 
 def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The inverse of `config_to_dict`; settings left out take their defaults.
+    """Invert `config_to_dict`; omitted settings have their defaults.
 
-    ValueError naming a section or setting that is unknown, missing though required, or of the wrong type.
+    Raises a ValueError with the section or setting that is unknown, missing although required, or of the wrong type.
     """
     sections = section_types()
     _refuse_unknown_keys(data, sections, "section of the configuration")
@@ -195,7 +195,7 @@ def _did_you_mean(word: str, known: Mapping[str, Any]) -> str:
 
 
 def _kind(hint: Any) -> tuple[type, bool, bool]:
-    """Type hint -> (scalar type, may it be None, is it a tuple of scalars)."""
+    """Split a type hint into (scalar type, whether it may be None, whether it is a tuple of scalars)."""
     optional = isinstance(hint, UnionType)
     if optional:
         hint = next(arg for arg in get_args(hint) if arg is not NoneType)
@@ -210,7 +210,7 @@ def _settings() -> Iterator[tuple[str, Field]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors without the usage text, which would fill two screens."""
+    """Argument parser whose errors omit the usage text, which would fill two screens."""
 
     def error(self, message: str) -> NoReturn:
         report(f"{self.prog}: error: {message} (--help lists the flags)", message)
@@ -224,7 +224,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Registered(argparse.Action):
-    """Takes a name of those that can be registered; `check` judges it, and only the help asks for them here, because that imports torch."""
+    """Accept a name that can be registered. `check` validates it; only the help lists the names here, because that imports torch."""
 
     def __init__(self, *args: Any, names: Callable[[], Sequence[str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -254,7 +254,7 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
 
 
 def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """All flags; those in `presets` have the value there as default and are not required."""
+    """Build the parser of all flags; those in `presets` have that value as default and are not required."""
     parser = _preset_parser()
     for section, cls in section_types().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
@@ -274,7 +274,7 @@ def _add_flag(group: Any, setting: Field, hint: Any, default: Any) -> None:
         shown.append(f"default: {default}")
     options: dict[str, Any] = {"help": (f"{text} ({', '.join(shown)})" if shown else text).replace("%", "%%")}
     if kind is bool:
-        # A flag that a preset has switched on needs a way back; elsewhere --no-X would only double the help.
+        # A flag that a preset turns on needs --no-X to turn it off; for all others, --no-X would only double the help.
         group.add_argument(
             flag(setting.name), action=argparse.BooleanOptionalAction if default else "store_true", default=default, **options
         )

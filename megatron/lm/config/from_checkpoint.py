@@ -1,8 +1,7 @@
-"""Flags of the model from a checkpoint (`--use-checkpoint-args`): what is taken, and which of it overrides the command line.
+"""Take flags of the model from a checkpoint (`--use-checkpoint-args`), and override the command line with some of them.
 
-Megatron-LM overrides most flags of the model by the checkpoint's, and leaves those of its size as they are given; a size that is given and
-wrong is refused when the checkpoint is read. The attention backend and the spread of initial weights do not describe a checkpoint and are
-left out.
+Megatron-LM overrides most model flags with the checkpoint's, but not those of the model's size; a wrong size is refused when the checkpoint
+is read. The attention backend and the standard deviation of initial weights do not describe a checkpoint and are not taken.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from megatron.lm.config.schema import flag
 
 Saved = Mapping[str, Mapping[str, Any]]  # section -> setting -> value, as `checkpoint.json` has them
 
-# Those that a command line may have otherwise, as in Megatron-LM.
+# Flags that the command line may set differently, as in Megatron-LM.
 _GIVEN_FIRST = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "kv_channels", "max_position_embeddings"),
     *("make_vocab_size_divisible_by", "vocab_size", "num_layers_per_virtual_pipeline_stage"),
@@ -38,7 +37,8 @@ class TakenFlags:
     line: str | None = None
 
     def override(self, values: dict[str, Any], given: frozenset[str]) -> str | None:
-        """Put those that Megatron-LM takes in any case into the parsed `values`; returns a line about flags in `given` that give way."""
+        """Write the settings that Megatron-LM always takes into the parsed `values`; return a log line about flags in `given` they
+        override."""
         ahead = {name: value for name, value in self.settings.items() if name not in _GIVEN_FIRST}
         lost = [f"{flag(name)} {values[name]} -> {value}" for name, value in ahead.items() if flag(name) in given and values[name] != value]
         values.update(ahead)
@@ -46,7 +46,7 @@ class TakenFlags:
 
 
 def taken(checkpoint: CheckpointConfig, saved: Saved | None) -> TakenFlags:
-    """What `--use-checkpoint-args` takes of the `saved` settings; None where there is no checkpoint yet."""
+    """Return what `--use-checkpoint-args` takes from the `saved` settings; `saved` is None if there is no checkpoint yet."""
     if saved is None:
         return TakenFlags(line=f"--use-checkpoint-args: --load {checkpoint.load} holds no checkpoint, so the flags are those given")
     left_out = _LEFT_OUT | ({"vocab_size"} if checkpoint.no_use_tokenizer_model_from_checkpoint_args else set())

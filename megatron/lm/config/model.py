@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron.lm.config.schema import COUNT, POSITIVE, PROBABILITY, SIZE, Interval, setting
 
-# This package has no wheel for this torch and was never run here: the name is known, and refused.
+# This package has no wheel for this torch and was never run here: the name is refused with a reason.
 FLASH_ATTENTION_PACKAGE = "flash-attn"
 ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math", FLASH_ATTENTION_PACKAGE)
 
@@ -71,7 +71,8 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP; SwiGLU's three matrices at 8/3 h (down to a multiple of 64, as in Megatron-LM) weigh as much as two at 4h."""
+        """Width of the MLP. SwiGLU's three matrices at 8/3 h (rounded down to a multiple of 64, as in Megatron-LM) are as large as two at
+        4h."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return max(64, self.hidden_size * 8 // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
@@ -88,5 +89,5 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the position embedding reaches, in tokens."""
+        """Longest sequence that the position embedding supports, in tokens."""
         return self.max_position_embeddings or self.seq_length

@@ -1,4 +1,4 @@
-"""What a run tells, writes and reads back: logs, checkpoints, and steps that go wrong."""
+"""Settings of logs, checkpoints, and fault handling."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SPIKE_ACTIONS = ("warn", "rollback")
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What a run tells about itself."""
+    """Logging, metrics and the precision recorder."""
 
     log_interval: int = setting("iterations between log lines", 100, legal=COUNT)
     log_level: str = setting("debug also prints every module of the model at the start", "info", choices=("info", "debug"))
@@ -85,14 +85,14 @@ class CheckpointConfig:
     no_use_tokenizer_model_from_checkpoint_args: bool = setting("take no flags of the tokenizer, with --use-checkpoint-args", False)
 
     def non_persistent_folder(self, root: str) -> str | None:
-        """The folder of non-persistent checkpoints beside those in `root`; None without `--non-persistent-save-interval`."""
+        """Return the folder of non-persistent checkpoints for those in `root`; None without `--non-persistent-save-interval`."""
         if self.non_persistent_save_interval is None:
             return None
         return self.non_persistent_global_ckpt_dir or os.path.join(root, NON_PERSISTENT)
 
     @property
     def resumes_itself(self) -> bool:
-        """Whether the run goes on from its own checkpoints: `--load` is the folder of `--save`, which is empty at its first start."""
+        """Whether the run resumes from its own checkpoints: `--load` is the folder of `--save`, which is empty at the first start."""
         if self.load is None or self.save is None or self.finetune:
             return False
         return os.path.realpath(self.load) == os.path.realpath(self.save)
@@ -100,7 +100,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """Steps that go wrong."""
+    """Handling of skipped steps and loss spikes."""
 
     max_skipped_steps: int = setting("steps in a row without a finite loss and gradient that end the run", 20, legal=COUNT)
     loss_spike_threshold: float = setting(

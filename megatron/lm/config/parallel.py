@@ -1,4 +1,4 @@
-"""How a run is spread over processes, and what they send each other."""
+"""Settings of parallelism and communication."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,21 +14,21 @@ TP_SAVED_INPUTS = ("shard", "gathered")
 
 
 def exchange_names() -> tuple[str, ...]:
-    """What `--grad-exchange` takes: the built-in ways to send gradients and those registered."""
+    """Return the values of `--grad-exchange`: built-in and registered gradient exchanges."""
     from msamp.comm import exchange
 
     return exchange.names()
 
 
 def grad_scalings() -> tuple[str, ...]:
-    """What `--grad-scaling` takes with one exchange or another."""
+    """Return the values of `--grad-scaling` over all exchanges."""
     from msamp.comm.grad_scaling import GRAD_SCALINGS
 
     return tuple(GRAD_SCALINGS)
 
 
 def mu_rules() -> tuple[str, ...]:
-    """What `--mu-rule` takes."""
+    """Return the values of `--mu-rule`."""
     from msamp.comm.grad_scaling import MU_RULES
 
     return MU_RULES
@@ -36,7 +36,7 @@ def mu_rules() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model is spread over processes."""
+    """Parallelism of a model over processes."""
 
     tensor_model_parallel_size: int = setting("processes that share each layer (TP)", 1, legal=COUNT)
     pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
@@ -71,7 +71,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """What data-parallel processes send each other, and when (FP8-LM, section 2.1 and figure 7)."""
+    """Communication between data-parallel processes (FP8-LM, section 2.1 and figure 7)."""
 
     grad_exchange: str = setting(
         "how FP8 gradients are summed over the ranks: in FP32 by their owner, or in FP8 by NCCL as in the paper",
@@ -97,19 +97,19 @@ class CommunicationConfig:
 
     @property
     def exchange(self) -> "Exchange":
-        """The way to send gradients that `--grad-exchange` names. ValueError for an unknown one."""
+        """The gradient exchange of `--grad-exchange`. ValueError for an unknown one."""
         from msamp.comm import exchange
 
         return exchange.by_name(self.grad_exchange)
 
     @property
     def gradient_scaling(self) -> str | None:
-        """One of the exchange's scalings; None where it has none, because it cannot overflow."""
+        """One of the exchange's scalings; None if it has none, because it cannot overflow."""
         return self.grad_scaling or next(iter(self.exchange.scalings), None)
 
     @property
     def mu_adaptation(self) -> str | None:
-        """One of `mu_rules`; None where no mu adapts itself."""
+        """One of `mu_rules`; None if mu is not adaptive."""
         from msamp.comm.grad_scaling import GRAD_SCALINGS
 
         scaling = self.gradient_scaling
@@ -117,5 +117,5 @@ class CommunicationConfig:
 
     @property
     def bucket_size(self) -> int:
-        """Elements that travel together; a larger tensor is a bucket of its own."""
+        """Elements per bucket; a larger tensor has its own bucket."""
         return self.ddp_bucket_size or 2**27

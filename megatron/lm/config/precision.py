@@ -1,6 +1,6 @@
-"""The recipe by name, how it may be varied, and the recipe that the precision flags make. Nothing here knows shapes or devices.
+"""Settings of the recipe and its variations, and the recipe built from the precision flags. Independent of shapes and devices.
 
-msamp is imported where it is used: flags are parsed and refused without waiting for torch.
+msamp is imported where it is used, so that flags are parsed and refused without importing torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def recipe_names() -> tuple[str, ...]:
-    """What `--precision` takes: the built-in recipes and those registered."""
+    """Return the values of `--precision`: built-in and registered recipes."""
     from megatron.lm.config import baselines
     from msamp.numerics import recipe
 
@@ -40,28 +40,28 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def gemm_names() -> tuple[str, ...]:
-    """What `--fp8-recipe` takes."""
+    """Return the values of `--fp8-recipe`."""
     from msamp.numerics.recipe import GEMMS
 
     return tuple(GEMMS)
 
 
 def output_layer_precisions() -> tuple[str, ...]:
-    """What `--output-layer-precision` takes."""
+    """Return the values of `--output-layer-precision`."""
     from msamp.nn.vocabulary_loss import PRECISIONS
 
     return PRECISIONS
 
 
 def roundings() -> tuple[str, ...]:
-    """What `--master-rounding` and `--moment-rounding` take."""
+    """Return the values of `--master-rounding` and `--moment-rounding`."""
     from msamp.numerics.stochastic_rounding import ROUNDINGS
 
     return ROUNDINGS
 
 
 def amax_algorithms() -> tuple[str, ...]:
-    """What `--fp8-amax-compute-algo` takes."""
+    """Return the values of `--fp8-amax-compute-algo`."""
     from msamp.numerics.scaling import ALGORITHMS
 
     return ALGORITHMS
@@ -69,7 +69,7 @@ def amax_algorithms() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
-    """The recipe by name, and FP16's loss scale."""
+    """Name of the recipe, and the loss scale of FP16."""
 
     precision: str | None = setting(
         "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
@@ -101,7 +101,7 @@ class RecipeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(RecipeConfig):
-    """The recipe, and how its casts and formats may be varied (FP8-LM, table 6)."""
+    """The recipe, and variations of its casts and formats (FP8-LM, table 6)."""
 
     fp8_recipe: str | None = setting(
         "how the operands of FP8 GEMMs are scaled: tensors by the amaxes of past steps (delayed) or by their own (tensorwise), blocks of "
@@ -215,7 +215,7 @@ class PrecisionConfig(RecipeConfig):
 
     @property
     def requests(self) -> dict[str, str]:
-        """The flags that ask for a recipe, as written -> the name that each one gives."""
+        """Return the flags that select a recipe, as written, with the name of the recipe."""
         asked = {}
         if self.precision is not None:
             asked[f"--precision {self.precision}"] = self.precision
@@ -229,17 +229,17 @@ class PrecisionConfig(RecipeConfig):
 
     @property
     def contradiction(self) -> str | None:
-        """The error where two flags ask for different recipes."""
+        """Return the error if two flags select different recipes; otherwise None."""
         if len({recipe_by_name(name).name for name in self.requests.values()}) > 1:
             return f"{' and '.join(self.requests)} contradict each other: keep one of them"
         return None
 
     @property
     def named(self) -> Recipe:
-        """The recipe that the flags name, without variations; bf16 without such a flag.
+        """The recipe that the flags select, without variations; bf16 without such a flag.
 
         Raises:
-            ValueError: an unknown name, or two flags that ask for different ones.
+            ValueError: an unknown name, or two flags that select different recipes.
         """
         if self.contradiction is not None:
             raise ValueError(self.contradiction)
@@ -247,32 +247,32 @@ class PrecisionConfig(RecipeConfig):
 
     @functools.cached_property
     def recipe(self) -> Recipe:
-        """`named` with the scaling and the formats that the flags ask for. ValueError as for `named`, and for formats that it does not
-        take."""
+        """`named` with the scaling and formats of the flags. ValueError as for `named`, and for formats that the recipe does not
+        support."""
         return build_recipe(self)
 
     def __getstate__(self) -> dict[str, object]:
-        """Pickles the settings; another process looks the recipe up by its name."""
+        """Pickle only the settings; another process looks the recipe up by name."""
         return {key: value for key, value in self.__dict__.items() if key != "recipe"}
 
     @property
     def name(self) -> str:
-        """A value of the recipe. ValueError as `named`."""
+        """Name of the recipe. ValueError as `named`."""
         return self.named.name
 
     @property
     def kept_activations(self) -> str:
-        """How the inputs of norms and activations are kept for backward: one of `ACTIVATIONS_SAVED`."""
+        """How inputs of norms and activation functions are saved for backward: one of `ACTIVATIONS_SAVED`."""
         return self.save_activations or self.named.activations
 
     @property
     def grad_accum(self) -> str:
-        """The format in which the weight gradients of several micro-batches add up: one of `GRAD_ACCUM_DTYPES`, or "owner"."""
+        """Format in which weight gradients accumulate over micro-batches: one of `GRAD_ACCUM_DTYPES`, or "owner"."""
         return self.grad_accum_on if self.grad_accum_on == "owner" else self.grad_accum_dtype or self.recipe.accumulator
 
 
 def recipe_by_name(name: str) -> Recipe:
-    """The recipe of `--precision`.
+    """Return the recipe of `--precision`.
 
     Raises:
         ValueError: an unknown name.
@@ -284,10 +284,10 @@ def recipe_by_name(name: str) -> Recipe:
 
 
 def build_recipe(precision: PrecisionConfig) -> Recipe:
-    """The recipe that the flags name, with the scaling and the state formats (Table 6 of FP8-LM) that they ask for.
+    """Build the recipe that the flags select, with their scaling and state formats (Table 6 of FP8-LM).
 
     Raises:
-        ValueError: flags that name two recipes, or formats that the update of theirs does not take.
+        ValueError: flags that select two recipes, or formats that the recipe's update does not support.
     """
     from msamp.numerics import formats
     from msamp.numerics.recipe import KINDS
@@ -309,10 +309,10 @@ def build_recipe(precision: PrecisionConfig) -> Recipe:
 
 
 def gemm_of(precision: PrecisionConfig) -> Gemms | None:
-    """How the operands of the recipe's FP8 GEMMs are cast, with what the flags ask of scaling rules and sums; None without FP8 GEMMs.
+    """Return the casts of the recipe's FP8 GEMMs, with the scaling rules and accumulation of the flags; None without FP8 GEMMs.
 
     Raises:
-        ValueError: fast accumulation of operands in blocks.
+        ValueError: fast accumulation with block-scaled operands.
     """
     from msamp.numerics.recipe import GEMMS
 
@@ -326,12 +326,12 @@ def gemm_of(precision: PrecisionConfig) -> Gemms | None:
 
 
 def _settings(rule: Scaling) -> set[str]:
-    """What of a scaling rule can be set."""
+    """Return the names of a scaling rule's settings."""
     return {field.name for field in fields(rule) if field.init} if is_dataclass(rule) else set()
 
 
 def _with_rules(gemm: Gemms, change: Callable[[Scaling], Scaling]) -> Gemms:
-    """The GEMMs with the scaling rule of every operand changed."""
+    """Apply `change` to the scaling rule of every operand of the GEMMs."""
     from msamp.numerics.recipe import Gemms
 
     def cast(x: Cast) -> Cast:
@@ -344,30 +344,30 @@ def _with_rules(gemm: Gemms, change: Callable[[Scaling], Scaling]) -> Gemms:
 
 
 def rule_setting(precision: PrecisionConfig, name: str) -> int | str | None:
-    """What one of `RULE_SETTINGS` is in the scaling rules of this recipe; None where no rule has it."""
+    """Return the value of one of `RULE_SETTINGS` in the scaling rules of this recipe; None if no rule has it."""
     gemm, key = gemm_of(precision), RULE_SETTINGS[name]
     rules = [cast.scaling for cast in gemm.casts.values()] if gemm is not None else []
     return next((getattr(rule, key) for rule in rules if key in _settings(rule)), None)
 
 
 def gemm_name(precision: PrecisionConfig) -> str | None:
-    """What `--fp8-recipe` calls the way in which this recipe casts its operands; None where it has no name."""
+    """Return the value of `--fp8-recipe` for the casts of this recipe; None if they have no name."""
     from msamp.numerics.recipe import GEMMS
 
     return precision.fp8_recipe or next((name for name, gemm in GEMMS.items() if gemm == precision.named.gemm), None)
 
 
 def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
-    """The settings of a resume: what they leave open of how operands are scaled is as in the checkpoint.
+    """Return the settings of a resume: scaling settings that are not set are taken from the checkpoint.
 
-    A recipe that casts its operands otherwise than the saved one does by itself, such as coat after O2, keeps its own scaling.
+    A recipe with other default casts than the saved one, such as coat after O2, keeps its own scaling.
 
     Args:
         precision: of the run that resumes.
-        saved: of the run that wrote the checkpoint; None where none is resumed.
+        saved: of the run that wrote the checkpoint; None if none is resumed.
 
     Raises:
-        ValueError: naming each setting that is given and differs from the checkpoint's.
+        ValueError: with each explicit setting that differs from the checkpoint's.
     """
     if saved is None or precision.named.gemm is None or precision.named.gemm != saved.named.gemm:
         return precision
@@ -387,13 +387,13 @@ def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None
 
 
 def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
-    """The settings of a resume: masters and moments are rounded as in the checkpoint, unless flags say otherwise.
+    """Return the settings of a resume: masters and moments are rounded as in the checkpoint, unless flags override this.
 
-    Where its optimizer formats leave nothing to round stochastically, as after a change of recipe, the recipe's own rounding stays.
+    If no optimizer state can be rounded stochastically in the new formats, as after a change of recipe, the recipe's own rounding applies.
 
     Args:
         precision: of the run that resumes.
-        saved: of the run that wrote the checkpoint; None where none is resumed.
+        saved: of the run that wrote the checkpoint; None if none is resumed.
     """
     if saved is None:
         return precision
@@ -410,7 +410,7 @@ def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | Non
 
 
 def saved_activations(precision: PrecisionConfig) -> Saved:
-    """How the inputs of norms and activations are kept for backward."""
+    """Return how the inputs of norms and activation functions are saved for backward."""
     from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 
     kept: dict[str, Saved] = {"compute": AS_IT_IS, "coat": IN_GROUPS}

@@ -1,14 +1,14 @@
-"""GPT sizes as data, and what follows from a shape by arithmetic alone: parameters and FLOPs.
+"""GPT sizes as data, and quantities computed from a shape: parameters and FLOPs.
 
 125m, 7b, 13b and 175b are table 1 of FP8-LM (the 7B to 175B micro-batches: table 5); 345m and 1.3b are GPT-2's and GPT-3's
-shapes with GPT-3's learning rates and batches. All train as section 3.1.2 of FP8-LM says: sequences of 2,048 tokens, betas 0.9 and
+shapes with GPT-3's learning rates and batches. All train as in section 3.1.2 of FP8-LM: sequences of 2,048 tokens, betas 0.9 and
 0.95, weight decay 0.1, 1,000 iterations of warm-up, cosine decay to a tenth of the learning rate.
 
-llama2-7b, llama3-8b, llama3-70b and qwen3-8b have the shapes of the configurations that were published with the weights, and the sequence
-of their pre-training. The learning rates of the Llamas are those of their papers (table 1 of arXiv:2307.09288, table 3 of
-arXiv:2407.21783); Qwen3's was not published, and is that of llama3-8b. The rest is as for the paper's sizes: batches of 4M tokens, 100B
-tokens in all, where their makers trained on 2T to 36T. The vocabulary comes from the tokenizer; a dry run without one has the published
-one, of `VOCABULARIES`.
+llama2-7b, llama3-8b, llama3-70b and qwen3-8b have the shapes published with the weights, and the sequence length of their pre-training.
+The learning rates of the Llama models are those of their papers (table 1 of arXiv:2307.09288, table 3 of arXiv:2407.21783); Qwen3's was
+not published, so qwen3-8b has that of llama3-8b. The other settings equal those of the paper's sizes: batches of 4M tokens and 100B tokens
+in total, although the authors trained on 2T to 36T. The vocabulary comes from the tokenizer; a dry run without a tokenizer uses the
+published size in `VOCABULARIES`.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,7 +35,7 @@ def _size(
     sequence: int = SEQ_LENGTH,
     **shape: Any,
 ) -> Mapping[str, Any]:
-    """Settings of one size; `batch` and `tokens` (of the whole training) in tokens; `shape`: further settings of the model."""
+    """Return the settings of one size; `batch` and `tokens` (of the whole training) in tokens; `shape`: further settings of the model."""
     return MappingProxyType(
         {
             "num_layers": layers,
@@ -63,7 +63,7 @@ def _size(
 def _llama(
     layers: int, hidden: int, heads: int, *, ffn: int, groups: int | None, base: float, sequence: int, lr: float, **rest: Any
 ) -> Mapping[str, Any]:
-    """Settings of a size with Llama's layers; `groups`: key and value heads, None where each query head has its own."""
+    """Return the settings of a size with Llama's layers; `groups`: key and value heads, None if each query head has its own."""
     grouped = {} if groups is None else {"group_query_attention": True, "num_query_groups": groups}
     return _size(
         layers,
@@ -105,7 +105,7 @@ VOCABULARIES: Mapping[str, int] = MappingProxyType({"llama2-7b": 32000, "llama3-
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Settings of a size, by field name (over all sections of `Config`). ValueError listing the names for any other."""
+    """Return the settings of a size, by field name (over all sections of `Config`). ValueError with all names if it is unknown."""
     if name not in PRESETS:
         raise ValueError(f"--preset {name!r} is unknown: choose one of {', '.join(PRESETS)}")
     return dict(PRESETS[name])
@@ -127,12 +127,12 @@ def in_other_units(values: Mapping[str, Any], flags: Collection[str]) -> dict[st
 
 
 def published_vocabulary(name: str) -> int:
-    """Rows of the embedding that the size was published with, not padded."""
+    """Return the published number of embedding rows of a size, not padded."""
     return VOCABULARIES.get(name, GPT2_VOCABULARY)
 
 
 def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
-    """The linear layers of a transformer layer by slot -> (outputs, inputs) of a tensor-parallel rank's part."""
+    """Return (outputs, inputs) of each linear layer of a transformer layer, by slot, for one tensor-parallel rank's part."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     hidden, ffn = model.hidden_size, model.ffn_size // tp
     queries, keys = model.num_attention_heads * model.head_size // tp, model.query_groups * model.head_size // tp
@@ -145,7 +145,7 @@ def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters of the whole GPT with `vocab_size` embedding rows (the padded vocabulary)."""
+    """Return the number of parameters of the whole GPT with `vocab_size` embedding rows (the padded vocabulary)."""
     hidden, ffn, biases = model.hidden_size, model.ffn_size, not model.disable_bias_linear
     queries = model.num_attention_heads * model.head_size
     qkv = queries + 2 * model.query_groups * model.head_size
@@ -159,11 +159,12 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
-    """FLOPs of forward and backward for one token: 6 a parameter, and causal attention's 6 x layers x width x sequence, an encoder's 12.
+    """Return the forward and backward FLOPs per token: 6 per parameter, plus 6 x layers x width x sequence for causal attention (encoder:
+    12).
 
-    Looking up an embedding is no product: an input embedding that is not also the LM head, and positions, do not count.
-    Attention: two products, 2 FLOPs each, over half of the sequence in the mean (an encoder: all of it), and twice as much again in
-    backward. Recomputed layers are not counted (model FLOPs, as in MFU). `vocab_size` as in `parameter_count`.
+    An embedding lookup is not a matrix product: position embeddings, and an input embedding that is not also the LM head, do not count.
+    Attention has two products, 2 FLOPs each, over half of the sequence on average (encoder: all of it), and twice as many in backward.
+    Recomputed layers are not counted (model FLOPs, as in MFU). `vocab_size` as in `parameter_count`.
     """
     seen = 1 if model.objective == "causal-lm" else 2
     attention = 6 * seen * model.num_layers * model.num_attention_heads * model.head_size * model.seq_length

@@ -20,7 +20,7 @@ _LENGTHS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_ws
 
 
 def differing_schedule(config: Config, saved: Config) -> list[str]:
-    """What of the schedule is not the checkpoint's, as "--flag value (saved: value)" with the fix; empty with
+    """Return how the schedule differs from the checkpoint's, as "--flag value (saved: value)" with the fix; empty with
     `--override-opt-param-scheduler`.
 
     Args:
@@ -39,14 +39,14 @@ def differing_schedule(config: Config, saved: Config) -> list[str]:
 
 
 def take_schedule(config: Config, saved: Config | None) -> Config:
-    """The settings of a resume: with `--use-checkpoint-opt-param-scheduler` the checkpoint's schedule in place of the flags'.
+    """Return the settings of a resume: with `--use-checkpoint-opt-param-scheduler`, the checkpoint's schedule replaces that of the flags.
 
     Args:
         config: of the run that resumes.
-        saved: of the run that wrote the checkpoint; None where none is resumed.
+        saved: of the run that wrote the checkpoint; None if none is resumed.
 
     Raises:
-        ValueError: one of the runs counts its length in samples, the other in iterations; or the saved schedule has a value out of range.
+        ValueError: one run counts its length in samples, the other in iterations; or the saved schedule has a value out of range.
     """
     if saved is None or not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
@@ -70,7 +70,7 @@ def take_schedule(config: Config, saved: Config | None) -> Config:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two settings are equal; fractions of a number of samples are so within their rounding."""
+    """Return whether two settings are equal; fractions of a number of samples are compared up to rounding."""
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
     return math.isclose(one, other, rel_tol=1e-12) if numbers else one == other
 

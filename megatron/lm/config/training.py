@@ -1,4 +1,4 @@
-"""The update and its schedule, the batches and the length of the run, and the data it reads."""
+"""Settings of the optimizer and its schedule, of batches and length of the run, and of data."""
 
 from dataclasses import dataclass
 

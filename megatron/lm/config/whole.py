@@ -1,4 +1,4 @@
-"""`Config`: one of each section, and what follows from several of them."""
+"""`Config`: all sections of the settings, and quantities that depend on several of them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSteps:
-    """The learning rate's schedule in its own steps: iterations, or with `--train-samples` samples.
+    """Learning-rate schedule in its own steps: iterations, or samples with `--train-samples`.
 
     Attributes:
-        in_samples: what a step is.
-        warmup: steps of linear warm-up; `--lr-warmup-fraction` makes any number of it.
+        in_samples: whether a step is a sample.
+        warmup: steps of linear warm-up; not an integer in general with `--lr-warmup-fraction`.
         decay: steps after which the learning rate is `min_lr`.
-        wsd: of these the last ones, in which WSD decays; None where they are not given.
+        wsd: the last steps of the decay, in which WSD decays; None if not set.
     """
 
     in_samples: bool
@@ -67,12 +67,12 @@ class Config:
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether each data-parallel process keeps and updates only its own part of the optimizer's states (ZeRO)."""
+        """Whether each data-parallel process stores and updates only its own part of the optimizer states (ZeRO)."""
         return self.parallel.use_distributed_optimizer or self.precision.named.shards_optimizer
 
     @property
     def layers_in_bf16(self) -> frozenset[int]:
-        """The transformer layers, counted from 0, that `--first-last-layers-bf16` keeps in BF16 as a whole."""
+        """Transformer layers, from 0, that `--first-last-layers-bf16` keeps entirely in BF16."""
         precision, layers = self.precision, range(self.model.num_layers)
         if not precision.first_last_layers_bf16:
             return frozenset()
@@ -80,7 +80,7 @@ class Config:
         return frozenset(layers[: precision.num_layers_at_start_in_bf16]) | frozenset(layers[max(0, end) :])
 
     def of_layer(self, layer: int) -> "Config":
-        """The configuration of a model all of whose layers are as this one, counted from 0, is here."""
+        """Return the configuration of a model in which all layers are as layer `layer`, from 0, of this one."""
         if layer not in self.layers_in_bf16:
             return replace(self, precision=replace(self.precision, first_last_layers_bf16=False)) if self.layers_in_bf16 else self
         plain = replace(self.precision, first_last_layers_bf16=False, bf16_linears=LINEARS, attention_precision="bf16")
@@ -88,43 +88,43 @@ class Config:
 
     @property
     def fuses_layers(self) -> bool:
-        """Whether the transformer layers are fused, but those of `layers_in_bf16`, see `fuses`."""
+        """Whether the transformer layers except `layers_in_bf16` are fused, see `fuses`."""
         return self.fuses(self.precision.recipe)
 
     def fuses(self, recipe: "Recipe") -> bool:
-        """Whether the linear layers of a transformer layer in this recipe are two fused FP8 blocks: all four in FP8, cast as the blocks'
-        kernels can, with tensor parallelism sent in FP8, and nothing between QKV and the rotary embedding."""
+        """Return whether the linear layers of a transformer layer are two fused FP8 blocks in this recipe: all four in FP8, with casts that
+        the block kernels support, tensor-parallel communication in FP8, and nothing between QKV and the rotary embedding."""
         fp8 = recipe.gemm is not None and recipe.gemm.fusible and not self.precision.bf16_linears
         travels = self.parallel.tensor_model_parallel_size == 1 or recipe.fp8_wire
         return fp8 and travels and not self.model.hidden_dropout and not self.model.qk_layernorm
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """`vocab_size` up to the next multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""
+        """Round `vocab_size` up to a multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among `world_size` processes."""
+        """Return the number of model copies among `world_size` processes."""
         return world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
-        """Sequences of each iteration."""
+        """Return the number of sequences of each iteration."""
         words = self.training.rampup_batch_size
         ramp = Ramp(*words) if len(words) == 3 else None
         return BatchSizes(self.training.global_batch_size or self.training.micro_batch_size * self.data_parallel_size(world_size), ramp)
 
     def global_batch_size(self, world_size: int, consumed_samples: int | None = None) -> int:
-        """Sequences in one iteration: in that after `consumed_samples`, or after a ramp of the batch size."""
+        """Return the number of sequences in the iteration after `consumed_samples`, or after a ramp of the batch size."""
         sizes = self.batch_sizes(world_size)
         return sizes.final if consumed_samples is None else sizes.at(consumed_samples)
 
     def num_micro_batches(self, world_size: int, consumed_samples: int | None = None) -> int:
-        """Micro-batches each process computes in one iteration; `consumed_samples` as in `global_batch_size`."""
+        """Return the number of micro-batches per process and iteration; `consumed_samples` as in `global_batch_size`."""
         row = self.training.micro_batch_size * self.data_parallel_size(world_size)
         return self.global_batch_size(world_size, consumed_samples) // row
 
     def iterations(self, world_size: int) -> int:
-        """Iterations of the whole run: `--train-iters`, or as many as read `--train-samples`."""
+        """Return the iterations of the whole run: `--train-iters`, or the number that reads `--train-samples`."""
         training = self.training
         if training.train_samples is not None:
             return self.batch_sizes(world_size).iterations(training.train_samples)
@@ -132,7 +132,7 @@ class Config:
         return training.train_iters
 
     def samples_read(self, world_size: int) -> int:
-        """Sequences that the iterations of the whole run read."""
+        """Return the number of sequences that the whole run reads."""
         return self.batch_sizes(world_size).consumed(self.iterations(world_size))
 
 

@@ -1,4 +1,4 @@
-"""Run the table over a command line: the trainer's own flags come out, and a line for each flag that was dropped or translated."""
+"""Apply the table to a command line: return the trainer's own flags, and a line for each flag that was dropped or translated."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Applied:
     """A command line in the trainer's own flags.
 
     Attributes:
-        argv: what argparse takes.
-        lines: what became of Megatron-LM's flags, for the log.
-        given: the flags that were written, with hyphens.
+        argv: arguments for argparse.
+        lines: log lines about dropped and translated flags of Megatron-LM.
+        given: the flags on the command line, with hyphens.
     """
 
     argv: tuple[str, ...]
@@ -30,7 +30,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class _Written:
-    """A flag with the words behind it; an empty flag: words before the first one."""
+    """A flag with the words after it; an empty flag: words before the first flag."""
 
     flag: str
     words: Values
@@ -45,7 +45,7 @@ def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any]
     Args:
         argv: the words of the command line.
         known: the trainer's own flags.
-        preset: settings below the flags, by field name.
+        preset: defaults of the flags, by field name.
 
     Raises:
         ValueError: unknown and refused flags, all in one message, each with its reason and what to do.
@@ -77,12 +77,12 @@ def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any]
 
 
 def given_by(argv: Sequence[str], preset: Mapping[str, Any] = MappingProxyType({})) -> Given:
-    """A command line by flag, over the settings of a preset."""
+    """Return a command line by flag, with a preset as defaults."""
     return Given({entry.flag: entry.words for entry in _written(argv, ()) if entry.flag}, preset)
 
 
 def _written(argv: Sequence[str], known: Collection[str]) -> Iterator[_Written]:
-    """The flags of a command line with the words behind each; `--flag=value` is a flag with a word behind it."""
+    """Yield the flags of a command line with the words after each; `--flag=value` is a flag with one word."""
     flag, words = "", []  # type: str, list[str]
     for word in argv:
         if not word.startswith("--") or word == "--":
@@ -97,7 +97,7 @@ def _written(argv: Sequence[str], known: Collection[str]) -> Iterator[_Written]:
 
 
 def _judged(entry: _Written, given: Given, known: Collection[str]) -> tuple[int | None, Verdict]:
-    """How many of the words belong to a flag (None: all), and what happens to it; of an unknown one a refusal without a reason."""
+    """Return the number of words that belong to a flag (None: all) and its verdict; for an unknown flag, a refusal without a reason."""
     rows = lines_about(entry.flag)
     if not rows:
         return None, Verdict(ACCEPTED if entry.flag in known or not entry.flag else REFUSED)

@@ -1,6 +1,6 @@
-"""Defaults that differ from those of Megatron-LM: a line at the start names them, `--megatron-defaults` takes Megatron-LM's own.
+"""Defaults that differ from Megatron-LM's: a line at the start lists them, and `--megatron-defaults` uses Megatron-LM's.
 
-A default is listed where it changes what is trained or how fast: that of a flag which the command line neither gives nor needs is left out.
+A default is listed if it changes the training or its speed, and if the run uses it and the command line does not set it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ class Default:
     """A default that differs.
 
     Attributes:
-        what: the flag, or what it is about.
+        what: the flag, or a description.
         megatron: Megatron-LM's default.
         ours: the trainer's.
-        settings: what `--megatron-defaults` lays under the flags, by field name.
-        unless: flags that decide it.
-        where: whether it plays a part beside the flags that are given.
+        settings: the defaults of `--megatron-defaults`, by field name.
+        unless: flags that set it explicitly.
+        where: whether it applies with the flags on the command line.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Default:
     where: Callable[[Given], bool] = field(default=lambda given: True)
 
     def differs(self, given: Given) -> bool:
-        """Whether a run with these flags has the trainer's default."""
+        """Return whether a run with these flags has the trainer's default."""
         return self.where(given) and not any(flag in given.flags or setting_of(flag) in given.preset for flag in self.unless)
 
 
@@ -91,18 +91,18 @@ DEFAULTS = (
 
 
 def differing(given: Given) -> tuple[Default, ...]:
-    """The defaults that a run with these flags has otherwise than in Megatron-LM."""
+    """Return the defaults of a run with these flags that differ from Megatron-LM's."""
     return tuple(default for default in DEFAULTS if default.differs(given))
 
 
 def described(defaults: tuple[Default, ...]) -> str:
-    """One line for the log: each default, Megatron-LM's and the trainer's."""
+    """Return a log line with each default, Megatron-LM's and the trainer's."""
     listed = ", ".join(f"{default.what} {default.megatron} -> {default.ours}" for default in defaults)
     return f"defaults, Megatron-LM's -> here (--megatron-defaults takes its own): {listed}"
 
 
 def megatron_settings(defaults: tuple[Default, ...]) -> dict[str, Any]:
-    """Megatron-LM's defaults, by field name."""
+    """Return Megatron-LM's defaults, by field name."""
     return {name: value for default in defaults for name, value in default.settings.items()}
 
 

@@ -1,8 +1,8 @@
-"""A line of the table: a flag of Megatron-LM, perhaps with one value, and what happens to it here.
+"""A line of the table: a flag of Megatron-LM, optionally with one value, and how it is treated here.
 
-A line is written as a script writes it: `--seed N` takes one value, `--spec TEXT...` any number, `--use-flash-attn` none. Any other word
-than those of `PLACEHOLDERS` is a value that the line is about: `--context-parallel-size 1`, `--optimizer sgd`. `--moe-*` is about every
-flag that begins so.
+A line has the syntax of a launch script: `--seed N` takes one value, `--spec TEXT...` any number, `--use-flash-attn` none. A word that is
+not in `PLACEHOLDERS` restricts the line to that value: `--context-parallel-size 1`, `--optimizer sgd`. `--moe-*` matches every flag with
+that prefix.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Row:
     """A line of the table.
 
     Attributes:
-        line: as a script writes it.
+        line: in the syntax of a launch script.
         verdict: what happens to it.
     """
 
@@ -41,27 +41,27 @@ class Row:
 
     @property
     def flag(self) -> str:
-        """The flag, with hyphens; ends with `*` where the line is about a family of flags."""
+        """The flag, with hyphens; ends with `*` for a family of flags."""
         return spelled(self.line.partition(" ")[0])
 
     @property
     def takes(self) -> int | None:
-        """Values that follow the flag; None: all words up to the next flag."""
+        """Number of values after the flag; None: all words up to the next flag."""
         words = self.line.split()[1:]
         return None if self.flag.endswith("*") or any(word.endswith("...") for word in words) else len(words)
 
     @property
     def value(self) -> str | None:
-        """The value that the line is about; None where it is about any."""
+        """The value to which the line is restricted; None: any value."""
         words = self.line.split()[1:]
         return None if not words or words[0] in PLACEHOLDERS else " ".join(words)
 
     def serves(self, values: Sequence[str]) -> bool:
-        """Whether the line is about these values."""
+        """Return whether the line matches these values."""
         return self.value is None or _same(self.value, " ".join(values))
 
     def judged(self, values: Sequence[str]) -> Verdict:
-        """The verdict with the values of a command line in place of the placeholder."""
+        """Return the verdict with the placeholder replaced by the values of a command line."""
         words: list[str] = []
         for word in self.verdict.becomes:
             words.extend(values if word in PLACEHOLDERS else [word])
@@ -69,32 +69,32 @@ class Row:
 
 
 def accepted(*lines: str) -> tuple[Row, ...]:
-    """Flags that the trainer has under Megatron-LM's name and with its meaning."""
+    """Declare flags with the same name and meaning as in Megatron-LM."""
     return tuple(Row(line, Verdict(ACCEPTED)) for line in lines)
 
 
 def dropped(why: str, *lines: str) -> tuple[Row, ...]:
-    """Flags without an effect here, for one reason."""
+    """Declare flags that have no effect here, for one reason."""
     return tuple(Row(line, Verdict(DROPPED, why)) for line in lines)
 
 
 def refused(why: str, *lines: str) -> tuple[Row, ...]:
-    """Flags that the trainer cannot serve, for one reason and with one alternative."""
+    """Declare flags that the trainer does not support, for one reason and with one alternative."""
     return tuple(Row(line, Verdict(REFUSED, why)) for line in lines)
 
 
 def translated(becomes: str, *lines: str) -> tuple[Row, ...]:
-    """Flags that the trainer spells differently; `becomes` has the same placeholder as the lines."""
+    """Declare flags with another name here; `becomes` has the same placeholder as the lines."""
     return tuple(Row(line, Verdict(TRANSLATED, f"means {becomes} here", tuple(becomes.split()))) for line in lines)
 
 
 def spelled(flag: str) -> str:
-    """A flag with hyphens where a script writes underscores: `--micro_batch_size` -> `--micro-batch-size`."""
+    """Replace the underscores of a flag by hyphens: `--micro_batch_size` -> `--micro-batch-size`."""
     return flag.replace("_", "-")
 
 
 def setting_of(flag: str) -> str:
-    """The field name of a flag: `--micro-batch-size` -> `micro_batch_size`."""
+    """Convert a flag to its field name: `--micro-batch-size` -> `micro_batch_size`."""
     return flag[2:].replace("-", "_")
 
 

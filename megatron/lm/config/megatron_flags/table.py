@@ -1,7 +1,7 @@
-"""The whole table, how to look a flag up in it, and the flag that a misspelt one was meant to be.
+"""The whole table, lookup of a flag, and suggestions for misspelled flags.
 
-A misspelt flag is one with a slip or two of the fingers: `--trian-iters` is `--train-iters` with two letters exchanged. `--mock-data` is no
-misspelling of `--override-data`, though half of their letters agree.
+A misspelled flag has one or two typing errors: `--trian-iters` is `--train-iters` with two letters swapped. `--mock-data` is not a
+misspelling of `--override-data`, although they share half of their letters.
 """
 
 import functools
@@ -21,12 +21,12 @@ TABLE: Mapping[str, tuple[Row, ...]] = MappingProxyType(
         "logs and checkpoints": outputs.FLAGS,
     }
 )
-LONG = 12  # characters from which on a second slip is forgiven
+LONG = 12  # a second typing error is allowed from this length on
 
 
 @functools.cache
 def _by_flag() -> Mapping[str, tuple[Row, ...]]:
-    """Flag -> its lines, those about one value first."""
+    """Return the lines of each flag, those for one value first."""
     found: dict[str, list[Row]] = {}
     for row in (row for rows in TABLE.values() for row in rows):
         found.setdefault(row.flag, []).append(row)
@@ -34,33 +34,32 @@ def _by_flag() -> Mapping[str, tuple[Row, ...]]:
 
 
 def lines_about(flag: str) -> tuple[Row, ...]:
-    """The lines of a flag (with hyphens), those about one value first, then those of the families that it belongs to; none where it is
-    unknown."""
+    """Return the lines of a flag (with hyphens): those for one value first, then those of its families; empty if it is unknown."""
     rows = _by_flag()
     families = sorted((name for name in rows if name.endswith("*") and flag.startswith(name[:-1])), key=len, reverse=True)
     return tuple(row for name in (flag, *families) for row in rows.get(name, ()))
 
 
 def find(flag: str, values: Sequence[str]) -> Row | None:
-    """The line about a flag (with hyphens) with these values; None where there is none."""
+    """Return the line for a flag (with hyphens) with these values; None if there is none."""
     return next((row for row in lines_about(flag) if row.serves(values)), None)
 
 
 def names() -> frozenset[str]:
-    """All flags of the table, without families."""
+    """Return all flags of the table, without families."""
     return frozenset(flag for flag in _by_flag() if not flag.endswith("*"))
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known spelling within one slip of `word`, within two of a long one; None where none is so close. A slip is a letter that is
-    left out, added, replaced, or exchanged with the next."""
+    """Return the known word within one typing error of `word`, or two for a long word; None if there is none. A typing error is a letter
+    that is missing, added, replaced, or swapped with the next."""
     most = 2 if len(word) >= LONG else 1
     slips = {name: distance for name in known if (distance := distance_of(word, name, most)) <= most}
     return min(slips, key=lambda name: (slips[name], name)) if slips else None
 
 
 def distance_of(one: str, other: str, most: int) -> int:
-    """Slips between two words (the optimal string alignment distance), or `most` + 1 where there are more."""
+    """Return the optimal string alignment distance between two words, or `most` + 1 if it is larger."""
     if abs(len(one) - len(other)) > most:
         return most + 1
     before: list[int] = []

@@ -1,6 +1,6 @@
-"""`check`, which judges a configuration before anything is allocated or written: one ValueError lists every problem.
+"""Validate a configuration before anything is allocated or written: one ValueError lists every problem.
 
-Single values are judged by the choices and intervals that their fields carry, and settings together by the `rules`.
+Single values are checked against the choices and intervals of their fields, and combinations of settings by the `rules`.
 """
 
 from dataclasses import fields
@@ -13,10 +13,10 @@ RULES: Rules = shape.RULES | precision.RULES | communication.RULES | training.RU
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raise a ValueError listing every setting that is out of range, contradicts another or is not served by this version.
+    """Raise a ValueError with every setting that is out of range, contradicts another or is not supported.
 
-    `world_size` is the number of processes. Looks at the file system (do the named files exist, may the folders be written?) and
-    writes nothing; the same on every process that sees the same files.
+    `world_size` is the number of processes. Checks the file system (whether files exist and folders are writable), but writes nothing; the
+    result is the same on every process that sees the same files.
     """
     problems: list[str] = []
     broken: set[str] = set()
@@ -34,7 +34,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def single_values(section: object) -> Problems:
-    """Choices and intervals of one section, from the metadata of its fields; no text is empty, such as a path from an unset variable."""
+    """Check choices and intervals of one section, from the metadata of its fields. Empty text, as from an unset variable, is refused."""
     for setting in fields(section):  # type: ignore[arg-type]
         value, legal = getattr(section, setting.name), setting.metadata["legal"]
         if value in (None, ()):
@@ -54,5 +54,5 @@ def single_values(section: object) -> Problems:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether `text` can be written; bytes of the command line that are no UTF-8 stand in it as lone surrogates."""
+    """Return whether `text` can be written; bytes of the command line that are not UTF-8 appear as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
