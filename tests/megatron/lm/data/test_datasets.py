@@ -255,7 +255,7 @@ def test_vocabulary_is_checked_again_for_another_tokenizer(prefix):
 def test_sequence_longer_than_a_split(prefix):
     refused(r"train split of .*p has 2000 tokens in 100 documents; --seq-length 2000 needs 2001", 2000, data_path=(prefix,), split="1")
     refused(r"the valid split of .* has 20 tokens in 1 documents", 64, (5, 5, 0), data_path=(prefix,), split="99,1,0")
-    refused(r"the test split of .* holds no document: 100 are too few", 16, (5, 5, 5), data_path=(prefix,), split="9990,1000,1")
+    refused(r"the test split of .* has no document: 100 documents are too few", 16, (5, 5, 5), data_path=(prefix,), split="9990,1000,1")
 
 
 def test_contradictory_paths(prefix):
