@@ -433,4 +433,4 @@ def test_ms_amp_in_the_same_folder_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     code, out, err = run([*FLAGS, "--data-path", "unread", "--dry-run"], capsys)
     assert (code, out) == (2, "")
-    assert err.startswith(f"error: MS-AMP 0.4.0 is installed in {tmp_path} too")
+    assert err.startswith(f"error: MS-AMP 0.4.0 is also installed in {tmp_path}")
