@@ -94,11 +94,10 @@ def fp8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def save_plain(model: nn.Module, optimizer: FP8AdamW | None = None) -> RemovableHandle:
     """Make `model.state_dict()` return `plain_state_dict(model, optimizer)` from now on, so that everything that calls it saves plain
     weights: `save_pretrained`, transformers' Trainer, accelerate, safetensors. `msamp.initialize` does this for models with
-        `save_pretrained`.
+    `save_pretrained`.
 
     The model does not keep the optimizer alive; a copy of the model uses its own weights. Under ZeRO the masters are sharded and
-    `state_dict`
-    is called on one rank only, so it uses the FP8 weights: to save the masters call `plain_state_dict` on every rank.
+    `state_dict` is called on one rank only, so it uses the FP8 weights: to save the masters call `plain_state_dict` on every rank.
 
     Returns:
         A handle; its `remove()` restores the exact state dict.

@@ -160,7 +160,7 @@ def defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def joined_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Combine the `state_dict`s of several optimizers into that of one optimizer with all their groups."""
+    """Combine the states of several optimizers, as `state_dict` returns them, into that of one optimizer with all their groups."""
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     for each in optimizers:
