@@ -196,7 +196,7 @@ def test_an_evaluation_that_fails_costs_no_save(
 def test_bad_counts_beside_the_data_are_refused_at_the_start(tmp_path: Path):
     corpus = tiny.write_data(tmp_path)
     Path(f"{corpus}.json").write_text('{"tokens": 3}')
-    with pytest.raises(ValueError, match=r"corpus\.json does not hold the counts"), tiny.trainer(tiny.config(corpus, eval_iters=1)):
+    with pytest.raises(ValueError, match=r"corpus\.json does not contain the counts"), tiny.trainer(tiny.config(corpus, eval_iters=1)):
         pass
 
 
