@@ -91,7 +91,7 @@ def test_two_processes_train_save_resume_clip_and_average(tmp_path: Path):
     assert first["whole"] != second["whole"]
     for same in ("weights", "StochasticWeightAveraging", "WeightAveraging"):
         assert all(a.equal(b) for a, b in zip(first[same], second[same], strict=True))
-    assert "each has the averaged gradients of its own share alone" in first["zero"]
+    assert "each process only has the averaged gradients of its own shard" in first["zero"]
 
 
 class TwoParts(Module):
