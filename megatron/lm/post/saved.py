@@ -20,6 +20,7 @@ import msamp
 from megatron.lm.post import models
 from megatron.lm.shell.durable import flush, written_aside
 from msamp.integrations.saving import masters_of, plain_weights
+from msamp.numerics.metrics import undelivered_share
 from msamp.optim.optimizer import LowPrecisionOptimizer
 
 KEPT = 2
@@ -114,7 +115,7 @@ def export_state(args: argparse.Namespace, model: Any, optimizer: LowPrecisionOp
 
 
 def delivered(start: Path, model: Any, optimizer: LowPrecisionOptimizer, *, loaded: torch.dtype, dtype: torch.dtype) -> float | None:
-    """Return the share of what training changed in the weights that is left when they are rounded to `dtype`, about 0 to 1.
+    """Return the share of what training changed in the weights that is left when they are rounded to `dtype`, 0 to 1.
 
     It is sum sign(change) rounded / sum abs(change), where `change` is the difference of the masters from the weights in the folder
     `start`, which training read as `loaded`, and `rounded` that of the rounded masters (`msamp.numerics.metrics.undelivered_frac`). Weights
@@ -133,7 +134,7 @@ def delivered(start: Path, model: Any, optimizer: LowPrecisionOptimizer, *, load
             change = value - old
             wanted += float(change.abs().sum())
             arrived += float((change.sign() * (value.to(dtype).float() - old)).sum())
-    return arrived / wanted if wanted else None
+    return 1 - undelivered_share(wanted, arrived) if wanted else None
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any, state: Mapping[str, torch.Tensor] | None = None) -> Path:

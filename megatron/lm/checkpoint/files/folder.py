@@ -271,18 +271,27 @@ def latest(root: Path, iteration: int | None = None, *, unhealthy: bool = False,
     Raises:
         ValueError: if there is none, with the problem of each, and a fix.
     """
-    offered = candidates(root, iteration, unhealthy=unhealthy)
-    problems: list[str] = []
+    folder, passed_over = first_complete(root, iteration, candidates(root, iteration, unhealthy=unhealthy))
+    for text in passed_over if say else ():
+        print(text, flush=True)
+    return folder
+
+
+def first_complete(root: Path, iteration: int | None, offered: Candidates) -> tuple[Path, list[str]]:
+    """Return the first candidate that looks complete, and a line on each that was passed over.
+
+    Raises:
+        ValueError: if there is none, with these lines and a fix for `root`.
+    """
+    lines = [*offered.remarks]
     for folder in offered.folders:
         try:
             read_info(folder)
         except ValueError as problem:
-            problems.append(f"passed over: {problem}")
+            lines.append(f"passed over: {problem}")
             continue
-        for text in (*offered.remarks, *problems) if say else ():
-            print(text, flush=True)
-        return folder
-    raise no_checkpoint(root, iteration, [*offered.remarks, *problems])
+        return folder, lines
+    raise no_checkpoint(root, iteration, lines)
 
 
 def no_checkpoint(root: Path, iteration: int | None, remarks: list[str]) -> ValueError:

@@ -14,10 +14,9 @@ from megatron.lm.checkpoint.files.folder import (
     Candidates,
     candidates,
     exists,
+    first_complete,
     iteration_of,
-    no_checkpoint,
     owner,
-    read_info,
     remove,
     sealed_info,
     tidy,
@@ -77,15 +76,7 @@ def _is_of(run: dict[str, Any], folder: Path) -> bool:
 def newest(settings: CheckpointConfig) -> Path:
     """Return the first of `candidates_of` that looks complete; raise a ValueError if there is none."""
     assert settings.load is not None
-    offered, problems = candidates_of(settings), list[str]()
-    for folder in offered.folders:
-        try:
-            read_info(folder)
-        except ValueError as problem:
-            problems.append(f"passed over: {problem}")
-            continue
-        return folder
-    raise no_checkpoint(Path(settings.load), settings.ckpt_step, [*offered.remarks, *problems])
+    return first_complete(Path(settings.load), settings.ckpt_step, candidates_of(settings))[0]
 
 
 def forget(folder: Path, after: int) -> list[str]:
