@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 
 from helpers import numerics
+from megatron.lm import pretrain
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.config.precision import rule_setting
@@ -164,6 +165,15 @@ def _micro_batch(text: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Ten
 def read(metrics_file: Path) -> list[dict[str, Any]]:
     """Rows of a metrics file."""
     return [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
+
+
+def command(folder: Path, *flags: str) -> list[dict[str, Any]]:
+    """Rows of the metrics file of a whole training by the command, which must succeed."""
+    file = folder / "metrics.jsonl"
+    file.unlink(missing_ok=True)
+    assert pretrain.main([*flags, "--metrics-file", str(file)]) == 0
+    process_groups.shutdown()
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from megatron.lm import pretrain
 from megatron.lm.config.cli import known_flags, parse_args
 from megatron.lm.config.megatron_flags.apply import apply
 from megatron.lm.config.rules.check import check
-from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 
 # Dense GPTs and BERT: flags that may still be refused until their feature is built.
 DENSE = {
@@ -166,15 +163,6 @@ def whole(name: str, prefix: Path) -> str:
         line += " --pipeline-model-parallel-size 8"
     data = "" if "--mock-data" in line else f"--data-path {prefix} "
     return f"{line} {objective(name)}{data}--tokenizer-type NullTokenizer --vocab-size 50257 --micro-batch-size 1 --dry-run"
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with cpu_home():
-        yield
-        process_groups.shutdown()
 
 
 def start(

@@ -1,8 +1,6 @@
 """--mock-data in whole runs through the entry point: training, evaluation, resume bit for bit, two processes, and its refusals."""
 
-import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from megatron.lm.config import DEFAULT_SPLIT
 from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizer import NullTokenizer
 from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 
 FLAGS = shlex.split(
     "--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
@@ -27,21 +24,11 @@ FLAGS = shlex.split(
 MOCK: dict[str, Any] = {"data_path": [], "mock_data": True, "split": DEFAULT_SPLIT}
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with cpu_home():
-        yield
-        process_groups.shutdown()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def run(folder: Path, *flags: str) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    file.unlink(missing_ok=True)
-    assert pretrain.main([*FLAGS, "--metrics-file", str(file), *flags]) == 0
-    process_groups.shutdown()
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return tiny.command(folder, *FLAGS, *flags)
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[tuple[str, int, float]]:

@@ -1,7 +1,6 @@
 """Megatron-LM's flags about saving and loading, through the command: what stands on the disk, and that a resume keeps every bit."""
 
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from helpers import checkpoints, dist, tiny
 from helpers.checkpoints import tensors
 from megatron.lm import pretrain
 from megatron.lm.checkpoint import latest
-from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
 RUN = (
@@ -21,13 +18,7 @@ RUN = (
 )
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with cpu_home():
-        yield
-        process_groups.shutdown()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from helpers.texts import SPEECH
 from helpers.tokenizer_files import llama3, sentence_pieces, token_list
 from megatron.lm import pretrain
 from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.tools import evaluate, generate, preprocess_data
 
 FLAGS = shlex.split(
@@ -32,21 +30,11 @@ KINDS = {
 EACH_FORM = ("SentencePieceTokenizer legacy", "TikTokenizer")
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with cpu_home():
-        yield
-        process_groups.shutdown()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def train(folder: Path, *flags: str) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    file.unlink(missing_ok=True)
-    assert pretrain.main([*FLAGS, "--metrics-file", str(file), *flags]) == 0
-    process_groups.shutdown()
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return tiny.command(folder, *FLAGS, *flags)
 
 
 @pytest.mark.promise(
