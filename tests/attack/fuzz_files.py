@@ -10,8 +10,8 @@ from attack.fuzz import CANARY, Command
 
 from helpers import hf_models, tiny
 from megatron.lm import pretrain
+from megatron.lm.hugging_face.folder import MODEL, write_json, write_tensors
 from megatron.lm.tools import convert_checkpoint, inspect_scales, loss_compare, preprocess_data, report
-from megatron.lm.tools.convert.folder import MODEL, write_json, write_tensors
 from megatron.lm.tools.convert.hugging_face import to_hf
 from megatron.lm.tools.prepare_text import train_bpe
 

@@ -29,12 +29,13 @@ from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.evaluation.decoding import Decoder
 from megatron.lm.evaluation.generation import Sampling, generate
+from megatron.lm.hugging_face.folder import write_json, write_tensors
+from megatron.lm.hugging_face.models import load_model
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
-from megatron.lm.tools.convert.folder import write_json, write_tensors
 from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, hf_tensors
 from tools.bench import rows
 from tools.precisions import legal_precision, precision_flags
@@ -88,11 +89,9 @@ def measure(level: str, options: argparse.Namespace, *, graph: bool = True) -> t
 
 def measure_peer(options: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
     """The same of transformers; needs `process_groups.initialize`."""
-    import transformers
-
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder), options)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = load_model(Path(folder), "AutoModelForCausalLM", dtype=torch.bfloat16)
     model = model.to(process_groups.device()).eval()
     given = torch.tensor(prompts(options), device=process_groups.device())
     asked = {"attention_mask": torch.ones_like(given), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

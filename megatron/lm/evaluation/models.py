@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron.lm.evaluation.generation import Generated, Sampling, generate
+from megatron.lm.hugging_face.config_file import one_line
+from megatron.lm.hugging_face.models import check_vocabulary, load_model
+from megatron.lm.hugging_face.tokenizer import load_tokenizer
 
 _ROWS = 1024  # positions with log-probabilities in memory at once: 0.2 GB with a vocabulary of 50,000
 
@@ -102,33 +105,35 @@ class CheckpointModel:
 
 
 class FolderModel:
-    """A Hugging Face folder, loaded with transformers; also with FP8 weights of compressed-tensors.
+    """A Hugging Face folder, loaded with transformers (`megatron.lm.hugging_face`); also with FP8 weights of compressed-tensors.
 
     Attributes:
         network, tokenizer: transformers objects for lm-eval's adapter.
     """
 
     def __init__(self, path: Path) -> None:
-        transformers = needed("transformers", f"to read the Hugging Face folder {path}")
-        with _refused(path):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+        needed("transformers", f"to read the Hugging Face folder {path}")
+        self.tokenizer = load_tokenizer(path)
+        model = load_model(path, "AutoModelForCausalLM", quantized=("compressed-tensors",))
+        check_vocabulary(model, self.tokenizer)
         self.network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         eod = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
         length = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
-        if eod is None or not length:
+        if eod is None or not isinstance(length, int) or length < 1:
             raise ValueError(f"{path} defines no beginning-of-document token or no sequence length: add them to its config.json")
-        self.name, self.seq_length, self.eod = str(path), int(length), int(eod)
+        self.name, self.seq_length, self.eod = str(path), length, int(eod)
         quantized = getattr(model.config, "quantization_config", None)
         self.about = {"kind": model.config.model_type, "precision": "fp8 export" if quantized else str(model.dtype).removeprefix("torch.")}
 
     def encode(self, text: str) -> list[int]:
         """As `Model`."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        with one_line(f"the tokenizer of {self.name} cannot encode the text"):
+            return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """As `Model`."""
-        return self.tokenizer.decode(list(ids))
+        with one_line(f"the tokenizer of {self.name} cannot decode the ids"):
+            return self.tokenizer.decode(list(ids))
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
@@ -178,14 +183,6 @@ def needed(name: str, what: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(f"{name} is missing {what} ({error}): pip install -e '.[eval]'") from None
-
-
-@contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ImportError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read by transformers ({str(error).strip().partition(chr(10))[0]})") from None
 
 
 def _check(sequences: Sequence[Sequence[int]], starts: Sequence[int], seq_length: int) -> None:

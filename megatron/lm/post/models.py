@@ -9,10 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.lm.hugging_face import models as hugging_face
+from megatron.lm.hugging_face import tokenizer as tokenizers
+from megatron.lm.hugging_face.models import check_vocabulary
 from msamp.nn.convert import convert
 from msamp.numerics.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+__all__ = [
+    "DTYPES",
+    "check_folder",
+    "check_positions",
+    "check_vocabulary",
+    "freeze",
+    "load_model",
+    "load_tokenizer",
+    "need",
+    "reward_model",
+    "scalar_model",
+    "with_lora",
+]
 _EXTRAS = {"transformers": "transformers", "peft": "-e '.[integrations]', or peft", "gguf": "gguf", "accelerate": "accelerate"}
 
 
@@ -47,12 +63,9 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ValueError: if there is none, or it has no end-of-text token.
     """
-    transformers = need("transformers")
+    need("transformers")
     check_folder(folder)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no tokenizer that transformers can load ({_first_line(error)}): add tokenizer.json") from None
+    tokenizer = tokenizers.load_tokenizer(folder, padding_side="left")
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {folder} must be a fast one with an eos_token: add tokenizer.json and its configuration")
     if tokenizer.pad_token_id is None:
@@ -72,40 +85,11 @@ def load_model(folder: Path, kind: str, dtype: torch.dtype, device: torch.device
         settings: of its configuration.
 
     Raises:
-        ValueError: if the folder has no such model, or tensors are missing.
+        ValueError: if the folder has no such model, or tensors are missing (`megatron.lm.hugging_face.models`).
     """
-    transformers = need("transformers")
+    need("transformers")
     check_folder(folder)
-    logging = transformers.utils.logging
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # missing tensors are refused below
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name, value in settings.items():
-            setattr(config, name, value)
-        model, report = getattr(transformers, kind).from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no model that {kind} can load: {_first_line(error)}") from None
-    finally:
-        logging.set_verbosity(verbosity)
-    missing = [name for name in report["missing_keys"] if not fresh or name.split(".")[0] != fresh]
-    if missing:
-        raise ValueError(
-            f"{folder} is missing {len(missing)} tensors of a {type(model).__name__} ({sorted(missing)[0]}): give a complete model"
-        )
-    quantised = getattr(model.config, "quantization_config", None)
-    if quantised is not None:
-        raise ValueError(f"{folder} contains quantized weights ({quantised}): give the model in 16 or 32 bits")
-    return model.to(device)
+    return hugging_face.load_model(folder, kind, dtype=dtype, fresh=fresh, attention="sdpa", **settings).to(device)
 
 
 def check_positions(model: Any, length: int, flag: str) -> None:
@@ -113,13 +97,6 @@ def check_positions(model: Any, length: int, flag: str) -> None:
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and length > most:
         raise ValueError(f"{flag} is {length}, but {type(model).__name__} has positions for {most} tokens: set {most} or less")
-
-
-def check_vocabulary(model: Any, tokenizer: Any) -> None:
-    """Raise a ValueError if a tokenizer has more tokens than a model has embeddings."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but the model has {rows} embeddings: give the model's own tokenizer")
 
 
 def scalar_model(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
@@ -174,7 +151,3 @@ def with_lora(model: nn.Module, recipe: Recipe, rank: int, seed: int) -> Any:
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 import msamp
+from megatron.lm.hugging_face.folder import Tensors
 from megatron.lm.post import models
 from megatron.lm.shell.durable import flush, written_aside
 from msamp.integrations.saving import masters_of, plain_weights
@@ -122,15 +122,14 @@ def delivered(start: Path, model: Any, optimizer: LowPrecisionOptimizer, *, load
     that start on BF16's values return to them from less than half a step.
 
     Returns:
-        None where nothing changed or no weight has a counterpart in safetensors of the folder.
+        None where nothing changed or no weight has a counterpart in the folder.
     """
-    files = [safe_open(path, "pt") for path in sorted(start.glob("*.safetensors"))]
-    before = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    before = Tensors(start)
     wanted = arrived = 0.0
     for names, value in plain_weights(model, masters_of(optimizer) or {}):
         name = next((name for name in names if name in before), None)
         if name is not None:
-            old = before[name].get_tensor(name).to(value.device, loaded).float()
+            old = before[name].to(value.device, loaded).float()
             change = value - old
             wanted += float(change.abs().sum())
             arrived += float((change.sign() * (value.to(dtype).float() - old)).sum())

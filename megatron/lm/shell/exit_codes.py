@@ -129,7 +129,7 @@ def _ends(error: Exception) -> int:
         return STOPPED
     if isinstance(error, OSError):
         return _tell(_of_system(error), STOPPED)
-    if _lacks_memory(error):
+    if lacks_memory(error):
         return _tell(f"out of memory ({_first_line(error)}): {_SMALLER}", STOPPED)
     if lost_connection(error):
         return _tell(f"{_first_line(error)}: {_OTHER_RANK}", STOPPED)
@@ -156,7 +156,8 @@ def _of_system(error: OSError) -> str:
     return (f"{names}: " if names else "") + error.strerror + (f": {remedy}" if remedy else "")
 
 
-def _lacks_memory(error: Exception) -> bool:
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether the error means that memory could not be allocated, on the host or a device."""
     # Without importing torch for its exception type: a command that never imported it should not wait for it now.
     named = type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error) or "not enough memory" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and named)

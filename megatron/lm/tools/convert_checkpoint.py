@@ -32,13 +32,13 @@ from torch import Tensor
 from megatron.lm.config import TOKENIZERS, Config, DataConfig
 from megatron.lm.config.cli import to_argv
 from megatron.lm.config.rules.data import SIZED
+from megatron.lm.hugging_face.folder import Tensors, check_finite, read_json, write_json, write_tensors
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import new_folder
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools.convert import tokenizer_files
-from megatron.lm.tools.convert.folder import Tensors, read_json, write_json, write_tensors
 from megatron.lm.tools.convert.fp8_export import fp8_tensors, kept_in_bf16, quantization_config
-from megatron.lm.tools.convert.hugging_face import check_finite, from_hf, hf_config, hf_rules, hf_tensors
+from megatron.lm.tools.convert.hugging_face import from_hf, hf_config, hf_rules, hf_tensors
 from msamp.numerics.tensor import ScalingTensor
 
 if TYPE_CHECKING:

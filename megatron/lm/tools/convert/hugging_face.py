@@ -17,6 +17,7 @@ from megatron.lm.config import Config, ModelConfig, PrecisionConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.rules.check import single_values
 from megatron.lm.config.rules.shape import attention_shape
+from megatron.lm.hugging_face.folder import check_finite
 from megatron.lm.tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
 
 LARGEST_DIVISOR = 2**16  # of the vocabulary: beyond it the padding would be the larger part of any embedding
@@ -263,13 +264,6 @@ def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapp
     if left:
         raise ValueError(f"the folder holds tensors that a {kind.model_type} of this config.json does not have: {_some(left)}")
     return weights
-
-
-def check_finite(name: str, x: Tensor) -> None:
-    """ValueError where a tensor cannot be a weight."""
-    if not x.isfinite().all():
-        bad, dtype = int((~x.isfinite()).sum()), str(x.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} holds {bad} values that are NaN or infinite in {dtype}: give a sound model, or another --dtype")
 
 
 def _take_tied_head(kind: Architecture, left: set[str], theirs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

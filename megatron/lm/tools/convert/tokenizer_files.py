@@ -8,7 +8,7 @@ from megatron.lm.config import Config, DataConfig
 from megatron.lm.data.byte_pairs import GPT2BPETokenizer
 from megatron.lm.data.sentence_pieces import SentencePieceTokenizer
 from megatron.lm.data.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
-from megatron.lm.tools.convert.folder import write_json
+from megatron.lm.hugging_face.folder import write_json
 
 
 def matching(config: Config, vocab_size: int) -> Tokenizer:

@@ -17,10 +17,10 @@ from helpers.hf_models import MODELS, agree, config, our_logits, random_weights,
 from helpers.tiny import VOCABULARY
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config.cli import config_to_dict, parse_args
+from megatron.lm.hugging_face.folder import Tensors
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import convert_checkpoint
 from megatron.lm.tools.convert.architectures import EMBEDDING
-from megatron.lm.tools.convert.folder import Tensors
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 

@@ -6,7 +6,7 @@ import torch
 from helpers import numerics
 from helpers.hf_models import agree, config, our_logits, random_weights, their_logits
 from helpers.tiny import VOCABULARY
-from megatron.lm.tools.convert.folder import Tensors, write_json, write_tensors
+from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
 from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
 from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, to_hf
 from msamp.numerics.formats import E4M3, FP16

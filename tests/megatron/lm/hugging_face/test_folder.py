@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from megatron.lm.hugging_face.folder import INDEX, MODEL, Tensors, read_json, write_json, write_tensors
 from megatron.lm.shell.files import new_folder
-from megatron.lm.tools.convert.folder import INDEX, MODEL, Tensors, read_json, write_json, write_tensors
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),

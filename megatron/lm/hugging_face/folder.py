@@ -77,6 +77,14 @@ class Tensors(Mapping[str, Tensor]):
         return len(self._file)
 
 
+def check_finite(name: str, x: Tensor) -> None:
+    """Raise a ValueError if a tensor has values that no weight has, NaN or Inf."""
+    finite = (x.float() if x.itemsize == 1 else x).isfinite()  # torch has no isfinite for FP8
+    if not finite.all():
+        bad, dtype = int((~finite).sum()), str(x.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} holds {bad} values that are NaN or infinite in {dtype}: give a sound model, or another --dtype")
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():

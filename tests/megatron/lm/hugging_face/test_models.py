@@ -1,0 +1,91 @@
+"""Models from folders against `from_pretrained`, and what a folder may have besides.
+
+Attacks are in tests/attack/test_hugging_face_folders.py.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers import hf_models, post_runs, tiny
+from megatron.lm.hugging_face.folder import write_json, write_tensors
+from megatron.lm.hugging_face.models import check_vocabulary, load_model
+from megatron.lm.hugging_face.tokenizer import load_tokenizer
+from megatron.lm.tools.convert.hugging_face import to_hf
+
+transformers = pytest.importorskip("transformers")
+CAUSAL = "AutoModelForCausalLM"
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    return post_runs.toy(tmp_path / "toy")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto"])
+def test_weights_are_those_that_from_pretrained_loads(tmp_path: Path, kind: str, dtype: torch.dtype | str):
+    about, tensors = to_hf(hf_models.config(kind), tiny.VOCABULARY, hf_models.random_weights(hf_models.config(kind)))
+    write_tensors(tmp_path, tensors.items(), shard_bytes=10_000)
+    write_json(tmp_path / "config.json", about)
+    ours = load_model(tmp_path, CAUSAL, dtype=dtype)
+    theirs = getattr(transformers, CAUSAL).from_pretrained(tmp_path, dtype=dtype)
+    assert type(ours) is type(theirs)
+    assert not ours.training
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    for (name, x), (same, y) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert (name, x.dtype) == (same, y.dtype)
+        assert torch.equal(x, y)
+    tokens = hf_models.tokens()
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+def test_a_model_knows_its_folder_and_generation(toy: Path):
+    (toy / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, "eos_token_id": 3}))
+    model = load_model(toy, CAUSAL)
+    assert model.name_or_path == model.config.name_or_path == str(toy)
+    assert (model.generation_config.max_new_tokens, model.generation_config.eos_token_id) == (7, 3)
+
+
+def test_attention_is_the_callers(toy: Path):
+    assert load_model(toy, CAUSAL, attention="eager").config._attn_implementation == "eager"
+
+
+def test_masks_and_frequencies_of_older_versions_are_not_left_over(toy: Path):
+    tensors = load_file(toy / "model.safetensors")
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, toy / "model.safetensors")
+    load_model(toy, CAUSAL)
+    save_file(tensors | {"model.layers.0.mlp.more": torch.ones(8)}, toy / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has 1 tensors that a LlamaForCausalLM of its config.json does not have .*mlp.more"):
+        load_model(toy, CAUSAL)
+
+
+def test_a_fresh_head_is_initialized_and_replaces_the_old_one(toy: Path):
+    tensors, about = load_file(toy / "model.safetensors"), json.loads((toy / "config.json").read_text())
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, toy / "model.safetensors")
+    (toy / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": False}))
+    model = load_model(toy, "AutoModelForTokenClassification", fresh="score", num_labels=5)
+    assert model.score.weight.shape == (5, 64)
+    assert model.score.weight.isfinite().all()
+    with pytest.raises(ValueError, match=r"is missing 2 tensors of a LlamaForTokenClassification \(score.bias\)"):
+        load_model(toy, "AutoModelForTokenClassification", num_labels=5)
+
+
+def test_memory_that_runs_out_is_not_the_folders_fault(toy: Path, monkeypatch: pytest.MonkeyPatch):
+    def runs_out(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", runs_out)
+    with pytest.raises(MemoryError):
+        load_model(toy, CAUSAL)
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(toy: Path):
+    model, words = load_model(toy, CAUSAL), load_tokenizer(toy)
+    check_vocabulary(model, words)
+    words.add_tokens(["<|new|>"])
+    with pytest.raises(ValueError, match="has 262 tokens but the model has 261 embeddings"):
+        check_vocabulary(model, words)
