@@ -22,9 +22,10 @@ unexport PYTHONDONTWRITEBYTECODE
 LINTED = msamp megatron tools tests docs examples setup.py
 # Tests that need the extra `integrations`: by host, and of our file for a host.
 HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accelerate.py lightning.py transformers.py)
-# Tests of what the extras `eval` and `data` bring.
+# Tests of what the extras `eval`, `data` and `wandb` bring.
 EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/megatron/lm/tools/test_evaluate.py \
-  tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/test_rows.py
+  tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/test_rows.py \
+  tests/megatron/lm/run/reports/test_weights_and_biases.py
 
 .PHONY: help venv quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint wheel docs tables bench clean
 .DEFAULT_GOAL := help
@@ -60,7 +61,7 @@ venv: $(READY) ## make .venv and install everything into it
 	.venv/bin/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	  > "$$(.venv-extras/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
 	.venv/bin/python -c 'from importlib.metadata import requires; print(*(r.partition(";")[0] for r in requires("msamp") \
-	  if "\"eval\"" in r or "\"data\"" in r), sep="\n")' > .venv-extras/requirements.txt
+	  if "\"eval\"" in r or "\"data\"" in r or "\"wandb\"" in r), sep="\n")' > .venv-extras/requirements.txt
 	.venv/bin/python -m pip --python .venv-extras/bin/python install $(TORCH) -r .venv-extras/requirements.txt
 	@touch $@
 
@@ -75,7 +76,7 @@ test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, pef
 	REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS) $(ARGS)
 
 test-extras: override PYTHON = .venv-extras/bin/python
-test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of cleaning data, with the extras `eval` and `data`, which it installs
+test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of cleaning data, with the extras `eval`, `data` and `wandb`, which it installs
 	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu" $(EXTRA_TESTS) $(ARGS)
 
 test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)

@@ -98,6 +98,7 @@ setup(
         # Transformer Engine with a core that links against CUDA 13.0.
         "peers": ["transformer-engine[core_cu13,pytorch]==2.11.0", "flash-attn"],
         "sentencepiece": ["sentencepiece>=0.2"],  # SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer
+        "wandb": ["wandb>=0.19"],  # --wandb-project
         "eval": ["lm-eval[hf]==0.4.13", "datasets==5.2.0", "compressed-tensors"],
         "data": ["datasketch==2.0.0", "py3langid==0.4.0", "pyarrow>=21"],
         "plot": ["matplotlib"],

@@ -2,8 +2,8 @@
 
     transformers = hosts.need("transformers")
 
-`make test-hosts` installs them and sets REQUIRE_HOSTS: a test that would be skipped fails there. What the extras `eval` and `data` bring is
-asked for with the extra's name, and `make test-extras` installs it.
+`make test-hosts` installs them and sets REQUIRE_HOSTS: a test that would be skipped fails there. What the extras `eval`, `data` and `wandb`
+bring is asked for with the extra's name, and `make test-extras` installs it.
 """
 
 import importlib

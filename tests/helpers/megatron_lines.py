@@ -102,6 +102,9 @@ LINES = {
 --non-persistent-save-interval 10
 --log-interval 1
 --tensorboard-dir x
+--wandb-project p
+--wandb-exp-name e
+--wandb-save-dir d
 --exit-interval 100
 --exit-duration-in-mins 230
 --check-weight-hash-across-dp-replicas-interval 100
@@ -233,9 +236,6 @@ LINES = {
 --tokenizer-type BertWordPieceLowerCase --vocab-file x
 --per-split-data-args-path x
 --reset-attention-mask
---wandb-project p
---wandb-exp-name e
---wandb-save-dir d
 --profile
 --profile-step-start 4 --profile-step-end 6
 --use-pytorch-profiler

@@ -19,6 +19,10 @@ class LoggingConfig:
     log_params_norm: bool = setting("log the L2 norm of the parameters, of their masters where there are any", False)
     log_num_zeros_in_grad: bool = setting("log how many elements of the averaged gradients are zero", False)
     tensorboard_dir: str | None = setting("folder for TensorBoard's event files", None)
+    wandb_project: str | None = setting("project of Weights & Biases to log to; needs the package wandb", None)
+    wandb_exp_name: str | None = setting("name of the run in --wandb-project", None)
+    wandb_save_dir: str | None = setting("folder for the files of Weights & Biases; derived: wandb in --save", None)
+    wandb_entity: str | None = setting("user or team that owns --wandb-project; derived: wandb's default", None)
     metrics_file: str | None = setting("file to which every measurement is appended, one JSON object a line", None)
     peak_tflops: float | None = setting(
         "peak of one device in TFLOP/s, for MFU; derived on H100, H200: 989 (BF16) and 1979 (FP8)", None, legal=POSITIVE

@@ -28,13 +28,14 @@ from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers
 from megatron.lm.model.linear import travels
 from megatron.lm.processes import process_groups
-from megatron.lm.processes.agreement import all_or_none
+from megatron.lm.processes.agreement import all_or_none, rank_0_decides
 from megatron.lm.run.due import Due
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports import norms
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
 from megatron.lm.run.reports.recorder import Recorder
+from megatron.lm.run.reports.weights_and_biases import check_installed
 from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import settled
@@ -57,6 +58,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.requests = Requests(config.training.exit_duration_in_mins)
+        all_or_none(partial(check_installed, config))
         config, line = settled(config)
         if line is not None and torch.distributed.get_rank() == 0:
             print(line, flush=True)
@@ -81,7 +83,7 @@ class Trainer:
         self.recorder: Recorder | None = None
         if config.logging.record_precision:
             recorded = (config.logging.record_precision, config.logging.record_interval)
-            opened = partial(Recorder, self.training, *recorded, self.metrics.scalars, self.metrics.unwritten)
+            opened = partial(Recorder, self.training, *recorded, self.metrics.scalars_from_rank_0, self.metrics.unwritten)
             self.recorder = all_or_none(opened, "{}: choose another --record-precision")
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
@@ -103,6 +105,8 @@ class Trainer:
         """
         again = self.training.iteration if self.config.checkpoint.resumes_itself else 0
         all_or_none(partial(self.metrics.open, again), "{}: choose another --metrics-file or --tensorboard-dir")
+        if self.config.logging.wandb_project is not None:
+            all_or_none(partial(self.metrics.open_wandb, rank_0_decides(lambda: self.training.run.id)))
         if again and self.metrics.main and self.config.logging.record_precision:
             cut_after(Path(self.config.logging.record_precision), again)
 
@@ -194,6 +198,7 @@ class Trainer:
             try:
                 why = self._run()
             except Exception as error:
+                self.metrics.failed = True
                 if isinstance(error, RuntimeError) and lost_connection(error):
                     raise RunStopped(self._lost(error)) from error
                 self.watchdog.leave_if_alone(error)  # before code that waits for the device, and so for the other ranks

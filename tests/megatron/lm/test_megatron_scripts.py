@@ -98,7 +98,7 @@ OTHERS = {
     },
 }
 # Flags in these scripts that are refused beside the model, until their feature is built.
-PENDING = {"--quick-geglu", "--wandb-project", "--wandb-exp-name"} | DENSE["llama3-8b-fp8"]
+PENDING = {"--quick-geglu"} | DENSE["llama3-8b-fp8"]
 CONTEXT = "context parallelism is not built here yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
 PROCESSES = {"gpt3-175b": 1024, "bert-340m": 1024, "llama3-8b-fp8": 8, "llama3.1-8b": 8, "qwen3-8b": 8}
 TOY = (

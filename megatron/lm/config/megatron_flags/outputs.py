@@ -8,7 +8,6 @@ MEMORY = "the peak of allocated memory is always logged, at --log-interval, to t
 PROGRESS = "no `progress.txt` is written beside the checkpoints: --metrics-file has tokens and throughput at each --log-interval"
 TIMERS = "the log has time, throughput and bytes of each step; there are no timers of its parts"
 PROFILE = "profiles are not built into the trainer yet: use `python -m tools.bench.profile_step`"
-WANDB = "wandb is not built here yet: use --tensorboard-dir or --metrics-file"
 LOCAL = "non-persistent checkpoints are in one folder for all ranks: drop it, or name a fast disk by --non-persistent-global-ckpt-dir"
 
 FLAGS = (
@@ -34,6 +33,10 @@ FLAGS = (
         "--non-persistent-global-ckpt-dir FOLDER",
         "--log-interval N",
         "--tensorboard-dir FOLDER",
+        "--wandb-project TEXT",
+        "--wandb-exp-name TEXT",
+        "--wandb-save-dir FOLDER",
+        "--wandb-entity TEXT",
         "--log-params-norm",
         "--log-num-zeros-in-grad",
     ),
@@ -89,7 +92,6 @@ FLAGS = (
         "programs of the trainer log at one level", "--logging-level N", "--config-logger-dir FOLDER", "--run-workload-inspector-server"
     ),
     *refused(PROFILE, "--profile", "--profile-step-start N", "--profile-step-end N", "--profile-ranks N...", "--use-pytorch-profiler"),
-    *refused(WANDB, "--wandb-project TEXT", "--wandb-exp-name TEXT", "--wandb-save-dir FOLDER", "--wandb-entity TEXT"),
     *refused(
         "it is not built here: --record-precision records what each tensor of a step loses",
         "--log-max-attention-logit",

@@ -95,6 +95,7 @@ def outputs(config: Config, world_size: int) -> Problems:
         "emergency_save": config.checkpoint.emergency_save,
         "non_persistent_global_ckpt_dir": config.checkpoint.non_persistent_global_ckpt_dir,
         "tensorboard_dir": config.logging.tensorboard_dir,
+        "wandb_save_dir": config.logging.wandb_save_dir,
         "data_cache_path": config.data.data_cache_path,
     }
     for name, folder in folders.items():
@@ -136,9 +137,24 @@ def _writable(what: str, folder: Path) -> Problems:
         yield f"{what}: no permission to write in {nearest}; choose another path, or change its permissions"
 
 
+def weights_and_biases(config: Config, world_size: int) -> Problems:
+    """A run of Weights & Biases has a project, a name and a folder."""
+    logging = config.logging
+    if logging.wandb_project is None:
+        for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity"):
+            if getattr(logging, name) is not None:
+                yield f"{flag(name)} {getattr(logging, name)} has no effect without a project: add --wandb-project TEXT, or drop it"
+        return
+    if logging.wandb_exp_name is None:
+        yield f"--wandb-project {logging.wandb_project} needs a name for the run: add --wandb-exp-name TEXT"
+    if logging.wandb_save_dir is None and config.checkpoint.save is None:
+        yield f"--wandb-project {logging.wandb_project} needs a folder for its files: add --wandb-save-dir FOLDER or --save FOLDER"
+
+
 RULES: Rules = {
     loading: ("checkpoint",),
     saving: ("checkpoint", "faults"),
     faults: ("faults", "checkpoint"),
+    weights_and_biases: ("logging", "checkpoint"),
     outputs: ("checkpoint", "logging", "data", "precision"),
 }

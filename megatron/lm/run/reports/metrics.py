@@ -1,4 +1,4 @@
-"""Metrics of a run: the log line, TensorBoard and the metrics file (one JSON object per line)."""
+"""Metrics of a run: the log line, TensorBoard, Weights & Biases and the metrics file (one JSON object per line)."""
 
 import json
 import math
@@ -14,6 +14,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.processes.process_groups import device
 from megatron.lm.run.reports.log_line import evaluation_line, train_line
+from megatron.lm.run.reports.weights_and_biases import WandbRun, logs_here
 from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
 from megatron.lm.shell.terminal import show
 from megatron.lm.training.state import StepResult, Training
@@ -60,7 +61,8 @@ def _finite(value: Any) -> Any:
 
 
 class Metrics:
-    """Collects steps and reports them per interval. Rank 0 writes; the other ranks only contribute to sums.
+    """Collects steps and reports them per interval. Rank 0 writes, and the last rank logs to Weights & Biases (`--wandb-project`) the same
+    numbers, except that times and sent bytes are its own. The other ranks only contribute to sums.
 
     Args:
         config: of the run.
@@ -70,6 +72,7 @@ class Metrics:
     Attributes:
         unwritten: counts failed writes.
         measurements: called at a report on every rank, in this order; each returns more numbers of the last step.
+        failed: whether the run ended by an error, as Weights & Biases will show.
     """
 
     def __init__(self, config: Config, vocab_size: int, training: Training) -> None:
@@ -86,6 +89,8 @@ class Metrics:
         self.unwritten = Unwritten()
         self.events: EventFile | None = None
         self.file: LogFile | None = None
+        self.wandb: WandbRun | None = None
+        self.failed = False
         self.measurements: list[Callable[[], dict[str, float]]] = []
         self._begin_interval()
 
@@ -107,9 +112,22 @@ class Metrics:
         if self.main and logging.tensorboard_dir:
             self.events = EventFile(Path(logging.tensorboard_dir), again + 1 if again else None, self.unwritten)
 
+    def open_wandb(self, run_id: str) -> None:
+        """Start the run of Weights & Biases, on the rank that logs to it; `run_id`: of the training run, from rank 0.
+
+        Raises:
+            ValueError: if it cannot start.
+        """
+        if logs_here(self.config):
+            self.wandb = WandbRun(self.config, run_id, self.unwritten)
+
     def tokens(self, iteration: int) -> int:
         """Return the tokens of all iterations up to this one."""
         return self.batch_sizes.consumed(iteration) * self.config.model.seq_length
+
+    @property
+    def _writes(self) -> bool:
+        return self.main or self.wandb is not None
 
     def _begin_interval(self) -> None:
         self.steps: list[StepResult] = []
@@ -146,7 +164,7 @@ class Metrics:
         memory = least_and_most(memory_gib())
         communication = self._communication()
         measured = {name: value for measurement in self.measurements for name, value in measurement().items()}
-        if not self.main:
+        if not self._writes:
             return
         tokens = self.tokens(iteration)
         tokens_per_s = (tokens - self.tokens(iteration - len(self.steps))) / len(self.steps) / seconds
@@ -172,7 +190,8 @@ class Metrics:
             **communication,
         }
         self.write(row)
-        show(train_line(row, self.iterations, left))
+        if self.main:
+            show(train_line(row, self.iterations, left))
 
     def _communication(self) -> dict[str, Any]:
         """Return the bytes that this rank sent per step, by kind and collective, and the last step's gradient statistics; collective."""
@@ -190,16 +209,18 @@ class Metrics:
 
     def evaluation(self, kind: str, iteration: int, loss: float, bits_per_byte: float | None) -> None:
         """Report the loss (nats per token) of the `valid` or `test` split."""
-        if not self.main:
+        if not self._writes:
             return
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         tokens = self.tokens(iteration)
         row = {"kind": kind, "iteration": iteration, "tokens": tokens, "loss": loss, "ppl": perplexity, "bits_per_byte": bits_per_byte}
         self.write(row)
-        show(evaluation_line(row))
+        if self.main:
+            show(evaluation_line(row))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Write an object to the metrics file, and its numbers to TensorBoard under kind/name; do nothing on ranks other than 0."""
+        """Write an object to the metrics file, and its numbers to TensorBoard and Weights & Biases under kind/name; do nothing on ranks
+        that do not write."""
         if self.file is not None:
             self.file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
         if "iteration" in row:
@@ -207,13 +228,25 @@ class Metrics:
             self.scalars({f"{row['kind']}/{key}": value for key, value in values.items()}, row["iteration"])
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
-        """Write numbers only to TensorBoard, by their full name; do nothing on ranks other than 0."""
+        """Write numbers only to TensorBoard and Weights & Biases, by their full name; do nothing on ranks that do not write."""
         if self.events is not None:
             for name, value in values.items():
                 self.events.add_scalar(name, value, iteration)
+        if self.wandb is not None:
+            self.wandb.log(values, iteration)
+
+    def scalars_from_rank_0(self, values: Mapping[str, float] | None, iteration: int) -> None:
+        """Write numbers that only rank 0 has (None on other ranks) by `scalars`. Collective."""
+        box = [values]
+        if self.config.logging.wandb_project is not None and self.world_size > 1:
+            torch.distributed.broadcast_object_list(box, 0)
+        if box[0] is not None:
+            self.scalars(box[0], iteration)
 
     def close(self) -> None:
-        """Close the files, and print failed writes."""
+        """Close the files and the run of Weights & Biases, and print failed writes."""
+        if self.wandb is not None:
+            self.wandb.close(failed=self.failed)
         for file in (self.file, self.events):
             if file is not None:
                 file.close()

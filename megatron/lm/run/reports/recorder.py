@@ -44,7 +44,7 @@ WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturatio
 
 Key = tuple[str, str]  # name of a layer or parameter in the whole model, and which of its tensors
 Rows = dict[Any, list[float]]  # by Key, or of updates by name
-Scalars = Callable[[Mapping[str, float], int], None]
+Scalars = Callable[[Mapping[str, float] | None, int], None]
 
 
 class Recorder:
@@ -73,7 +73,7 @@ class Recorder:
         training: the training state.
         file: to append to.
         interval: records iterations that are multiples of it, and the first of a process, which prepares buffers for graphs.
-        scalars: called on rank 0 with the `summary` of each line and its iteration.
+        scalars: called on every rank with the `summary` of each line, None on ranks other than 0, and its iteration.
         unwritten: counts failed writes; default: a counter of its own.
 
     Raises:
@@ -141,9 +141,11 @@ class Recorder:
         casts, rehearsed, updates, mu, bits = self._read()
         skipped = bool(flag)
         gathered, held_down = self._gather(casts, rehearsed, updates, mu, skipped), outliers(self._delayed, bits)
+        curves = None
         if gathered is not None:
             written = line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32)
-            self._write(written | {"outliers": held_down})
+            curves = self._write(written | {"outliers": held_down})
+        self.scalars(curves, iteration)
 
     @torch.no_grad()
     def _weights(self) -> None:
@@ -208,10 +210,11 @@ class Recorder:
         torch.distributed.gather_object(own, everything)
         return None if everything is None else _summed(everything)
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any]) -> dict[str, float]:
+        """Append a line; return its summary as curves."""
         assert self._file is not None
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self.scalars({f"precision/{name}": value for name, value in summary(row).items()}, row["iteration"])
+        return {f"precision/{name}": value for name, value in summary(row).items()}
 
     def close(self) -> None:
         """Close the file."""
