@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron.lm.config import DataConfig
 from megatron.lm.config.rules.data import strange_settings
+from megatron.lm.data.tokenizer_json import UNCHECKED, check_text, read_tokenizer_json
 
 MOST_TOKENS = 2**31  # ids are int32, also on disk
 END_OF_TEXT = "<|endoftext|>"
@@ -74,7 +75,10 @@ class HuggingFaceTokenizer(Tokenizer):
         tokenizers = library("tokenizers", "HuggingFaceTokenizer")
 
         with one_line(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library"):
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            content, self._growth = read_tokenizer_json(path)
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        self._tokenizer.no_truncation()  # of a file for classification, which would drop text
+        self._tokenizer.no_padding()
         self._path, model = path, self._tokenizer.model
         # Such a model drops text that it cannot encode; all others have an unknown token or fail.
         self._drops = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
@@ -100,6 +104,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return begins
 
     def tokenize(self, text: str) -> list[int]:
+        if self._growth > UNCHECKED:
+            with one_line(f"--tokenizer-model {self._path} cannot encode the text"):
+                check_text(text, self._tokenizer.normalizer.normalize_str)
         with one_line(f"--tokenizer-model {self._path} cannot encode the text, and has no unknown token"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self._drops:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megatron.lm.data.tokenizer_json import read_tokenizer_json
 from megatron.lm.hugging_face.config_file import one_line, read_config, refuse_code
 from megatron.lm.hugging_face.folder import read_json
 
@@ -15,7 +16,7 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
     """Load the tokenizer in a model's folder, with `settings` in place of its own.
 
     Raises:
-        ValueError: if there is none, it requires code of the folder, or names files elsewhere.
+        ValueError: if there is none, it requires code of the folder, names files elsewhere, or its steps multiply a text.
     """
     import transformers
 
@@ -30,4 +31,6 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
         if named:
             raise ValueError(f"{path} names files of its own ({named[0]}: {content[named[0]]!r}): remove the entry")
     with one_line(f"{folder} has no tokenizer that transformers can load"):
+        if (folder / "tokenizer.json").exists():
+            read_tokenizer_json(folder / "tokenizer.json")
         return transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False, **settings)

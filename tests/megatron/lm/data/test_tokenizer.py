@@ -309,3 +309,27 @@ def test_words_begin_where_the_vocabulary_says_so(tmp_path: Path):
     assert spaces.word_begins().tolist() == [False, False, True, False, True, True]
     assert spaces.mask is None
     assert NullTokenizer(3).word_begins().tolist() == [True] * 3
+
+
+def test_a_file_that_truncates_and_pads_drops_and_adds_nothing(tmp_path: Path):
+    """As files of classifiers do; a padding of 10^12 tokens would take all memory."""
+    tokenizer = trained()
+    tokenizer.save(str(tmp_path / "plain.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=10**12)
+    tokenizer.save(str(tmp_path / "cut.json"))
+    plain, cut = (HuggingFaceTokenizer(tmp_path / f"{name}.json") for name in ("plain", "cut"))
+    text = "the quick brown fox " * 3
+    assert cut.tokenize(text) == plain.tokenize(text)
+    assert len(plain.tokenize(text)) > 3
+
+
+def test_a_text_that_a_normalizer_multiplies_is_refused(tmp_path: Path):
+    """Below the bound of the file, and above that of a text."""
+    tokenizer = trained()
+    tokenizer.normalizer = tokenizers.normalizers.Replace("q", "x" * 4000)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    assert opened.tokenize("the fox")
+    with pytest.raises(ValueError, match=r"cannot encode the text: its normalizer makes \d+ bytes of the 22 of 'the quick brown fox '"):
+        opened.tokenize("the quick brown fox qq")
