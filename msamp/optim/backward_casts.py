@@ -4,8 +4,8 @@ A hook on each parameter whose recipe has FP8 gradients notes that backward has 
 complete, and at the end of backward, `GradCast` casts the group in a few launches, `p.grad` becomes an `FP8Gradient`, and the memory of the
 wide gradients is free for the rest of backward. The optimizer would have cast them in the same way in its step: the bits are the same.
 
-A group has an eighth of all elements, or `GROUP_ELEMENTS` if that is more. Casting a group takes the host 0.4 to 0.8 ms whatever its size, and
-the wide gradients of one group exist at a time: a quarter byte per parameter.
+A group has an eighth of all elements, or `GROUP_ELEMENTS` if that is more: casting a group costs the host the same time whatever its size.
+The wide gradients of one group exist at a time, a quarter byte per parameter.
 
 A second backward before `zero_grad` widens an FP8Gradient, and it stays wide: cast again, it would be a sum in FP8. What backward adds to
 zeros (`zero_grad(set_to_none=False)`) is cast as usual.
