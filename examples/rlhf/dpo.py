@@ -116,8 +116,9 @@ def train(args: argparse.Namespace) -> None:
     step, metrics, gradients = 0, [], 0
     if resumed is not None:
         step, metrics = resumed["step"], resumed["metrics"]
-        model.load_state_dict(resumed["content"]["model"])
-        optimizer.load_state_dict(resumed["content"]["optimizer"])
+        with saved.restoring(args.save):
+            model.load_state_dict(resumed["content"]["model"])
+            optimizer.load_state_dict(resumed["content"]["optimizer"])
         print(f"goes on at step {step} of {args.train_iters}")
     memory.reset_peak([args.device])
     while step < args.train_iters:

@@ -206,9 +206,10 @@ def train(args: argparse.Namespace) -> None:
     step, metrics = 0, []
     if resumed is not None:
         step, metrics = resumed["step"], resumed["metrics"]
-        policy.load(resumed["content"]["policy"])
-        value.load(resumed["content"]["value"])
-        control.coefficient = resumed["content"]["kl_coef"]
+        with saved.restoring(args.save):
+            policy.load(resumed["content"]["policy"])
+            value.load(resumed["content"]["value"])
+            control.coefficient = float(resumed["content"]["kl_coef"])
         print(f"goes on at step {step} of {args.train_iters}")
     memory.reset_peak([args.device])
     while step < args.train_iters:

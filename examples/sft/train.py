@@ -108,8 +108,9 @@ def train(args: argparse.Namespace) -> None:
     step, metrics = 0, []
     if resumed is not None:
         step, metrics = resumed["step"], resumed["metrics"]
-        model.load_state_dict(resumed["content"]["model"])
-        optimizer.load_state_dict(resumed["content"]["optimizer"])
+        with saved.restoring(args.save):
+            model.load_state_dict(resumed["content"]["model"])
+            optimizer.load_state_dict(resumed["content"]["optimizer"])
         print(f"goes on at step {step} of {args.train_iters}")
     before, gradients = (metrics[0]["valid_loss"] if metrics else judge(model, held_out, args, tokenizer.pad_token_id)), 0
     memory.reset_peak([args.device])

@@ -14,7 +14,7 @@ from megatron.lm.checkpoint.content import at
 from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
-from megatron.lm.checkpoint.files.versions import check_info
+from megatron.lm.checkpoint.files.versions import check_info, check_sizes
 from megatron.lm.checkpoint.foreign import megatron
 from megatron.lm.checkpoint.foreign.megatron import read_megatron
 from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, is_torch_dist, read_common
@@ -390,7 +390,7 @@ def saved_precision(config: Config) -> PrecisionConfig | None:
     """Return the precision settings of the run that `config` resumes; None if there is none, or it is Megatron-LM's. Raise a ValueError for
     a damaged checkpoint."""
     saved = _resumed(config)
-    return None if saved is None or is_foreign(saved) else config_from_dict(read_info(saved)["config"]).precision
+    return None if saved is None or is_foreign(saved) else _own_config(saved).precision
 
 
 def saved_config(config: Config) -> Config | None:
@@ -398,8 +398,17 @@ def saved_config(config: Config) -> Config | None:
     ValueError for a damaged checkpoint."""
     saved = _resumed(config)
     if saved is None or not is_foreign(saved):
-        return None if saved is None else config_from_dict(read_info(saved)["config"])
+        return None if saved is None else _own_config(saved)
     return megatron.configuration(saved, read_common(saved), config)
+
+
+def _own_config(folder: Path) -> Config:
+    config = config_from_dict(read_info(folder)["config"])
+    try:
+        check_sizes(config)
+    except ValueError as problem:
+        raise ValueError(f"{folder} {problem}") from None
+    return config
 
 
 def _resumed(config: Config) -> Path | None:

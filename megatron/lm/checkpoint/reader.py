@@ -12,6 +12,7 @@ from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, latest, read_info
 from megatron.lm.checkpoint.loading import judge, open_stored, take_model
 from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.tensor_reader import check_number
 from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
@@ -81,8 +82,16 @@ class CheckpointReader:
         return self._find(key, name, find_whole).values() if f"{key}/{name}" in self.stored.tensors else None
 
     def step(self, name: str) -> int | None:
-        """Return the number of optimizer updates of a weight; None if the checkpoint does not contain it."""
-        return int(self.stored.tensor(f"step/{name}")) if f"step/{name}" in self.stored.tensors else None
+        """Return the number of optimizer updates of a weight; None if the checkpoint does not contain it.
+
+        Raises:
+            ValueError: if it is not a number from 0 to the checkpoint's iteration.
+        """
+        if f"step/{name}" not in self.stored.tensors:
+            return None
+        step = self.stored.tensor(f"step/{name}")
+        check_number(self.stored, f"step/{name}", step, 0, self.info["iteration"], torch.float32)
+        return int(step)
 
     def weight(self, name: str) -> Tensor:
         """Return the whole weight as saved: a ScalingTensor if it has one scale, FP32 if its chunks have several."""

@@ -25,7 +25,7 @@ def read_blend(path: str) -> tuple[str, ...]:
         ValueError: the file is unreadable, not UTF-8, or empty.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--data-args-path {path} cannot be read ({error}): give a text file, a weight and a prefix a line") from None
     words = tuple(word for line in text.splitlines() for word in line.partition("#")[0].split())

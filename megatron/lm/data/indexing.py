@@ -334,7 +334,7 @@ class _Encoder:
 
 
 def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as stream:
+    with path.open(encoding="utf-8-sig") as stream:  # skips a byte order mark
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -370,7 +370,7 @@ def _plain_text(path: Path, keys: list[str], separator: str) -> Iterator[Documen
     marker = END_OF_TEXT if separator == "endoftext" else ""
     lines: list[str] = []
     size = 0
-    with path.open(encoding="utf-8") as stream:
+    with path.open(encoding="utf-8-sig") as stream:  # skips a byte order mark
         for line in stream:
             size += len(line.encode())
             if line.strip() != marker:

@@ -5,11 +5,11 @@ that after a resume `metrics.jsonl` has exactly the steps before the checkpoint.
 """
 
 import argparse
+import contextlib
 import json
-import pickle
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import msamp
 from megatron.lm.hugging_face.folder import Tensors
 from megatron.lm.post import models
 from megatron.lm.shell.durable import flush, written_aside
+from megatron.lm.shell.exit_codes import lacks_memory
 from msamp.integrations.saving import masters_of, plain_weights
 from msamp.numerics.metrics import undelivered_share
 from msamp.optim.optimizer import LowPrecisionOptimizer
@@ -72,12 +73,12 @@ def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) 
             raise ValueError(f"--save {folder} contains other files but no checkpoint: choose an empty or new folder")
         return None
     path = found[-1]
-    try:
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file: delete it, and run the same command to resume from the previous one")
+    with restoring(path):
         whole = torch.load(path, map_location=device, weights_only=True)
-        written = whole["settings"]
-    except (RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        text = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{path} is damaged ({text}): delete it, and run the same command to resume from the previous one") from None
+        _check(whole)
+    written = whole["settings"]
     for name in [*settings, *written]:
         if settings.get(name) != written.get(name):
             raise ValueError(
@@ -85,6 +86,30 @@ def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) 
                 "same value, or another --save"
             )
     return whole
+
+
+@contextlib.contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Convert every error in the block to a ValueError that `path`, a checkpoint or the folder of a run, is damaged. A file with odd
+    content fails anywhere in torch.load or load_state_dict."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ValueError(f"{path} is damaged ({text}): delete it, and run the same command to resume from the previous one") from None
+
+
+def _check(whole: Any) -> None:
+    """Raise a ValueError if a checkpoint does not have the entries of `save`."""
+    match whole:
+        case {"step": int(step), "settings": dict(settings), "metrics": [*metrics], "content": dict()} if step >= 1:
+            if len(metrics) == step and all(isinstance(row, dict) for row in metrics) and all(isinstance(name, str) for name in settings):
+                return
+    raise ValueError("it has not the entries of a checkpoint: step, settings, a row of metrics for each step, content")
 
 
 def due(args: argparse.Namespace, step: int) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import random
+import socket
 from datetime import timedelta
 from functools import partial
 
@@ -48,6 +49,8 @@ def initialize(config: Config) -> None:
             f"{launch.world_size} processes are not a multiple of tensor x pipeline parallel size {model_parallel_size}: start one"
         )
     enter_cpu_home()
+    if launch.world_size == 1:
+        _stay_inside()
     set_deterministic(config.training.deterministic)
     if torch.cuda.is_available():
         _take_gpu(launch)
@@ -69,6 +72,13 @@ def initialize(config: Config) -> None:
             create_gloo_process_groups=False,
         )
     seed_all(config.training.seed)
+
+
+def _stay_inside() -> None:
+    """Let gloo listen on the loopback interface: each of its groups opens a port, also for one process, on the host name's address."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def virtual_pipeline_size(config: Config) -> int | None:

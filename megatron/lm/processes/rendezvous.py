@@ -5,6 +5,7 @@ watches the whole rendezvous (`deadline`), and errors of torch are reported with
 """
 
 import contextlib
+import ipaddress
 import os
 import socket
 import sys
@@ -56,7 +57,12 @@ def join(
                 found = torch.distributed.TCPStore(host, port, is_master=False, timeout=left, wait_for_workers=False)
                 store = meet(found, rank, world_size, left)
             else:
-                store = torch.distributed.TCPStore(host, port, world_size, is_master=rank == 0, timeout=left, multi_tenant=True)
+                inside = listener(host, port) if rank == 0 else None
+                if rank == 0 and not _is_loopback(host, port):
+                    print(f"rendezvous: port {port} listens on every address of this machine: {_INSIDE}", file=sys.stderr, flush=True)
+                store = torch.distributed.TCPStore(
+                    host, port, world_size, is_master=rank == 0, timeout=left, multi_tenant=True, master_listen_fd=inside
+                )
         except RuntimeError as error:
             raise RunStopped(_why(error, host, port, world_size, limit)) from error
         store.set_timeout(timeout)
@@ -85,6 +91,7 @@ def deadline(rank: int, world_size: int, limit: timedelta) -> Iterator[None]:
 
 
 _REMEDY = "start all of them, each with the MASTER_ADDR and MASTER_PORT of rank 0 and with its own RANK, or raise the limit"
+_INSIDE = "keep it inside the job's network, since processes exchange pickled objects there"
 _LISTENER = "if another program listens on that port, choose another port"
 
 
@@ -112,6 +119,8 @@ def _resolve(host: str, port: int, end: float) -> None:
         try:
             socket.getaddrinfo(host, port)
             return
+        except UnicodeError as error:
+            raise ValueError(f"MASTER_ADDR {host!a:.80} is not a host name ({error}): set it to that of rank 0's machine") from None
         except OSError as error:
             if time.monotonic() >= end:
                 message = f"MASTER_ADDR {host} is unknown ({error.strerror}): set it to the host name or address of rank 0's machine"
@@ -120,6 +129,27 @@ def _resolve(host: str, port: int, end: float) -> None:
                 print(f"warning: MASTER_ADDR {host} is unknown so far ({error.strerror}): waiting for it", file=sys.stderr, flush=True)
             told = True
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))
+
+
+def listener(host: str, port: int) -> int | None:
+    """Return a socket for rank 0's TCPStore that only this machine reaches, if `host` is a loopback address: by itself the store listens on
+    every address. None for another host, which may be a name that leads here from outside, and if the port is taken."""
+    if not _is_loopback(host, port):
+        return None
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(socket.SOMAXCONN)
+        return made.detach()
+    return None
+
+
+def _is_loopback(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    return False
 
 
 def _why(error: RuntimeError, host: str, port: int, world_size: int, limit: timedelta) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def read_text(file: Path, what: str) -> str:
-    """Return the UTF-8 text of a file; raise a ValueError with its name if it is missing or not text. `what` describes the expected
-    file."""
+    """Return the UTF-8 text of a file, without a byte order mark; raise a ValueError with its name if it is missing or not text. `what`
+    describes the expected file."""
     try:
         if file.is_char_device():  # /dev/full has no end
             raise ValueError(f"{file} is a device: give {what}")
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist: give {what}") from None
     except OSError as error:

@@ -216,7 +216,8 @@ def open_board(launch: LaunchEnvironment, limit: float, expected: Sequence[str])
     mine = launch.rank == 0 and not with_agent
     try:
         left = timedelta(seconds=limit)
-        store: dist.Store = dist.TCPStore(host, int(port), is_master=mine, timeout=left, wait_for_workers=False)
+        inside = rendezvous.listener(host, int(port)) if mine else None
+        store: dist.Store = dist.TCPStore(host, int(port), is_master=mine, timeout=left, wait_for_workers=False, master_listen_fd=inside)
         if with_agent:  # the launcher's store remembers what was said before a restart
             store = rendezvous.meet(store, launch.rank, launch.world_size, left)
     except RuntimeError as error:

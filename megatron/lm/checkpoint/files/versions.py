@@ -26,13 +26,16 @@ checkpoints of it: `tests/helpers/make_checkpoints.py` writes them for `tests/me
 resumes each.
 """
 
+import dataclasses
 import math
 import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron.lm.config import Config
 from megatron.lm.config.cli import config_from_dict
+from megatron.lm.config.schema import flag
 
 VERSION = 6
 
@@ -104,9 +107,20 @@ def check_info(info: dict[str, Any]) -> None:
         case found:
             raise ValueError(f"has the invalid loss scale {found!r}; load an older checkpoint")
     try:
-        config_from_dict(info.get("config", {}))
+        config = config_from_dict(info.get("config", {}))
     except ValueError as problem:
         raise ValueError(f"has a configuration that cannot be read: {problem}") from None
+    check_sizes(config)
+
+
+def check_sizes(config: Config) -> None:
+    """Raise a ValueError, which continues after the checkpoint's name, if a number of the model or of its precision is one that no run can
+    have: layers become loops, and a history of amaxes memory."""
+    for section in (config.model, config.precision):
+        for field in dataclasses.fields(section):
+            value, legal = getattr(section, field.name), field.metadata["legal"]
+            if isinstance(value, int | float) and legal is not None and value not in legal:
+                raise ValueError(f"has {flag(field.name)} {value}; it must be in {legal}; load an older checkpoint")
 
 
 _AT_LEAST_ONE = ("processes", "vocab_size")

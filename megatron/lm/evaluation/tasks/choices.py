@@ -23,7 +23,7 @@ def load(file: str, data_dir: str = ".", **_: Any) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: set --data-dir to the folder with {file} (docs/guide/evaluation.md has its source)")
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
         if not line.strip():
             continue
         try:

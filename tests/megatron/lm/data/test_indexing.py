@@ -269,3 +269,10 @@ def test_counts_are_read_back(tmp_path):
 def test_token_dtype_of_the_files(tmp_path):
     write_datasets(documents("1 98"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
     assert np.fromfile(tmp_path / "p.bin", dtype=np.uint16).tolist() == [1, 98, 99]
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"text": "1 2 3"}\n'), ("a.json", '{"text": "1 2 3"}\n'), ("a.txt", "1 2 3\n")])
+def test_a_byte_order_mark_is_skipped(tmp_path, name, text):
+    """As Windows' editors write one."""
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert [document.texts["text"] for document in read_documents(tmp_path / name, ["text"])] == ["1 2 3"]

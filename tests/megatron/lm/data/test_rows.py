@@ -73,3 +73,8 @@ def test_lines_that_are_no_objects_are_refused(tmp_path: Path, line: str, messag
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):
         list(rows.read(tmp_path / "a.jsonl"))
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n')
+    assert [row for row, _ in rows.read(tmp_path / "a.jsonl")] == [{"text": "a"}, {"text": "b"}]

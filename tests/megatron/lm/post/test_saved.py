@@ -1,6 +1,8 @@
 """Checkpoints of a run: whole or not there, of the same settings, the newest two; and the model at its end."""
 
 import argparse
+import os
+import random
 
 import pytest
 import torch
@@ -101,3 +103,59 @@ def test_a_run_without_checkpoints_leaves_its_metrics_alone(tmp_path):
     assert not any(saved.due(args, step) for step in range(1, 4))
     assert saved.finish(args, None, None, [{"step": 1}], None) == f"{args.save} contains the metrics"
     assert [path.name for path in args.save.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        (),
+        {},
+        torch.ones(3),
+        {"step": float("inf"), "settings": SETTINGS, "metrics": [{}], "content": {}},
+        {"step": -1, "settings": SETTINGS, "metrics": [], "content": {}},
+        {"step": 1, "settings": [], "metrics": [{}], "content": {}},
+        {"step": 1, "settings": {3: 4}, "metrics": [{}], "content": {}},
+        {"step": 1, "settings": SETTINGS, "metrics": [1], "content": {}},
+        {"step": 2, "settings": SETTINGS, "metrics": [{}], "content": {}},
+        {"step": 1, "settings": SETTINGS, "metrics": [{}], "content": [1]},
+    ],
+)
+def test_odd_content_is_one_line(tmp_path, content):
+    torch.save(content, tmp_path / "step_00000001.pt")
+    with pytest.raises(ValueError, match=r"step_00000001\.pt is damaged \(.*\): delete it, and run the same command") as refusal:
+        saved.load(tmp_path, SETTINGS, "cpu")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "step_00000001.pt")
+    with pytest.raises(ValueError, match=r"step_00000001\.pt is no regular file"):
+        saved.load(tmp_path, SETTINGS, "cpu")
+
+
+def test_a_pickle_that_ends_anywhere_is_one_line(tmp_path):
+    """Bytes of the pickle in the zip file are flipped, whose checksum torch does not compare."""
+    write(tmp_path, 1)
+    path = saved.checkpoints(tmp_path)[0]
+    sound, draw = path.read_bytes(), random.Random(0)
+    start = sound.index(b"data.pkl") + 8
+    refused = 0
+    for _ in range(300):
+        data = bytearray(sound)
+        data[start + draw.randrange(300)] = draw.randrange(256)
+        path.write_bytes(data)
+        try:
+            saved.load(tmp_path, SETTINGS, "cpu")
+        except ValueError as error:
+            refused += "\n" not in str(error)
+    assert refused > 100
+
+
+def test_states_that_do_not_fit_are_one_line(tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path} is damaged \(RuntimeError: .*Missing key"), saved.restoring(tmp_path):
+        torch.nn.Linear(2, 2).load_state_dict({})
+    for kind in (MemoryError, OSError, KeyboardInterrupt):
+        with pytest.raises(kind), saved.restoring(tmp_path):
+            raise kind

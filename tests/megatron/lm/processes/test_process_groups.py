@@ -2,6 +2,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -116,3 +117,16 @@ def test_two_processes():
     assert [sizes[:3] for sizes in first] == [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
     equal_draws = [a[3] == b[3] for a, b in zip(first, second, strict=True)]
     assert equal_draws == [True, True, False]  # pipeline stages hold different layers: they draw their own numbers
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's list of sockets")
+def test_one_process_listens_on_the_loopback_interface_alone(alone: None, monkeypatch: pytest.MonkeyPatch):
+    """gloo opens a port for each group, by default on the address of the host's name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    process_groups.initialize(config())
+    mine = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    heard = [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    assert heard
+    assert set(heard) <= {"0100007F", "00000000000000000000000001000000"}
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo"), "whatever the host's name leads to"

@@ -127,3 +127,54 @@ def test_a_stranger_who_listens_and_never_answers_is_left_in_time(master: socket
     last = done.stderr.strip().splitlines()[-1]
     assert "the 2 processes did not all connect to MASTER_ADDR:MASTER_PORT 127.0.0.1:" in last
     assert "within 1 s" in last
+
+
+def test_a_name_that_no_host_has(master: socket.socket, monkeypatch: pytest.MonkeyPatch):
+    """Of 300 letters, which Python's codec of host names refuses."""
+    monkeypatch.setenv("MASTER_ADDR", "a" * 300)
+    assert refusal().startswith(f"MASTER_ADDR '{'a' * 79} is not a host name (")
+
+
+def _listens_at(port: int) -> set[str]:
+    """Addresses at which this machine listens on a port, as the kernel lists them: hexadecimal."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+
+
+_LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's list of sockets")
+@pytest.mark.promise("Starting and ending", "With MASTER_ADDR=127.0.0.1 nothing outside of the machine reaches the rendezvous.")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_rendezvous_on_one_machine_stays_there(
+    master: socket.socket, monkeypatch: pytest.MonkeyPatch, host: str, capsys: pytest.CaptureFixture[str]
+):
+    port = master.getsockname()[1]
+    master.close()
+    monkeypatch.setenv("MASTER_ADDR", host)
+    limit, heard = timedelta(seconds=60), []
+    try:
+        rendezvous.join("gloo", 0, 1, limit, limit, lambda store: heard.append(_listens_at(port)))
+        assert heard[0]
+        assert heard[0] <= _LOOPBACK
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "listens on every address" not in capsys.readouterr().err
+
+
+def test_a_rendezvous_that_others_reach_says_so(master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(rendezvous, "_is_loopback", lambda host, port: False)
+    assert "is in use" in refusal()
+    port = master.getsockname()[1]
+    assert f"rendezvous: port {port} listens on every address of this machine: keep it inside the job's network" in capsys.readouterr().err
+
+
+def test_loopback_addresses():
+    assert rendezvous.listener("192.0.2.1", 1234) is None
+    assert rendezvous.listener("no host", 1234) is None
+    found = rendezvous.listener("127.0.0.1", 0)
+    assert found is not None
+    with socket.socket(fileno=found) as made:
+        port = made.getsockname()[1]
+        assert rendezvous.listener("127.0.0.1", port) is None, "it is taken"

@@ -77,3 +77,8 @@ def test_text_is_read_or_refused_by_name(tmp_path):
         read_text(tmp_path / "a", "the metrics")
     with pytest.raises(ValueError, match=r"none does not exist: give the metrics"):
         read_text(tmp_path / "none", "the metrics")
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    assert read_text(tmp_path / "a.txt", "text") == "text"
