@@ -35,7 +35,7 @@ NAMED = {  # what stands for flags that another command prints, and for the valu
     "$level": "O3",
 }
 # Files that the reader brings or another command makes, and a package that this machine may lack.
-OF_THE_READER = ("not exist", "--tokenizer-type is missing", "is no folder", "which is not installed")
+OF_THE_READER = ("not exist", "--tokenizer-type is missing", "is not a folder", "which is not installed")
 ELSEWHERE = {"docker", "kubectl"}  # programs whose flags are their own
 SHELL = {"for", "done", "source"}
 

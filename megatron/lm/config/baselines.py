@@ -1,8 +1,9 @@
-"""The papers' peers as recipes: BF16 training with Transformer Engine's transformer layers, on the same model, data and seed.
+"""The papers' baselines as recipes: BF16 training with Transformer Engine's transformer layers, on the same model, data and seed.
 
-Weights, master weights, gradients and moments are those of `bf16` (O0), and so are optimizer, exchange of gradients and embeddings: what
-differs from O0 is the transformer layers, what differs from `te-bf16` is the FP8 of their GEMMs. Each recipe says what megatron-core is to
-be told, as fields of its TransformerConfig; the modules are those of megatron-core's own `TESpecProvider` (`megatron.lm.model.peer`).
+A baseline differs from `bf16` (O0) only in its transformer layers: weights, master weights, gradients, moments, optimizer, gradient
+exchange and embeddings are the same. It differs from `te-bf16` only in the FP8 of its GEMMs. Each recipe lists the fields of
+megatron-core's TransformerConfig that select its layers; the modules are those of megatron-core's `TESpecProvider`
+(`megatron.lm.model.peer`).
 """
 
 import importlib.util
@@ -12,7 +13,7 @@ from typing import Any
 from msamp.numerics.recipe import BF16, Recipe
 
 PACKAGE = "transformer_engine"
-INSTALL = "pip install -e '.[peers]' with a CUDA compiler and cuDNN's headers there (docs/guide/installation.md)"
+INSTALL = "run `pip install -e '.[peers]'` with a CUDA compiler and cuDNN's headers (docs/guide/installation.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class PeerRecipe(Recipe):
 
     Attributes:
         core: fields of megatron-core's TransformerConfig that choose the FP8 of the layers, and their values.
-        keeps_history: whether the layers scale by amaxes of past steps, which no checkpoint of ours holds.
+        keeps_history: whether the layers scale by amaxes of past steps, which our checkpoints do not contain.
     """
 
     core: tuple[tuple[str, Any], ...] = ()
@@ -61,15 +62,15 @@ _TABLE = {recipe.name: recipe for recipe in _ALL}
 
 
 def names() -> tuple[str, ...]:
-    """Of the recipes."""
+    """Return the names of the recipes."""
     return tuple(_TABLE)
 
 
 def find(name: str) -> PeerRecipe | None:
-    """The recipe of that name; None where no peer has it."""
+    """Return the recipe with this name; None if no baseline has it."""
     return _TABLE.get(name)
 
 
 def installed() -> bool:
-    """Whether Transformer Engine is there to be imported; imports nothing."""
+    """Return whether Transformer Engine is installed, without importing it."""
     return importlib.util.find_spec(PACKAGE) is not None

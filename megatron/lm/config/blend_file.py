@@ -27,10 +27,12 @@ def read_blend(path: str) -> tuple[str, ...]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--data-args-path {path} cannot be read ({error}): give a text file, a weight and a prefix a line") from None
+        raise ValueError(
+            f"--data-args-path {path} cannot be read ({error}): give a text file with a weight and a prefix per line"
+        ) from None
     words = tuple(word for line in text.splitlines() for word in line.partition("#")[0].split())
     if not words:
-        raise ValueError(f"--data-args-path {path} names no dataset: write a weight and a prefix a line")
+        raise ValueError(f"--data-args-path {path} names no dataset: write a weight and a prefix per line")
     return words
 
 
@@ -51,7 +53,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
         raise ValueError(f"{flag} {' '.join(words)}: give prefixes alone, or a weight before each prefix")
     wrong = next((word for word, number in zip(words[::2], numbers[::2], strict=True) if not 0 < (number or 0.0) < float("inf")), None)
     if wrong is not None:
-        raise ValueError(f"{flag} {' '.join(words)}: the weight {wrong} is not a number above 0; leave out what is not to be used")
+        raise ValueError(f"{flag} {' '.join(words)}: the weight {wrong} is not a number above 0; leave out datasets that you do not use")
     return Blend(prefixes=list(words[1::2]), weights=[weight for weight in numbers[::2] if weight is not None])
 
 
@@ -75,4 +77,4 @@ def describe(words: Sequence[str]) -> str | None:
         return None
     total = sum(blend.weights)
     shares = ", ".join(f"{prefix} {100 * weight / total:.2f} %" for weight, prefix in zip(blend.weights, blend.prefixes, strict=True))
-    return f"data: {shares}; the weights add up to {total:g} and are taken as shares of that"
+    return f"data: {shares}; the weights sum to {total:g} and are normalized"

@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
         settings = settings | dict(from_checkpoint.settings)
     parser = _parser(settings)
     if about.use_checkpoint_args and saved is None:
-        parser.error("--use-checkpoint-args reads a checkpoint, as only training does: give the flags of the model")
+        parser.error("--use-checkpoint-args works only in training, which reads a checkpoint: give the flags of the model")
     try:
         applied = apply(argv, _options(parser), settings)
     except ValueError as error:
@@ -165,7 +165,7 @@ def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
     _refuse_unknown_keys(values, hints, f"setting of the section {name!r}")
     missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
     if missing:
-        raise ValueError(f"the section {name!r} lacks the required {', '.join(missing)}: add them")
+        raise ValueError(f"the section {name!r} is missing the required {', '.join(missing)}: add them")
     return cls(**{key: _typed(f"{name}.{key}", hints[key], value) for key, value in values.items()})
 
 
@@ -179,14 +179,14 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
         return value
     if kind is float and type(value) is int:
         return float(value)
-    wanted = ("a list of " if many else "") + kind.__name__ + (" or null" if optional else "")
-    raise ValueError(f"{name} is {value!r}: give {wanted}")
+    expected = ("a list of " if many else "") + kind.__name__ + (" or null" if optional else "")
+    raise ValueError(f"{name} is {value!r}, expected {expected}")
 
 
 def _refuse_unknown_keys(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
     for key in data:
         if key not in known:
-            raise ValueError(f"{key!r} is no {what}{_did_you_mean(key, known)}; known: {', '.join(known)}")
+            raise ValueError(f"{key!r} is not a known {what}{_did_you_mean(key, known)}; known: {', '.join(known)}")
 
 
 def _did_you_mean(word: str, known: Mapping[str, Any]) -> str:
@@ -238,7 +238,7 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m megatron.lm.pretrain",
         usage="%(prog)s [--preset NAME] [flags]",
-        description="Pre-train a GPT. Under torchrun with several processes, without it with one.",
+        description="Pre-train a GPT, with several processes under torchrun or with one without it.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=132),
         **kwargs,
@@ -247,9 +247,9 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--megatron-defaults",
         action="store_true",
-        help="take Megatron-LM's default for each flag that is absent; docs/reference/megatron_flags.md lists those that differ",
+        help="use Megatron-LM's default for each absent flag; docs/reference/megatron_flags.md lists those that differ",
     )
-    parser.add_argument("--data-args-path", metavar="FILE", help="a file with what --data-path takes, a weight and a prefix a line")
+    parser.add_argument("--data-args-path", metavar="FILE", help="file with the arguments of --data-path, a weight and a prefix per line")
     return parser
 
 
@@ -274,7 +274,7 @@ def _add_flag(group: Any, setting: Field, hint: Any, default: Any) -> None:
         shown.append(f"default: {default}")
     options: dict[str, Any] = {"help": (f"{text} ({', '.join(shown)})" if shown else text).replace("%", "%%")}
     if kind is bool:
-        # A flag that a preset turns on needs --no-X to turn it off; for all others, --no-X would only double the help.
+        # A flag that a preset turns on needs --no-X to turn it off; for all others, --no-X would only double the length of the help.
         group.add_argument(
             flag(setting.name), action=argparse.BooleanOptionalAction if default else "store_true", default=default, **options
         )

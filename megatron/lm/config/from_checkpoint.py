@@ -12,7 +12,7 @@ from megatron.lm.config.model import ModelConfig
 from megatron.lm.config.outputs import CheckpointConfig
 from megatron.lm.config.schema import flag
 
-Saved = Mapping[str, Mapping[str, Any]]  # section -> setting -> value, as `checkpoint.json` has them
+Saved = Mapping[str, Mapping[str, Any]]  # section -> setting -> value, as in `checkpoint.json`
 
 # Flags that the command line may set differently, as in Megatron-LM.
 _GIVEN_FIRST = {
@@ -29,7 +29,7 @@ class TakenFlags:
     """Settings of a checkpoint.
 
     Attributes:
-        settings: by field name; they are the defaults of a start.
+        settings: by field name, used as defaults.
         line: for the log.
     """
 
@@ -48,7 +48,9 @@ class TakenFlags:
 def taken(checkpoint: CheckpointConfig, saved: Saved | None) -> TakenFlags:
     """Return what `--use-checkpoint-args` takes from the `saved` settings; `saved` is None if there is no checkpoint yet."""
     if saved is None:
-        return TakenFlags(line=f"--use-checkpoint-args: --load {checkpoint.load} holds no checkpoint, so the flags are those given")
+        return TakenFlags(
+            line=f"--use-checkpoint-args: --load {checkpoint.load} contains no checkpoint, so the flags on the command line apply"
+        )
     left_out = _LEFT_OUT | ({"vocab_size"} if checkpoint.no_use_tokenizer_model_from_checkpoint_args else set())
     wanted = {"model": [f.name for f in fields(ModelConfig) if f.name not in left_out]}
     if not checkpoint.no_use_tokenizer_model_from_checkpoint_args:

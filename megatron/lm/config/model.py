@@ -21,8 +21,8 @@ class ModelConfig:
     group_query_attention: bool = setting("share key and value heads between query heads (GQA)", False)
     num_query_groups: int | None = setting("key and value heads with --group-query-attention; derived: 1", None, legal=SIZE)
     kv_channels: int | None = setting("width of one head; derived: hidden size / heads", None, legal=SIZE)
-    max_position_embeddings: int | None = setting("longest sequence the positions reach; derived: seq length", None, legal=SIZE)
-    vocab_size: int | None = setting("vocabulary of NullTokenizer; other tokenizers bring their own", None, legal=COUNT)
+    max_position_embeddings: int | None = setting("longest sequence that the positions support; derived: seq length", None, legal=SIZE)
+    vocab_size: int | None = setting("vocabulary size of NullTokenizer; other tokenizers have their own", None, legal=COUNT)
     make_vocab_size_divisible_by: int = setting("pad the vocabulary to a multiple of this x tensor-parallel size", 128, legal=SIZE)
     normalization: str = setting("norm layers", "LayerNorm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting("epsilon of the norm layers", 1e-5, legal=POSITIVE)
@@ -31,10 +31,10 @@ class ModelConfig:
     disable_bias_linear: bool = setting("linear layers without bias", False)
     add_qkv_bias: bool = setting("a bias in the QKV layer, even with --disable-bias-linear (Qwen2)", False)
     qk_layernorm: bool = setting(
-        "normalise queries and keys, each head by itself, before the rotary embedding (Qwen3); such layers are not fused", False
+        "normalize the queries and keys of each head before the rotary embedding (Qwen3); such layers are not fused", False
     )
     position_embedding_type: str = setting(
-        "how the model encodes positions; none: by causal attention alone", "rope", choices=("rope", "learned_absolute", "none")
+        "how the model encodes positions; none: only by causal attention", "rope", choices=("rope", "learned_absolute", "none")
     )
     rotary_base: float = setting("base of the rotary embedding's wavelengths", 10000.0, legal=POSITIVE)
     rotary_percent: float = setting("share of a head's width that is rotated", 1.0, legal=Interval(0, 1, low_open=True))
@@ -45,10 +45,10 @@ class ModelConfig:
     )
     use_rope_scaling: bool = setting("lengthen the rotary embedding's long wavelengths as Llama 3.1 does beyond 8,192 tokens", False)
     rope_scaling_factor: float = setting("factor of --use-rope-scaling for the longest wavelengths", 8.0, legal=Interval(1, 1e6))
-    untie_embeddings_and_output_weights: bool = setting("give the LM head a weight of its own", False)
+    untie_embeddings_and_output_weights: bool = setting("give the LM head its own weight", False)
     objective: str = setting(
-        "what is predicted: the next token, by attention to those before it (GPT), or tokens that are masked, by attention to both sides "
-        "(BERT, as RoBERTa trains it)",
+        "what the model predicts: the next token, with causal attention (GPT), or masked tokens, with bidirectional attention (BERT, as "
+        "RoBERTa trains it)",
         "causal-lm",
         choices=("causal-lm", "masked-lm"),
     )
@@ -56,7 +56,7 @@ class ModelConfig:
     hidden_dropout: float = setting("dropout on the residual stream", 0.0, legal=PROBABILITY)
     attention_dropout: float = setting("dropout on the attention weights", 0.0, legal=PROBABILITY)
     attention_backend: str = setting(
-        "kernel of the attention core; auto takes cuDNN, then flash on a GPU; both are torch's own", "auto", choices=ATTENTION_BACKENDS
+        "kernel of the attention core; on a GPU auto tries cuDNN, then flash; both come with PyTorch", "auto", choices=ATTENTION_BACKENDS
     )
 
     @property

@@ -43,20 +43,20 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
     sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)
     tp_wire: str = setting(
-        "how the sum of a row-parallel layer's output travels at O3 with tensor parallelism: in BF16, or as FP8 that each process adds "
-        "up in FP32",
+        "format of the reduction of a row-parallel layer's output at O3 with tensor parallelism: BF16, or FP8 that each process sums in "
+        "FP32",
         "bf16",
         choices=TP_WIRES,
     )
     tp_saved_input: str = setting(
-        "what a column-parallel layer keeps of its gathered FP8 input for backward at O3 with --sequence-parallel: its own shard, "
+        "what a column-parallel layer keeps of its gathered FP8 input for backward at O3 with --sequence-parallel: its own shard, which is "
         "gathered again in backward, or all of it",
         "shard",
         choices=TP_SAVED_INPUTS,
     )
     tp_transport: str = setting(
-        "what carries activations between tensor-parallel processes at O3: NCCL, copies between the GPUs of one host, or auto: the faster "
-        "of both, tested and measured at the start. With --deterministic auto means copies where they are possible",
+        "transport of activations between tensor-parallel processes at O3: NCCL, copies between the GPUs of one host, or auto, the faster "
+        "of the two, tested and measured at the start; with --deterministic, auto means copies where they are possible",
         "auto",
         choices=TP_TRANSPORTS,
     )
@@ -85,7 +85,7 @@ class CommunicationConfig:
         choices=grad_scalings,
     )
     mu_rule: str | None = setting(
-        "how mu of --grad-scaling auto falls when gradients saturate: by half, or at once to 1/2 as in the paper; derived: halve",
+        "how mu of --grad-scaling auto decreases when gradients saturate: by half, or at once to 1/2 as in the paper; derived: halve",
         None,
         choices=mu_rules,
     )
@@ -104,7 +104,7 @@ class CommunicationConfig:
 
     @property
     def gradient_scaling(self) -> str | None:
-        """One of the exchange's scalings; None if it has none, because it cannot overflow."""
+        """One of the exchange's scalings; None if the exchange has none, because it cannot overflow."""
         return self.grad_scaling or next(iter(self.exchange.scalings), None)
 
     @property

@@ -72,28 +72,28 @@ class RecipeConfig:
     """Name of the recipe, and the loss scale of FP16."""
 
     precision: str | None = setting(
-        "recipe: bf16 has FP32 masters, bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
-        "E4M3), coat has FP8 GEMMs, moments and saved activations, O1 to O3 are FP8-LM's levels, te-* are bf16 with Transformer Engine's "
-        "layers where it is installed (te-bf16, or FP8 with delayed, current or block scaling), and others may be registered; without it "
-        "and without --opt-level: bf16",
+        "recipe: bf16 has FP32 masters; bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
+        "E4M3); coat has FP8 GEMMs, moments and saved activations; O1 to O3 are FP8-LM's levels; te-* are bf16 with Transformer Engine's "
+        "layers if it is installed (te-bf16, or FP8 with delayed, current or block scaling); further recipes can be registered; derived: "
+        "--opt-level, else bf16",
         None,
         choices=recipe_names,
     )
-    opt_level: str | None = setting("how far FP8 reaches (O0 is bf16)", None, choices=OPT_LEVELS)
+    opt_level: str | None = setting("FP8-LM's level, which sets how much of the training is in FP8 (O0 is bf16)", None, choices=OPT_LEVELS)
     bf16: bool = setting("the same as --precision bf16", False)
     fp16: bool = setting("the same as --precision fp16-amp: FP16 with FP32 masters and a loss scale", False)
     loss_scale: float | None = setting("a constant loss scale for fp16-amp; derived: a dynamic one", None, legal=POSITIVE)
     initial_loss_scale: float = setting(
-        "where the dynamic loss scale of fp16-amp starts; Megatron-LM: 2^32",
+        "initial dynamic loss scale of fp16-amp; Megatron-LM: 2^32",
         2.0**16,
         legal=Interval(0, 2.0**32, low_open=True),
     )
-    min_loss_scale: float = setting("least dynamic loss scale; below it the run stops", 1.0, legal=POSITIVE)
+    min_loss_scale: float = setting("smallest dynamic loss scale; the run stops below it", 1.0, legal=POSITIVE)
     loss_scale_window: int = setting(
         "steps without overflow after which the dynamic loss scale doubles; Megatron-LM: 1000", 2000, legal=COUNT
     )
     hysteresis: int = setting(
-        "overflows since the last doubling that halve the dynamic loss scale; earlier ones only skip their step",
+        "overflows since the last doubling after which the dynamic loss scale is halved; earlier ones only skip their step",
         2,
         legal=COUNT,
     )
@@ -104,43 +104,44 @@ class PrecisionConfig(RecipeConfig):
     """The recipe, and variations of its casts and formats (FP8-LM, table 6)."""
 
     fp8_recipe: str | None = setting(
-        "how the operands of FP8 GEMMs are scaled: tensors by the amaxes of past steps (delayed) or by their own (tensorwise), blocks of "
-        "128 by FP32 scales as in DeepSeek-V3 or by powers of two, or of 32 by shared exponents (mxfp8); derived: as in the checkpoint "
-        "that is resumed, else the recipe's own, delayed at O1 to O3 and tensorwise with coat",
+        "scaling of the operands of FP8 GEMMs: per tensor, by the amaxes of past steps (delayed) or the current one (tensorwise), per "
+        "block of 128, with FP32 scales as in DeepSeek-V3 or powers of two, or per block of 32 with shared exponents (mxfp8); derived: the "
+        "resumed checkpoint's, else the recipe's own: delayed at O1 to O3 and tensorwise with coat",
         None,
         choices=gemm_names,
     )
     fp8_amax_history_len: int | None = setting(
-        "past steps of which delayed scaling takes amaxes; derived: the checkpoint's, else 16; Megatron-LM: 1",
+        "length of delayed scaling's amax history in steps; derived: the checkpoint's, else 16; Megatron-LM: 1",
         None,
         legal=Interval(1, 2**16),
     )
     fp8_amax_compute_algo: str | None = setting(
-        "amax of the history that delayed scaling takes: largest or last; derived: the checkpoint's, else max; Megatron-LM: most_recent",
+        "which amax of the history delayed scaling uses, the largest or the last; derived: the checkpoint's, else max; Megatron-LM: "
+        "most_recent",
         None,
         choices=amax_algorithms,
     )
     fp8_margin: int | None = setting(
-        "headroom that delayed scaling leaves for amaxes that grow: its scales are divided by 2^margin; derived: the checkpoint's, else 0",
+        "headroom of delayed scaling for growing amaxes: its scales are divided by 2^margin; derived: the checkpoint's, else 0",
         None,
         legal=Interval(0, 16),
     )
     fp8_fast_accumulation: str = setting(
-        "which FP8 products of linear layers with one scale a tensor may add up in the tensor cores alone, at some 14 bits: the output, or "
-        "all, the gradients too; the emulation on a CPU adds up in full either way",
+        "which FP8 GEMMs of linear layers with per-tensor scales may accumulate entirely in the tensor cores, with about 14 bits: the "
+        "output, or all, including the gradients; the emulation on a CPU always accumulates in full precision",
         "output",
         choices=FAST_ACCUMULATIONS,
     )
     fp8_min_gain: float = setting(
-        "least measured gain of a linear layer, time in BF16 over time in FP8 on this GPU; a layer below it stays BF16 at O1 to "
-        "O3 and with coat; 0: all are FP8, nothing is measured. No effect at other precisions, so that one line of flags serves all",
+        "smallest measured gain of a linear layer, BF16 time / FP8 time on this GPU; layers below it stay in BF16 at O1 to O3 and with "
+        "coat; 0: all are FP8 and nothing is measured; no effect at other precisions, so that the same flags work for all",
         1.0,
         legal=NON_NEGATIVE,
     )
-    fp8_gain_cache: str | None = setting("JSON file of the gains measured so far; derived: in the user's cache folder", None)
+    fp8_gain_cache: str | None = setting("JSON file with the gains measured so far; derived: in the user's cache folder", None)
     bf16_linears: tuple[str, ...] | None = setting(
-        "which linear layers of a transformer layer stay BF16 at O1 to O3 and with coat; derived: the choice of the checkpoint that is "
-        "resumed, else by --fp8-min-gain",
+        "linear layers of a transformer layer that stay in BF16 at O1 to O3 and with coat; derived: the resumed checkpoint's choice, else "
+        "by --fp8-min-gain",
         None,
         choices=LINEARS,
     )
@@ -150,65 +151,70 @@ class PrecisionConfig(RecipeConfig):
     num_layers_at_start_in_bf16: int = setting("first layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
     num_layers_at_end_in_bf16: int = setting("last layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
     output_layer_precision: str = setting(
-        "the LM head's products for the training loss: in the compute dtype, or at O1 to O3 and with coat in FP8 with scales just in time, "
-        "with fp8 the one that makes the logits, with fp8-all its two gradients too; logits that are handed out stay in the compute dtype",
+        "precision of the LM head's GEMMs for the training loss: the compute dtype, or at O1 to O3 and with coat FP8 with just-in-time "
+        "scales, fp8 for the logits, fp8-all for their two gradients too; returned logits stay in the compute dtype",
         "bf16",
         choices=output_layer_precisions,
     )
     attention_precision: str = setting(
-        "the core of the attention: in the compute dtype, or at O1 to O3 and with coat in FP8 with delayed scales, by cuDNN's kernels on "
-        "Hopper (heads of 128 channels) and later (extra `cudnn`), by their definition in plain torch on a CPU; generation keeps the "
+        "precision of the attention core: the compute dtype, or at O1 to O3 and with coat FP8 with delayed scales, with cuDNN's kernels on "
+        "Hopper (heads of 128 channels) and later (extra `cudnn`), or their definition in plain torch on a CPU; generation uses the "
         "compute dtype",
         "bf16",
         choices=ATTENTION_PRECISIONS,
     )
-    master_format: str | None = setting("master weight where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
-    grad_format: str | None = setting("weight gradient where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS)
+    master_format: str | None = setting(
+        "format of master weights where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS
+    )
+    grad_format: str | None = setting(
+        "format of weight gradients where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS
+    )
     optimizer_state: str | None = setting(
-        "both moments of matrices, wherever the update is FP32 arithmetic; coat is coat-e4m3: COAT's FP8 with a maximum and an "
-        "exponent for each 128 of a row; derived: the level's own",
+        "format of both moments of matrices, wherever the update is FP32 arithmetic; coat is coat-e4m3: COAT's FP8 with a maximum and an "
+        "exponent per 128 elements of a row; derived: the level's own",
         None,
         choices=tuple(OPTIMIZER_STATES),
     )
     exp_avg_format: str | None = setting(
-        "first moment where linear layers are FP8, COAT's wherever the update is FP32 arithmetic; derived: by --optimizer-state, else the "
-        "level's own",
+        "format of the first moment where linear layers are FP8, or COAT's wherever the update is FP32 arithmetic; derived: by "
+        "--optimizer-state, else the level's own",
         None,
         choices=(*STATE_FORMATS, *COAT_FORMATS),
     )
     exp_avg_sq_format: str | None = setting(
-        "second moment where linear layers are FP8, COAT's wherever the update is FP32 arithmetic; derived: by --optimizer-state, else the "
-        "level's own",
+        "format of the second moment where linear layers are FP8, or COAT's wherever the update is FP32 arithmetic; derived: by "
+        "--optimizer-state, else the level's own",
         None,
         choices=(*STATE_FORMATS, *COAT_FORMATS),
     )
     master_rounding: str | None = setting(
-        "how masters narrower than FP32 are stored: to nearest, which loses updates below half a code for good, or stochastically, by "
-        "seeded thresholds, so that they arrive in the mean; derived: as in the checkpoint that is resumed, else the recipe's own",
+        "rounding of masters narrower than FP32: nearest, which loses updates below half the distance to the next value, or stochastic "
+        "with seeded thresholds, which applies them on average; derived: the resumed checkpoint's, else the recipe's own",
         None,
         choices=roundings,
     )
     moment_rounding: str | None = setting(
-        "how moments narrower than FP32 are stored, but for COAT's; stochastic leaves the second moment nearest where that keeps it within "
-        "2 %, as FP16 at --adam-beta2 0.95; derived: as in the checkpoint that is resumed, else the recipe's own",
+        "rounding of moments narrower than FP32, except COAT's; stochastic still rounds the second moment to nearest where that keeps it "
+        "within 2 %, as in FP16 at --adam-beta2 0.95; derived: the resumed checkpoint's, else the recipe's own",
         None,
         choices=roundings,
     )
     save_activations: str | None = setting(
-        "how the inputs of norms, GELU and SwiGLU are kept for backward: in the compute dtype, or in E4M3 with a scale for every 16 "
-        "channels (COAT); derived: compute, with --precision coat coat",
+        "format in which the inputs of norms, GELU and SwiGLU are saved for backward: the compute dtype, or E4M3 with a scale per 16 "
+        "channels (COAT); derived: compute, or coat with --precision coat",
         None,
         choices=ACTIVATIONS_SAVED,
     )
     grad_accum_dtype: str | None = setting(
-        "format of the sum over the micro-batches of a step; fp8-sr rounds stochastically; derived: bf16 where the weight gradients "
-        "are FP8, with Collage's options and with coat's own gradients, else fp32",
+        "format in which gradients accumulate over the micro-batches of a step; fp8-sr rounds stochastically; derived: bf16 where the "
+        "weight gradients are FP8, with Collage's options and with coat's own gradients, else fp32",
         None,
         choices=GRAD_ACCUM_DTYPES,
     )
     grad_accum_on: str = setting(
-        "where the micro-batches of a step add up: on each rank, for the whole model; or each leaves at once, and the owner of a row adds "
-        "up in FP32: 4 bytes a parameter over all ranks together, and as many times the bytes on the wire as there are micro-batches",
+        "where gradients accumulate over the micro-batches of a step: on each rank, for the whole model; or on the owner of each row, in "
+        "FP32, to which every micro-batch sends its gradients: 4 bytes per parameter over all ranks together, and as many times the "
+        "communication as there are micro-batches",
         "rank",
         choices=GRAD_ACCUM_PLACES,
     )
@@ -257,7 +263,7 @@ class PrecisionConfig(RecipeConfig):
 
     @property
     def name(self) -> str:
-        """Name of the recipe. ValueError as `named`."""
+        """Name of the recipe. ValueError as for `named`."""
         return self.named.name
 
     @property
@@ -272,7 +278,7 @@ class PrecisionConfig(RecipeConfig):
 
 
 def recipe_by_name(name: str) -> Recipe:
-    """Return the recipe of `--precision`.
+    """Return the recipe with this name, as in `--precision`.
 
     Raises:
         ValueError: an unknown name.
@@ -371,19 +377,19 @@ def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None
     """
     if saved is None or precision.named.gemm is None or precision.named.gemm != saved.named.gemm:
         return precision
-    then = {"fp8_recipe": gemm_name(saved)} | {name: rule_setting(saved, name) for name in RULE_SETTINGS}
-    given = {name: getattr(precision, name) for name in then if getattr(precision, name) is not None}
+    stored = {"fp8_recipe": gemm_name(saved)} | {name: rule_setting(saved, name) for name in RULE_SETTINGS}
+    given = {name: getattr(precision, name) for name in stored if getattr(precision, name) is not None}
     differing = [
-        f"{flag(name)} {value} (saved: {'none' if then[name] is None else then[name]})"
+        f"{flag(name)} {value} (saved: {'none' if stored[name] is None else stored[name]})"
         for name, value in given.items()
-        if value != then[name]
+        if value != stored[name]
     ]
     if differing:
         raise ValueError(
-            f"the checkpoint scales the operands of its GEMMs otherwise: {'; '.join(differing)}. Drop the flag to go on as the saved run "
-            "did, or add --finetune to start anew from its weights"
+            f"the checkpoint scales the operands of its GEMMs differently: {'; '.join(differing)}. Drop the flag to keep the saved "
+            "scaling, or add --finetune to start a new run from the weights"
         )
-    return replace(precision, **{name: getattr(saved, name) for name in then if name not in given})
+    return replace(precision, **{name: getattr(saved, name) for name in stored if name not in given})
 
 
 def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:

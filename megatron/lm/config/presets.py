@@ -100,7 +100,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 GPT2_VOCABULARY = 50257
-# Rows of the embedding, as published; not a setting, since the tokenizer brings its own. The other sizes have GPT-2's.
+# Rows of the embedding, as published; not a setting, since the tokenizer determines it. The other sizes use GPT-2's.
 VOCABULARIES: Mapping[str, int] = MappingProxyType({"llama2-7b": 32000, "llama3-8b": 128256, "llama3-70b": 128256, "qwen3-8b": 151936})
 
 

@@ -1,8 +1,8 @@
-"""The schedule of a checkpoint against that of the run that resumes it: the same, refused, or taken over, as Megatron-LM does it.
+"""Compare the schedule of a checkpoint with that of the run that resumes it, as Megatron-LM does.
 
-A resume continues the learning rate and the weight decay of the run before. Where its flags make another schedule (a longer `--train-iters`
-without `--lr-decay-iters` is the usual case), it is refused unless `--override-opt-param-scheduler` takes the new one from here on, or
-`--use-checkpoint-opt-param-scheduler` keeps the old one.
+A resume continues the learning rate and the weight decay of the saved run. If its flags define another schedule (a longer `--train-iters`
+without `--lr-decay-iters` is the usual case), it is refused unless `--override-opt-param-scheduler` uses the new one from here on, or
+`--use-checkpoint-opt-param-scheduler` keeps the saved one.
 """
 
 import math
@@ -14,7 +14,7 @@ from megatron.lm.config.rules.training import schedule
 from megatron.lm.config.schema import flag
 from megatron.lm.config.whole import Config
 
-# What a schedule has beside its length: the settings that mean the same in every run.
+# Settings of a schedule other than its length: they mean the same in every run.
 _SHAPE = ("lr", "min_lr", "lr_decay_style", "lr_wsd_decay_style", "weight_decay", "decoupled_lr", "decoupled_min_lr")
 _LENGTHS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_warmup_init")
 
@@ -33,7 +33,7 @@ def differing_schedule(config: Config, saved: Config) -> list[str]:
     differing = [f"{name} {now.get(name)} (saved: {then.get(name)})" for name in now | then if not _same(now.get(name), then.get(name))]
     if differing:
         differing[-1] += (
-            " (or give --override-opt-param-scheduler to take these, --use-checkpoint-opt-param-scheduler to take the saved ones)"
+            " (or give --override-opt-param-scheduler to use these, --use-checkpoint-opt-param-scheduler to use the saved ones)"
         )
     return differing
 
@@ -54,19 +54,19 @@ def take_schedule(config: Config, saved: Config | None) -> Config:
     unit = "samples" if steps.in_samples else "iters"
     if steps.in_samples != (config.training.train_samples is not None):
         raise ValueError(
-            f"--use-checkpoint-opt-param-scheduler: the checkpoint counts its schedule by --train-{unit}, and this run does not: give "
+            f"--use-checkpoint-opt-param-scheduler: the checkpoint's schedule counts --train-{unit}, and this run's does not: give "
             f"--train-{unit}, or --override-opt-param-scheduler"
         )
     taken: dict[str, Any] = {name: getattr(saved.optimizer, name) for name in (*_SHAPE, *_LENGTHS)}
     taken[f"lr_decay_{unit}"] = steps.decay
-    found = replace(config, optimizer=replace(config.optimizer, **taken))
-    problems = list(single_values(found.optimizer)) or list(schedule(found, 1))
+    resumed = replace(config, optimizer=replace(config.optimizer, **taken))
+    problems = list(single_values(resumed.optimizer)) or list(schedule(resumed, 1))
     if problems:
         raise ValueError(
             f"--use-checkpoint-opt-param-scheduler: the checkpoint's schedule is invalid for this run: {'; '.join(problems)}. Give "
-            "--override-opt-param-scheduler with a schedule of this run's own"
+            "--override-opt-param-scheduler and a schedule of its own"
         )
-    return found
+    return resumed
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -24,13 +24,13 @@ DENSE = {
     "llama3.1-8b": set(),
     "qwen3-8b": set(),
 }
-EXPERTS = "mixture of experts is not built here yet: drop the flags of experts, for a dense model, or train the MoE with Megatron-LM"
-LATENT = "multi-latent attention is not built here: use multi-head or grouped-query attention (--group-query-attention)"
-VARIANT = "this variant of a layer is not built here: drop it, or use Megatron-LM"
-GPT_OR_BERT = "this trainer builds GPT, and BERT as RoBERTa trains it (--objective masked-lm): use Megatron-LM for this model"
-PAIRS = "sentence pairs of BERT are not built here: use HuggingFaceTokenizer with --objective masked-lm"
-LAYERS = "the layers here are fixed by the precision: write a recipe, or use Megatron-LM"
-RLHF = "this command pre-trains: examples/rlhf has DPO and PPO"
+EXPERTS = "mixture of experts is not supported yet: drop the expert flags to train a dense model, or train the MoE with Megatron-LM"
+LATENT = "multi-latent attention is not supported: use multi-head or grouped-query attention (--group-query-attention)"
+VARIANT = "this variant of a layer is not supported: drop it, or use Megatron-LM"
+GPT_OR_BERT = "this trainer builds only GPT, and BERT as RoBERTa trains it (--objective masked-lm): use Megatron-LM for this model"
+PAIRS = "BERT's sentence pairs are not supported: use HuggingFaceTokenizer with --objective masked-lm"
+LAYERS = "the precision determines the layers here: write a recipe, or use Megatron-LM"
+RLHF = "this command only pre-trains: use examples/rlhf for DPO and PPO"
 ROUTING = {
     "--moe-token-dispatcher-type alltoall": EXPERTS,
     "--moe-router-load-balancing-type aux_loss": EXPERTS,
@@ -40,14 +40,14 @@ ROUTING = {
 OTHERS = {
     "t5-220m": {
         "--decoder-num-layers 12": GPT_OR_BERT,
-        "--decoder-seq-length 128": "GPT has one sequence: give --seq-length alone",
+        "--decoder-seq-length 128": "GPT has a single sequence length: give only --seq-length",
         "--vocab-extra-ids 100": GPT_OR_BERT,
         "--tokenizer-type BertWordPieceCase": PAIRS,
     },
     "llama3.1-8b-rl": {
         "--grpo-group-size 16": RLHF,
-        "--inference-max-seq-length 4096": "this command trains: use `python -m megatron.lm.tools.generate`",
-        "--pretrained-checkpoint RUN": "name the checkpoint by --load, with --finetune",
+        "--inference-max-seq-length 4096": "this command only trains: use `python -m megatron.lm.tools.generate`",
+        "--pretrained-checkpoint RUN": "give the checkpoint with --load and --finetune",
         "--rl-use-sequence-packing": RLHF,
     },
     "mixtral-8x7b": {
@@ -62,7 +62,7 @@ OTHERS = {
         "--moe-ffn-hidden-size 2880": EXPERTS,
         "--moe-router-dtype fp32": EXPERTS,
         "--moe-router-topk 4": EXPERTS,
-        "--padded-vocab-size 201088": "the embedding has the tokenizer's tokens: give --make-vocab-size-divisible-by",
+        "--padded-vocab-size 201088": "the embedding's size follows from the tokenizer's vocabulary: give --make-vocab-size-divisible-by",
         "--glu-linear-offset 1.0": VARIANT,
         "--softmax-type learnable": VARIANT,
         "--window-attn-skip-freq 2": VARIANT,
@@ -93,13 +93,13 @@ OTHERS = {
     }
     | ROUTING,
     "mamba-8b": {
-        "--hybrid-layer-pattern M-M*M-": "this trainer builds GPT alone, and no Mamba or linear attention: drop it, or use Megatron-LM",
+        "--hybrid-layer-pattern M-M*M-": "Mamba and linear attention are not supported: drop it, or use Megatron-LM",
         "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": LAYERS,
     },
 }
 # Flags in these scripts that are refused beside the model, until their feature is built.
 PENDING = {"--quick-geglu"} | DENSE["llama3-8b-fp8"]
-CONTEXT = "context parallelism is not built here yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
+CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
 PROCESSES = {"gpt3-175b": 1024, "bert-340m": 1024, "llama3-8b-fp8": 8, "llama3.1-8b": 8, "qwen3-8b": 8}
 TOY = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --kv-channels 16 --seq-length 32 "

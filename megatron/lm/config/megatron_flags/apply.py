@@ -63,7 +63,7 @@ def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any]
         elif verdict.treatment == REFUSED:
             problems.append(f"{used}: {verdict.says}" if verdict.says else f"unknown flag {used.flag}{_hint(used.flag, known)}")
         elif takes is not None and len(used.words) < takes:
-            problems.append(f"{used} lacks its value: give {takes}")
+            problems.append(f"{used} is missing a value: give {takes}")
         elif verdict.treatment == DROPPED:
             dropped.setdefault(verdict.says, []).append(str(used))
         else:

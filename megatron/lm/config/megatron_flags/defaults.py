@@ -98,7 +98,7 @@ def differing(given: Given) -> tuple[Default, ...]:
 def described(defaults: tuple[Default, ...]) -> str:
     """Return a log line with each default, Megatron-LM's and the trainer's."""
     listed = ", ".join(f"{default.what} {default.megatron} -> {default.ours}" for default in defaults)
-    return f"defaults, Megatron-LM's -> here (--megatron-defaults takes its own): {listed}"
+    return f"defaults that differ, Megatron-LM -> here (--megatron-defaults uses Megatron-LM's): {listed}"
 
 
 def megatron_settings(defaults: tuple[Default, ...]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Megatron-LM's flags of FP8 and of the formats of optimizer states, as the level and the formats that they mean.
+"""Translate Megatron-LM's flags for FP8 and for optimizer-state formats to a level and its formats.
 
 `--bf16 --fp8-format hybrid` computes linear layers in FP8, from BF16 weights with FP32 masters, gradients and moments. Here that is O1 with
-FP32 formats, whose stored weight is FP16; and with `--fp8-param-gather`, which keeps and gathers FP8 weights, O3 with FP32 formats. A
-format that another flag gives is left to it. Without FP8 GEMMs moments in FP8 are COAT's, which go with every recipe of AdamW.
+FP32 formats, whose stored weight is FP16. With `--fp8-param-gather`, which stores and gathers FP8 weights, it is O3 with FP32 formats.
+Formats that other flags give take precedence. Without FP8 GEMMs, FP8 moments use COAT's format, which every recipe of AdamW supports.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,16 +32,16 @@ STATES = {
 
 
 def asks_for_fp8(given: Given) -> bool:
-    """Whether Megatron-LM would compute in FP8 with these flags."""
+    """Return whether Megatron-LM would compute in FP8 with these flags."""
     return any(flag in given.flags for flag in FP8_FLAGS)
 
 
 def _level(given: Given) -> "Recipe | None":
-    """The recipe with FP8 GEMMs that the trainer's own flags name."""
+    """Return the recipe that the trainer's own flags name; None if it has no FP8 GEMMs or is unknown."""
     named = given.value("--opt-level") or given.value("--precision")
     try:
         recipe = None if named is None else recipe_by_name(named)
-    except ValueError:  # which argparse or `check` reports
+    except ValueError:  # argparse or `check` reports it
         return None
     return recipe if recipe is not None and recipe.fp8 else None
 
@@ -51,15 +51,17 @@ def _fp8_format(given: Given, values: Values) -> Verdict | None:
     if kind not in ("hybrid", "e4m3"):
         return Verdict(REFUSED, "give hybrid or e4m3")
     if kind == "e4m3" and recipe not in BLOCKS:
-        fix = "use hybrid, or --fp8-recipe blockwise, which is E4M3 alone"
+        fix = "use hybrid, or --fp8-recipe blockwise, which uses only E4M3"
         return Verdict(REFUSED, f"gradients are E5M2 with --fp8-recipe {recipe}: {fix}")
     if kind == "hybrid" and recipe in BLOCKS:
-        return Verdict(REFUSED, f"--fp8-recipe {recipe} is E4M3 alone: use --fp8-format e4m3")
+        return Verdict(REFUSED, f"--fp8-recipe {recipe} uses only E4M3: use --fp8-format e4m3")
     level = _level(given)
     if level is not None:
-        return Verdict(DROPPED, f"it is what {level.name} computes in")
+        return Verdict(DROPPED, f"{level.name} already computes in it")
     if "--fp16" in given.flags or "--precision" in given.flags or "--opt-level" in given.flags:
-        return Verdict(REFUSED, "it contradicts the precision that another flag names: give --bf16, or --opt-level O1, O2 or O3 alone")
+        return Verdict(
+            REFUSED, "it contradicts the precision that another flag selects: give it with --bf16, or give only --opt-level O1, O2 or O3"
+        )
     gathers = any(flag in given.flags for flag in GATHER)
     words = ["--opt-level", "O3" if gathers else "O1"]
     for theirs, ours in STATES.items():
@@ -71,24 +73,24 @@ def _fp8_format(given: Given, values: Values) -> Verdict | None:
 
 def _bf16(given: Given, values: Values) -> Verdict | None:
     if asks_for_fp8(given) and _level(given) is None:
-        return Verdict(DROPPED, "the level of --fp8-format computes what is not FP8 in BF16")
+        return Verdict(DROPPED, "the level that --fp8-format selects computes everything else in BF16")
     return None
 
 
 def _fp8_param_gather(given: Given, values: Values) -> Verdict | None:
     if asks_for_fp8(given) and _level(given) is None:
-        return Verdict(DROPPED, "the level of --fp8-format is O3 for it, whose weights are FP8")
+        return Verdict(DROPPED, "with it, --fp8-format selects O3, whose weights are FP8")
     level = _level(given)
     if level is None:
         return None
     if level.weight.bytes == 1:
-        return Verdict(DROPPED, f"{level.name} keeps and gathers FP8 weights")
-    return Verdict(REFUSED, f"weights are FP8 at O3 and not at {level.name}: use --opt-level O3, or drop it")
+        return Verdict(DROPPED, f"{level.name} already stores and gathers FP8 weights")
+    return Verdict(REFUSED, f"weights are FP8 at O3, not at {level.name}: use --opt-level O3, or drop it")
 
 
 def _grad_reduce_in_bf16(given: Given, values: Values) -> Verdict | None:
     if asks_for_fp8(given) and _level(given) is None:
-        return Verdict(DROPPED, "the level of --fp8-format has --grad-format bf16 for it")
+        return Verdict(DROPPED, "with it, --fp8-format selects --grad-format bf16")
     return None
 
 
@@ -100,7 +102,7 @@ def _state(flag: str) -> Callable[[Given, Values], Verdict | None]:
         if asks_for_fp8(given) or _level(given) is not None:
             return Verdict(TRANSLATED, "", (STATES[flag], fmt))
         if fmt == "fp32":
-            return Verdict(DROPPED, "states are FP32 unless the precision says otherwise")
+            return Verdict(DROPPED, "states are FP32 unless the recipe has other formats")
         if fmt == FP8 and flag in MOMENTS:
             return Verdict(TRANSLATED, "", (STATES[flag], "coat-e4m3"))
         return None

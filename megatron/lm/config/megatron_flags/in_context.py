@@ -1,4 +1,4 @@
-"""Flags whose meaning depends on other flags of the command line, as Megatron-LM's own checks of its arguments have it."""
+"""Flags whose meaning depends on other flags of the command line, as in Megatron-LM's own checks of its arguments."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ class Given:
     """A command line by flag.
 
     Attributes:
-        flags: flag with hyphens -> its values, where it was written last.
-        preset: the settings below them, by field name.
+        flags: flag with hyphens -> its values, from its last occurrence.
+        preset: defaults of absent flags, by field name.
     """
 
     flags: Mapping[str, Values]
@@ -27,21 +27,21 @@ class Given:
         return flag in self.flags or bool(self.preset.get(setting_of(flag)))
 
     def value(self, flag: str) -> str | None:
-        """The first value of a flag, or the preset's; None without both."""
+        """Return the first value of a flag, or the preset's; None if both are absent."""
         if flag in self.flags:
             return self.flags[flag][0] if self.flags[flag] else None
         value = self.preset.get(setting_of(flag))
         return None if value is None else str(value)
 
     def count(self, flag: str) -> int | None:
-        """A whole number; None where it is absent or no number."""
+        """Return the value as a whole number; None if it is absent or not a whole number."""
         value = self.value(flag)
         return int(value) if value is not None and value.isdecimal() else None
 
 
 def _sequence_parallel(given: Given, values: Values) -> Verdict | None:
     if given.count("--tensor-model-parallel-size") in (None, 1) and "--model-parallel-size" not in given:
-        return Verdict(DROPPED, "it splits between tensor-parallel processes, and there is one")
+        return Verdict(DROPPED, "it splits sequences between tensor-parallel processes, and there is only one")
     return None
 
 
@@ -64,19 +64,19 @@ def _vocab_size(given: Given, values: Values) -> Verdict | None:
     kind = given.value("--tokenizer-type")
     if kind in (None, "NullTokenizer", "TikTokenizer"):
         return None
-    return Verdict(DROPPED, f"the vocabulary is that of --tokenizer-type {kind}")
+    return Verdict(DROPPED, f"the vocabulary comes from --tokenizer-type {kind}")
 
 
 def _tiktoken(given: Given, values: Values) -> Verdict | None:
     chosen = given.value("--tokenizer-type") == "TikTokenizer"
-    return None if chosen else Verdict(DROPPED, "it belongs to TikTokenizer, which is not chosen")
+    return None if chosen else Verdict(DROPPED, "it applies only to TikTokenizer, which is not selected")
 
 
 def _legacy_tokenizer(given: Given, values: Values) -> Verdict | None:
     kind = given.value("--tokenizer-type")
     if kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
         return None
-    return Verdict(DROPPED, f"vocabulary and end of document are the same with --tokenizer-type {kind}")
+    return Verdict(DROPPED, f"it does not change the vocabulary or the end of document of --tokenizer-type {kind}")
 
 
 def _data_cache_path(given: Given, values: Values) -> Verdict | None:
@@ -84,9 +84,9 @@ def _data_cache_path(given: Given, values: Values) -> Verdict | None:
 
 
 def _split(given: Given, values: Values) -> Verdict | None:
-    """A script that expands an array without quotes leaves them around the value, where Megatron-LM looks for numbers alone."""
+    """Strip the quotes that a script leaves around the value when it expands an array unquoted; Megatron-LM reads only the numbers."""
     if "--mock-data" in given:
-        return Verdict(DROPPED, "mock documents are cut in three equal parts for training, validation and test, as in Megatron-LM")
+        return Verdict(DROPPED, "mock documents are split into three equal parts for training, validation and test, as in Megatron-LM")
     bare = tuple(value.strip("'\"") for value in values)
     return Verdict(ACCEPTED, becomes=("--split", *bare)) if bare != values else None
 
@@ -95,7 +95,9 @@ def _calculate_per_token_loss(given: Given, values: Values) -> Verdict | None:
     uneven = next((flag for flag in ("--eod-mask-loss", "--objective") if flag in given), None)
     if uneven is None:
         return None
-    return Verdict(REFUSED, f"with {uneven} micro-batches have unequal numbers of tokens, and gradients are their mean here: drop one")
+    return Verdict(
+        REFUSED, f"with {uneven}, micro-batches have unequal numbers of tokens, and the trainer averages their gradients: drop one"
+    )
 
 
 def _weight_decay_end(given: Given, values: Values) -> Verdict | None:
@@ -111,7 +113,7 @@ def _virtual_stages(given: Given, values: Values) -> Verdict | None:
         return Verdict(REFUSED, "give a whole number above 0")
     if int(virtual) == 1 or stages == 1:
         return Verdict(
-            DROPPED, "one virtual stage for each pipeline stage is no interleaving" if int(virtual) == 1 else "there is one stage"
+            DROPPED, "one virtual stage per pipeline stage interleaves nothing" if int(virtual) == 1 else "there is only one pipeline stage"
         )
     parts = stages * int(virtual)
     if layers is None or layers % parts:
@@ -123,7 +125,7 @@ def _virtual_stages(given: Given, values: Values) -> Verdict | None:
 
 def _decoder_seq_length(given: Given, values: Values) -> Verdict | None:
     same = values[0] == given.value("--seq-length")
-    return Verdict(DROPPED, "GPT has one sequence, of --seq-length tokens") if same else None
+    return Verdict(DROPPED, "GPT has a single sequence length, --seq-length") if same else None
 
 
 JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyType(

@@ -12,21 +12,21 @@ WIDTH = 132
 HEADING = "Megatron flags"
 HEAD = """# Flags of Megatron-LM
 
-What the trainer does with each flag of Megatron-LM (core_v0.16.1, and some of older versions). A launch script starts here as it is,
-unless it has a refused flag; the message names all of them. `make tables` generates this page from the table in
+What the trainer does with each flag of Megatron-LM (core_v0.16.1, and some of older versions). A launch script runs here unchanged,
+unless it uses a refused flag; the message names all of them. `make tables` generates this page from the table in
 `megatron/lm/config/megatron_flags/`.
 
 - **accepted**: the trainer has the flag, with Megatron-LM's meaning. [Its own page](flags.md) describes it.
 - **translated**: the trainer has it under another name.
-- **dropped**: the flag has no effect here; the run starts with a line that says why.
-- **refused**: the run does not start; the message has the reason and what to do instead.
+- **dropped**: the flag has no effect here; the log gives the reason at the start of the run.
+- **refused**: the run does not start; the message gives the reason and what to do instead.
 
-Underscores serve for hyphens. A flag that ends with `*` is each flag that begins so.
+Underscores are accepted for hyphens. A flag that ends with `*` means every flag that begins with the part before it.
 """
 DIFFERENT = """## Defaults that differ
 
-A run starts with a line that lists those whose flag is absent; `--megatron-defaults` takes Megatron-LM's instead. V is `--vocab-size`,
-which counts the end of document here. Those of FP16 and of delayed scaling count where a run has them.
+At the start, the log lists these defaults for the flags that are absent; `--megatron-defaults` uses Megatron-LM's instead. V is
+`--vocab-size`, which includes the end of document here. Defaults of FP16 and of delayed scaling are listed only if the run uses them.
 
 | flag | Megatron-LM | here |
 | --- | --- | --- |
@@ -35,7 +35,7 @@ EXAMPLES = """examples:
   a small model on the data of `make quickstart`, on one GPU or a CPU:
     python -m megatron.lm.pretrain --preset 125m --opt-level O2 --data-path data/quickstart/train_text_document \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/quickstart/tokenizer.json --train-iters 100
-  what a process of a large run would hold, without starting it:
+  the memory per process of a large run, without starting it:
     WORLD_SIZE=64 python -m megatron.lm.pretrain --preset llama3-8b --opt-level O3 --dry-run
   eight GPUs, with checkpoints that the same command resumes from:
     torchrun --nproc-per-node 8 -m megatron.lm.pretrain --preset 1.3b --opt-level O3 --data-path DATA --tokenizer-type \\
@@ -44,20 +44,23 @@ EXAMPLES = """examples:
 
 
 def help_sections() -> str:
-    """The end of `--help`: what becomes of Megatron-LM's flags, and three examples."""
+    """Return the end of `--help`: how Megatron-LM's flags are treated, and three examples."""
     rows = [row for group in TABLE.values() for row in group]
-    parts = [f"{HEADING} (a start names what it drops or translates; the reasons are in {PAGE}):"]
-    for treatment, told in ((TRANSLATED, "translated"), (DROPPED, "dropped, since they have no effect here"), (REFUSED, "refused")):
+    parts = [f"{HEADING} (the log names those that a run drops or translates; {PAGE} gives the reasons):"]
+    for treatment, label in ((TRANSLATED, "translated"), (DROPPED, "dropped, since they have no effect here"), (REFUSED, "refused")):
         lines = [f"{row.line} -> {' '.join(row.verdict.becomes)}" if treatment == TRANSLATED else row.line for row in _of(rows, treatment)]
         whole = ", ".join(line.replace(" ", "\0") for line in lines)  # a flag and its value stay on one line
         listed = textwrap.fill(whole, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")
-        parts.append(f"  {told}:\n{listed}")
+        parts.append(f"  {label}:\n{listed}")
     return "\n".join(parts) + "\n\n" + EXAMPLES
 
 
 def page() -> str:
-    """The page of the documentation."""
-    differing = [f"| {_code(one.what) if one.what[0] == '-' else one.what} | {one.megatron} | {one.ours} |" for one in DEFAULTS]
+    """Return the page of the documentation."""
+    differing = [
+        f"| {_code(default.what) if default.what[0] == '-' else default.what} | {default.megatron} | {default.ours} |"
+        for default in DEFAULTS
+    ]
     parts = [HEAD, DIFFERENT + "\n".join(differing) + "\n"]
     for subject, rows in TABLE.items():
         parts.append(f"## {subject.capitalize()}\n")

@@ -2,11 +2,11 @@
 
 from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-MOE = "mixture of experts is not built here yet: drop the flags of experts, for a dense model, or train the MoE with Megatron-LM"
-MLA = "multi-latent attention is not built here: use multi-head or grouped-query attention (--group-query-attention)"
-HYBRID = "this trainer builds GPT alone, and no Mamba or linear attention: drop it, or use Megatron-LM"
-OTHER_MODELS = "this trainer builds GPT, and BERT as RoBERTa trains it (--objective masked-lm): use Megatron-LM for this model"
-LAYER = "this variant of a layer is not built here: drop it, or use Megatron-LM"
+MOE = "mixture of experts is not supported yet: drop the expert flags to train a dense model, or train the MoE with Megatron-LM"
+MLA = "multi-latent attention is not supported: use multi-head or grouped-query attention (--group-query-attention)"
+HYBRID = "Mamba and linear attention are not supported: drop it, or use Megatron-LM"
+OTHER_MODELS = "this trainer builds only GPT, and BERT as RoBERTa trains it (--objective masked-lm): use Megatron-LM for this model"
+LAYER = "this variant of a layer is not supported: drop it, or use Megatron-LM"
 
 FLAGS = (
     *accepted(
@@ -45,16 +45,16 @@ FLAGS = (
     *translated("--attention-backend math", "--attention-backend unfused", "--attention-backend local"),
     *translated("--seq-length N", "--encoder-seq-length N"),
     *translated("--num-layers N", "--encoder-num-layers N"),
-    *dropped("attention is torch's flash or cuDNN kernel anyway (--attention-backend)", "--use-flash-attn"),
+    *dropped("attention runs PyTorch's flash or cuDNN kernel anyway (--attention-backend)", "--use-flash-attn"),
     *dropped(
-        "the attention kernels compute the softmax in FP32, and keep neither its scores nor a mask in memory",
+        "the attention kernels compute the softmax in FP32 and store neither scores nor masks",
         "--attention-softmax-in-fp32",
         "--no-masked-softmax-fusion",
         "--masked-softmax-fusion",
         "--no-create-attention-mask-in-dataloader",
     ),
     *dropped(
-        "a fusion changes speed alone, and the kernels here are chosen by the precision and the shape",
+        "fusions only change speed, and the precision and the shape determine the kernels here",
         "--no-rope-fusion",
         "--no-bias-gelu-fusion",
         "--no-bias-swiglu-fusion",
@@ -72,34 +72,34 @@ FLAGS = (
         "--cross-entropy-loss-fusion",
         "--cross-entropy-fusion-impl TEXT",
     ),
-    *dropped("positions enter by --position-embedding-type", "--no-position-embedding"),
-    *dropped("a norm stores its scale, not that less 1; norms have no weight decay, so that training is the same", "--apply-layernorm-1p"),
-    *dropped("rope is the only rotation that GPT has here", "--rope-type rope"),
-    *dropped("the scores are softmaxed in FP32, so that scaling by the layer would change nothing", "--apply-query-key-layer-scaling"),
-    *dropped("layers are megatron-core's, with linear layers, norms and attention of this trainer", "--use-mcore-models"),
+    *dropped("--position-embedding-type determines how positions are encoded", "--no-position-embedding"),
+    *dropped("norms store their scale instead of scale - 1; they have no weight decay, so training is the same", "--apply-layernorm-1p"),
+    *dropped("it is the only rotary embedding here", "--rope-type rope"),
+    *dropped("the softmax is computed in FP32, so scaling by the layer number would change nothing", "--apply-query-key-layer-scaling"),
+    *dropped("layers are always megatron-core's, with this trainer's linear layers, norms and attention", "--use-mcore-models"),
     *dropped(
-        "layers are this trainer's own; --precision te-bf16, te-delayed, te-current and te-block have Transformer Engine's",
+        "layers are this trainer's own; --precision te-bf16, te-delayed, te-current and te-block use Transformer Engine's",
         "--transformer-impl transformer_engine",
         "--transformer-impl local",
     ),
-    *dropped("there is no head for the next sentence here, with or without it", "--bert-no-binary-head"),
+    *dropped("there is no next-sentence head here, with or without this flag", "--bert-no-binary-head"),
     *dropped(
-        "it changes memory alone, by a copy of the embedding's output under --sequence-parallel",
+        "it only changes memory, by a copy of the embedding's output under --sequence-parallel",
         "--clone-scatter-output-in-embedding",
         "--no-clone-scatter-output-in-embedding",
         "--disable-clone-scatter-output-in-embedding",
     ),
     *dropped(
-        "each weight is drawn by its name and the seed, so that a model starts alike on any grid",
+        "each weight is drawn from its name and the seed, so the initial model is the same on any grid",
         "--use-cpu-initialization",
         "--te-rng-tracker",
         "--inference-rng-tracker",
     ),
-    *dropped("weights are drawn in seconds, and a checkpoint that is loaded replaces them", "--no-initialization"),
-    *dropped("attention here makes no use of it in training", "--flash-decode", "--batch-invariant-mode"),
-    *refused("it is not built here: use GELU, --swiglu or --squared-relu", "--quick-geglu", "--openai-gelu"),
+    *dropped("initialization takes seconds, and a loaded checkpoint replaces the weights", "--no-initialization"),
+    *dropped("attention does not use it in training", "--flash-decode", "--batch-invariant-mode"),
+    *refused("this activation is not supported: use GELU, --swiglu or --squared-relu", "--quick-geglu", "--openai-gelu"),
     *refused(
-        "these positions are not built here: use rope or learned_absolute",
+        "this position embedding is not supported: use rope or learned_absolute",
         "--position-embedding-type mrope",
         "--position-embedding-type relative",
         "--relative-attention-num-buckets N",
@@ -109,12 +109,12 @@ FLAGS = (
         "--no-rope-freq N",
         "--rope-type TEXT",
     ),
-    *refused("the models from before megatron-core are not here: drop it", "--use-legacy-models"),
-    *refused("the layers here are fixed by the precision: write a recipe, or use Megatron-LM", "--spec TEXT..."),
+    *refused("the models from before megatron-core are not available: drop it", "--use-legacy-models"),
+    *refused("the precision determines the layers here: write a recipe, or use Megatron-LM", "--spec TEXT..."),
     *refused("data-parallel ranks start from the same weights here: drop it", "--data-parallel-random-init"),
     *refused("weights are drawn from a normal distribution: use --init-method-std", "--init-method-xavier-uniform"),
-    *refused("embeddings are drawn like the other weights: use --init-method-std", "--embedding-init-method-std X"),
-    *refused("it runs in Transformer Engine alone: use --precision te-bf16", "--transformer-impl TEXT"),
+    *refused("embeddings are initialized like the other weights: use --init-method-std", "--embedding-init-method-std X"),
+    *refused("it runs only in Transformer Engine: use --precision te-bf16", "--transformer-impl TEXT"),
     *refused(
         LAYER,
         "--window-size TEXT",

@@ -2,13 +2,15 @@
 
 from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-FORMAT = "checkpoints are written and read in parallel on any grid, in the trainer's own format or by --ckpt-format torch_dist"
+FORMAT = "checkpoints are written and read in parallel on any grid, in the trainer's own format or with --ckpt-format torch_dist"
 METRICS = "it is always written, to --tensorboard-dir and --metrics-file"
-MEMORY = "the peak of allocated memory is always logged, at --log-interval, to the log, --tensorboard-dir and --metrics-file"
-PROGRESS = "no `progress.txt` is written beside the checkpoints: --metrics-file has tokens and throughput at each --log-interval"
-TIMERS = "the log has time, throughput and bytes of each step; there are no timers of its parts"
-PROFILE = "profiles are not built into the trainer yet: use `python -m tools.bench.profile_step`"
-LOCAL = "non-persistent checkpoints are in one folder for all ranks: drop it, or name a fast disk by --non-persistent-global-ckpt-dir"
+MEMORY = "peak allocated memory is always reported at --log-interval, in the log, --tensorboard-dir and --metrics-file"
+PROGRESS = "no `progress.txt` is written next to the checkpoints: --metrics-file contains tokens and throughput at each --log-interval"
+TIMERS = "the log contains time, throughput and bytes per step; parts of a step are not timed"
+PROFILE = "the trainer has no profiler yet: use `python -m tools.bench.profile_step`"
+LOCAL = (
+    "all ranks write non-persistent checkpoints to one folder: drop it, or give one on a fast disk with --non-persistent-global-ckpt-dir"
+)
 
 FLAGS = (
     *accepted(
@@ -42,7 +44,7 @@ FLAGS = (
     ),
     *translated("--save-interval N", "--persistent-save-interval N"),
     *translated("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
-    *dropped("it is the type that is built", "--non-persistent-ckpt-type global"),
+    *dropped("it is the only type here", "--non-persistent-ckpt-type global"),
     *dropped(
         FORMAT,
         "--ckpt-format torch",
@@ -72,28 +74,28 @@ FLAGS = (
     *dropped("the number of processes is constant during a run: the launcher sets it", "--log-world-size-to-tensorboard"),
     *dropped(PROGRESS, "--log-progress"),
     *dropped(
-        "the loss scale is written with FP16, where there is one",
+        "the loss scale is always written if there is one (FP16)",
         "--no-log-loss-scale-to-tensorboard",
         "--disable-log-loss-scale-to-tensorboard",
     ),
     *dropped(
-        "TensorBoard gets what the log gets, at --log-interval, and at once", "--tensorboard-log-interval N", "--tensorboard-queue-size N"
+        "TensorBoard receives what the log does, at --log-interval, immediately",
+        "--tensorboard-log-interval N",
+        "--tensorboard-queue-size N",
     ),
     *dropped(TIMERS, "--log-timers-to-tensorboard", "--timing-log-level N", "--timing-log-option TEXT", "--no-barrier-with-level-1-timing"),
     *dropped(
-        "a stuck rank is named after --distributed-timeout-minutes; `python -m megatron.lm.tools.check_cluster` finds slow GPUs",
+        "the log names a stuck rank after --distributed-timeout-minutes; `python -m megatron.lm.tools.check_cluster` finds slow GPUs",
         "--log-straggler",
         "--disable-straggler-on-startup",
         "--straggler-ctrlr-port N",
         "--straggler-minmax-count N",
     ),
-    *dropped("the log has the peak of memory, and --dry-run what holds it", "--record-memory-history", "--memory-snapshot-path FILE"),
-    *dropped(
-        "programs of the trainer log at one level", "--logging-level N", "--config-logger-dir FOLDER", "--run-workload-inspector-server"
-    ),
+    *dropped("the log contains peak memory, and --dry-run lists what uses it", "--record-memory-history", "--memory-snapshot-path FILE"),
+    *dropped("all of the trainer logs at one level", "--logging-level N", "--config-logger-dir FOLDER", "--run-workload-inspector-server"),
     *refused(PROFILE, "--profile", "--profile-step-start N", "--profile-step-end N", "--profile-ranks N...", "--use-pytorch-profiler"),
     *refused(
-        "it is not built here: --record-precision records what each tensor of a step loses",
+        "it is not supported: --record-precision records the precision that each tensor of a step loses",
         "--log-max-attention-logit",
         "--log-energy",
         "--save-wgrads-interval N",
@@ -108,11 +110,11 @@ FLAGS = (
         "--replication-jump N",
         "--replication-factor N",
     ),
-    *refused("all checkpoints of --save-interval stay, or the last of them: use --keep-last", "--save-retain-interval N"),
-    *refused("name the checkpoint by --load, with --finetune", "--pretrained-checkpoint FOLDER", "--load-main-params-from-ckpt"),
-    *refused("convert by `python -m megatron.lm.tools.convert_checkpoint`", "--ckpt-convert-format TEXT", "--ckpt-convert-save FOLDER"),
+    *refused("the trainer keeps all checkpoints of --save-interval, or the newest: use --keep-last", "--save-retain-interval N"),
+    *refused("give the checkpoint with --load and --finetune", "--pretrained-checkpoint FOLDER", "--load-main-params-from-ckpt"),
+    *refused("convert with `python -m megatron.lm.tools.convert_checkpoint`", "--ckpt-convert-format TEXT", "--ckpt-convert-save FOLDER"),
     *refused(
-        "checkpoints of FSDP are not written here: use --ckpt-format torch_dist",
+        "checkpoints of FSDP are not supported: use --ckpt-format torch_dist",
         "--ckpt-format fsdp_dtensor",
         "--no-strict-fsdp-dtensor-load",
         "--disable-strict-fsdp-dtensor-load",

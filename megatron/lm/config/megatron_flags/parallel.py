@@ -3,11 +3,11 @@
 from megatron.lm.config.megatron_flags.model import MOE
 from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-CONTEXT = "context parallelism is not built here yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
-FSDP = "the trainer shards the optimizer's states, and gradients on their way: use --use-distributed-optimizer, or --opt-level O3"
-STAGES = "pipeline stages have equal shares of the layers: choose --num-layers as a multiple of the stages"
-NCCL = "it changes speed alone: buckets of --ddp-bucket-size travel on a stream of their own"
-TP_COMM = "it changes speed alone, in Transformer Engine; at O3 --tp-transport copies moves activations beside the GEMMs"
+CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
+FSDP = "the trainer shards the optimizer's states and sends gradients to their owners: use --use-distributed-optimizer, or --opt-level O3"
+STAGES = "all pipeline stages have the same number of layers: choose --num-layers as a multiple of the stages"
+NCCL = "it only changes speed: buckets of --ddp-bucket-size are sent on their own stream"
+TP_COMM = "it only changes speed, in Transformer Engine; at O3, --tp-transport copies overlaps transfers of activations with GEMMs"
 
 FLAGS = (
     *accepted(
@@ -26,17 +26,17 @@ FLAGS = (
     *translated("--tensor-model-parallel-size N", "--model-parallel-size N"),
     *translated("--num-layers-per-virtual-pipeline-stage N", "--num-virtual-stages-per-pipeline-rank N"),
     *dropped(
-        "context parallelism is not supported, and one process has none",
+        "context parallelism is not supported, and size 1 means none",
         "--context-parallel-size 1",
         "--cp-comm-type TEXT...",
     ),
     *dropped(
-        "expert parallelism is not supported, and one process has none",
+        "expert parallelism is not supported, and size 1 means none",
         "--expert-model-parallel-size 1",
         "--expert-tensor-parallel-size 1",
     ),
     *dropped(
-        "it is one more than this trainer's sharding has",
+        "it adds nothing to this trainer's own sharding",
         "--data-parallel-sharding-strategy no_shard",
         "--outer-dp-sharding-strategy no_shard",
     ),
@@ -56,13 +56,13 @@ FLAGS = (
         "--disable-gloo-process-groups",
     ),
     *dropped(
-        "gradients are averaged in FP32 by the rank that owns them, whichever comes first",
+        "the rank that owns a gradient averages it in FP32, whether the sum or the division comes first",
         "--ddp-average-in-collective",
         "--no-gradient-reduce-div-fusion",
         "--ddp-reduce-scatter-with-fp32-accumulation",
     ),
     *dropped(
-        "it changes speed alone, and the schedule of the pipeline chooses",
+        "it only changes speed, and the pipeline schedule makes the choice",
         "--no-overlap-p2p-communication",
         "--overlap-p2p-communication-warmup-flush",
         "--no-scatter-gather-tensors-in-pipeline",
@@ -80,8 +80,8 @@ FLAGS = (
         "--no-async-tensor-model-parallel-allreduce",
         "--disable-async-tensor-model-parallel-allreduce",
     ),
-    *dropped("torchrun gives each process its number by the environment", "--local-rank N", "--lazy-mpu-init TEXT"),
-    *dropped("--distributed-timeout-minutes holds for the whole run", "--distributed-timeout-seconds-after-init N"),
+    *dropped("torchrun passes each process its rank through the environment", "--local-rank N", "--lazy-mpu-init TEXT"),
+    *dropped("--distributed-timeout-minutes applies to the whole run", "--distributed-timeout-seconds-after-init N"),
     *dropped("there is one copy of the sharded states here", "--num-distributed-optimizer-instances 1"),
     *refused(
         CONTEXT,
@@ -113,7 +113,7 @@ FLAGS = (
         "--account-for-loss-in-pipeline-split",
         "--standalone-embedding-stage",
     ),
-    *refused("ranks are numbered tensor, data, pipeline: drop it", "--use-tp-pp-dp-mapping"),
-    *refused("give NCCL's settings by its environment variables, such as NCCL_MAX_CTAS", "--nccl-communicator-config-path FILE"),
-    *refused("use --dry-run, which prints what a process would hold", "--fake-process-group"),
+    *refused("ranks are ordered tensor, data, pipeline: drop it", "--use-tp-pp-dp-mapping"),
+    *refused("set NCCL's options with its environment variables, such as NCCL_MAX_CTAS", "--nccl-communicator-config-path FILE"),
+    *refused("use --dry-run, which prints the memory per process", "--fake-process-group"),
 )

@@ -19,7 +19,7 @@ class Verdict:
     Attributes:
         treatment: `ACCEPTED`, `TRANSLATED`, `DROPPED` or `REFUSED`.
         says: dropped: why it has no effect here; translated: what it becomes; refused: the reason and the alternative; accepted: "".
-        becomes: the words that replace it; of a dropped flag none.
+        becomes: the words that replace it; empty for a dropped flag.
     """
 
     treatment: str

@@ -27,10 +27,10 @@ LONG = 12  # a second typing error is allowed from this length on
 @functools.cache
 def _by_flag() -> Mapping[str, tuple[Row, ...]]:
     """Return the lines of each flag, those for one value first."""
-    found: dict[str, list[Row]] = {}
+    by_flag: dict[str, list[Row]] = {}
     for row in (row for rows in TABLE.values() for row in rows):
-        found.setdefault(row.flag, []).append(row)
-    return {flag: tuple(sorted(rows, key=lambda row: row.value is None)) for flag, rows in found.items()}
+        by_flag.setdefault(row.flag, []).append(row)
+    return {flag: tuple(sorted(rows, key=lambda row: row.value is None)) for flag, rows in by_flag.items()}
 
 
 def lines_about(flag: str) -> tuple[Row, ...]:

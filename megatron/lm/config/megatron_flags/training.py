@@ -2,12 +2,12 @@
 
 from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
 
-OFFLOAD = "states of the optimizer stay on the GPU: shard them by --use-distributed-optimizer, or use --opt-level O3, whose states are FP8"
-ADAM = "the trainer has AdamW: use --optimizer adam"
+OFFLOAD = "optimizer states stay on the GPU: shard them with --use-distributed-optimizer, or use --opt-level O3, whose states are FP8"
+ADAM = "AdamW is the only optimizer here: use --optimizer adam"
 CONSTANT = "weight decay is constant here: give --weight-decay alone"
-RESTART = "in-process restart is not built here: start the job again with the same --load and --save, and it resumes"
-RL = "this command pre-trains: examples/rlhf has DPO and PPO"
-SFT = "this command pre-trains: examples/sft fine-tunes"
+RESTART = "in-process restart is not supported: start the job again with the same --load and --save, and it resumes"
+RL = "this command only pre-trains: use examples/rlhf for DPO and PPO"
+SFT = "this command only pre-trains: use examples/sft to fine-tune"
 
 FLAGS = (
     *accepted(
@@ -61,14 +61,14 @@ FLAGS = (
         "--cuda-graph-warmup-steps N",
     ),
     *dropped(
-        "each step checks its loss and its gradients, skips what is not finite, and names the tensor where it began",
+        "a step with a non-finite loss or gradient is always skipped, and the log names the tensor where it began",
         "--check-for-nan-in-loss-and-grad",
         "--no-check-for-nan-in-loss-and-grad",
         "--rerun-mode TEXT",
     ),
-    *dropped("gradients per token are the mean over micro-batches, in which every token counts", "--calculate-per-token-loss"),
+    *dropped("every token counts, so the mean over micro-batches is the mean over tokens", "--calculate-per-token-loss"),
     *dropped("SIGTERM always saves a checkpoint and ends the run", "--exit-signal-handler", "--exit-signal SIGTERM", "--exit-signal 15"),
-    *dropped("workers that read data end with the run", "--exit-signal-handler-for-dataloader"),
+    *dropped("data-loading workers end with the run", "--exit-signal-handler-for-dataloader"),
     *dropped(
         "a step leaves no reference cycles, so Python's garbage collector has no pauses to align across ranks",
         "--manual-gc",
@@ -80,23 +80,27 @@ FLAGS = (
         "steps reuse the memory that PyTorch caches: against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "--empty-unused-memory-level N",
     ),
-    *dropped("it switches checks on in Megatron-LM that this trainer does not have", "--test-mode"),
+    *dropped("it enables checks of Megatron-LM that this trainer does not have", "--test-mode"),
     *dropped(
         "after each step the host reads the loss of the step before, so it is never more than one step ahead of the GPU",
         "--train-sync-interval N",
     ),
-    *dropped("it belongs to --optimizer sgd, and the optimizer is AdamW", "--sgd-momentum X"),
+    *dropped("it applies to --optimizer sgd, and the optimizer is AdamW", "--sgd-momentum X"),
     *dropped(
-        "it is a tool of NVIDIA's own clusters",
+        "it belongs to a tool of NVIDIA's own clusters",
         "--no-one-logger",
         "--one-logger-*",
         "--app-tag-run-name TEXT",
         "--app-tag-run-version TEXT",
     ),
     *dropped("MSC is not used here", "--disable-msc"),
-    *refused("the batch grows by equal steps here: give --rampup-batch-size START INCREMENT SAMPLES", "--step-batch-size-schedule TEXT"),
-    *refused("batch sizes must divide: choose --global-batch-size for the number of processes", "--decrease-batch-size-if-needed"),
-    *refused("the data has one phase: start a run for each, with --load of the one before", "--phase-transition-iterations TEXT"),
+    *refused("the batch grows in equal steps here: give --rampup-batch-size START INCREMENT SAMPLES", "--step-batch-size-schedule TEXT"),
+    *refused(
+        "the batch size must be divisible: choose a --global-batch-size for the number of processes", "--decrease-batch-size-if-needed"
+    ),
+    *refused(
+        "training has a single data phase: start one run per phase, with --load of the previous one", "--phase-transition-iterations TEXT"
+    ),
     *refused(CONSTANT, "--weight-decay-incr-style TEXT"),
     *refused("norms have no weight decay: drop it", "--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type TEXT"),
     *refused(ADAM, "--optimizer TEXT", "--muon-*"),
@@ -116,10 +120,10 @@ FLAGS = (
         "--offload-modules TEXT...",
         "--min-offloaded-tensor-size N",
     ),
-    *refused("recomputed activations are kept by each rank: use --sequence-parallel, which splits them", "--distribute-saved-activations"),
+    *refused("each rank keeps all of its saved activations: use --sequence-parallel, which splits them", "--distribute-saved-activations"),
     *refused("this command always trains: use `python -m megatron.lm.tools.evaluate`", "--skip-train"),
     *refused("evaluation reads --eval-iters batches: give as many as the validation data has", "--full-validation"),
-    *refused("validation sets are one blend: use `python -m megatron.lm.tools.evaluate` for each", "--multiple-validation-sets"),
+    *refused("validation sets are one blend: run `python -m megatron.lm.tools.evaluate` for each", "--multiple-validation-sets"),
     *refused(
         "use --max-skipped-steps and --loss-spike-threshold, which skip the data of a spike with --loss-spike-action rollback",
         "--iterations-to-skip N...",
@@ -127,18 +131,18 @@ FLAGS = (
         "--check-for-spiky-loss",
         "--result-rejected-tracker-filename FILE",
     ),
-    *refused("faults are injected by `python -m tools.soak`", "--error-injection-rate N", "--error-injection-type TEXT"),
-    *refused("another signal than SIGTERM is not heard: let the batch system send SIGTERM", "--exit-signal TEXT"),
-    *refused("it is the former name of --micro-batch-size: give that", "--batch-size N"),
-    *refused("it is the former name of --lr-warmup-iters: give that", "--warmup X"),
+    *refused("inject faults with `python -m tools.soak`", "--error-injection-rate N", "--error-injection-type TEXT"),
+    *refused("the trainer handles only SIGTERM: let the batch system send it", "--exit-signal TEXT"),
+    *refused("it is the former name of --micro-batch-size: use that", "--batch-size N"),
+    *refused("it is the former name of --lr-warmup-iters: use that", "--warmup X"),
     *refused(
         RESTART, "--inprocess-*", "--enable-ft-package", "--calc-ft-timeouts", "--ft-*", "--adlr-autoresume", "--adlr-autoresume-interval N"
     ),
     *refused(RL, "--perform-rl-step", "--rl-*", "--no-rl-*", "--grpo-*", "--langrl-*", "--no-langrl-*", "--refit-method TEXT"),
-    *refused("settings are flags here: write those of the file on the command line", "--yaml-cfg FILE"),
+    *refused("settings are given as flags here: write the file's settings on the command line", "--yaml-cfg FILE"),
     *refused(SFT, "--sft", "--sft-tokenizer-prompt-format TEXT"),
     *refused(
-        "this command trains: use `python -m megatron.lm.tools.generate`",
+        "this command only trains: use `python -m megatron.lm.tools.generate`",
         "--inference-*",
         "--no-inference-*",
         "--max-tokens-to-oom N",
@@ -150,5 +154,5 @@ FLAGS = (
         "--mlp-chunks-for-prefill N",
         "--symmetric-ar-type TEXT",
     ),
-    *refused("parameters have the groups of training/optimizer.py: drop it", "--dump-param-to-param-group-map FILE"),
+    *refused("training/optimizer.py defines the parameter groups: drop it", "--dump-param-to-param-group-map FILE"),
 )

@@ -1,4 +1,4 @@
-"""Rules for combinations of settings, by subject. A rule yields messages, each with the value, what is legal and the fix.
+"""Rules for combinations of settings, by subject. A rule yields messages, each with the value, what is allowed and the fix.
 
 Every file ends with its `RULES`: rule -> the sections that it reads. A rule gets only sections with legal single values, so it may divide
 by them. The modules that read files validate their contents (data/datasets.py, data/tokenizer.py, checkpoint/).

@@ -21,9 +21,9 @@ def check(config: Config, world_size: int) -> None:
     problems: list[str] = []
     broken: set[str] = set()
     for section in (f.name for f in fields(config)):
-        found = list(single_values(getattr(config, section)))
-        problems += found
-        broken |= {section} if found else set()
+        invalid = list(single_values(getattr(config, section)))
+        problems += invalid
+        broken |= {section} if invalid else set()
     for rule, sections in RULES.items():
         if not broken & set(sections):
             problems += rule(config, world_size)

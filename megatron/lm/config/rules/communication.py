@@ -18,25 +18,25 @@ def fp8_gradients(config: Config, world_size: int) -> Problems:
     own = precision.grad_format if named.fp8 else None
     lack = f"--grad-format {own} leaves none" if own else f"precision {named.name} has none"
     way = f"--grad-format {' or '.join(FP8_FORMATS)}" if named.fp8 else "--opt-level O1, O2 or O3"
-    remedy = f"drop {'one' if own else 'it'}, or use {way}"
+    fix = f"drop {'one' if own else 'it'}, or use {way}"
     if exchange.name != CommunicationConfig.grad_exchange:
-        yield f"--grad-exchange {exchange.name} sums FP8 gradients, and {lack}: {remedy}"
+        yield f"--grad-exchange {exchange.name} sums FP8 gradients, and {lack}: {fix}"
     served = tuple(dict.fromkeys(("fp32", *(("bf16",) if named.fp8 else ()), named.accumulator)))
     if precision.grad_accum_dtype not in (None, *served):
         given = f"--grad-accum-dtype {precision.grad_accum_dtype}"
-        yield f"{given} is for FP8 gradients, and {lack}; legal here is {' or '.join(served)}: {remedy}"
+        yield f"{given} is for FP8 gradients, and {lack}: choose {' or '.join(served)}, {fix}"
 
 
 def sums_at_the_owner(config: Config, world_size: int) -> Problems:
-    """Owners add up FP32 sums of several micro-batches."""
+    """Accumulation on the owner is in FP32, and needs an exchange that sums in FP32."""
     precision, exchange = config.precision, config.communication.exchange
     if precision.grad_accum_on != "owner":
         return
     given = "--grad-accum-on owner"
     if precision.grad_accum_dtype is not None:
-        yield f"{given} adds up in FP32, and --grad-accum-dtype {precision.grad_accum_dtype} is for sums on each rank: drop one"
+        yield f"{given} accumulates in FP32, and --grad-accum-dtype {precision.grad_accum_dtype} is for accumulation on each rank: drop one"
     if not exchange.sums_in_fp32:
-        yield f"{given} adds up FP32 sums, and --grad-exchange {exchange.name} has none: drop it, or use --grad-exchange fp32-sum"
+        yield f"{given} requires sums in FP32, and --grad-exchange {exchange.name} has none: drop it, or use --grad-exchange fp32-sum"
 
 
 def overflow_guard(config: Config, world_size: int) -> Problems:
@@ -56,15 +56,15 @@ def overflow_guard(config: Config, world_size: int) -> Problems:
                     f"drop it, or use --grad-exchange {guarded}"
                 )
     elif scaling not in (None, *exchange.scalings):
-        yield f"--grad-scaling {scaling} is no scaling of --grad-exchange {exchange.name}: choose one of {', '.join(exchange.scalings)}"
+        yield f"--grad-scaling {scaling} is not a scaling of --grad-exchange {exchange.name}: choose one of {', '.join(exchange.scalings)}"
     elif mu_rule is not None and communication.gradient_scaling not in adapting:
-        remedy = f"drop it{''.join(f', or use --grad-scaling {name}' for name in adapting)}"
-        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {communication.gradient_scaling}, which has a fixed mu: {remedy}"
+        fix = f"drop it{''.join(f', or use --grad-scaling {name}' for name in adapting)}"
+        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {communication.gradient_scaling}, which has a fixed mu: {fix}"
 
 
 def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
-    """FP8 between tensor-parallel processes is O3's with a scale a tensor. Each of its flags needs the parallelism that makes
-    the transfer."""
+    """FP8 between tensor-parallel processes requires O3 with per-tensor scales. Each of its flags requires the parallelism that transfers
+    the data."""
     parallel, precision = config.parallel, config.precision
     known = refusal(precision) is None
     fp8_wire = known and precision.recipe.fp8_wire
@@ -75,7 +75,7 @@ def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
         ("tp_transport", "auto", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
     ):
         value = getattr(parallel, name)
-        lacking = [remedy for remedy, given in ((level, fp8_wire), (ground, there)) if not given]
+        lacking = [fix for fix, given in ((level, fp8_wire), (ground, there)) if not given]
         if value != default and lacking:
             yield f"{flag(name)} {value} has no effect without {' and '.join(lacking)}: drop it, or add {' and '.join(lacking)}"
 

@@ -1,4 +1,4 @@
-"""Rules for data and tokenizer: each is named once, in full, and exists."""
+"""Rules for data and tokenizer: each must be given once, completely, and exist."""
 
 import os
 
@@ -26,7 +26,7 @@ SIZED = tuple(kind for kind in TOKENIZER_SETTINGS if "vocab_size" in (*TOKENIZER
 
 
 def datasets(config: Config, world_size: int) -> Problems:
-    """The data is named once, in full, and exists."""
+    """The data must be given once, completely, and exist."""
     data = config.data
     per_split = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [flag(name) for name, words in per_split.items() if words]
@@ -41,8 +41,10 @@ def datasets(config: Config, world_size: int) -> Problems:
     if data.data_path and given:
         yield f"--data-path and {', '.join(given)} contradict each other: give --data-path with --split, or the others"
     elif not data.data_path and not data.train_data_path:
-        beside = f" beside {', '.join(given)}" if given else ""
-        yield f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (made by megatron.lm.tools.preprocess_data)"
+        beside = f" next to {', '.join(given)}" if given else ""
+        yield (
+            f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (written by megatron.lm.tools.preprocess_data)"
+        )
     elif data.train_data_path and data.split != DEFAULT_SPLIT:
         yield f"--split {data.split} has no effect on --train-data-path: drop it, or give --data-path"
     yield from _split(data.split)
@@ -51,7 +53,7 @@ def datasets(config: Config, world_size: int) -> Problems:
 
 
 def tokenizer(config: Config, world_size: int) -> Problems:
-    """A tokenizer has the settings that belong to it, and no others."""
+    """A tokenizer must have the settings that it requires, and no others."""
     kind = config.data.tokenizer_type
     if kind is None and config.logging.dry_run:
         return
@@ -65,13 +67,13 @@ def tokenizer(config: Config, world_size: int) -> Problems:
         if value is None:
             yield f"--tokenizer-type {kind} needs {' and '.join(map(flag, names))}: add {flag(name)}"
         if isinstance(value, str) and not os.path.exists(value):
-            yield f"{flag(name)} {value} does not exist: name the file that the data was tokenised with"
+            yield f"{flag(name)} {value} does not exist: give the file that the data was tokenized with"
     if kind == "NullTokenizer" and config.model.vocab_size == 1:
-        yield "--vocab-size 1 leaves no token beside the end of document: give at least 2"
+        yield "--vocab-size 1 leaves no token except the end of document: give at least 2"
 
 
 def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
-    """No setting belongs to another tokenizer than `--tokenizer-type`."""
+    """Every setting must belong to the tokenizer of `--tokenizer-type`."""
     owners: dict[str, list[str]] = {}
     for settings in (TOKENIZER_SETTINGS, OPTIONAL_SETTINGS):
         for owner, names in settings.items():
@@ -81,7 +83,7 @@ def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
         value = vocab_size if name == "vocab_size" else getattr(data, name)
         if value not in (None, (), False) and data.tokenizer_type not in kinds:
             given = flag(name) if value is True else f"{flag(name)} {' '.join(value) if isinstance(value, tuple) else value}"
-            yield f"{given} belongs to {', '.join(kinds)} and has no effect on --tokenizer-type {data.tokenizer_type}: drop it"
+            yield f"{given} belongs to {', '.join(kinds)} and has no effect with --tokenizer-type {data.tokenizer_type}: drop it"
 
 
 def masking(config: Config, world_size: int) -> Problems:
@@ -101,12 +103,12 @@ def masking(config: Config, world_size: int) -> Problems:
 def resumed(config: Config, world_size: int) -> Problems:
     """`--override-data` needs a checkpoint with an order of the data to compare with."""
     if config.data.override_data and (config.checkpoint.load is None or config.checkpoint.finetune):
-        why = "beside --finetune, which begins the data anew" if config.checkpoint.finetune else "without --load"
+        why = "with --finetune, which restarts the data" if config.checkpoint.finetune else "without --load"
         yield f"--override-data has no effect {why}: drop it"
 
 
 def _split(split: str) -> Problems:
-    """`--split` is shares, the first above 0."""
+    """`--split` must be shares, the first above 0."""
     try:
         if not parse_split(split)[0]:
             yield f"--split {split}: give one to three numbers, the first above 0, such as 969,30,1"
@@ -115,7 +117,7 @@ def _split(split: str) -> Problems:
 
 
 def _blend(name: str, words: tuple[str, ...]) -> Problems:
-    """The words of a blend make sense, and its datasets exist."""
+    """A blend must be valid, and its datasets must exist."""
     try:
         prefixes = parse_blend(words, flag(name)).prefixes
     except ValueError as problem:
@@ -125,7 +127,7 @@ def _blend(name: str, words: tuple[str, ...]) -> Problems:
         missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
         if missing:
             lacking = f"{flag(name)} {prefix}: {' and '.join(missing)} do not exist"
-            yield f"{lacking}; give the prefix of what megatron.lm.tools.preprocess_data wrote"
+            yield f"{lacking}; give the prefix of files that megatron.lm.tools.preprocess_data wrote"
 
 
 RULES: Rules = {

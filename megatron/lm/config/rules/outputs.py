@@ -1,4 +1,4 @@
-"""Rules for checkpoints, logs, and steps that go wrong."""
+"""Rules for checkpoints, logs and fault handling."""
 
 import os
 import stat
@@ -11,10 +11,10 @@ from megatron.lm.config.whole import Config, Problems, Rules
 
 
 def loading(config: Config, world_size: int) -> Problems:
-    """A checkpoint to load exists, and flags about loading come with one."""
+    """A checkpoint to load must exist, and flags for loading require one."""
     checkpoint = config.checkpoint
     if checkpoint.load_unhealthy and checkpoint.ckpt_step is None:
-        yield "--load-unhealthy has no effect by itself: name the checkpoint by --ckpt-step N, or drop it"
+        yield "--load-unhealthy has no effect by itself: give the checkpoint with --ckpt-step N, or drop it"
     for name in ("use_mp_args_from_checkpoint_args", "no_use_tokenizer_model_from_checkpoint_args"):
         if getattr(checkpoint, name) and not checkpoint.use_checkpoint_args:
             yield f"{flag(name)} has no effect without --use-checkpoint-args: add it, or drop this"
@@ -30,10 +30,12 @@ def loading(config: Config, world_size: int) -> Problems:
     if checkpoint.resumes_itself:
         return  # its first start finds no checkpoint
     folder = Path(checkpoint.load)
-    if not os.path.isdir(folder):  # unlike Path.is_dir, no exception where a folder above may not be entered
-        yield f"--load {folder} is no folder: name one that a run with --save wrote, or drop --load to start afresh"
+    if not os.path.isdir(folder):  # unlike Path.is_dir, raises no exception if a parent folder is not accessible
+        yield f"--load {folder} is not a folder: give one that a run with --save wrote, or drop --load to start from scratch"
     elif not any(_holds_checkpoints(Path(root)) for root in (folder, checkpoint.non_persistent_folder(str(folder))) if root is not None):
-        yield f"--load {folder} holds no checkpoint (nor {LATEST_CHECKPOINT_FILE}): name another, or drop --load to start afresh"
+        yield (
+            f"--load {folder} contains no checkpoint (and no {LATEST_CHECKPOINT_FILE}): give another, or drop --load to start from scratch"
+        )
 
 
 def _holds_checkpoints(folder: Path) -> bool:
@@ -41,7 +43,7 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def saving(config: Config, world_size: int) -> Problems:
-    """Flags about saving come with a folder to save in, and each with those that it depends on."""
+    """Flags for saving require a folder to save in, and the flags that they depend on."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         yield from _without_folder(checkpoint)
@@ -50,7 +52,7 @@ def saving(config: Config, world_size: int) -> Problems:
     for name, folder in (("emergency_save", elsewhere), ("non_persistent_global_ckpt_dir", beside)):
         if folder is not None and os.path.realpath(folder) == os.path.realpath(checkpoint.save):
             other = "one on another disk" if name == "emergency_save" else "another"
-            yield f"{flag(name)} {folder} is the folder of --save: name {other}"
+            yield f"{flag(name)} {folder} is also the folder of --save: give {other}"
     if beside is None and checkpoint.non_persistent_global_ckpt_dir is not None:
         given = f"--non-persistent-global-ckpt-dir {checkpoint.non_persistent_global_ckpt_dir}"
         yield f"{given} has no effect without --non-persistent-save-interval: add it, or drop the folder"
@@ -73,21 +75,23 @@ def _without_folder(checkpoint: CheckpointConfig) -> Problems:
 
 
 def faults(config: Config, world_size: int) -> Problems:
-    """The threshold of a spike is above 1, and a rollback needs a checkpoint to go back to."""
-    found, checkpoint = config.faults, config.checkpoint
-    if 0 < found.loss_spike_threshold <= 1:
-        yield f"--loss-spike-threshold {found.loss_spike_threshold:g} calls every loss a spike: give more than 1, such as 2, or 0 for none"
-    if not found.loss_spike_threshold:
-        for setting in (f for f in fields(found) if f.name in ("loss_spike_window", "loss_spike_action")):
-            value = getattr(found, setting.name)
+    """The threshold of a spike must be above 1, and a rollback needs a checkpoint to go back to."""
+    settings, checkpoint = config.faults, config.checkpoint
+    if 0 < settings.loss_spike_threshold <= 1:
+        yield (
+            f"--loss-spike-threshold {settings.loss_spike_threshold:g} makes every loss a spike: give more than 1, such as 2, or 0 for none"
+        )
+    if not settings.loss_spike_threshold:
+        for setting in (f for f in fields(settings) if f.name in ("loss_spike_window", "loss_spike_action")):
+            value = getattr(settings, setting.name)
             if value != setting.default:
                 yield f"{flag(setting.name)} {value} has no effect without --loss-spike-threshold: add it, or drop this"
-    elif found.loss_spike_action == "rollback" and None in (checkpoint.save, checkpoint.save_interval):
+    elif settings.loss_spike_action == "rollback" and None in (checkpoint.save, checkpoint.save_interval):
         yield "--loss-spike-action rollback goes back to checkpoints of this run: add --save FOLDER and --save-interval N, or choose warn"
 
 
 def outputs(config: Config, world_size: int) -> Problems:
-    """Every output can be written; flags of a dry run come with a dry run."""
+    """Every output must be writable, and flags of a dry run require one."""
     if config.logging.device_memory_gib is not None and not config.logging.dry_run:
         yield f"--device-memory-gib {config.logging.device_memory_gib:g} has no effect without --dry-run: add it, or drop the memory"
     folders = {
@@ -112,11 +116,11 @@ def outputs(config: Config, world_size: int) -> Problems:
 
 
 def _writable_file(name: str, file: Path) -> Problems:
-    """Can `file`, the value of a flag, be written or made?"""
+    """Yield a problem unless `file`, the value of a flag, can be written or created."""
     if os.path.isdir(file):
         yield f"{flag(name)} {file} is a folder: give a file in it"
     elif os.path.exists(file) and not _takes_lines(file, name):
-        yield f"{flag(name)} {file} is no file: name one"
+        yield f"{flag(name)} {file} is not a regular file: give one"
     elif os.path.exists(file) and not os.access(file, os.W_OK):
         yield f"{flag(name)} {file} cannot be written: change its permissions, or choose another path"
     else:
@@ -124,12 +128,13 @@ def _writable_file(name: str, file: Path) -> Problems:
 
 
 def _takes_lines(file: Path, name: str) -> bool:
-    """An endless file cannot be read back, and a pipe waits for its reader."""
+    """Return whether lines can be appended. A cache must be a regular file, since a device cannot be read back; a pipe would wait for its
+    reader."""
     return os.path.isfile(file) or (name != "fp8_gain_cache" and stat.S_ISCHR(os.stat(file).st_mode))
 
 
 def _writable(what: str, folder: Path) -> Problems:
-    """Can `folder` be written to, or made in the nearest folder above it that exists?"""
+    """Yield a problem unless `folder` is writable or can be created in its nearest existing parent."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not os.path.isdir(nearest):
         yield f"{what}: {nearest} is a file, not a folder; choose another path"

@@ -1,4 +1,4 @@
-"""Rules for the recipe: one is named, and varied only where it can be."""
+"""Rules for the recipe: the flags must select one, and vary only what it allows."""
 
 from dataclasses import fields, replace
 
@@ -8,11 +8,11 @@ from megatron.lm.config.whole import Config, Problems, Rules
 
 STATE_FIELDS = ("optimizer_state", "master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
 LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-WANTS_FP8 = "drop it, or use --opt-level O1, O2 or O3"
+USE_FP8 = "drop it, or use --opt-level O1, O2 or O3"
 
 
 def refusal(precision: PrecisionConfig) -> str | None:
-    """Why the flags make no recipe; None where they make one."""
+    """Return why the flags define no valid recipe; None if they do."""
     try:
         _ = precision.recipe
     except ValueError as error:
@@ -21,7 +21,7 @@ def refusal(precision: PrecisionConfig) -> str | None:
 
 
 def one_recipe(config: Config, world_size: int) -> Problems:
-    """All flags that ask for a recipe ask for the same, and it takes the formats that they ask for."""
+    """All flags that select a recipe must select the same one, and it must support the formats of the flags."""
     precision = config.precision
     if precision.contradiction is not None:
         yield precision.contradiction
@@ -30,13 +30,13 @@ def one_recipe(config: Config, world_size: int) -> Problems:
     for name in ("exp_avg_format", "exp_avg_sq_format"):
         value = getattr(precision, name)
         if precision.optimizer_state is not None and value not in (None, *COAT_FORMATS):
-            remedy = f"drop one, or choose {' or '.join(COAT_FORMATS)}"
-            yield f"--optimizer-state {precision.optimizer_state} contradicts {flag(name)} {value}: {remedy}"
+            fix = f"drop one, or choose {' or '.join(COAT_FORMATS)}"
+            yield f"--optimizer-state {precision.optimizer_state} contradicts {flag(name)} {value}: {fix}"
     given = {name: getattr(precision, name) for name in STATE_FIELDS if getattr(precision, name) is not None}
     fixed = {name: value for name, value in given.items() if not named.fp8 and value not in (*COAT_FORMATS, *OPTIMIZER_STATES)}
     for name, value in fixed.items():
-        yield f"{flag(name)} {value} contradicts precision {named.name}, which fixes its formats: {WANTS_FP8}"
-    problem = refusal(replace(precision, fp8_fast_accumulation="output"))  # which is no matter of formats: see `fp8_scaling`
+        yield f"{flag(name)} {value} contradicts precision {named.name}, which fixes its formats: {USE_FP8}"
+    problem = refusal(replace(precision, fp8_fast_accumulation="output"))  # not about formats: see `fp8_scaling`
     if problem is not None and not fixed:
         flags = " ".join(f"{flag(name)} {value}" for name, value in given.items())
         yield f"{flags} contradicts precision {named.name}: {problem}; drop it, or use --precision bf16"
@@ -56,11 +56,11 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
         value = getattr(precision, name)
         if value is not None:
             given = " ".join(value) if isinstance(value, tuple) else value
-            yield f"{flag(name)} {given} is about FP8 linear layers, and precision {precision.name} has none: {WANTS_FP8}"
+            yield f"{flag(name)} {given} applies to FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
 
 
 def layers_in_bf16(config: Config, world_size: int) -> Problems:
-    """Layers that stay in BF16 as a whole are some of a model with FP8 layers of ours."""
+    """Keeping whole layers in BF16 requires our FP8 layers, of which at least one stays FP8."""
     precision, layers = config.precision, config.model.num_layers
     counts = {name: getattr(precision, name) for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
     if not precision.first_last_layers_bf16:
@@ -69,10 +69,10 @@ def layers_in_bf16(config: Config, world_size: int) -> Problems:
                 yield f"{flag(name)} {count} has no effect without --first-last-layers-bf16: add it, or drop this"
         return
     if precision.contradiction is None and not precision.named.fp8:
-        yield f"--first-last-layers-bf16 is about FP8 linear layers, and precision {precision.name} has none: {WANTS_FP8}"
+        yield f"--first-last-layers-bf16 applies to FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
     given = " and ".join(f"{flag(name)} {count}" for name, count in counts.items())
     if sum(counts.values()) >= layers:
-        yield f"{given} leave none of {layers} layers in FP8: give fewer, or use --bf16"
+        yield f"{given} leave none of the {layers} layers in FP8: give fewer, or use --bf16"
     if not sum(counts.values()):
         yield f"{given} leave all layers in FP8: give one of them, or drop --first-last-layers-bf16"
 
@@ -88,29 +88,32 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
     fast = f"--fp8-fast-accumulation {precision.fp8_fast_accumulation}" if precision.fp8_fast_accumulation != "output" else ""
     if not precision.named.fp8:
         if fast:
-            yield f"{fast} contradicts precision {precision.name}, which has no FP8 of ours: {WANTS_FP8}"
+            yield f"{fast} contradicts precision {precision.name}, which does not use our FP8 layers: {USE_FP8}"
         head = precision.output_layer_precision
         if head != "bf16":
-            yield f"--output-layer-precision {head} contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
+            yield f"--output-layer-precision {head} contradicts precision {precision.name}, which has no FP8: {USE_FP8}"
         why = "which scales as Transformer Engine does" if isinstance(precision.named, PeerRecipe) else "which has no FP8"
         for name in ("fp8_recipe", *RULE_SETTINGS):
             value = getattr(precision, name)
             if value is not None:
-                yield f"{flag(name)} {value} contradicts precision {precision.name}, {why}: {WANTS_FP8}"
+                yield f"{flag(name)} {value} contradicts precision {precision.name}, {why}: {USE_FP8}"
         return
     gemm = gemm_of(replace(precision, fp8_fast_accumulation="output"))
     if fast and gemm is not None and not gemm.tensorwise:
-        yield f"{fast} is about one scale a tensor, and blocks are always added up in full: drop it, or use --fp8-recipe delayed"
-        return  # the recipe cannot be made
+        yield (
+            f"{fast} applies to per-tensor scales, and blocks are always accumulated in full precision: drop it, or use --fp8-recipe "
+            "delayed"
+        )
+        return  # the recipe cannot be built
     for name in RULE_SETTINGS:
         value = getattr(precision, name)
         if value is not None and rule_setting(precision, name) is None:
             by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
-            yield f"{flag(name)} {value} is about delayed scaling, and {by} scales just in time: drop it, or use --fp8-recipe delayed"
+            yield f"{flag(name)} {value} applies to delayed scaling, and {by} scales just in time: drop it, or use --fp8-recipe delayed"
 
 
 def loss_scaling(config: Config, world_size: int) -> Problems:
-    """A loss scale needs FP16, and flags of a dynamic one do not go with a constant one."""
+    """A loss scale requires FP16, and flags of a dynamic one contradict a constant one."""
     precision = config.precision
     if precision.contradiction is not None:
         return
@@ -118,18 +121,18 @@ def loss_scaling(config: Config, world_size: int) -> Problems:
     for name in given:
         value = getattr(precision, name)
         if not precision.named.scales_loss:
-            yield f"{flag(name)} {value:g} is about FP16, and precision {precision.name} has no loss scale: drop it, or use --fp16"
+            yield f"{flag(name)} {value:g} applies to FP16, and precision {precision.name} has no loss scale: drop it, or use --fp16"
         elif precision.loss_scale is not None and name != "loss_scale":
-            yield f"{flag(name)} {value:g} is about a dynamic loss scale, and --loss-scale {precision.loss_scale:g} is constant: drop one"
+            yield f"{flag(name)} {value:g} applies to a dynamic loss scale, and --loss-scale {precision.loss_scale:g} is constant: drop one"
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (
-            f"--min-loss-scale {precision.min_loss_scale:g} is more than --initial-loss-scale {precision.initial_loss_scale:g}: "
+            f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale {precision.initial_loss_scale:g}: "
             "lower it, or start higher"
         )
 
 
 def peer_layers(config: Config, world_size: int) -> Problems:
-    """A peer's library is installed, and flags that only our layers and states know do not go with its recipe."""
+    """A baseline's library must be installed, and its recipe excludes flags of our own layers and states."""
     from megatron.lm.config.baselines import INSTALL, PeerRecipe, installed
 
     precision, named = config.precision, None if config.precision.contradiction else config.precision.named
@@ -140,25 +143,31 @@ def peer_layers(config: Config, world_size: int) -> Problems:
     for name in ("optimizer_state", "exp_avg_format", "exp_avg_sq_format"):
         value = getattr(precision, name)
         if value in (*COAT_FORMATS, *OPTIMIZER_STATES):  # every recipe without our FP8 refuses the other formats
-            yield f"{flag(name)} {value} is COAT's, and precision {named.name} has FP32 states: drop it, or use --precision bf16"
-    ours = "which Transformer Engine's layers do not have"
+            yield f"{flag(name)} {value} is a format of COAT, and precision {named.name} has FP32 states: drop it, or use --precision bf16"
+    ours = "which Transformer Engine's layers do not use"
     if precision.save_activations not in (None, named.activations):
-        yield f"--save-activations {precision.save_activations} is our norms' and activations', {ours}: drop it, or use --precision coat"
+        yield (
+            f"--save-activations {precision.save_activations} applies to our norms and activation functions, {ours}: drop it, or use "
+            "--precision coat"
+        )
     if config.model.attention_backend != "auto":
-        yield f"--attention-backend {config.model.attention_backend} is our attention core's, {ours}: drop it, Transformer Engine chooses"
+        yield (
+            f"--attention-backend {config.model.attention_backend} applies to our attention core, {ours}: drop it; Transformer Engine "
+            "chooses"
+        )
     if config.training.cuda_graph not in (None, "none"):
-        yield f"--cuda-graph {config.training.cuda_graph} captures our layers, and not Transformer Engine's: drop it, the steps are eager"
+        yield f"--cuda-graph {config.training.cuda_graph} captures our layers but not Transformer Engine's: drop it to run steps eagerly"
     if config.training.deterministic:
-        yield f"--deterministic does not reach Transformer Engine's kernels (precision {named.name}): drop it, or use bf16 or O1 to O3"
+        yield f"--deterministic does not apply to Transformer Engine's kernels (precision {named.name}): drop it, or use bf16 or O1 to O3"
     if config.checkpoint.load is not None and not config.checkpoint.finetune and named.keeps_history:
         yield (
-            f"--load {config.checkpoint.load}: checkpoints do not hold the amax histories of Transformer Engine (precision {named.name}): "
-            "add --finetune to start from the weights, or take te-current"
+            f"--load {config.checkpoint.load}: checkpoints do not contain the amax histories of Transformer Engine (precision "
+            f"{named.name}): add --finetune to start from the weights, or use te-current"
         )
 
 
 def fp8_attention(config: Config, world_size: int) -> Problems:
-    """FP8 attention has one kernel, causal and without dropout, and heads of the widths that it takes."""
+    """FP8 attention has one kernel, which is causal, has no dropout and supports certain head widths."""
     from msamp.kernels.fp8_attention import MULTIPLE, WIDEST
 
     precision, model = config.precision, config.model
@@ -166,18 +175,18 @@ def fp8_attention(config: Config, world_size: int) -> Problems:
         return
     given = "--attention-precision fp8"
     if not precision.named.fp8:
-        yield f"{given} contradicts precision {precision.name}, which has no FP8: {WANTS_FP8}"
+        yield f"{given} contradicts precision {precision.name}, which has no FP8: {USE_FP8}"
     if model.attention_backend != "auto":
-        yield f"{given} has a kernel of its own, and --attention-backend {model.attention_backend} names another: drop one"
+        yield f"{given} has its own kernel, and --attention-backend {model.attention_backend} names another: drop one"
     if model.attention_dropout:
-        yield f"{given} has no --attention-dropout ({model.attention_dropout:g}): drop one"
+        yield f"{given} does not support --attention-dropout ({model.attention_dropout:g}): drop one"
     if model.objective != "causal-lm":
-        yield f"{given} hides no padding, as --objective {model.objective} wants it: drop one"
+        yield f"{given} does not mask padding, which --objective {model.objective} requires: drop one"
     if config.training.deterministic:
-        yield f"{given} does not go with --deterministic, since its backward adds up in any order: drop one"
+        yield f"{given} contradicts --deterministic, since its backward accumulates in no fixed order: drop one"
     if model.head_size % MULTIPLE or model.head_size > WIDEST:
         yield (
-            f"{given} takes heads of a multiple of {MULTIPLE} channels up to {WIDEST}, and they have {model.head_size}: give other "
+            f"{given} requires heads with a multiple of {MULTIPLE} channels up to {WIDEST}, and they have {model.head_size}: give other "
             "--kv-channels or --num-attention-heads, or drop it"
         )
 

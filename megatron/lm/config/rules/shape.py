@@ -1,4 +1,4 @@
-"""Rules for the shape of the model and its cuts by tensor and pipeline parallelism."""
+"""Rules for the shape of the model and how tensor and pipeline parallelism split it."""
 
 import math
 
@@ -18,8 +18,8 @@ def attention_shape(config: Config, world_size: int) -> Problems:
         )
     elif int(model.head_size * model.rotary_percent) % 2 and model.position_embedding_type == "rope":
         yield (
-            f"rotary position embeddings turn pairs: {model.head_size} channels a head x --rotary-percent {model.rotary_percent:g} must be "
-            "an even number; change --num-attention-heads or --kv-channels"
+            f"rotary position embeddings rotate pairs: {model.head_size} channels per head x --rotary-percent {model.rotary_percent:g} "
+            "must be an even number; change --num-attention-heads or --kv-channels"
         )
     if model.num_query_groups is not None and not model.group_query_attention:
         yield f"--num-query-groups {model.num_query_groups} has no effect by itself: add --group-query-attention, or drop it"
@@ -35,7 +35,7 @@ def attention_shape(config: Config, world_size: int) -> Problems:
 
 
 def positions(config: Config, world_size: int) -> Problems:
-    """Position ids need learned embeddings, and flags of the rotary embedding need one."""
+    """Resetting position ids requires learned embeddings, and flags of the rotary embedding require one."""
     model, kind = config.model, config.model.position_embedding_type
     if config.data.reset_position_ids and kind != "learned_absolute":
         yield (
@@ -59,7 +59,7 @@ def positions(config: Config, world_size: int) -> Problems:
 
 
 def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
-    """Dimensions that tensor and sequence parallelism cut are divisible. The padded vocabulary always is."""
+    """Dimensions that tensor and sequence parallelism split must be divisible. The padded vocabulary always is."""
     model, parallel = config.model, config.parallel
     tp, heads = parallel.tensor_model_parallel_size, model.num_attention_heads
     size_flag = f"--tensor-model-parallel-size {tp}"
@@ -68,7 +68,7 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
         served = [n for n in range(tp, model.hidden_size + 1, tp) if model.kv_channels or model.hidden_size % n == 0]
         choice = _nearest(heads, served) or nearest_multiples(heads, tp)
         yield f"--num-attention-heads {heads} is not divisible by {size_flag}: choose {choice}"
-    if heads % tp == 0 or model.kv_channels:  # else its multiples would be those of heads that cannot stay
+    if heads % tp == 0 or model.kv_channels:  # else its multiples would be those of a number of heads that must change
         cut.append(("hidden_size", model.hidden_size, tp if model.kv_channels else math.lcm(tp, heads)))
     if heads % tp == 0 and model.group_query_attention and heads % model.query_groups == 0 and model.query_groups % tp:
         legal = [groups for groups in _divisors(heads) if groups % tp == 0]
@@ -81,23 +81,23 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
             yield f"{flag(name)} {size} is not divisible by {size_flag}: choose {nearest_multiples(size, multiple)}"
     if parallel.sequence_parallel and tp == 1:
         yield (
-            "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it (after a preset: "
+            "--sequence-parallel splits sequences between tensor-parallel processes, and there is only one: drop it (after a preset: "
             "--no-sequence-parallel), or raise --tensor-model-parallel-size"
         )
 
 
 def pipeline_shape(config: Config, world_size: int) -> Problems:
-    """Layers over stages and virtual stages."""
+    """Layers must be divisible by stages and virtual stages."""
     layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     virtual = config.parallel.num_layers_per_virtual_pipeline_stage
     if virtual is not None and stages == 1:
         yield (
-            f"--num-layers-per-virtual-pipeline-stage {virtual} interleaves pipeline stages, and there is one: drop it, or raise "
+            f"--num-layers-per-virtual-pipeline-stage {virtual} interleaves pipeline stages, and there is only one: drop it, or raise "
             "--pipeline-model-parallel-size"
         )
     elif layers % stages:
         unit = stages * (virtual or 1)
-        served = [n for n in range(unit, layers + 2 * unit + 1, unit) if virtual is None or n > unit]  # interleaving takes two of them
+        served = [n for n in range(unit, layers + 2 * unit + 1, unit) if virtual is None or n > unit]  # interleaving requires two of them
         yield f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: choose {_nearest(layers, served)}"
     elif virtual is not None and (virtual == layers // stages or layers // stages % virtual):
         smaller = _divisors(layers // stages)[:-1]
@@ -110,7 +110,7 @@ def pipeline_shape(config: Config, world_size: int) -> Problems:
 
 
 def nearest_multiples(value: int, of: int) -> str:
-    """The multiple of `of` below `value` and the one above, as words."""
+    """Return the multiple of `of` below `value` and the one above, as words."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
 
@@ -120,17 +120,17 @@ def _divisors(value: int) -> list[int]:
 
 
 def _nearest(value: int, legal: list[int]) -> str:
-    """The legal number below `value` and the one above, as words."""
+    """Return the legal number below `value` and the one above, as words."""
     around = [*[number for number in legal if number < value][-1:], *[number for number in legal if number > value][:1]]
     return " or ".join(map(str, around))
 
 
 def attention_kernel(config: Config, world_size: int) -> Problems:
-    """The kernels are those that torch brings."""
+    """Only attention kernels that come with PyTorch are supported."""
     if config.model.attention_backend == FLASH_ATTENTION_PACKAGE:
         yield (
-            f"--attention-backend {FLASH_ATTENTION_PACKAGE} is a package of its own, which has no wheel and is not served: choose flash, "
-            "torch's own flash attention, cudnn, which is faster on Hopper, or auto"
+            f"--attention-backend {FLASH_ATTENTION_PACKAGE} is a separate package, which has no wheel and is not supported: choose flash, "
+            "PyTorch's own flash attention, cudnn, which is faster on Hopper, or auto"
         )
 
 

@@ -8,7 +8,7 @@ from megatron.lm.config.whole import Config, Problems, Rules
 
 
 def batches(config: Config, world_size: int) -> Problems:
-    """World size over TP x PP, global batch over micro-batch x DP, micro-batches over an interleaved pipeline."""
+    """World size must be divisible by TP x PP, the global batch by micro-batch x DP, micro-batches of an interleaved pipeline by PP."""
     parallel, micro = config.parallel, config.training.micro_batch_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % (tp * pp):
@@ -28,13 +28,13 @@ def batches(config: Config, world_size: int) -> Problems:
         yield from _ramp(config, world_size)
     elif parallel.num_layers_per_virtual_pipeline_stage is not None and config.num_micro_batches(world_size) % pp:
         yield (
-            f"interleaved pipelining wants the {config.num_micro_batches(world_size)} micro-batches of a step to be a multiple of "
+            f"interleaved pipelining requires the {config.num_micro_batches(world_size)} micro-batches of a step to be a multiple of "
             f"--pipeline-model-parallel-size {pp}: choose --global-batch-size as a multiple of {micro * copies * pp}"
         )
 
 
 def _ramp(config: Config, world_size: int) -> Problems:
-    """`--rampup-batch-size`: three numbers, each batch of the ramp divisible as the last one is."""
+    """`--rampup-batch-size`: three numbers, and each batch of the ramp must be as divisible as the last one."""
     words, size = config.training.rampup_batch_size, config.global_batch_size(world_size)
     given = f"--rampup-batch-size {' '.join(map(str, words))}"
     if len(words) != 3:
@@ -60,7 +60,7 @@ def _ramp(config: Config, world_size: int) -> Problems:
 
 
 def length(config: Config, world_size: int) -> Problems:
-    """The run's length, its warm-up and its decay are given once, all in iterations or all in samples."""
+    """The run's length, its warm-up and its decay must be given once, all in iterations or all in samples."""
     training, optimizer = config.training, config.optimizer
     if (training.train_iters is None) == (training.train_samples is None):
         both = f"--train-iters {training.train_iters} and --train-samples {training.train_samples} contradict each other"
@@ -84,7 +84,7 @@ def length(config: Config, world_size: int) -> Problems:
 
 
 def schedule(config: Config, world_size: int) -> Problems:
-    """Learning rates, warm-up and decay in order."""
+    """Learning rates, warm-up and decay must be in order."""
     optimizer, training = config.optimizer, config.training
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: give a value in [0, {optimizer.lr:g}]"
@@ -130,14 +130,14 @@ def _decoupled(config: Config) -> Problems:
 
 
 def recomputation(config: Config, world_size: int) -> Problems:
-    """The flags of full recomputation come together; the flag of selective recomputation comes with its granularity."""
+    """The flags of full recomputation require each other; the flag of selective recomputation requires its granularity."""
     training, parallel = config.training, config.parallel
     if training.recompute_modules and training.recompute_granularity != "selective":
         modules = " ".join(training.recompute_modules)
         yield f"--recompute-modules {modules} has no effect by itself: add --recompute-granularity selective, or drop it"
-    again = training.recompute_modules or ("core_attn",)
+    recomputed = training.recompute_modules or ("core_attn",)
     fused = refusal(config.precision) is None and config.fuses_layers
-    if training.recompute_granularity == "selective" and fused and config.model.attention_dropout and "core_attn" in again:
+    if training.recompute_granularity == "selective" and fused and config.model.attention_dropout and "core_attn" in recomputed:
         yield (
             f"a fused layer does not recompute attention with --attention-dropout {config.model.attention_dropout:g}: "
             "give --recompute-modules mlp, or drop one of them"
@@ -156,9 +156,9 @@ def recomputation(config: Config, world_size: int) -> Problems:
 
 
 def determinism(config: Config, world_size: int) -> Problems:
-    """Operations that add up in any order do not go with `--deterministic`."""
+    """Operations that accumulate in no fixed order contradict `--deterministic`."""
     if config.training.deterministic and config.model.attention_backend == "cudnn":
-        yield "--deterministic with --attention-backend cudnn: its backward adds up in any order; choose auto or flash"
+        yield "--deterministic with --attention-backend cudnn: its backward accumulates in no fixed order; choose auto or flash"
 
 
 RULES: Rules = {

@@ -43,13 +43,13 @@ def test_the_paper_s_blend_adds_up_to_more_than_100_and_is_normalised():
     line = describe(words)
     assert line is not None
     assert line.startswith("data: data/commoncrawl_text_document 50.99 %, data/c4_text_document 25.20 %, ")
-    assert line.endswith("; the weights add up to 101.41 and are taken as shares of that")
+    assert line.endswith("; the weights sum to 101.41 and are normalized")
 
 
 def test_words_and_comments(tmp_path: Path):
     (tmp_path / "blend").write_text("# first\n3 a # half\n\n1 b\n")
     assert read_blend(str(tmp_path / "blend")) == ("3", "a", "1", "b")
-    assert describe(("3", "a", "1", "b")) == "data: a 75.00 %, b 25.00 %; the weights add up to 4 and are taken as shares of that"
+    assert describe(("3", "a", "1", "b")) == "data: a 75.00 %, b 25.00 %; the weights sum to 4 and are normalized"
 
 
 @pytest.mark.parametrize("words", [(), ("a",), ("a", "b"), ("1", "a", "2"), ("0", "a"), ("inf", "a")])
@@ -68,7 +68,7 @@ def test_the_trainer_takes_it_as_data_path(tmp_path: Path):
     ("content", "words", "message"),
     [
         (None, [], "cannot be read"),
-        ("# none\n", [], "names no dataset: write a weight and a prefix a line"),
+        ("# none\n", [], "names no dataset: write a weight and a prefix per line"),
         ("1 a\n", ["--data-path", "b"], "--data-path and --data-args-path contradict each other: give one of them"),
     ],
 )

@@ -127,14 +127,14 @@ def test_help_lists_every_flag_and_every_name_that_can_be_registered():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"modle": {}}, r"'modle' is no section of the configuration \(did you mean model\?\)"),
-        ({"optimizer": {"lr": 1.0, "beta": 1}}, r"'beta' is no setting of the section 'optimizer'"),
-        ({"optimizer": {}}, r"section 'optimizer' lacks the required lr"),
-        ({"optimizer": {"lr": "high"}}, r"optimizer\.lr is 'high': give float"),
-        ({"training": {"micro_batch_size": True, "train_iters": 1}}, r"micro_batch_size is True: give int"),
-        ({"data": {"data_path": "a"}}, r"data\.data_path is 'a': give a list of str"),
-        ({"checkpoint": {"save": 3}}, r"checkpoint\.save is 3: give str or null"),
-        ({"logging": {"log_interval": None}}, r"logging\.log_interval is None: give int$"),
+        ({"modle": {}}, r"'modle' is not a known section of the configuration \(did you mean model\?\)"),
+        ({"optimizer": {"lr": 1.0, "beta": 1}}, r"'beta' is not a known setting of the section 'optimizer'"),
+        ({"optimizer": {}}, r"section 'optimizer' is missing the required lr"),
+        ({"optimizer": {"lr": "high"}}, r"optimizer\.lr is 'high', expected float"),
+        ({"training": {"micro_batch_size": True, "train_iters": 1}}, r"micro_batch_size is True, expected int"),
+        ({"data": {"data_path": "a"}}, r"data\.data_path is 'a', expected a list of str"),
+        ({"checkpoint": {"save": 3}}, r"checkpoint\.save is 3, expected str or null"),
+        ({"logging": {"log_interval": None}}, r"logging\.log_interval is None, expected int$"),
     ],
 )
 def test_a_damaged_dictionary_is_refused_by_name(change, message):

@@ -59,7 +59,7 @@ def test_megatron_s_defaults_count_the_end_of_document_of_the_command_line_alone
 
 
 def test_a_first_start_takes_the_flags_that_are_given(capsys: pytest.CaptureFixture[str]):
-    line = "--use-checkpoint-args: --load run holds no checkpoint, so the flags are those given"
+    line = "--use-checkpoint-args: --load run contains no checkpoint, so the flags on the command line apply"
     assert taken(CheckpointConfig(load="run"), None).line == line
     with pytest.raises(SystemExit):
         parsed("", None)
@@ -69,4 +69,4 @@ def test_a_first_start_takes_the_flags_that_are_given(capsys: pytest.CaptureFixt
 def test_a_tool_that_reads_no_checkpoint_refuses(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parse(shlex.split(RUN))
-    assert "--use-checkpoint-args reads a checkpoint, as only training does" in capsys.readouterr().err
+    assert "--use-checkpoint-args works only in training, which reads a checkpoint" in capsys.readouterr().err

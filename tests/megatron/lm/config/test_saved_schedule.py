@@ -43,7 +43,7 @@ def test_the_checkpoint_s_schedule_takes_the_place_of_the_flags():
 
 def test_a_schedule_in_another_unit_is_not_taken():
     now = tiny.config("corpus", use_checkpoint_opt_param_scheduler=True)
-    with pytest.raises(ValueError, match="counts its schedule by --train-samples, and this run does not: give --train-samples, or"):
+    with pytest.raises(ValueError, match="schedule counts --train-samples, and this run's does not: give --train-samples, or"):
         take_schedule(now, tiny.config("corpus", train_samples=40))
 
 

@@ -219,7 +219,7 @@ def test_settings_of_another_tokenizer_are_refused(gpt2_files):
     whole = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     with pytest.raises(
         ValueError,
-        match="--vocab-size 50 belongs to NullTokenizer, TikTokenizer and has no effect on --tokenizer-type HuggingFaceTokenizer",
+        match="--vocab-size 50 belongs to NullTokenizer, TikTokenizer and has no effect with --tokenizer-type HuggingFaceTokenizer",
     ):
         build_tokenizer(whole, vocab_size=50)
     with pytest.raises(ValueError, match="--vocab-file v belongs to GPT2BPETokenizer"):

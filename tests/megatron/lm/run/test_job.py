@@ -38,7 +38,7 @@ def test_a_dry_run_tells_and_begins_nothing(flags: list[str], monkeypatch: pytes
     assert job.job([*flags, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "nothing was started" in said
-    assert "--megatron-defaults takes its own" in " ".join(said.split())
+    assert "--megatron-defaults uses Megatron-LM's" in " ".join(said.split())
     assert max(map(len, said.partition("grid: ")[0].splitlines())) <= 120
 
 

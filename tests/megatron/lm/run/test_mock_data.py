@@ -95,5 +95,5 @@ def test_a_split_and_a_cache_folder_are_dropped_with_a_line(tmp_path: Path, caps
     run(tmp_path, "--data-cache-path", str(tmp_path / "cache"), "--split", "'99,1,0'", "--train-iters", "1")
     out = capsys.readouterr().out
     assert "dropped: mock documents have no index caches" in " ".join(out.split())
-    assert "--split '99,1,0' dropped: mock documents are cut in three equal parts" in out
+    assert "--split '99,1,0' dropped: mock documents are split into three equal parts" in out
     assert not (tmp_path / "cache").exists()

@@ -28,8 +28,8 @@ def test_what_is_dropped_or_translated_is_named_with_its_reason():
     result = applied("--use-flash-attn --no-rope-fusion --no-bias-gelu-fusion --attention-backend fused --seed 1")
     assert result.argv == ("--attention-backend", "cudnn", "--seed", "1")
     assert result.lines[0] == "--attention-backend fused means --attention-backend cudnn here"
-    assert result.lines[1].startswith("--use-flash-attn dropped: attention is torch's")
-    assert result.lines[2].startswith("--no-rope-fusion, --no-bias-gelu-fusion dropped: a fusion changes speed alone")
+    assert result.lines[1].startswith("--use-flash-attn dropped: attention runs PyTorch's")
+    assert result.lines[2].startswith("--no-rope-fusion, --no-bias-gelu-fusion dropped: fusions only change speed")
 
 
 def test_a_stray_word_behind_a_dropped_flag_is_left_for_argparse():
@@ -50,7 +50,7 @@ def test_all_unknown_and_refused_flags_are_named_in_one_message():
             "--moe-router-topk 2: mixture of experts",
             "--spec a b: ",
             "unknown flag --xyzzy",
-            "--timing-log-level lacks its value",
+            "--timing-log-level is missing a value",
         ),
         strict=True,
     ):

@@ -20,7 +20,7 @@ def last_line(flags: str) -> str:
 
 def test_one_line_lists_what_differs_where_the_flag_is_absent():
     line = last_line("")
-    assert line.startswith("defaults, Megatron-LM's -> here (--megatron-defaults takes its own): ")
+    assert line.startswith("defaults that differ, Megatron-LM -> here (--megatron-defaults uses Megatron-LM's): ")
     for listed in ("--position-embedding-type learned_absolute -> rope", "--hidden-dropout 0.1 -> 0", "precision FP32 -> bf16"):
         assert listed in line
     assert "loss-scale" not in line

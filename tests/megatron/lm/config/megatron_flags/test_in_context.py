@@ -48,12 +48,12 @@ def test_a_preset_counts_as_written():
     ("line", "words"),
     [
         ("--no-position-embedding --position-embedding-type learned_absolute", "contradicts --position-embedding-type learned_absolute"),
-        ("--calculate-per-token-loss --eod-mask-loss", "with --eod-mask-loss micro-batches have unequal numbers of tokens"),
+        ("--calculate-per-token-loss --eod-mask-loss", "with --eod-mask-loss, micro-batches have unequal numbers of tokens"),
         ("--start-weight-decay 0.01 --end-weight-decay 0.1", "weight decay is constant here"),
         ("--weight-decay 0.2 --start-weight-decay 0.1 --end-weight-decay 0.1", "weight decay is constant here"),
         ("--num-layers 6 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", "choose a multiple of 4"),
         ("--num-virtual-stages-per-pipeline-rank 0", "give a whole number above 0"),
-        ("--seq-length 8 --decoder-seq-length 4", "GPT has one sequence"),
+        ("--seq-length 8 --decoder-seq-length 4", "GPT has a single sequence length"),
     ],
 )
 def test_a_contradiction_is_refused(line, words):

@@ -167,8 +167,8 @@ def test_a_pipe_takes_no_lines_and_a_device_is_no_cache(tmp_path_factory):
     os.mkfifo(pipe)
     with pytest.raises(ValueError, match="2 settings are refused") as caught:
         check(config(f"--metrics-file {pipe} --opt-level O2 --fp8-gain-cache /dev/null"), 1)
-    assert f"--metrics-file {pipe} is no file: name one" in str(caught.value)
-    assert "--fp8-gain-cache /dev/null is no file: name one" in str(caught.value)
+    assert f"--metrics-file {pipe} is not a regular file: give one" in str(caught.value)
+    assert "--fp8-gain-cache /dev/null is not a regular file: give one" in str(caught.value)
     check(config("--metrics-file /dev/null --record-precision /dev/null --opt-level O2"), 1)
 
 

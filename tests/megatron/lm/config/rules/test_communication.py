@@ -36,12 +36,12 @@ REFUSALS = {
     "owner, dtype": (
         "--opt-level O2 --grad-accum-on owner --grad-accum-dtype fp32",
         2,
-        "--grad-accum-on owner adds up in FP32, and --grad-accum-dtype fp32 is for sums on each rank: drop one",
+        "--grad-accum-on owner accumulates in FP32, and --grad-accum-dtype fp32 is for accumulation on each rank: drop one",
     ),
     "owner, exchange": (
         "--opt-level O2 --grad-accum-on owner --grad-exchange nccl",
         2,
-        "--grad-accum-on owner adds up FP32 sums, and --grad-exchange nccl has none: drop it, or use --grad-exchange fp32-sum",
+        "--grad-accum-on owner requires sums in FP32, and --grad-exchange nccl has none: drop it, or use --grad-exchange fp32-sum",
     ),
     "exchange": ("--grad-exchange nccl", 2, "--grad-exchange nccl sums FP8 gradients, and precision bf16 has none: drop it, or use --opt"),
     "exchange, format that BF16 has not": (
@@ -58,17 +58,17 @@ REFUSALS = {
     "accumulation": (
         "--grad-accum-dtype fp8-sr",
         1,
-        "--grad-accum-dtype fp8-sr is for FP8 gradients, and precision bf16 has none; legal here is fp32: drop it, or use --opt-level O1",
+        "--grad-accum-dtype fp8-sr is for FP8 gradients, and precision bf16 has none: choose fp32, drop it, or use --opt-level O1",
     ),
     "accumulation, recipe": (
         "--precision fp32 --grad-accum-dtype bf16",
         1,
-        "--grad-accum-dtype bf16 .* precision fp32 .* is fp32: drop it",
+        "--grad-accum-dtype bf16 .* precision fp32 .* choose fp32, drop it",
     ),
     "accumulation, format": (
         "--opt-level O1 --grad-format bf16 --grad-accum-dtype fp8",
         1,
-        "--grad-accum-dtype fp8 is for FP8 .*--grad-format bf16 leaves none; legal here is fp32 or bf16: drop one, or use --grad",
+        "--grad-accum-dtype fp8 is for FP8 .*--grad-format bf16 leaves none: choose fp32 or bf16, drop one, or use --grad",
     ),
     "mu": (
         "--opt-level O2 --grad-scaling auto",
@@ -101,7 +101,7 @@ def test_an_exchange_of_one_s_own_is_judged_by_what_it_says(monkeypatch):
     refusals.assert_refused(
         "--opt-level O2 --grad-exchange mine --grad-scaling auto",
         2,
-        "--grad-scaling auto is no scaling of --grad-exchange mine: choose one of post, pre",
+        "--grad-scaling auto is not a scaling of --grad-exchange mine: choose one of post, pre",
     )
     refusals.assert_refused(
         "--opt-level O2 --grad-exchange mine --mu-rule halve",

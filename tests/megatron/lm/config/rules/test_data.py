@@ -16,7 +16,7 @@ REFUSALS = {
     "words of a GPT": ("--mask-whole-words", 1, "--mask-whole-words has no effect with --objective causal-lm: drop it, or use"),
     "masked ends": ("--objective masked-lm --eod-mask-loss", 1, "--eod-mask-loss has no effect with --objective masked-lm, which never"),
     "no data": ("--data-path", 1, "no training data: give --data-path PREFIX or --train-data-path PREFIX"),
-    "no train data": ("--data-path --valid-data-path corpus", 1, "no training data beside --valid-data-path: give"),
+    "no train data": ("--data-path --valid-data-path corpus", 1, "no training data next to --valid-data-path: give"),
     "data twice": ("--train-data-path corpus", 1, "--data-path and --train-data-path contradict each other: give --data-path with"),
     "mock data beside data": ("--mock-data", 1, "--mock-data and --data-path contradict each other: give one of them"),
     "split alone": ("--data-path --train-data-path corpus --split 9,1", 1, "--split 9,1 has no effect on --train-data-path: drop it, or"),
@@ -30,7 +30,7 @@ REFUSALS = {
     "data missing": (
         "--data-path corpse",
         1,
-        "--data-path corpse: corpse.bin and corpse.idx do not exist; give the prefix of what megatron.lm.tools.prep",
+        "--data-path corpse: corpse.bin and corpse.idx do not exist; give the prefix of files that megatron.lm.tools.prep",
     ),
     "half data": ("--data-path half", 1, "--data-path half: half.idx do not exist"),
     "tokenizer file": (
@@ -46,15 +46,15 @@ REFUSALS = {
     "tokenizer of others": (
         "--vocab-file v",
         1,
-        "--vocab-file v belongs to GPT2BPETokenizer and has no effect on .*NullTokenizer: drop it",
+        "--vocab-file v belongs to GPT2BPETokenizer and has no effect with .*NullTokenizer: drop it",
     ),
     "override": ("--override-data", 1, "--override-data has no effect without --load: drop it"),
     "override beside finetune": (
         "--override-data --load . --finetune",
         1,
-        "--override-data has no effect beside --finetune, which begins the data anew: drop it",
+        "--override-data has no effect with --finetune, which restarts the data: drop it",
     ),
-    "one token": ("--vocab-size 1", 1, "--vocab-size 1 leaves no token beside the end of document: give at least 2"),
+    "one token": ("--vocab-size 1", 1, "--vocab-size 1 leaves no token except the end of document: give at least 2"),
 }
 
 

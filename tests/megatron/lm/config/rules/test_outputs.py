@@ -9,8 +9,8 @@ from megatron.lm.config.rules.outputs import RULES
 REFUSALS = {
     "table in a folder": ("--opt-level O2 --fp8-gain-cache folder", 1, "--fp8-gain-cache folder is a folder: give a file in it"),
     "dry run": ("--device-memory-gib 40", 1, "--device-memory-gib 40 has no effect without --dry-run: add it, or drop the memory"),
-    "load": ("--load gone", 1, "--load gone is no folder: name one that a run with --save wrote, or drop --load"),
-    "load empty": ("--load folder", 1, r"--load folder holds no checkpoint \(nor latest_checkpointed_iteration.txt\): name another"),
+    "load": ("--load gone", 1, "--load gone is not a folder: give one that a run with --save wrote, or drop --load"),
+    "load empty": ("--load folder", 1, r"--load folder contains no checkpoint \(and no latest_checkpointed_iteration.txt\): give another"),
     "two schedules": (
         "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
         1,
@@ -19,7 +19,7 @@ REFUSALS = {
     "finetune": ("--finetune", 1, "--finetune has no effect without a checkpoint: add --load FOLDER"),
     "step": ("--ckpt-step 0", 1, "--ckpt-step 0 has no effect without a checkpoint: add --load FOLDER, or drop it"),
     "no optimizer": ("--no-load-optim", 1, "--no-load-optim has no effect without a checkpoint: add --load FOLDER"),
-    "gentle spike": ("--loss-spike-threshold 1", 1, "--loss-spike-threshold 1 calls every loss a spike: give more than 1"),
+    "gentle spike": ("--loss-spike-threshold 1", 1, "--loss-spike-threshold 1 makes every loss a spike: give more than 1"),
     "window alone": ("--loss-spike-window 9", 1, "--loss-spike-window 9 has no effect without --loss-spike-threshold: add it"),
     "action alone": ("--loss-spike-action rollback", 1, "--loss-spike-action rollback has no effect without --loss-spike-threshold"),
     "nowhere to roll back to": (
@@ -37,9 +37,9 @@ REFUSALS = {
     "elsewhere is there": (
         "--save new --emergency-save ./new",
         1,
-        "--emergency-save ./new is the folder of --save: name one on another disk",
+        "--emergency-save ./new is also the folder of --save: give one on another disk",
     ),
-    "unhealthy": ("--load-unhealthy --load folder", 1, "--load-unhealthy has no effect by itself: name the checkpoint by --ckpt-step N"),
+    "unhealthy": ("--load-unhealthy --load folder", 1, "--load-unhealthy has no effect by itself: give the checkpoint with --ckpt-step N"),
     "keep": ("--keep-last 2", 1, "--keep-last 2 has no effect without a folder: add --save FOLDER, or drop it"),
     "background": ("--async-save", 1, "--async-save has no effect without a folder: add --save FOLDER, or drop it"),
     "no states": ("--no-save-optim", 1, "--no-save-optim has no effect without a folder: add --save FOLDER, or drop it"),
@@ -62,7 +62,7 @@ REFUSALS = {
     "non-persistent in --save": (
         "--save new --non-persistent-save-interval 2 --non-persistent-global-ckpt-dir ./new",
         1,
-        "--non-persistent-global-ckpt-dir ./new is the folder of --save: name another",
+        "--non-persistent-global-ckpt-dir ./new is also the folder of --save: give another",
     ),
     "missing": (
         "--exit-on-missing-checkpoint",
@@ -76,6 +76,7 @@ REFUSALS = {
     ),
     "save": ("--save corpus.bin", 1, "--save corpus.bin: .*corpus.bin is a file, not a folder; choose another path"),
     "save below": ("--save corpus.bin/a/b", 1, "--save corpus.bin/a/b: .*corpus.bin is a file, not a folder; choose another path"),
+    "project missing": ("--wandb-exp-name a", 1, "--wandb-exp-name a has no effect without a project: add --wandb-project TEXT"),
     "metrics": ("--metrics-file folder", 1, "--metrics-file folder is a folder: give a file in it"),
     "metrics below": ("--metrics-file corpus.bin/m", 1, "--metrics-file corpus.bin/m: .*corpus.bin is a file, not a folder"),
 }

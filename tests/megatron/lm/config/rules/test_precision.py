@@ -10,12 +10,12 @@ REFUSALS = {
     "ends without FP8": (
         "--bf16 --first-last-layers-bf16",
         1,
-        "--first-last-layers-bf16 is about FP8 linear layers, and precision bf16 has none: drop it, or use --opt-level O1, O2 or O3",
+        "--first-last-layers-bf16 applies to FP8 linear layers, and precision bf16 has none: drop it, or use --opt-level O1, O2 or O3",
     ),
     "nothing but ends": (
         "--opt-level O2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
         1,
-        "--num-layers-at-start-in-bf16 1 and --num-layers-at-end-in-bf16 3 leave none of 4 layers in FP8: give fewer, or use --bf16",
+        "--num-layers-at-start-in-bf16 1 and --num-layers-at-end-in-bf16 3 leave none of the 4 layers in FP8: give fewer, or use --bf16",
     ),
     "no ends": (
         "--opt-level O2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 --num-layers-at-start-in-bf16 0",
@@ -41,26 +41,30 @@ REFUSALS = {
     "peer with COAT's states": (
         "--precision te-bf16 --optimizer-state coat",
         1,
-        "--optimizer-state coat is COAT's, and precision",
+        "--optimizer-state coat is a format of COAT, and precision",
     ),
-    "peer with one state of COAT": ("--precision te-bf16 --exp-avg-format coat-e4m3", 1, "--exp-avg-format coat-e4m3 is COAT's"),
+    "peer with one state of COAT": ("--precision te-bf16 --exp-avg-format coat-e4m3", 1, "--exp-avg-format coat-e4m3 is a format of COAT"),
     "peer with COAT's activations": (
         "--precision te-block --save-activations coat",
         1,
-        "--save-activations coat is our norms'",
+        "--save-activations coat applies to our norms",
     ),
     "peer with our attention": (
         "--precision te-block --attention-backend cudnn",
         1,
-        "--attention-backend cudnn is our attention core's",
+        "--attention-backend cudnn applies to our attention core",
     ),
-    "peer in a graph": ("--precision te-block --cuda-graph step", 1, "--cuda-graph step captures our layers, and not Transformer Engine's"),
-    "peer, deterministic": ("--precision te-block --deterministic", 1, "--deterministic does not reach Transformer Engine's kernels"),
-    "peer with some layers": ("--precision te-block --bf16-linears linear_qkv", 1, "--bf16-linears linear_qkv is about FP8 linear layers"),
+    "peer in a graph": ("--precision te-block --cuda-graph step", 1, "--cuda-graph step captures our layers but not Transformer Engine's"),
+    "peer, deterministic": ("--precision te-block --deterministic", 1, "--deterministic does not apply to Transformer Engine's kernels"),
+    "peer with some layers": (
+        "--precision te-block --bf16-linears linear_qkv",
+        1,
+        "--bf16-linears linear_qkv applies to FP8 linear layers",
+    ),
     "peer that resumes histories": (
         "--precision te-delayed --load folder --save folder",
         1,
-        "--load folder: checkpoints do not hold the amax histories of Transformer Engine .*: add --finetune",
+        "--load folder: checkpoints do not contain the amax histories of Transformer Engine .*: add --finetune",
     ),
     "peer with our exchange": (
         "--precision te-delayed --grad-exchange nccl",
@@ -90,13 +94,13 @@ REFUSALS = {
     "fast sums without FP8": (
         "--fp8-fast-accumulation all",
         1,
-        "--fp8-fast-accumulation all contradicts precision bf16, which has no FP8 of ours: drop it, or use --opt-level O1, O2 or O3",
+        "--fp8-fast-accumulation all contradicts precision bf16, which does not use our FP8 layers: drop it, or use --opt-level O1",
     ),
     "fast sums of blocks": (
         "--opt-level O2 --fp8-recipe blockwise --fp8-fast-accumulation all",
         1,
         (
-            "--fp8-fast-accumulation all is about one scale a tensor, and blocks are always added up in full: "
+            "--fp8-fast-accumulation all applies to per-tensor scales, and blocks are always accumulated in full precision: "
             "drop it, or use --fp8-recipe delayed"
         ),
     ),
@@ -108,49 +112,49 @@ REFUSALS = {
     "FP8 attention, other kernel": (
         "--opt-level O2 --attention-precision fp8 --kv-channels 16 --attention-backend flash",
         1,
-        "--attention-precision fp8 has a kernel of its own, and --attention-backend flash names another: drop one",
+        "--attention-precision fp8 has its own kernel, and --attention-backend flash names another: drop one",
     ),
     "FP8 attention, dropout": (
         "--opt-level O2 --attention-precision fp8 --kv-channels 16 --attention-dropout 0.1",
         1,
-        r"--attention-precision fp8 has no --attention-dropout \(0.1\): drop one",
+        r"--attention-precision fp8 does not support --attention-dropout \(0.1\): drop one",
     ),
     "FP8 attention, encoder": (
         "--opt-level O2 --attention-precision fp8 --kv-channels 16 --objective masked-lm",
         1,
-        "--attention-precision fp8 hides no padding, as --objective masked-lm wants it: drop one",
+        "--attention-precision fp8 does not mask padding, which --objective masked-lm requires: drop one",
     ),
     "FP8 attention, deterministic": (
         "--opt-level O2 --attention-precision fp8 --kv-channels 16 --deterministic",
         1,
-        "--attention-precision fp8 does not go with --deterministic, since its backward adds up in any order: drop one",
+        "--attention-precision fp8 contradicts --deterministic, since its backward accumulates in no fixed order: drop one",
     ),
     "FP8 attention, heads": (
         "--opt-level O2 --attention-precision fp8 --kv-channels 24",
         1,
-        "--attention-precision fp8 takes heads of a multiple of 16 channels up to 128, and they have 24: give other --kv-channels",
+        "--attention-precision fp8 requires heads with a multiple of 16 channels up to 128, and they have 24: give other --kv-channels",
     ),
     "window without FP8": ("--fp8-amax-history-len 4", 1, "--fp8-amax-history-len 4 contradicts precision bf16, which has no FP8: drop"),
     "margin without FP8": ("--fp16 --fp8-margin 0", 1, "--fp8-margin 0 contradicts precision fp16-amp, which has no FP8: drop it"),
     "window, just in time": (
         "--opt-level O2 --fp8-recipe tensorwise --fp8-amax-history-len 16",
         1,
-        "--fp8-amax-history-len 16 is about delayed scaling, and --fp8-recipe tensorwise scales just in time: drop it, or use --fp8-recipe",
+        "--fp8-amax-history-len 16 applies to delayed scaling, and --fp8-recipe tensorwise scales just in time: drop it, or use",
     ),
     "algorithm, coat": (
         "--precision coat --fp8-amax-compute-algo max",
         1,
-        "--fp8-amax-compute-algo max is about delayed scaling, and precision coat scales just in time: drop it, or use --fp8-rec",
+        "--fp8-amax-compute-algo max applies to delayed scaling, and precision coat scales just in time: drop it, or use --fp8-rec",
     ),
     "margin, just in time": (
         "--opt-level O3 --fp8-recipe tensorwise --fp8-margin 1",
         1,
-        "--fp8-margin 1 is about delayed scaling, and --fp8-recipe tensorwise scales just in time",
+        "--fp8-margin 1 applies to delayed scaling, and --fp8-recipe tensorwise scales just in time",
     ),
     "BF16 in BF16": (
         "--bf16-linears linear_qkv linear_fc1",
         1,
-        "--bf16-linears linear_qkv linear_fc1 is about .* precision bf16 has none: drop",
+        "--bf16-linears linear_qkv linear_fc1 applies to .* precision bf16 has none: drop",
     ),
     "table of nothing": ("--opt-level O2 --fp8-min-gain 0 --fp8-gain-cache g", 1, "--fp8-gain-cache g has no effect with --fp8-min-gain 0"),
     "table beside a choice": (
@@ -164,18 +168,22 @@ REFUSALS = {
     "loss scale of BF16": (
         "--loss-scale 8",
         1,
-        "--loss-scale 8 is about FP16, and precision bf16 has no loss scale: drop it, or use --fp16",
+        "--loss-scale 8 applies to FP16, and precision bf16 has no loss scale: drop it, or use --fp16",
     ),
-    "window of O2": ("--opt-level O2 --loss-scale-window 9", 1, "--loss-scale-window 9 is about FP16, and precision O2 has no loss scale"),
+    "window of O2": (
+        "--opt-level O2 --loss-scale-window 9",
+        1,
+        "--loss-scale-window 9 applies to FP16, and precision O2 has no loss scale",
+    ),
     "constant and moving": (
         "--fp16 --loss-scale 8 --hysteresis 3",
         1,
-        "--hysteresis 3 is about a dynamic loss scale, and --loss-scale 8 is constant: drop one",
+        "--hysteresis 3 applies to a dynamic loss scale, and --loss-scale 8 is constant: drop one",
     ),
     "least above the first": (
         "--fp16 --min-loss-scale 2048 --initial-loss-scale 1024",
         1,
-        "--min-loss-scale 2048 is more than --initial-loss-scale 1024: lower it",
+        "--min-loss-scale 2048 is larger than --initial-loss-scale 1024: lower it",
     ),
     "FP8 in FP16": ("--fp16 --grad-format fp8-e4m3", 1, "--grad-format fp8-e4m3 contradicts precision fp16-amp, which fixes its formats"),
     "coat and another": (

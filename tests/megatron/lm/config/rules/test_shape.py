@@ -10,10 +10,10 @@ REFUSALS = {
     "a package": (
         "--attention-backend flash-attn",
         1,
-        "--attention-backend flash-attn is a package of its own, which has no wheel and is not served: choose flash, torch's own flash",
+        "--attention-backend flash-attn is a separate package, which has no wheel and is not supported: choose flash, PyTorch's own flash",
     ),
     "heads": ("--hidden-size 66", 1, "--hidden-size 66 is not divisible by --num-attention-heads 4: choose a multiple of 4"),
-    "rotary width": ("--hidden-size 60", 1, "15 channels a head x --rotary-percent 1 must be an even number; change"),
+    "rotary width": ("--hidden-size 60", 1, "15 channels per head x --rotary-percent 1 must be an even number; change"),
     "lone groups": (
         "--preset llama3-8b --no-group-query-attention",
         1,
@@ -86,7 +86,7 @@ REFUSALS = {
     "SP alone": (
         "--preset 13b --tensor-model-parallel-size 1",
         1,
-        "--sequence-parallel splits between tensor-parallel processes, and there is one: drop it .*--no-sequence-parallel.*, or raise --t",
+        "--sequence-parallel splits sequences between tensor-parallel processes, and there is only one: .*--no-sequence-parallel.*",
     ),
     "PP layers": (
         "--pipeline-model-parallel-size 3",
@@ -101,7 +101,7 @@ REFUSALS = {
     "lone virtual": (
         "--num-layers-per-virtual-pipeline-stage 2",
         1,
-        "-stage 2 interleaves pipeline stages, and there is one: drop it, or raise",
+        "-stage 2 interleaves pipeline stages, and there is only one: drop it, or raise",
     ),
     "virtual": (
         "--pipeline-model-parallel-size 2 --num-layers 12 --num-layers-per-virtual-pipeline-stage 4",
