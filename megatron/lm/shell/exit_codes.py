@@ -30,6 +30,7 @@ from typing import NoReturn, ParamSpec, TextIO
 
 from megatron.lm.errors import RunStopped, missing, report
 from megatron.lm.shell.interrupt import INTERRUPTED, WORDS, line, reports_signals
+from megatron.lm.shell.streams import printable
 
 REFUSED, STOPPED = 2, 1
 
@@ -57,11 +58,16 @@ P = ParamSpec("P")
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
     """Decorate a command's main function, which returns an exit code (None is 0), to raise nothing but SystemExit (from argparse).
 
-    If stdout cannot be written, the code is 1; if its reader has closed the pipe (`| head`), the code is 1 without a message.
+    If stdout cannot be written, the code is 1; if its reader has closed the pipe (`| head`), the code is 1 without a message. It may be
+    closed, and its encoding may be any (`streams`).
     """
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
+        with printable():
+            return run(*args, **kwargs)
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
         # megatron-core warns at every import about optional packages that are not installed.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer.Engine)", module=r"(?!megatron\.lm|msamp)")
         try:

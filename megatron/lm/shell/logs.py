@@ -49,6 +49,9 @@ class Unwritten:
     def stdout(self) -> Iterator[None]:
         """Handle failures of print inside the block in the same way."""
         stream = sys.stdout
+        if stream is None:  # Python's name for a closed one
+            yield
+            return
         with contextlib.redirect_stdout(_Endured(stream, self)):
             yield
         with self.endured("stdout"):
@@ -77,7 +80,10 @@ class _Endured(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._unwritten.endured("stdout"):
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:
+                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:

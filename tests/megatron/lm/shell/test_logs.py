@@ -1,6 +1,7 @@
 """Logs that cannot be written cost what is lacking in them and nothing else; those of a restart tell every iteration once."""
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -163,3 +164,16 @@ def test_what_is_no_file_is_not_cut(tmp_path: Path):
     cut_after(tmp_path / "missing", 3)
     cut_after(Path(os.devnull), 3)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stdout_without_a_character_or_without_stdout(monkeypatch: pytest.MonkeyPatch):
+    """Of a program that calls the trainer and is not a `command`."""
+    held, unwritten = io.BytesIO(), Unwritten()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
+    with unwritten.stdout():
+        print("saved ü")
+    assert held.getvalue() == b"saved \\xfc\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    with unwritten.stdout():
+        print("lost")
+    assert unwritten.describe() is None
