@@ -21,6 +21,7 @@ from typing import Any
 from megatron.lm.cleaning import code, duplicates, quality
 from megatron.lm.data import rows
 from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.files import parents
 from megatron.lm.shell.opening import own_folder
 
 PART_BYTES = 1 << 24  # input bytes per part: what each worker may lose in a kill
@@ -127,18 +128,25 @@ def clean(
     The counts are also written to `OUTPUT.counts.json`.
 
     Raises:
-        ValueError: if an input cannot be read, there are parts of a run with other input or rules, or a worker was killed.
+        ValueError: if an input cannot be read, with all parts deleted; there are parts of a run with other input or rules; or a worker was
+            killed, with finished parts kept.
     """
     plan = {"inputs": [rows.identity(path) for path in inputs], "rules": asdict(rules), "part_bytes": part_bytes}
     parts = output.with_name(output.name + ".parts")
-    _begin(parts, plan)
-    try:
-        made = _first_pass(inputs, parts, rules, workers, part_bytes, say)
-    except BrokenProcessPool:
-        raise ValueError(f"one of {workers} workers was killed, possibly for lack of memory: use fewer; finished parts are kept") from None
-    counts = _second_pass(parts, made, output, rules)
-    with written_aside(output.with_name(output.name + ".counts.json")) as stream:
-        stream.write((json.dumps(dict(counts), indent=2) + "\n").encode())
+    with parents(parts):
+        _begin(parts, plan)
+        try:
+            made = _first_pass(inputs, parts, rules, workers, part_bytes, say)
+            counts = _second_pass(parts, made, output, rules)
+        except BrokenProcessPool:
+            raise ValueError(
+                f"one of {workers} workers was killed, possibly for lack of memory: use fewer; finished parts are kept"
+            ) from None
+        except ValueError:
+            shutil.rmtree(parts, ignore_errors=True)  # the corrected command has another plan, which they would refuse
+            raise
+        with written_aside(output.with_name(output.name + ".counts.json")) as stream:
+            stream.write((json.dumps(dict(counts), indent=2) + "\n").encode())
     shutil.rmtree(parts)
     return counts
 

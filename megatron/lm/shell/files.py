@@ -30,7 +30,7 @@ def made_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder")
-    with _writing(folder), _parents(folder):
+    with _writing(folder), parents(folder):
         new = not folder.exists()
         folder.mkdir(exist_ok=True)
         try:
@@ -53,7 +53,7 @@ def new_folder(output: Path) -> Iterator[Path]:
             raise ValueError(f"--output {output} exists and is not an empty folder: choose another, since nothing is overwritten")
         output = output.absolute()  # so that "." has a name too
         partial = output.with_name(output.name + ".partial")
-        with _parents(output):
+        with parents(output):
             try:
                 partial.mkdir()
             except FileExistsError:
@@ -66,7 +66,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _parents(folder: Path) -> Iterator[None]:
+def parents(folder: Path) -> Iterator[None]:
     """Create the folders above `folder`; if the block fails, remove them unless others have written there."""
     missing = [parent for parent in folder.absolute().parents if not parent.exists()]
     try:
