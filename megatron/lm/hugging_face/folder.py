@@ -20,8 +20,7 @@ SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError where the file is missing, damaged or holds something else."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file: put the file itself there")
+    refuse_irregular(path.parent, [path.name])
     text = read_text(path, "a folder as `save_pretrained` of transformers writes it")
     try:
         content = json.loads(text)
@@ -30,6 +29,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, not an object: restore it")
     return content
+
+
+def refuse_irregular(folder: Path, names: Iterable[str]) -> None:
+    """Raise a ValueError if one of these files of a folder is there and is a pipe, a device or a folder, which would be read or passed
+    over in silence."""
+    for name in names:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is no regular file: put the file itself there")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -45,6 +52,7 @@ class Tensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
+        refuse_irregular(folder, (INDEX, MODEL))
         if (folder / INDEX).is_file():
             files = read_json(folder / INDEX).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.lm.data.tokenizer_json import read_tokenizer_json
 from megatron.lm.hugging_face.config_file import one_line, read_config, refuse_code
-from megatron.lm.hugging_face.folder import read_json
+from megatron.lm.hugging_face.folder import read_json, refuse_irregular
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 # Arguments of tokenizer classes that name files to read; save_pretrained writes none of them.
@@ -21,9 +21,7 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
     import transformers
 
     config, path = read_config(folder), folder / "tokenizer_config.json"
-    for file in folder.iterdir():
-        if file.suffix in _SUFFIXES and file.exists() and not file.is_file():
-            raise ValueError(f"{file} is no regular file: put the file itself there")
+    refuse_irregular(folder, (file.name for file in folder.iterdir() if file.suffix in _SUFFIXES))
     if path.exists():
         content = read_json(path)
         refuse_code(content, path)

@@ -8,7 +8,7 @@ from megatron.lm.config import Config, DataConfig
 from megatron.lm.data.byte_pairs import GPT2BPETokenizer
 from megatron.lm.data.sentence_pieces import SentencePieceTokenizer
 from megatron.lm.data.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
-from megatron.lm.hugging_face.folder import write_json
+from megatron.lm.hugging_face.folder import refuse_irregular, write_json
 
 
 def matching(config: Config, vocab_size: int) -> Tokenizer:
@@ -64,6 +64,7 @@ def write(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
 
 def found(folder: Path) -> DataConfig:
     """The settings of the tokenizer that a Hugging Face folder brings; NullTokenizer where it brings none that the trainer reads."""
+    refuse_irregular(folder, ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"))
     if (folder / "tokenizer.json").is_file():
         return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
