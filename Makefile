@@ -72,7 +72,7 @@ test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n
 	$(PARALLEL) -m "not gpu and not multi_gpu and not nightly" tests $(ARGS)
 
 test-hosts: override PYTHON = .venv-hosts/bin/python
-test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, peft, Lightning, timm and torchvision, which it installs
+test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, peft, Lightning, timm, torchvision, TRL and diffusers, which it installs
 	REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS) $(ARGS)
 
 test-extras: override PYTHON = .venv-extras/bin/python

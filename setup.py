@@ -91,6 +91,8 @@ setup(
             "lightning==2.6.6",
             "timm==1.0.31",
             "torchvision==0.28.0",  # of torch 2.13; each torch has its own
+            "trl==1.16.0",  # brings datasets, pandas and pyarrow, 280 MB
+            "diffusers==0.42.1",
         ],
         "gpu": ["triton>=3.6"],
         "cudnn": ["nvidia-cudnn-frontend==1.16.0"],  # FP8 attention; newer ones want more packages

@@ -1,90 +1,213 @@
-"""TRL's trainers over ours (msamp.integrations.transformers.Trainer), and its number for DPO's loss beside ours.
+"""TRL's trainers for SFT, DPO and GRPO over ours (msamp.integrations.transformers.Trainer), and its number for DPO's loss next to ours."""
 
-TRL brings datasets, pandas and pyarrow and is in no extra: where it is not installed these are skipped.
-"""
-
+import functools
 import json
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from helpers import hosts, post_runs
-from megatron.lm.post import conversations, models
+from helpers import dist, hosts, post_runs
+from megatron.lm.post import chat, conversations, models
 from megatron.lm.post.losses import dpo_loss
 from msamp.nn.linear import FP8Linear
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.tensor import ScalingTensor
 
 hosts.need("accelerate")
-trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+trl, datasets, transformers = hosts.need("trl"), hosts.need("datasets"), hosts.need("transformers")
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+COMMON = {
+    "use_cpu": True, "report_to": [], "logging_steps": 1, "bf16": False, "per_device_train_batch_size": 8, "disable_tqdm": True,
+    "learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_strategy": "no", "dataloader_pin_memory": False,
+}  # fmt: skip
+OWN = {"SFT": {"max_length": 64}, "DPO": {"beta": 0.1}, "GRPO": {"num_generations": 4, "max_completion_length": 6, "beta": 0.04}}
+KINDS = pytest.mark.parametrize("kind", list(OWN))
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quiet")]
 
 
-def classes():
-    from msamp.integrations.transformers import Trainer
+@pytest.fixture
+def quiet(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func
 
-    return type("SFTTrainer", (Trainer, trl.SFTTrainer), {}), type("DPOTrainer", (Trainer, trl.DPOTrainer), {})
 
-
-def said(role, text):
+def said(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
-@pytest.fixture
-def rows(tmp_path):
-    pairs = [
-        {"prompt": said("user", f"{n}+{n}="), "chosen": said("assistant", str(2 * n)), "rejected": said("assistant", f"no {n}")}
-        for n in range(8)
-    ]
-    given = {"pairs": pairs, "answers": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]}
-    found = {}
-    for name, listed in given.items():
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in listed))
-        found[name] = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+PAIRS = [
+    {"prompt": said("user", f"{n}+{n}="), "chosen": said("assistant", str(2 * n)), "rejected": said("assistant", f"no {n}")}
+    for n in range(8)
+]
+ROWS = {
+    "SFT": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS],
+    "DPO": PAIRS,
+    "GRPO": [{"prompt": row["prompt"], "answer": row["chosen"][0]["content"]} for row in PAIRS],
+}
+
+
+@functools.cache
+def toy() -> Path:
+    return post_runs.toy(Path(tempfile.mkdtemp()) / "toy")
+
+
+def tokenizer() -> Any:
+    found = post_runs.example("toy_chat.py").tokenizer()
+    found.chat_template, found.padding_side = TEMPLATE, "left"
     return found
 
 
-@pytest.fixture
-def tokenizer(tmp_path):
-    post_runs.toy(tmp_path / "toy")
-    found = models.load_tokenizer(tmp_path / "toy")
-    found.chat_template = TEMPLATE
+def policy(folder: Path | None = None) -> Any:
+    return models.load_model(folder or toy(), "AutoModelForCausalLM", torch.float32, "cpu")
+
+
+def right(completions: list[Any], answer: list[str], **others: Any) -> list[float]:
+    return [float(given[0]["content"] == want) for given, want in zip(completions, answer, strict=True)]
+
+
+def low_tokens(completion_ids: list[list[int]], **others: Any) -> list[float]:
+    return [sum(token < 100 for token in given) / len(given) for given in completion_ids]
+
+
+def given_answers(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+    """The same completions for every precision, right and wrong ones in turn; sampled ones would differ from the first step on."""
+    words, found = trainer.processing_class, {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for number, prompt in enumerate(prompts):
+        n = int(prompt[0]["content"].split("+")[0])
+        answer = words((str(2 * n) if number % 2 == 0 else f"no {n}") + "<|end|>")["input_ids"]
+        found["prompt_ids"].append(words.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+        found["completion_ids"].append(answer)
+        found["logprobs"].append([0.0] * len(answer))
     return found
 
 
-def policy(tmp_path):
-    return models.load_model(tmp_path / "toy", "AutoModelForCausalLM", torch.float32, "cpu")
+def trainer(kind: str, recipe: str | None, folder: Path, model: Any = None, parts: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """TRL's trainer; a recipe puts ours before it. `parts` are its arguments, `settings` those of its configuration."""
+    from msamp.integrations.transformers import Trainer
+
+    theirs = getattr(trl, f"{kind}Trainer")
+    arguments = getattr(trl, f"{kind}Config")(str(folder), **(COMMON | OWN[kind] | settings))
+    given = {"train_dataset": datasets.Dataset.from_list(ROWS[kind]), "processing_class": tokenizer(), "args": arguments}
+    if kind == "GRPO":
+        given |= {"reward_funcs": right, "rollout_func": given_answers}
+    given |= parts or {}
+    torch.manual_seed(0)
+    if recipe is None:
+        return theirs(model or policy(), **given)
+    return type(f"{kind}Trainer", (Trainer, theirs), {})(model or policy(), recipe=recipe, **given)
 
 
-COMMON = {"use_cpu": True, "report_to": [], "logging_steps": 1, "bf16": False, "per_device_train_batch_size": 8}
+def losses(trained: Any) -> list[float]:
+    return [row["loss"] for row in trained.state.log_history if "loss" in row]
 
 
-def test_its_sft_trainer_trains_in_fp8(tmp_path, rows, tokenizer):
-    settings = trl.SFTConfig(str(tmp_path / "run"), max_steps=8, learning_rate=3e-3, max_length=64, **COMMON)
-    trainer = classes()[0](policy(tmp_path), settings, train_dataset=rows["answers"], processing_class=tokenizer, recipe="O3")
-    trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert losses[-1] < 0.9 * losses[0]
-    assert sum(isinstance(m, FP8Linear) for m in trainer.model.modules()) == 14
+@torch.no_grad()
+def surprise(model: Any) -> float:
+    """Nats per token of the right answers."""
+    words, found = tokenizer(), []
+    for row in PAIRS:
+        prompt = words.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        answer = words(row["chosen"][0]["content"] + "<|end|>")["input_ids"]
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        found.append(torch.nn.functional.cross_entropy(logits.float(), torch.tensor(answer)).item())
+    return sum(found) / len(found)
 
 
-def test_its_dpo_loss_is_ours(tmp_path, rows, tokenizer):
-    settings = trl.DPOConfig(str(tmp_path / "run"), max_steps=1, beta=0.3, disable_dropout=False, **COMMON)
-    post_runs.toy(tmp_path / "other", seed=5)
-    other = models.load_model(tmp_path / "other", "AutoModelForCausalLM", torch.float32, "cpu")
-    example = post_runs.example("rlhf/dpo.py")
-    from megatron.lm.post import chat
+def summary(trained: Any) -> tuple[float, float]:
+    return sum(losses(trained)[-3:]) / 3, surprise(trained.model)
 
-    pairs = []
-    for row in conversations.rows(tmp_path / "pairs.jsonl"):
-        asked = conversations.preference(row, "row")
-        pairs.append(tuple(chat.encode_answer(tokenizer, asked.prompt, text, "row") for text in (asked.chosen, asked.rejected)))
+
+@functools.cache
+def in_fp32(kind: str) -> tuple[float, float]:
+    plain = trainer(kind, None, toy().parent / kind, max_steps=10)
+    plain.train()
+    return summary(plain)
+
+
+@pytest.mark.promise("Hosts", "TRL's SFTTrainer, DPOTrainer and GRPOTrainer end within 1.5 % of their loss in FP32 at O1, O2 and O3.")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@KINDS
+def test_it_ends_where_it_ends_in_fp32(kind, level, tmp_path):
+    low = trainer(kind, level, tmp_path, max_steps=10)
+    low.train()
+    assert sum(isinstance(m, FP8Linear) for m in low.model.modules()) == 14
+    assert summary(low) == pytest.approx(in_fp32(kind), rel=0.015)
+    assert surprise(low.model) < surprise(policy()) - 0.1
+
+
+@KINDS
+def test_it_saves_what_from_pretrained_reads_and_resumes(kind, tmp_path):
+    whole = trainer(kind, "O3", tmp_path, max_steps=6, save_strategy="steps", save_steps=3)
+    whole.train()
+    folder = tmp_path / "checkpoint-3"
+    assert surprise(policy(folder)) == pytest.approx(surprise(policy(tmp_path / "checkpoint-6")), rel=0.2)
+    resumed = trainer(kind, "O3", tmp_path / "resumed", max_steps=6)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 6
+    assert losses(resumed) == pytest.approx(losses(whole), rel=0.015)
+    assert surprise(resumed.model) == pytest.approx(surprise(whole.model), rel=0.015)
+
+
+@KINDS
+def test_the_exported_model_says_what_the_trained_one_says(kind, tmp_path):
+    low = trainer(kind, "O2", tmp_path, max_steps=2)
+    low.train()
+    low.save_model(str(tmp_path / "export"))
+    tokens = torch.arange(32).view(2, 16) % 200
     with torch.no_grad():
-        of = [example.answers(model, pairs, tokenizer.pad_token_id, torch.device("cpu")) for model in (policy(tmp_path), other)]
+        assert sqnr_db(policy(tmp_path / "export")(tokens).logits, low.model.eval()(tokens).logits) > 20
+
+
+def test_grpo_generates_with_fp8_layers_and_earns_more(tmp_path):
+    settings = {"max_steps": 12, "learning_rate": 1e-2, "beta": 0.0, "per_device_train_batch_size": 16, "num_generations": 8}
+    low = trainer("GRPO", "O3", tmp_path, parts={"reward_funcs": low_tokens, "rollout_func": None}, **settings)
+    low.train()
+    rewards = [row["reward"] for row in low.state.log_history if "reward" in row]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def on_this_rank(kind: str, source: Path, folder: Path) -> dict[str, Any]:
+    low = trainer(kind, "O3", folder, policy(source), max_steps=3, per_device_train_batch_size=4)
+    low.train()
+    weights = [p.detach().dequantize() if isinstance(p, ScalingTensor) else p.detach() for p in low.model.parameters()]
+    return {"losses": losses(low), "weights": weights, "kind": type(low.model_wrapped).__name__}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
+def test_two_processes_train_alike(kind, tmp_path):
+    first, second = dist.run(on_this_rank, 2, kind, toy(), tmp_path)
+    assert first["kind"] == "LlamaForCausalLM"
+    assert all(a.equal(b) for a, b in zip(first["weights"], second["weights"], strict=True))
+    assert first["losses"][-1] != first["losses"][0]
+
+
+def test_a_compiled_model_trains_alike(tmp_path):
+    whole = []
+    for settings in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        torch._dynamo.reset()
+        low = trainer("SFT", "O2", tmp_path, max_steps=4, **settings)
+        low.train()
+        whole.append(losses(low))
+    assert whole[1] == pytest.approx(whole[0], rel=1e-2)
+
+
+def test_its_dpo_loss_is_ours(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    other = policy(post_runs.toy(tmp_path / "other", seed=5))
+    example = post_runs.example("rlhf/dpo.py")
+    words, pairs = tokenizer(), []
+    for row in conversations.rows(file):
+        asked = conversations.preference(row, "row")
+        pairs.append(tuple(chat.encode_answer(words, asked.prompt, text, "row") for text in (asked.chosen, asked.rejected)))
+    with torch.no_grad():
+        of = [example.answers(model, pairs, words.pad_token_id, torch.device("cpu")) for model in (policy(), other)]
         want = dpo_loss(*of[0], *of[1], beta=0.3)[0].mean().item()
-    trainer = classes()[1](
-        policy(tmp_path), ref_model=other, args=settings, train_dataset=rows["pairs"], processing_class=tokenizer, recipe="O0"
-    )
-    trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)
+    low = trainer("DPO", "O0", tmp_path / "run", parts={"ref_model": other}, max_steps=1, disable_dropout=False, beta=0.3)
+    low.train()
+    assert low.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)
