@@ -8,6 +8,7 @@ import pytest
 
 from helpers import post_runs
 from megatron.lm.data.tokenizer import HuggingFaceTokenizer
+from megatron.lm.evaluation.models import opened
 from megatron.lm.post import models
 from megatron.lm.tools import preprocess_data
 from megatron.lm.tools.prepare_text import train_bpe
@@ -63,9 +64,32 @@ def test_a_text_that_a_tokenizer_multiplies_leaves_nothing(folder: Path, capsys:
     assert not (folder / "out").exists()
 
 
+def test_a_sentencepiece_model_that_multiplies(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """By the rules that it was trained with: each "a" becomes 4,000."""
+    pytest.importorskip("sentencepiece")
+    from helpers import tokenizer_files
+
+    (folder / "rules.tsv").write_text(f"61\t{'61 ' * 4000}\n")
+    model = tokenizer_files.sentence_pieces(folder, normalization_rule_tsv=str(folder / "rules.tsv"), normalization_rule_name="")
+    flags = f"--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model {model} --input {folder / 'text.txt'} --workers 0"
+    assert preprocess_data.main([*flags.split(), "--output-prefix", str(folder / "out" / "data")]) == 2
+    assert "cannot encode the text: its normalizer makes" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
 def test_a_hugging_face_folder_with_one_is_refused(tmp_path: Path):
     pytest.importorskip("transformers")
     path = post_runs.toy(tmp_path) / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | MULTIPLIERS["replacements"]))
     with pytest.raises(ValueError, match=r"its normalizer can make a text .* times as long, and at most 4096 is accepted"):
         models.load_tokenizer(tmp_path)
+
+
+def test_evaluation_refuses_a_text_that_a_folder_multiplies(tmp_path: Path):
+    pytest.importorskip("transformers")
+    path = post_runs.toy(tmp_path) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": DOUBLE | {"content": "a" * 4000}}))
+    with opened(tmp_path) as model:
+        assert model.encode("b n")
+        with pytest.raises(ValueError, match=r"cannot encode the text .*its normalizer makes \d+ bytes of the 8 of 'a banana'"):
+            model.encode("a banana")

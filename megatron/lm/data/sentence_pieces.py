@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.lm.data.tokenizer import MASK_CANDIDATES, SPACES, Tokenizer, library, one_line
+from megatron.lm.data.tokenizer_json import check_text
 
 _ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
@@ -68,6 +69,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         with one_line(f"--tokenizer-model {self._path} cannot encode the text"):
+            check_text(text, self._model.normalize)  # its character map may have any replacement
             return self._bos + self._model.encode(text)
 
     def detokenize(self, ids: list[int]) -> str:

@@ -40,6 +40,11 @@ def read_tokenizer_json(path: Path) -> tuple[str, float]:
     content = json.loads(text, object_pairs_hook=_once)
     if not isinstance(content, dict):
         raise ValueError(f"it holds {type(content).__name__}, not an object")
+    return text, check_growth(content)
+
+
+def check_growth(content: Mapping[str, Any]) -> float:
+    """Return the bound of the normalizer in the content of a `tokenizer.json`; raise a ValueError if a bound is larger than `LIMITS`."""
     bounds = {part: growth(content.get(part)) for part in LIMITS}
     for part, bound in bounds.items():
         if bound > LIMITS[part]:
@@ -53,7 +58,7 @@ def read_tokenizer_json(path: Path) -> tuple[str, float]:
     )
     if size > _ADDED_BYTES:
         raise ValueError(f"its added tokens can become {size:g} bytes in its normalizer, and at most {_ADDED_BYTES} are accepted")
-    return text, bounds["normalizer"]
+    return bounds["normalizer"]
 
 
 def growth(step: Any) -> float:

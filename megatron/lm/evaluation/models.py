@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron.lm.data.tokenizer_json import check_text
 from megatron.lm.evaluation.generation import Generated, Sampling, generate
 from megatron.lm.hugging_face.config_file import one_line
 from megatron.lm.hugging_face.models import check_vocabulary, load_model
@@ -128,6 +129,9 @@ class FolderModel:
     def encode(self, text: str) -> list[int]:
         """As `Model`."""
         with one_line(f"the tokenizer of {self.name} cannot encode the text"):
+            normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
+            if normalizer is not None:
+                check_text(text, normalizer.normalize_str)
             return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:

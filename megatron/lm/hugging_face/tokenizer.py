@@ -1,9 +1,10 @@
 """Load tokenizers of transformers from folders that may come from anywhere; code in the folder is not run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.data.tokenizer_json import read_tokenizer_json
+from megatron.lm.data.tokenizer_json import check_growth, read_tokenizer_json
 from megatron.lm.hugging_face.config_file import one_line, read_config, refuse_code
 from megatron.lm.hugging_face.folder import read_json, refuse_irregular
 
@@ -31,4 +32,9 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
     with one_line(f"{folder} has no tokenizer that transformers can load"):
         if (folder / "tokenizer.json").exists():
             read_tokenizer_json(folder / "tokenizer.json")
-        return transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False, **settings)
+        found = transformers.AutoTokenizer.from_pretrained(
+            folder, config=config, local_files_only=True, trust_remote_code=False, **settings
+        )
+        if (backend := getattr(found, "backend_tokenizer", None)) is not None:
+            check_growth(json.loads(backend.to_str()))  # it may come from other files too
+    return found
