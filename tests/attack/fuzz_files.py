@@ -8,10 +8,10 @@ from pathlib import Path
 from attack import odd
 from attack.fuzz import CANARY, Command
 
-from helpers import hf_models, tiny
+from helpers import hf_models, post_runs, tiny
 from megatron.lm import pretrain
 from megatron.lm.hugging_face.folder import MODEL, write_json, write_tensors
-from megatron.lm.tools import convert_checkpoint, inspect_scales, loss_compare, preprocess_data, report
+from megatron.lm.tools import convert_checkpoint, evaluate, inspect_scales, loss_compare, preprocess_data, report
 from megatron.lm.tools.convert.hugging_face import to_hf
 from megatron.lm.tools.prepare_text import train_bpe
 
@@ -37,6 +37,7 @@ def prepare(material: Path) -> None:
     (material / "text.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS) + "\n", encoding="utf-8")
     (material / "meta.json").write_text('{"unigram_entropy_nats": 3.5}', encoding="utf-8")
     train_bpe(material, DOCUMENTS, 300)
+    post_runs.toy(material / "toy")
     for name in hf_models.MODELS:
         settings = hf_models.config(name)
         about, tensors = to_hf(settings, tiny.VOCABULARY, hf_models.random_weights(settings))
@@ -48,7 +49,8 @@ def prepare(material: Path) -> None:
 
 def case(draw: random.Random, material: Path, box: Path) -> list[Command]:
     """A file that is not as it should be, and the commands that read it."""
-    return draw.choices((_configuration, _weights, _dataset, _tokenizer, _text, _log), (40, 15, 15, 10, 10, 15))[0](draw, material, box)
+    kinds = {_configuration: 40, _weights: 15, _evaluated: 20, _dataset: 15, _tokenizer: 10, _text: 10, _log: 15}
+    return draw.choices(list(kinds), list(kinds.values()))[0](draw, material, box)
 
 
 def _copied(box: Path, *names: Path) -> None:
@@ -100,6 +102,27 @@ def _weights(draw: random.Random, material: Path, box: Path) -> list[Command]:
         index = {"weight_map": {name: shard for name in header if name != "__metadata__"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(odd.twisted(index, draw) if draw.random() < 0.5 else index))
     return _import(folder, box)
+
+
+def _evaluated(draw: random.Random, material: Path, box: Path) -> list[Command]:
+    """A folder that transformers reads."""
+    _copied(box, material / "toy", material / "text.txt")
+    folder = box / "toy"
+    (folder / f"{CANARY}.py").write_text("raise SystemExit(9)\n")
+    (folder / "pytorch_model.bin").write_bytes(f"c{CANARY}\ntouch\n(tR.".encode())
+    names = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json", MODEL)
+    file = folder / draw.choices(names, (4, 2, 2, 1, 1))[0]
+    if file.suffix == ".json" and draw.random() < 0.9:
+        content = json.loads(file.read_text())
+        if draw.random() < 0.2:
+            classes = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), f"{CANARY}.touch")
+            content |= {"auto_map": classes, "model_type": draw.choice(("llama", "new")), "trust_remote_code": True}
+        for _ in range(draw.choice((1, 1, 2))):
+            content[draw.choice(list(content))] = odd.value(draw)
+        file.write_text(json.dumps(odd.twisted(content, draw) if draw.random() < 0.5 else content))
+    else:
+        file.write_bytes(odd.damaged(file.read_bytes(), draw))
+    return [Command("evaluate", evaluate.main, ["perplexity", "--load", "toy", "--text", "text.txt", "--output", "o/results.json"])]
 
 
 def _dataset(draw: random.Random, material: Path, box: Path) -> list[Command]:
