@@ -25,7 +25,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
 }
 OURS = {"gpt2": SHAPE | {"position_embedding_type": "learned_absolute"}, "llama": OF_LLAMA | UNTIED, "fp8": OF_LLAMA | UNTIED}
 # Transformer Engine fuses a norm into the linear layer behind it.
-NAMES = {"linear_qkv.layer_norm_": "input_layernorm.", "linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+NAMES = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
 
 
 @pytest.fixture(scope="module")
