@@ -124,7 +124,8 @@ def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float,
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = [*starter, *module, *shlex.split(f"{MODEL} {flags} --metrics-file {metrics}")]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"} | hidden
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"} | hidden
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
