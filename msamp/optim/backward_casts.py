@@ -5,7 +5,7 @@ complete, and at the end of backward, `GradCast` casts the group in a few launch
 wide gradients is free for the rest of backward. The optimizer would have cast them in the same way in its step: the bits are the same.
 
 A group has an eighth of all elements, or `GROUP_ELEMENTS` if that is more: casting a group costs the host the same time whatever its size.
-The wide gradients of one group exist at a time, a quarter byte per parameter.
+The wide gradients of one group exist at a time: a quarter byte per parameter, or 512 MiB.
 
 A second backward before `zero_grad` widens an FP8Gradient, and it stays wide: cast again, it would be a sum in FP8. What backward adds to
 zeros (`zero_grad(set_to_none=False)`) is cast as usual.
@@ -25,7 +25,7 @@ from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.grad_cast import GradCast
 
-GROUP_ELEMENTS = 2**26  # 128 MiB of BF16
+GROUP_ELEMENTS = 2**28  # 512 MiB of BF16
 GROUPS = 8  # of a large model, per backward
 
 Place = tuple[torch.device, int]  # a device and a stream of it, on which gradients came
