@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# Early: its functions keep the group of the moment as their default (see WithGroup), and the first optimizer made imports it too (by way of
-# torch.compile), usually when there is one.
+# Imported early: its functions bind the default group at import as a default argument (see WithGroup). Otherwise the first optimizer would
+# import it (through torch.compile), usually when a group exists.
 import torch.distributed.nn.functional
 
 from msamp.comm.bucket import as_bytes
@@ -21,11 +21,12 @@ T = TypeVar("T")
 
 
 class WithGroup:
-    """Something that talks over a process group, which it does not keep alive: one that outlives destroy_process_group() leaves gloo's
-    threads running into the interpreter's end, where one that still drops a tensor aborts the process (1 of 4 runs on a busy machine).
+    """Base class of objects that communicate over a process group. They reference the group weakly: a group that outlives
+    destroy_process_group() leaves gloo's threads running until the interpreter shuts down, where a thread that still frees a tensor aborts
+    the process (1 of 4 runs on a busy machine).
 
     Args:
-        group: None is this process alone.
+        group: the process group; None for a single process.
     """
 
     destroyed = "the process group was destroyed while gradients or weights were still to be exchanged"  # the error of `group`
@@ -49,7 +50,7 @@ class Peers(WithGroup):
     ranks that are not its neighbours would keep waiting and look lost themselves.
 
     Args:
-        group: None is this process alone.
+        group: the process group; None for a single process.
         sent: the counter of the bytes that this rank sends.
 
     Attributes:

@@ -3,8 +3,7 @@
 NCCL moves bytes with ring kernels on the multiprocessors, which has two costs: its all-gather of an FP8 activation reaches 186 GB/s per
 direction between two H200s, whose link has 450, and it takes multiprocessors from a concurrent GEMM. torch's symmetric memory, which all
 ranks of a group have mapped, avoids both: each rank writes directly to the other ranks' memory with the copy engines. A collective then
-    only
-requires two barriers, kernels of a few microseconds on one multiprocessor:
+requires only two barriers, kernels of a few microseconds on one multiprocessor:
 
     wait for the producer -> barrier: no rank reads this window anymore -> copies to the peers' windows -> barrier: all copies have arrived
 

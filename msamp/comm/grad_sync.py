@@ -150,7 +150,7 @@ class GradSync:
         self.clear()
 
     def _hook(self) -> None:
-        """Be called by autograd for each gradient."""
+        """Register the hooks that autograd calls for each gradient."""
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
         for number, p in enumerate(self.params):
@@ -165,7 +165,7 @@ class GradSync:
 
     @property
     def idle(self) -> bool:
-        """Whether no gradient has come since the last step."""
+        """Whether no gradient has arrived since the last step."""
         return not self._totals and not any(bucket.sent or bucket.waiting < len(bucket.params) for bucket in self.buckets)
 
     def bucket_of(self, p: Tensor) -> Bucket:
@@ -285,7 +285,7 @@ class GradSync:
             bucket, i = self._place[p]
             bucket.gradients[i] = total
         self._totals = {}
-        if self._partial:  # every micro-batch came under `no_sync`
+        if self._partial:  # every micro-batch ran under `no_sync`
             self._next_micro_batch()
         for others, params in self.sums:
             self._add_up(others, params)
@@ -317,9 +317,9 @@ class GradSync:
         for name, p in model.named_parameters() if model is not None else ():
             if p.requires_grad and p not in self._place:
                 raise ValueError(
-                    f"{name} was not there when the synchroniser was built, or wanted no gradient; call renew_grad_sync() of the optimizer "
-                    "of msamp.initialize on every rank, after zero_grad() and before the next backward (its add_param_group does so "
-                    "itself), or build a new synchroniser after changing the model"
+                    f"{name} was not in the model when the gradient synchronizer was built, or did not require a gradient; call "
+                    "renew_grad_sync() of the optimizer of msamp.initialize on every rank, after zero_grad() and before the next backward "
+                    "(its add_param_group does so itself), or build a new synchronizer after changing the model"
                 )
         past = [name for p, name in self.names.items() if p.grad is not None]
         if past:  # model.to swaps the contents of a low-precision parameter, and torch drops its hooks where no layer of msamp holds it
@@ -435,7 +435,7 @@ def _check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tenso
 
 
 def _build(plan: Sequence[BucketPlan], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> list[Bucket]:
-    params = list(reversed(list(names)))  # backward meets the last layer first
+    params = list(reversed(list(names)))  # backward reaches the last layer first
     buckets = []
     for planned in plan:
         place = {index: i for i, index in enumerate(planned.tensors)}

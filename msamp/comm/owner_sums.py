@@ -2,8 +2,7 @@
 
 By default, each rank accumulates the gradients of its micro-batches for the whole model and sends the sum once. That takes 2 bytes per
 parameter on every rank for BF16, whatever the number of ranks. Here, the gradient of each of M micro-batches is sent at once, in its
-payload
-format, and the owner of a row accumulates the averages in FP32: 4 / N bytes per parameter on N ranks.
+payload format, and the owner of a row accumulates the averages in FP32: 4 / N bytes per parameter on N ranks.
 
     mean_m  = sum_i q_im / (factor_m N)      [own rows]   of micro-batch m, in FP32 at the owner
     total   = mean_1 + ... + mean_M          [own rows]   in FP32

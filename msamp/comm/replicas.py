@@ -43,7 +43,7 @@ def faults(weights: Mapping[str, Tensor], peers: Peers, *, finite: bool = True) 
     Args:
         weights: by name, ScalingTensors or plain tensors, the same ones in the same order on every rank.
         peers: the ranks that hold a copy.
-        finite: whether a weight that is not finite is a fault too; without it a rank alone has nothing to do.
+        finite: whether a weight that is not finite is a fault too; if False, a single rank has nothing to check.
 
     Returns:
         The same lines on every rank, with global rank numbers.

@@ -74,8 +74,7 @@ def initialize(
     Models take and return FP32 at every level. Casts apply only inside `forward`, so a loss outside the model is FP32. The optimizer
     remains the same object. At O2 its groups contain the masters (`master_params`), and `step` drops their gradients. Weights that
     something else writes at O2 (a pretrained `load_state_dict`) are copied to the masters at the next step. Wrap the model in
-    DistributedDataParallel
-    afterwards: gradients that it averages overflow on all ranks or on none.
+    DistributedDataParallel afterwards: gradients that it averages overflow on all ranks or on none.
 
     Args:
         model: a module or a list of modules, FP32, changed in place.

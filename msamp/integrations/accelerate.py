@@ -60,7 +60,7 @@ class Accelerator(accelerate.Accelerator):
             raise ValueError(f"mixed_precision is {self.mixed_precision!r}; it must be 'no' or 'bf16': {instead}")
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's, but first pass one model and one optimizer among `args` to `msamp.initialize`."""
+        """Like accelerate's, but first pass one model and one optimizer among `args` to `msamp.initialize`."""
         return super().prepare(*self._initialized(args), device_placement=device_placement)
 
     def _initialized(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -79,19 +79,19 @@ class Accelerator(accelerate.Accelerator):
         return tuple(low if each is fresh[0] else each for each in args)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """As accelerate's, without DistributedDataParallel around a model of `msamp.initialize`."""
+        """Like accelerate's, without DistributedDataParallel around a model of `msamp.initialize`."""
         if optimizers_of(model.parameters()):
             device_placement, evaluation_mode = False, True  # `to` would drop the hooks that send gradients
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """As accelerate's, but without moving states: ours are on their parameters' device, and under ZeRO no process could load all."""
+        """Like accelerate's, but without moving states: ours are on their parameters' device, and under ZeRO no process could load all."""
         placed = False if isinstance(_inner(optimizer), LoopOptimizer) else device_placement
         return super().prepare_optimizer(optimizer, device_placement=placed)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As accelerate's."""
+        """Like accelerate's."""
         owners = optimizers_of(model.parameters())
         with contextlib.ExitStack() as stack:
             for context in [owner.no_sync() for owner in owners] or [super().no_sync(model)]:
@@ -99,19 +99,19 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """As accelerate's, on the average over the processes."""
+        """Like accelerate's, on the average over the processes."""
         params = list(parameters)
         return (clip_grad_norm_ if optimizers_of(params) else super().clip_grad_norm_)(params, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """As accelerate's, for models without FP8 gradients, whose elements cannot be clipped individually."""
+        """Like accelerate's, for models without FP8 gradients, whose elements cannot be clipped individually."""
         params = list(parameters)
         for owner in optimizers_of(params):
             owner.synchronize()
         super().clip_grad_value_(params, clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """As accelerate's: plain weights for `save_model`, and exact ones for `save_state`, which calls it without `unwrap`."""
+        """Like accelerate's: plain weights for `save_model`, and exact ones for `save_state`, which calls it without `unwrap`."""
         owners = optimizers_of(model.parameters())
         if not owners:
             return super().get_state_dict(model, unwrap=unwrap)

@@ -313,21 +313,22 @@ def initialize(
     | "bf16" (also "O0") | unchanged | FP32 | FP32 | FP32, BF16 |
     | "fp32" | unchanged | FP32 | FP32 | FP32 |
 
-    In a recipe with FP8 layers, the linear layers that `accept` admits become FP8, and the columns gradients, master and moments are those
-    of their weights. A gradient is quantised once, after all micro-batches of the step have accumulated, where those before the last run
-    under `optimizer.no_sync()`. Other matrices, such as embeddings
-    and kernels of convolutions, keep their dtype and have BF16 gradients and the same moments; in FP32 they are their own masters, in BF16
-    the master beside them has the table's format. Norms and biases have FP32 gradients and states. The model's own norms and activations
-    are not replaced, so that they keep for backward what they kept before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and
-    `msamp.Activation` to have that in FP8 groups.
+    In a recipe with FP8 layers, the linear layers that `accept` admits become FP8, and the table's columns for gradients, master, m and v
+    describe their weights. A gradient is quantized once, after all micro-batches of the step have accumulated; run the backward of every
+    micro-batch but the last under `optimizer.no_sync()`. Other matrices, such as embeddings and kernels of convolutions, keep their dtype
+    and have BF16 gradients and the same moments. In FP32 they are their own masters; in BF16 they have a separate master in the table's
+    format. Norms and biases have FP32 gradients and states. The model's own norms and activations are not replaced, so they save the same
+    tensors for backward as before: build the model with `msamp.LayerNorm`, `msamp.RMSNorm` and `msamp.Activation` to save them in FP8
+    groups.
 
-    On one process the gradients of a recipe with FP8 gradients are cast during backward: `p.grad` has the parameter's dtype and stores one
-    byte per element and a scale (`msamp.numerics.fp8_gradient`). A second backward before `zero_grad` and any other write but a clipping
-    widens it to the parameter's dtype; under `optimizer.no_sync()` nothing is cast. On several, in place of
-    DistributedDataParallel, which cannot hold FP8 weights: all start from the weights and buffers of the group's first
-    rank, gradients leave during backward, and `step` takes their average over the ranks. Then `p.grad` is None after backward: clip with
-    `clip_grad` or `msamp.clip_grad_norm_`; torch's `clip_grad_norm_` and others that read gradients find the average in `p.grad` after
-    `optimizer.synchronize()`, and nothing before. All micro-batches of a step but the last run their backward under `optimizer.no_sync()`.
+    On one process, a recipe with FP8 gradients casts them during backward: `p.grad` has the parameter's dtype and stores one byte per
+    element and a scale (`msamp.numerics.fp8_gradient`). A second backward before `zero_grad`, or any write other than clipping, widens it
+    to the parameter's dtype. Under `optimizer.no_sync()` nothing is cast.
+
+    On several processes, the optimizer replaces DistributedDataParallel, which does not support FP8 weights. All processes start from the
+    weights and buffers of the group's first rank, send gradients during backward, and `step` uses the average over the ranks. So `p.grad`
+    is None after backward: clip with `clip_grad` or `msamp.clip_grad_norm_`. torch's `clip_grad_norm_`, and other code that reads
+    gradients, finds the average in `p.grad` only after `optimizer.synchronize()`.
 
     A model that was already initialized keeps its layers. The new optimizer takes the masters of the former one, whose `step` then raises.
     A recipe that stores or casts weights differently is rejected.
@@ -362,8 +363,8 @@ def initialize(
 
     Raises:
         ValueError: for an unknown recipe, gradient format or optimizer (listing those accepted), two recipes, a model in a dtype that the
-            recipe does not take, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or
-            ranks where the models differ. No layer has been converted then.
+            recipe does not support, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP,
+            or ranks whose models differ. No layer has been converted then.
     """
     ms_amp.check_alone()
     chosen = chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding, grad_format)

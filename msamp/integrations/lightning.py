@@ -41,8 +41,7 @@ class Strategy(DDPStrategy):
 
     Raises:
         ValueError: at `fit`, if there is not exactly one optimizer from `msamp.initialize`, it lacks a parameter of the module that
-        requires
-            a gradient, the precision is FP16 with loss scaling, or a callback would average weights with mismatched tensors.
+            requires a gradient, the precision is FP16 with loss scaling, or a callback would average weights with mismatched tensors.
     """
 
     _accumulates = False  # whether the current backward is not the last of its step
@@ -53,7 +52,7 @@ class Strategy(DDPStrategy):
         return True
 
     def setup(self, trainer: Trainer) -> None:
-        """As DDPStrategy's, without DistributedDataParallel."""
+        """Like DDPStrategy's, without DistributedDataParallel."""
         if str(trainer.precision).startswith("16"):
             raise ValueError(
                 f"precision is {trainer.precision!r}, but FP16 with loss scaling is in msamp.amp; use '32-true', 'bf16-mixed' or "
@@ -68,7 +67,7 @@ class Strategy(DDPStrategy):
         """Do nothing: the optimizer averages the gradients."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """As Lightning's."""
+        """Like Lightning's."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         found = [type(each).__name__ for each in self.optimizers if not isinstance(each, LoopOptimizer)]
@@ -116,7 +115,7 @@ class Strategy(DDPStrategy):
                 self._accumulates = False
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """As Lightning's; if gradients will be clipped, write the averages to `p.grad` first."""
+        """Like Lightning's; if gradients will be clipped, write the averages to `p.grad` first."""
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.gradient_clip_val and not self._accumulates:
@@ -133,14 +132,14 @@ class Strategy(DDPStrategy):
         return plain_state_dict(self.lightning_module, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's, plus the exact weights if training can resume from the checkpoint."""
+        """Like Lightning's, plus the exact weights if training can resume from the checkpoint."""
         assert self.lightning_module is not None
         if self.optimizers and "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, _EXACT: exact_state_dict(self.lightning_module)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As Lightning's, but load the exact weights if the checkpoint has them and they match the model."""
+        """Like Lightning's, but load the exact weights if the checkpoint has them and they match the model."""
         if self.optimizers and _EXACT in checkpoint:
             checkpoint = {**checkpoint, "state_dict": checkpoint[_EXACT]}
         super().load_model_state_dict(checkpoint, strict)

@@ -102,7 +102,7 @@ class LoopOptimizer(FP8AdamW):
 
     _step_supports_amp_scaling = True  # read by GradScaler
     _averaged = False  # whether gradients were averaged since the last step
-    _told = False  # whether it warned that nothing is clipped
+    _told = False  # whether it has warned that nothing is clipped
     live = True  # until another optimizer of `msamp.initialize` replaces it
 
     def __init__(
@@ -124,7 +124,7 @@ class LoopOptimizer(FP8AdamW):
         _LIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As FP8AdamW's, with the recipe's formats if the group has none, and a name for each parameter if the other groups have names.
+        """Like FP8AdamW's, with the recipe's formats if the group has none, and a name for each parameter if the other groups have names.
 
         On several processes the call is collective if a parameter newly requires a gradient, such as one that was frozen before: its
         gradients are averaged from then on (`renew_grad_sync`).
@@ -151,7 +151,7 @@ class LoopOptimizer(FP8AdamW):
         self._attach_casts()
 
     def _attach_casts(self) -> None:
-        """Cast gradients during backward where one process has whole ones and no synchroniser takes them."""
+        """Cast gradients during backward if this process has whole gradients and no synchronizer takes them."""
         if self.live and self.grad_sync is None and isinstance(self.shard, Whole):
             self.casts.attach(pair for group in self.param_groups for pair in zip(group["params"], formats_of(group), strict=True))
 
@@ -207,12 +207,12 @@ class LoopOptimizer(FP8AdamW):
         return None if self.grad_sync is None else self.grad_sync.peers.group
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For all micro-batches of a step but the last. On one process gradients accumulate in the parameters' dtype and none is cast to
-        FP8; on several they accumulate in the recipe's accumulator and none is sent."""
+        """Context for all micro-batches of a step but the last. On one process, gradients accumulate in the parameters' dtype and none is
+        cast to FP8; on several, they accumulate in the recipe's accumulator and none is sent."""
         return self.casts.paused() if self.grad_sync is None else self.grad_sync.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that were already sent to other processes are dropped too. If no step used the gradients, their amaxes are
+        """Like torch's, but also drop gradients that were already sent to other processes. If no step used the gradients, their amaxes are
         not recorded as usual (`ScalingState.abandon`). Collective if a backward has run since the last step."""
         synchronized = [p.grad for p in self._params() if p.grad is not None] if self._averaged else []
         finite = self._untaken() if self.grad_sync is None else self.grad_sync.discard()
@@ -282,7 +282,7 @@ class LoopOptimizer(FP8AdamW):
         return norm
 
     def ready(self) -> list[Holding]:
-        """As FP8AdamW's, with the gradients' average over the processes. Collective."""
+        """Like FP8AdamW's, with the gradients' average over the processes. Collective."""
         self._average()
         return super().ready()
 
@@ -330,7 +330,7 @@ class LoopOptimizer(FP8AdamW):
         return GradScale(factor)
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
-        """As FP8AdamW's; a step is also not usable if torch's GradScaler found an overflow on any process."""
+        """Like FP8AdamW's; a step is also not usable if torch's GradScaler found an overflow on any process."""
         found = getattr(self, "found_inf", None)
         if found is None:
             return super().decide(ready)
@@ -348,12 +348,12 @@ class LoopOptimizer(FP8AdamW):
         return replace(decision, usable=decision.usable & (found == 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """As FP8AdamW's; COAT's payloads have keys of their own (`msamp.optim.foreign_states`)."""
+        """Like FP8AdamW's; COAT's payloads have keys of their own (`msamp.optim.foreign_states`)."""
         packed = super().state_dict()
         return {**packed, "state": packed_names(packed["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to this optimizer's formats."""
+        """Like FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to this optimizer's formats."""
         super().load_state_dict(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))
 
     def __getstate__(self) -> dict[str, Any]:

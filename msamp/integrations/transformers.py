@@ -45,14 +45,14 @@ class Trainer(transformers.Trainer):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers', with our `Accelerator`."""
+        """Like transformers', with our `Accelerator`."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # keeps the object that transformers configured
         self.accelerator.recipe = self.recipe
         self.accelerator.check()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As transformers', through `msamp.initialize`."""
+        """Like transformers', through `msamp.initialize`."""
         optimizer = super().create_optimizer(model)
         if not isinstance(optimizer, AcceleratedOptimizer | LoopOptimizer):
             held = cast("nn.Module", self.model)

@@ -121,7 +121,7 @@ def attention_forward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `msamp.kernels.reference.fp8_attention`, which a CPU follows. ValueError also where cuDNN has no kernel for the shape."""
+    """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_forward(query, key, value, scale_invs, o_scale, softmax_scale, causal=causal)
     check_heads(query, key, value)
@@ -148,7 +148,7 @@ def attention_backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `msamp.kernels.reference.fp8_attention`, which a CPU follows. ValueError also where cuDNN has no kernel for the shape."""
+    """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_backward(query, key, value, o, grad_o, stats, scales, softmax_scale, causal=causal)
     check_heads(query, key, value)

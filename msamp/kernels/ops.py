@@ -1,6 +1,6 @@
 """The operators: every kernel as a torch operator `torch.ops.msamp.*`, defined by its reference twin.
 
-The twin defines the name and, by its signature, the schema. It also is the fake implementation for torch.compile, unless the kernel's
+The twin defines the name and, by its signature, the schema. It is also the fake implementation for torch.compile, unless the kernel's
 result has another shape. CPU tensors run the twin. CUDA tensors run the Triton kernel with the same file and function name, or the twin if
 there is none or Triton is not installed. They are operators rather than plain functions, so that torch.compile keeps a layer in one graph,
 and selective checkpointing, counters and traces see them.
@@ -87,7 +87,8 @@ def _unseen(x: object) -> bool:
 
 def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None = None) -> Function:
     """Return the operator that `twin` defines, as a function. If only the kernel would see a call on a GPU, the function skips torch's
-    dispatcher, which took 25 of an operator's 93 us of host time (H200). It does not if more than slots change, since autograd must see it.
+    dispatcher, which took 25 of an operator's 93 us of host time (H200). An operator that changes more than its slots in place is always
+    dispatched, since autograd must see the change.
 
     Args:
         twin: the definition, with the operator's name and the signature from which its schema follows.

@@ -86,8 +86,8 @@ class Tables:
             rows: one per tensor: its number of elements, `wide` addresses for 16-byte accesses, and other numbers for the kernel.
             wide: the number of these addresses.
             chunk: elements per program.
-            again: whether this launch follows another one with this key, both eager or in the same capture. If the rows are the same it
-                uses that one's table, so that a capture copies it only once.
+            again: whether this launch follows another one with this key, both eager or in the same capture. If the rows are the same, it
+                reuses the table of that launch, so that a capture copies it only once.
 
         Returns:
             int64 [n, 1 + columns], the rows in another order, each with the number of its first program prepended; and the

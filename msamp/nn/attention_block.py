@@ -260,11 +260,11 @@ class _Narrow:
 
     def operand(self, scale_inv: torch.Tensor) -> Operand:
         x, (rows, attended) = self.how.proj.x, self._rows()
-        if x.amax is not None:  # so that the projection's history is there for a run that goes on with another attention
+        if x.amax is not None:  # so that a run that resumes with another attention has the projection's history
             raise_amax(x.amax, attended.amax)
         if x.watch is not None:
             x.watch(dequantize(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
-        scale_inv.copy_(attended.o_scale_inv)  # cuBLAS wants 16-byte alignment, which a row of the scaling state does not have
+        scale_inv.copy_(attended.o_scale_inv)  # cuBLAS requires 16-byte alignment, which a row of the scaling state lacks
         return Operand.tensorwise(rows, scale_inv=scale_inv)
 
     def kept(self) -> "_Narrow":

@@ -81,7 +81,7 @@ class NormWeights(NamedTuple):
             return self.run(x, residual, scale=scale, amax_slot=amax_slot, dtype=cast.format.dtype, scale_inv_slot=scale_inv_slot)
 
         def amax() -> torch.Tensor:
-            # For a just-in-time scale over several ranks, compute the norm once for its amax alone, as the kernel does on one rank.
+            # For a just-in-time scale over several ranks, compute the norm once only to measure its amax, as the kernel does on one rank.
             found = scale_inv.new_zeros(())
             run(scale_inv.new_ones(()), found, None)
             return found

@@ -108,7 +108,7 @@ def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> S
 
 
 def _survey(model: nn.Module, recipe: Recipe, accept: Filter, left_out: str = "") -> Survey:
-    """As `survey`. A layer that `convert` would take gets the reason `left_out`; "" means that it is in FP8."""
+    """Do the work of `survey`. A layer that `convert` would take gets the reason `left_out`; "" means that it is in FP8."""
     shared = _shared(model)
     within: set[int] = set()  # projections inside an attention module count as part of it
     holders = []

@@ -1,7 +1,7 @@
 """`differentiable_once`: a decorator for backwards that must not be differentiated again.
 
-torch's `once_differentiable` raises only if the incoming gradient requires a gradient. If an FP8 layer is last, it does not: the gradient
-of the input depends on the weight, which is a saved tensor, so a gradient penalty or a Hessian product would silently be None or zero. A
+torch's `once_differentiable` raises only if the incoming gradient requires a gradient. If an FP8 layer is last, that gradient does not, but
+the input's gradient still depends on the weight, so a gradient penalty or a Hessian product would silently be None or zero. A
 gradient that raises when it is differentiated would not help either, since `torch.autograd.grad` ignores gradients without a path to its
 inputs. So this decorator raises as soon as a backward with `create_graph=True` reaches the layer.
 """
@@ -23,7 +23,7 @@ def check_transforms(label: str, *xs: torch.Tensor | None) -> None:
         label: of the layer's weight; may be "".
         xs: the inputs of its forward, or the gradients of its backward.
     """
-    # Every layer asks this twice per step, so the usual answer takes few calls.
+    # Every layer runs this check twice per step, so the usual case takes few calls.
     batched = torch._C._are_functorch_transforms_active()
     for x in xs:
         if x is not None and is_legacy_batchedtensor(x):

@@ -21,8 +21,8 @@ Every FP8 product goes through `LayerGemm`: the linear function, the fused block
 tensor-parallel layers (which gather payloads between cast and GEMM). What depends on the granularity is in a `GranularityKernels`. There
 are three: kernels for one scale per tensor, kernels for blocks, and plain torch for any other granularity.
 
-Next: `linear_fn` and the fused blocks call this file; `msamp.kernels.ops` has the kernels, `msamp.numerics.block_scale` the rules for block
-scales, and `scaling_state` the scales that a layer keeps from step to step.
+Next: `linear_fn` and the fused blocks call this file. `msamp.kernels.ops` contains the kernels, `msamp.numerics.block_scale` the rules for
+block scales, and `scaling_state` the scales that a layer keeps from step to step.
 """
 
 import functools

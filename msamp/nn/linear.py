@@ -16,7 +16,7 @@ By default each tensor has one scale, a power of two:
     g        -                       E5M2       delayed, from the amax history      -
     dW       -                       -          -                                   -
 
-x and W need E4M3's precision, and g needs E5M2's range. dW leaves in the dtype that W shows, and gradient synchronisation casts it to E4M3.
+x and W need E4M3's precision, and g needs E5M2's range. dW has the outer dtype of W, and gradient synchronization casts it to E4M3.
 Full accumulation makes the two gradient GEMMs slightly slower; `Gemms.all_fast` turns it off.
 
 Why a layer, and not a cast around torch's layer? Because three things must survive from step to step: the low-precision weight, which the
@@ -145,7 +145,7 @@ class FP8Linear(Loading, nn.Linear):
         in_features, out_features: at least 1; the GEMMs pad to multiples of 16.
         bias: learn an additive bias of `dtype`.
         recipe: one with FP8 GEMMs (O1, O2, O3); `weight` is stored in its `weight` format.
-        device, dtype: of the layer; the weight presents itself in `dtype`, and its gradient has it.
+        device, dtype: of the layer; `dtype` is also the outer dtype of the weight, and the dtype of its gradient.
 
     Shape: [..., in_features] -> [..., out_features] in the input's dtype.
     """

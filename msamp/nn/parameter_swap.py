@@ -66,7 +66,7 @@ def _live_view(ids: Container[int]) -> torch.Tensor | None:
 
 
 def _held_node(held: Mapping[int, str], params: Mapping[str, torch.Tensor]) -> tuple[str, str, str] | None:
-    """As `_held_view`, for a parameter's autograd node that some Python object holds."""
+    """Like `_held_view`, for a parameter's autograd node that some Python object holds."""
     for name, p in params.items():
         holder = _holder(torch.autograd.graph.get_gradient_edge(p).node) if id(p) in held and p.requires_grad else None
         if holder is not None:

@@ -186,11 +186,11 @@ class TensorScales(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         history = state_dict.get(f"{prefix}history")
         if isinstance(history, torch.Tensor) and history.shape[:1] == self.history.shape[:1] and history.shape != self.history.shape:
-            # Saved by a recipe with other windows, whose amaxes say nothing here: the windows restart.
+            # Saved by a recipe with other windows, whose amaxes cannot be used here: the windows restart.
             state_dict.update(TensorScales(self.casts, self.amax.device).state_dict(prefix=prefix))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not torch.allclose(self.scale * self.scale_inv, torch.ones_like(self.scale), rtol=2.0**-20, atol=0.0):
-            self.seen.zero_()  # the state of an average: a mean of inverses is no inverse of the mean
+            self.seen.zero_()  # an averaged state: the mean of inverses is not the inverse of the mean
         self._count(int(self.seen))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -39,7 +39,7 @@ dimension is the last one of both operands (K-major):
 Each of these operands is cast once, from the high-precision tensor. Input and grad_output are therefore cast twice, along their rows and
 along their columns, in one read (`msamp.kernels.ops.block_cast`). Forward also casts the input's transpose for grad_weight and saves it
 instead of the other layout, at the same size: 1 byte per element and one scale per block. Requantizing the saved payload along the other
-dimension, as DeepSeek-V3 does, would round twice, and with `fp32` scales to values that neither cast would give. `e8m0` has no square
+dimension, as DeepSeek-V3 does, would round twice, and `fp32` scales would then give values that neither cast gives. `e8m0` has no square
 blocks: every operand, weights too, is cast in 1 x 32 along the dimension that its GEMM sums over, so weights are cast twice as well.
 """
 

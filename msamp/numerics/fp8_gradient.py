@@ -1,14 +1,15 @@
 """FP8Gradient: what `p.grad` is after a backward whose gradient was cast to FP8.
 
 A gradient in FP8 takes half the bytes of a BF16 one. A loop may do anything to `p.grad`: read it, clip it, slice it, overwrite it through
-a view, accumulate a second backward in it. So this tensor has the dtype of its parameter and two forms behind it:
+a view, accumulate a second backward into it. So this tensor has the dtype of its parameter and is stored in one of two forms:
 
 - narrow, a ScalingTensor: an FP8 payload and one scale. Multiplying by one number (clipping, GradScaler) changes the scale, and no element
   is rounded. Zeroing keeps this form too.
-- wide, a plain tensor of the parameter's dtype, from the first other write on. A sum in E4M3 would lose most of small gradients.
+- wide, a plain tensor of the parameter's dtype, from the first other write on. Summing in E4M3 would lose most of each small gradient.
 
 All aliases of one gradient (`p.grad.detach()`, `p.grad.data`, views) share one `_Cell`, so a write through any of them reaches `p.grad`. A
-view remembers how it was taken: reading takes it of the dequantized values, writing of the wide form. Results of operations are plain.
+view remembers how it was taken: a read takes the view of the dequantized values, a write takes it of the wide form. Operations return plain
+tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Cell:
 
     Attributes:
         held: the values, a ScalingTensor (narrow) or a plain tensor (wide).
-        format: of the narrow form.
+        format: the format of the narrow form.
         zeroed: whether nothing but zeros has been stored since the last cast, apart from what one backward may have added.
     """
 
@@ -53,7 +54,7 @@ class _Cell:
             self.held = self.held.dequantize()
 
     def written(self) -> None:
-        """Count a version of a wide form. Torch does not below autograd; a ScalingTensor counts its own."""
+        """Increment the version of a wide form, which torch does not do below autograd. A ScalingTensor increments its own."""
         if not isinstance(self.held, ScalingTensor):
             torch.autograd.graph.increment_version([self.held])
 
@@ -68,7 +69,7 @@ class _Cell:
 class FP8Gradient(torch.Tensor):
     """A gradient of the dtype of its parameter that is stored in FP8 until something adds to it or overwrites it.
 
-    Where a value of the gradient was not finite, all of it reads as NaN.
+    If any value of the gradient was not finite, all of it reads as NaN.
 
     Args:
         narrow: the gradient in FP8, contiguous, in the parameter's dtype.
@@ -92,7 +93,7 @@ class FP8Gradient(torch.Tensor):
 
     @property
     def held(self) -> torch.Tensor:
-        """The gradient as it is stored, a ScalingTensor or a plain tensor: what the optimizer reads. Not of a view."""
+        """The gradient as it is stored, a ScalingTensor or a plain tensor, which the optimizer reads. Do not call it on a view."""
         return self._cell.held
 
     @property
@@ -138,7 +139,7 @@ class FP8Gradient(torch.Tensor):
             self.detach().copy_(value)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as a NumPy array, as of a plain tensor (NumPy has no BF16)."""
+        """The values as a NumPy array, as a plain tensor returns them (NumPy has no BF16)."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -149,7 +150,7 @@ class FP8Gradient(torch.Tensor):
         return f"FP8Gradient({self._cell.held!r})" if not self._views else f"FP8Gradient({self.dequantize()!r})"
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        """Another gradient of the same form, which shares nothing; of a view, its values."""
+        """A gradient of the same form that shares no memory with this one; for a view, a copy of its values."""
         if id(self) not in memo:
             memo[id(self)] = self.dequantize().clone() if self._views else _rebuild(_own(self._cell.held))
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -224,7 +225,7 @@ def _is_number(factor: Any) -> bool:
 
 
 def _values(x: Any, dtype: torch.dtype | None = None) -> Any:
-    """An argument as plain values, a gradient's in `dtype` or, if None, its own."""
+    """Return an argument with each gradient replaced by its plain values, in `dtype` or, if None, in the gradient's own dtype."""
     if not isinstance(x, FP8Gradient):
         return x
     held = x._cell.held
@@ -234,7 +235,7 @@ def _values(x: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _own(held: torch.Tensor) -> torch.Tensor:
-    """A copy with memory of its own: payloads of several gradients lie in one buffer."""
+    """Return a copy with memory of its own, since the payloads of several gradients share one buffer."""
     if isinstance(held, ScalingTensor):
         return ScalingTensor(held.payload.clone(), held.scale_inv.clone(), held.dtype)
     return held.detach().clone()

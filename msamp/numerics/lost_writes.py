@@ -1,14 +1,14 @@
-"""Warnings of writes by hand that rounding loses: an average of weights in 16 or 8 bits stands still, and nothing else shows it.
+"""Warn about manual writes to a weight that rounding loses: an average kept in 16 or 8 bits stops moving, and nothing else shows it.
 
 A weight of 16 or 8 bits rounds each write to the nearest value of its format. An exponential average moves by (1 - decay) of a difference
-per step, far less than half a step of the format: it rounds back to where it was, at every step. Stochastic rounding would be right in the
-mean, and at a decay of 0.9999 an average would still be off by a third. So an average belongs into `msamp.float_copy`, and a write whose
-rounding error is more than half of its change warns:
+per step, far less than half a step of the format: it rounds back to where it was, at every step. Stochastic rounding would be right on
+average, but at a decay of 0.9999 the result would still be off by a third. So keep averages in `msamp.float_copy`. These writes warn if
+their rounding error is more than half of the change:
 
 - in-place arithmetic (`lerp_`, `add_`), always;
-- a copy of plain values (`copy_`, `.data =`) if the values lie so close to the stored ones that they must have been computed from them: a
-  checkpoint or an average kept in FP32 lies a quarter of a step away from its own rounding, on average. Values computed in BF16 have lost
-  the change before they come here, and equal the stored ones.
+- a copy of plain values (`copy_`, `.data =`) if the values are so close to the stored ones that they must have been computed from them. (A
+  checkpoint or an average kept in FP32 is a quarter of a step away from its own rounding, on average.) Values computed in BF16 have lost
+  the change before they are copied, and equal the stored ones.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _LOADING: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", defau
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Copies within come from a checkpoint, which may hold the very values that are stored."""
+    """Context in which copies do not warn: they come from a checkpoint, which may contain exactly the stored values."""
     token = _LOADING.set(True)
     try:
         yield
@@ -36,20 +36,20 @@ def loading() -> Iterator[None]:
 
 
 def warn_if_copy_lost(how: str, fmt: Format, before: torch.Tensor, given: torch.Tensor, after: torch.Tensor) -> None:
-    """Warn where plain values that were computed from the stored ones have changed less than half of what they should have.
+    """Warn if copying plain values that were computed from the stored ones made less than half of the change that it should have made.
 
     Args:
         how: the operation, for the message.
         fmt: of the stored values.
-        before, after: FP32, the stored values.
-        given: the values copied, of any float dtype and the same shape.
+        before, after: FP32, the stored values before and after the copy.
+        given: the copied values, of any float dtype and the same shape.
     """
     if _LOADING.get() or not before.numel() or _capturing(before):
         return
     change = given.to(before.device, torch.float32) - before
     if given.dtype.itemsize == 2:
         step, size, stored = torch.finfo(given.dtype).eps, change.abs(), before.abs()
-        # The second: an edit of some elements is small in the sum, but not beside the largest.
+        # The second condition: an edit of a few elements is small compared with the sum, but not with the largest element.
         if size.sum() < NEAR * step * stored.sum() and size.max() < step * stored.max():
             warn_of_rounding(f"{how} of {given.dtype} values that are almost those stored", fmt)
     elif change.abs().sum() < NEAR * 2.0**-fmt.mantissa_bits * before[change != 0].abs().sum():
@@ -57,18 +57,18 @@ def warn_if_copy_lost(how: str, fmt: Format, before: torch.Tensor, given: torch.
 
 
 def warn_if_lost(how: str, fmt: Format, before: torch.Tensor, wanted: torch.Tensor, after: torch.Tensor) -> None:
-    """Warn where the rounding error of a write is more than half of its change. Waits for the device.
+    """Warn if the rounding error of a write is more than half of its change. Waits for the device.
 
     Args:
-        how, fmt: as above.
-        before, wanted, after: FP32 of one shape, the stored values, those written, those stored then.
+        how, fmt: as in `warn_if_copy_lost`.
+        before, wanted, after: FP32 of one shape: the values stored before, the values written, and the values stored afterwards.
     """
     if not _capturing(before) and (after - wanted).abs().sum() > HALF * (wanted - before).abs().sum():
         warn_of_rounding(how, fmt)
 
 
 def warn_of_rounding(how: str, fmt: Format) -> None:
-    """Warn of a write whose change is smaller than what the format holds."""
+    """Warn about a write whose change is too small for the format."""
     warnings.warn(
         f"{how} stores into {fmt}, with steps of {2.0**-fmt.mantissa_bits:g} of a value: smaller changes are lost, and an average stands "
         "still; keep averages in msamp.float_copy(model)",
@@ -77,5 +77,5 @@ def warn_of_rounding(how: str, fmt: Format) -> None:
 
 
 def _capturing(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured, where the host cannot ask for a value."""
+    """Whether a CUDA graph is being captured, so that the host cannot read a value."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

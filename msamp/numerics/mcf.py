@@ -102,7 +102,7 @@ def load_pair(first: Tensor, payload: Tensor) -> Pair:
 
 
 def remainder_payload(pair: Pair, dtype: torch.dtype) -> Tensor:
-    """Return the stored remainder y of a pair (x, y): y rounded to BF16, or y in units that follow from x as E4M3 without a scale.
+    """Return the stored remainder y of a pair (x, y): y rounded to BF16, or to E4M3 without a scale, in a unit that follows from x.
 
     E4M3 rounds to nearest even and saturates where x would no longer be BF16(x + y): at half a unit in x's last place if x is even, which
     wins the tie, and at 15/16 of it if x is odd. NaN stays NaN. Below |x| = 2^-110 the unit is that of 2^-110: FP32 can just represent its

@@ -1,6 +1,6 @@
 """Precision recipes as data: the format of every tensor in a training step, and where its scale comes from.
 
-A recipe is a frozen dataclass. Layers, gradient synchronisation and the optimizer read its fields, and nothing in the training loop
+A recipe is a frozen dataclass. Layers, gradient synchronization and the optimizer read its fields, and nothing in the training loop
 compares its name, so a new precision strategy is a new constant here, or a call of `register` in your own code. From the inside out:
 
     Cast            one GEMM operand: format, scaling rule, granularity
@@ -255,7 +255,7 @@ class Recipe:
 
     @property
     def scales_loss(self) -> bool:
-        """True where gradients need a loss scale: they are computed in FP16, and its range ends at 2^-24 (Micikevicius et al. 2017)."""
+        """True where gradients need a loss scale, since they are computed in FP16, whose range ends at 2^-24 (Micikevicius et al. 2017)."""
         return self.compute.dtype is torch.float16
 
     def formats_of(self, kind: str) -> StateFormats:

@@ -16,10 +16,9 @@ thresholds behave like independent ones.
 
 **Bias.** A format drops `shift` = 23 - mantissa_bits bits of FP32. The first `shift` bits of w are added to them before they are cut off,
 so the mean over all w is exactly x. Below the smallest normal value `tiny`, x + tiny is rounded to FP32 first, a bias of at most 2^-24
-tiny: 2^-14 of FP16's smallest code. FP16 masters skip that addition, which would cost a twentieth of the update's instructions. So below
-    `tiny`,
-which is 2^-29 of the largest magnitude that the scale leaves room for, a stored master is too small by up to one code of 2^-24, on average
-and at every step that changes it.
+tiny: 2^-14 of FP16's smallest code. FP16 masters skip that addition, which would cost a twentieth of the update's instructions. So a master
+below `tiny`, which is 2^-29 of the largest magnitude that the scale leaves room for, is biased toward zero by up to one code of 2^-24 at
+every step that changes it.
 """
 
 import hashlib
@@ -125,7 +124,8 @@ def cast_stochastically(
         fmt: FP16, BF16, E4M3 or E5M2.
         thresholds: of the tensor.
         state: which of an element's words to use: "m", "v" or "master".
-        silent: bool in the shape of `x`: where to round values below `fmt.tiny` toward zero; None: nowhere.
+        silent: bool in the shape of `x`, True where values below `fmt.tiny` are rounded toward zero (elements without a gradient); None:
+            nowhere.
     """
     subnormals = state != "master" or fmt is not FP16
     flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=fmt.dtype, device=x.device)

@@ -15,7 +15,7 @@ from msamp.numerics.quantize import dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # by `type(x)`: neither a ScalingTensor nor another subclass
-OWN_ATTRIBUTES = ("payload", "scale_inv", "_is_param", "_tally")  # attributes that a ScalingTensor has of itself; any other is its user's
+OWN_ATTRIBUTES = ("payload", "scale_inv", "_is_param", "_tally")  # a ScalingTensor's own attributes; any other was set by the user
 
 
 class Tally:
@@ -42,13 +42,13 @@ class Tally:
 class ScalingTensor(torch.Tensor):
     """A tensor stored as `payload` (native FP8 or FP16) and `scale_inv`; its value is `payload * scale_inv` (FP8-LM 2.1).
 
-    It looks like a tensor of `dtype` (the outer dtype, which gradients take), works as a Parameter and in `.grad`, and
-    is saved and loaded with its payload as it is. The operations in `tensor_ops.TABLE` are defined, elementwise ones and
-    `torch._foreach_*`; any other raises with its name and names the dense form. Values assigned to `.data` are copied into the payload.
+    It looks like a tensor of `dtype` (the outer dtype, which its gradients have), works as a Parameter and in `.grad`, and is saved and
+    loaded with its payload unchanged. It supports the operations in `tensor_ops.TABLE`, elementwise ones and `torch._foreach_*`; any other
+    raises an error that names the operation and suggests `dequantize`. Values assigned to `.data` are copied into the payload.
 
     Attributes:
         payload: FP8 or FP16, the shape of the tensor.
-        scale_inv: FP32, 0-dim, one for the whole tensor. NaN marks a tensor quantised from values that were not finite.
+        scale_inv: FP32, 0-dim, one for the whole tensor. NaN marks a tensor quantized from values that were not finite.
         label: of a weight, its name in the model, for messages; "" without one.
     """
 
@@ -120,8 +120,8 @@ class ScalingTensor(torch.Tensor):
 
     @property
     def tally(self) -> torch.Tensor | None:
-        """int64 [3]: the counts that the kernel took when it wrote the payload, as `ops.pack` does. None if there are none, or once the
-        payload has changed. Deep copies, results of operations and saved tensors have none."""
+        """int64 [3]: what a kernel such as `ops.pack` counted when it wrote the payload; None without counts, or once the payload has
+        changed. Deep copies, results of operations and saved tensors have none."""
         return None if self._tally is None else self._tally.of(self.payload)
 
     def store_(self, value: torch.Tensor, scale: torch.Tensor | None = None) -> None:
@@ -135,7 +135,7 @@ class ScalingTensor(torch.Tensor):
         raise ValueError("a ScalingTensor cannot be moved to shared memory; share its payload and its scale_inv instead")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as a NumPy array of their own, as of a plain tensor of the outer dtype (NumPy has no BF16)."""
+        """A copy of the values as a NumPy array, as a plain tensor of the outer dtype returns them (NumPy has no BF16)."""
         x = self.detach() if force else self
         return x.dequantize().requires_grad_(x.requires_grad).numpy(force=force)
 

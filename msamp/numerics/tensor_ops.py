@@ -1,12 +1,12 @@
-"""The aten operations that a ScalingTensor knows. Each keeps the payload's precision, or says that it gives it up.
+"""The aten operations that a ScalingTensor supports. Each keeps the payload's precision, unless its docstring says that it does not.
 
-An operation enters by one decorated function. Arguments are those of the aten operation, behind the operation itself.
+To add an operation, write one decorated function. It takes the aten operation itself, then that operation's arguments.
 
-Arithmetic serves work on weights by hand: averages, merged adapters, initialisations, modules that read another module's weight.
-The result is a plain tensor of the outer dtype; in place it is computed in FP32, rounded to nearest and stored with a new scale, and a
-write that rounding loses warns (`msamp.numerics.lost_writes`). Elementwise operations and those of `torch._foreach_*` are arithmetic by
-their schema (`by_schema`). Views of a part (slices, `split`) stay undefined: a write to one would need a scale of its own. Weights are not
-joined either, which is how wrappers flatten a model; gradients are.
+Arithmetic is for code that works on weights directly: averages, merged adapters, initialization, modules that read another module's weight.
+It returns a plain tensor of the outer dtype. In place, it computes in FP32, rounds to nearest and stores the result with a new scale, and
+warns if rounding loses the change (`msamp.numerics.lost_writes`). Elementwise operations and those of `torch._foreach_*` count as
+arithmetic by their schema (`by_schema`). Views of a part (slices, `split`) are undefined, since a write to one would need its own scale.
+Concatenating weights, with which wrappers flatten a model, is undefined too; gradients can be concatenated.
 """
 
 import re
@@ -61,16 +61,16 @@ _CUTS = (aten.cat.default, aten.split.Tensor)
 
 
 def undefined(func: Any, arguments: Any) -> RuntimeError:
-    """The error of an operation that has no meaning for a ScalingTensor. Not a TypeError: Python would turn that into "unsupported operand"
-    and drop the name."""
+    """Return the error for an operation that is undefined for a ScalingTensor. It is not a TypeError, which Python would turn into
+    "unsupported operand" without the name."""
     label = next((x.label for x in tree_leaves(arguments) if _is_scaling(x) and x.label), "")
     layer = label.rpartition(".")[0]
     asked = f"{func} is not defined for a ScalingTensor; call .dequantize() first, or work on its payload and scale_inv"
     if func in _CUTS:
         asked += (
-            ". DistributedDataParallel, FullyShardedDataParallel, fully_shard and DTensor join or cut weights so, and cannot hold this "
-            "one: use the model of msamp.initialize as it is: its optimizer averages the gradients (zero=True spreads it over the "
-            "processes), or msamp.integrations.fsdp.prepare(model) before fully_shard"
+            ". DistributedDataParallel, FullyShardedDataParallel, fully_shard and DTensor flatten or split weights this way and do not "
+            "support this one: use the model of msamp.initialize without a wrapper, since its optimizer averages the gradients (zero=True "
+            "shards it over the processes), or call msamp.integrations.fsdp.prepare(model) before fully_shard"
         )
     if not label:
         return RuntimeError(asked)
@@ -153,7 +153,7 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
 
 @_on(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default, aten.rand_like.default)
 def _plain_like(func: Any, x: "ScalingTensor", *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor of the outer dtype, as optimizers expect when they create a state or buffer for a parameter."""
+    """Return a plain tensor of the outer dtype, as optimizers expect when they create a state or buffer for a parameter."""
     device = kwargs.pop("device", None) or x.device
     kwargs.pop("pin_memory", None)
     return func(torch.empty(x.shape, dtype=dtype or x.dtype, device=device), *args, **kwargs)
@@ -192,7 +192,7 @@ def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*_plain(args, None), **{name: _plain(value, None) for name, value in kwargs.items()})
 
 
-# What reads values and is not elementwise. A result has memory of its own: no view of a part, to which a write would be lost.
+# Operations that read values and are not elementwise. Results have memory of their own: a write to a view of a part would be lost.
 _READING = (
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "any", "all", "prod", "var", "std", "var_mean", "std_mean", "median"),
     *("nanmedian", "nansum", "mode", "kthvalue", "topk", "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logsumexp"),
@@ -204,13 +204,13 @@ _READING = (
 
 @_on(*_overloads(*_READING))
 def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """As of the values, in the outer dtype."""
+    """Run the operation on the dequantized values, in the outer dtype."""
     return _computed(func, *args, **kwargs)
 
 
 @_on(aten.cat.default, aten.stack.default)
 def _joined(func: Any, tensors: Any, *args: Any) -> Any:
-    """Gradients and other tensors that are no weight of a model join as plain values."""
+    """Concatenate gradients and other tensors that are not weights of a model, as plain values."""
     if any(getattr(x, "label", "") for x in tensors):
         raise undefined(func, tensors)
     return _computed(func, tensors, *args)
@@ -257,7 +257,8 @@ def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     func(values if several else values[0], *(beside(argument) for argument in args), **others)
     for x, value in zip(targets, values, strict=True):
         if _is_scaling(x):
-            # `mul_` by a number may have folded into the scale just before, as in k.mul_(m).add_(q, alpha=1 - m): begin before that.
+            # `mul_` by a number may just have been folded into the scale, as in k.mul_(m).add_(q, alpha=1 - m): compare with the value
+            # before that.
             before = x.payload.float() * torch.exp2(torch.log2(x.scale_inv).round())
             x.store_(value)
             if func._opname.removeprefix("_foreach_") in _AVERAGING:
@@ -281,7 +282,7 @@ def _scale_(func: Any, x: Any, factor: Any) -> Any:
 
 @_on(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.Scalar)
 def _scale_all_(func: Any, xs: Any, factor: Any) -> None:
-    """As `_scale_`, of each."""
+    """Apply `_scale_` to each."""
     for x in xs:
         (x.mul_ if func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar) else x.div_)(factor)
 
@@ -317,8 +318,8 @@ def _norm(func: Any, x: "ScalingTensor", *args: Any, **kwargs: Any) -> torch.Ten
 
 
 def by_schema(func: Any) -> Callable[..., Any] | None:
-    """What serves an operation that is not in the table, where its schema says enough: elementwise ones, and those of `torch._foreach_*`;
-    None for any other, for views, and for those that write into an `out`."""
+    """Return the function that runs an operation missing from the table, if the schema is enough to tell: elementwise operations and
+    `torch._foreach_*`. Return None for any other, for views, and for those that write to an `out`."""
     if torch.Tag.pointwise not in func.tags and not func._opname.startswith("_foreach_"):
         return None
     if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):

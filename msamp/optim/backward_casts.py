@@ -28,7 +28,7 @@ from msamp.optim.grad_cast import GradCast
 GROUP_ELEMENTS = 2**28  # 512 MiB of BF16
 GROUPS = 8  # of a large model, per backward
 
-Place = tuple[torch.device, int]  # a device and a stream of it, on which gradients came
+Place = tuple[torch.device, int]  # a device, and the stream on which its gradients arrived
 
 
 class BackwardCasts:
@@ -46,7 +46,7 @@ class BackwardCasts:
         self._paused = 0
 
     def attach(self, params: Iterable[tuple[torch.Tensor, Mapping[str, str]]]) -> None:
-        """Hook the parameters that are not hooked yet, want a gradient, and have it in FP8.
+        """Hook the parameters that are not hooked yet, require a gradient, and have an FP8 gradient format.
 
         Args:
             params: with the names of their formats.
@@ -69,7 +69,7 @@ class BackwardCasts:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave gradients as backward makes them: more will be added."""
+        """Context in which gradients are not cast, because more will be accumulated."""
         self._paused += 1
         try:
             yield
@@ -77,12 +77,12 @@ class BackwardCasts:
             self._paused -= 1
 
     def arrived(self, p: torch.Tensor) -> None:
-        """Take note of a gradient that backward has accumulated in `p.grad`, and cast what has come together."""
+        """Record a gradient that backward has accumulated in `p.grad`, and cast its group once that is complete."""
         if self._paused or not _can_be_cast(p.grad) or id(p) not in self._formats:
             return
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._backward, self._flushes = backward, {}  # what a failed backward has left in `_pending` is cast with the rest
+            self._backward, self._flushes = backward, {}  # gradients that a failed backward left in `_pending` are cast with the rest
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_ended, weakref.ref(self)))
         place = p.device, _stream(p)
         self._pending.setdefault(place, {})[id(p)] = p
@@ -118,7 +118,7 @@ class BackwardCasts:
 
 
 def _can_be_cast(g: torch.Tensor | None) -> bool:
-    """Whether a gradient is what one backward has left, in memory that may be freed."""
+    """Whether a gradient is the result of a single backward, in memory that may be freed."""
     if isinstance(g, FP8Gradient):
         return g.was_zeroed and not isinstance(g.held, ScalingTensor)
     if type(g) is not torch.Tensor or g.requires_grad or g.layout is not torch.strided:

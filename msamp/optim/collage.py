@@ -69,7 +69,7 @@ def _formats(variant: str) -> StateFormats:
 
 
 class UpdateQuality(NamedTuple):
-    """The fraction of an update that rounding preserves, over all parameters of an optimizer.
+    """How much of an update rounding preserves, over all parameters of an optimizer.
 
     Attributes:
         edq: effective descent quality; a pair, or a weight with compensation or master, counts with its full value.

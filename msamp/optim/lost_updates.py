@@ -24,7 +24,7 @@ SUMS = 2  # per parameter: the wanted distance, and the part of it that is store
 @torch.no_grad()
 def update_distances(optimizer: FP8AdamW, sample: int | None = SAMPLE) -> torch.Tensor:
     """Run the next update on copies of some rows, and sum the wanted and the stored changes. It changes nothing and does not wait for the
-    device. It runs the collectives by which a step is decided.
+    device. It runs the collectives with which the ranks decide about a step.
 
     Args:
         optimizer: with the gradients of its next step in place.
@@ -56,7 +56,7 @@ def _distances(before: torch.Tensor, exact: torch.Tensor, stored: torch.Tensor) 
 def lost_updates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the fraction of each parameter's next update that rounding will lose, 0 to 1, by the parameter's name.
 
-    Call it between `backward` and `step`, every few hundred steps. It runs the update on copies of at most a few ten thousand elements of
+    Call it between `backward` and `step`, every few hundred steps. It runs the update on copies of at most some ten thousand elements of
     each matrix, waits for the device once, and changes nothing. If a fraction stays above 0.5, the parameter moves less than half as far as
     the learning rate demands. Then use `msamp.initialize(..., master_rounding="stochastic")`, FP32 masters, or a higher learning rate.
 

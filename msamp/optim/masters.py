@@ -63,7 +63,7 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
 
 
 def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> None:
-    """Zero the second components of each row with one that is too large for its first component: then something else wrote the weight.
+    """Zero the second components of each row in which one is too large for its first component, since something else wrote that weight.
 
     A second component is at most one ulp of its first, 2^-7 of it. New weights of similar magnitude keep the old second components, which
     are below the weight's own precision. Restored weights keep theirs exactly. The host does not wait.
@@ -82,7 +82,7 @@ def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> Non
 def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Tensor:
     """Return the scale of a master for the weight `whole`, FP32 0-dim. The last scale is kept while it fits, so no bits change."""
     amax = grad_stats(None, [whole.detach()], squares=False)[0][0, 0]
-    new = scale_from_amax(2.0 * amax, largest, last)  # twice: masters that stay may exceed their weights
+    new = scale_from_amax(2.0 * amax, largest, last)  # twice: masters that are kept may exceed their weights
     return torch.where((amax * last <= largest) & (new <= _COARSER * last), last, new)
 
 

@@ -240,8 +240,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Update the masters of weights that were written from outside, now, including writes that change no version, such as those through
-        the `.data` of a plain parameter (Megatron's name). A step handles all other writes without this call."""
+        """Update the masters of weights that other code wrote, including writes that change no version, such as those through the `.data`
+        of a plain parameter. A step handles all other writes without this call. The name is Megatron's."""
         self.wait()
         self._kept.forget()
         self._cast = {}
@@ -301,7 +301,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return loss
 
     def update(self) -> None:
-        """Do the work of `step` once the gradients are there. Call `step` instead: it also runs torch's step hooks."""
+        """Do the work of `step` once the gradients are available. Call `step` instead: it also runs torch's step hooks."""
         ready = self.ready()
         fresh = [holding for holding in ready if not self.state.get(holding.weight)]
         for holding in fresh:

@@ -156,7 +156,7 @@ class Whole:
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of `p` as it is stored: `p.main_grad` where a synchroniser has put one (Megatron's name), else `p.grad`."""
+    """Return the gradient of `p` as it is stored: `p.main_grad` (Megatron's name) if a synchronizer has set it, else `p.grad`."""
     main_grad = getattr(p, "main_grad", None)
     g = p.grad if main_grad is None else main_grad
     return g.held if isinstance(g, FP8Gradient) else g

@@ -79,7 +79,7 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
 
 @torch.no_grad()
 def rehearse_batches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator[BothWays]:
-    """As `rehearse`, but yield whole batches.
+    """Like `rehearse`, but yield whole batches.
 
     Args:
         optimizer: as for `rehearse`.

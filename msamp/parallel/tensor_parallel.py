@@ -29,7 +29,7 @@ one number per cast. Partial sums have a row of their own in the layer's `Linear
 own scale for its shard. NaN or Inf on one rank makes that rank's results NaN, and may not show on the others: the gradient norm is
 therefore combined over the group before the optimizer decides anything.
 
-Next: `sequence_parallel` has the collectives, `msamp.nn.linear_fn` the autograd function that calls them at its ends, and
+Next: `sequence_parallel` contains the collectives, `msamp.nn.linear_fn` the autograd function that calls them at its ends, and
 `msamp.comm.copies` the transport without NCCL. `tools/bench/LOG.md` records what was tried.
 """
 

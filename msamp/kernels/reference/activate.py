@@ -44,7 +44,7 @@ def _activation(y: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _relu(y: torch.Tensor) -> torch.Tensor:
-    """max(y, 0); of NaN NaN, so that the amax shows it."""
+    """Return max(y, 0), and NaN for NaN, so that the amax shows it."""
     return torch.where(y <= 0, 0.0, y)
 
 

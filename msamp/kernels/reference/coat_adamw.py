@@ -25,10 +25,10 @@ def coat_adamw(
     decoupled: bool,
     rounding: Rounding = NEAREST,
 ) -> None:
-    """As `adamw`, with `Expanded` moments: load to FP32, update, and store with new maxima and exponents.
+    """Run `adamw` with `Expanded` moments: load them to FP32, update, and store them with new maxima and exponents.
 
-    These are measured on the new moments, group by group, so no bound is needed and their rows of `kept` stay 0. A moment in another format
-    is stored as in `adamw`.
+    Maxima and exponents are measured on the new moments, group by group, so no bound is needed and their rows of `kept` stay 0. A moment in
+    another format is stored as in `adamw`.
 
     Args:
         batch: `ms` or `vs`, or both, are `Expanded`.
@@ -62,7 +62,7 @@ def _store(
     silent: Sequence[torch.Tensor] | None = None,
     beta1: float = 0.0,
 ) -> None:
-    """Overwrite `Expanded` states. Where `silent`, codes of m decrease if they would undo more than half of its decay."""
+    """Overwrite `Expanded` states. Where `silent` (no gradient), codes of m decrease if they would undo more than half of its decay."""
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         if isinstance(state, Expanded) and isinstance(value, torch.Tensor):
             fmt = of_dtype(state.payload.dtype)

@@ -72,7 +72,7 @@ def pack(
         factors: FP32 [len(xs)]; None: 1.
         amaxes: FP32 [len(xs)], raised to the largest magnitude of each tensor's runs, +inf if one is not finite; None: not measured.
         tallies: int64 [len(spans), 3], for E4M3, the statistics of each run: the largest magnitude of its codes' values, as the bits of
-            FP32; the sum of their squares in 1 / `PAYLOAD_UNITS`, as whole units and 2^-30 units, before `carried`. With a NaN among the
+            FP32; the sum of their squares in 1 / `PAYLOAD_UNITS`, as whole units and 2^-30 units, not yet `carried`. With a NaN among the
             values the largest is infinity and the others are meaningless. None: not measured.
         unless: FP32 [len(xs)], the factors with which `out` was written before: a tensor whose factor did not change is skipped.
     """

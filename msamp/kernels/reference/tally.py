@@ -9,8 +9,8 @@ CHUNK = 2**23  # elements read at a time, with three FP64 temporaries of 64 MiB
 
 @torch.no_grad()
 def count_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor) -> None:
-    """Add to `row` the elements of `x` that are not zero, those of `payload` at its format's maximum, and those that are zero in `payload`
-    alone: one read of both, without a host sync. A NaN counts as an element that is not zero.
+    """Add three counts to `row`: non-zero elements of `x`, elements of `payload` at its format's maximum, and non-zero elements of `x` that
+    are zero in `payload`. It takes one read of both, without a host sync. A NaN counts as non-zero.
 
     Args:
         row: int64 [3], contiguous, changed in place.

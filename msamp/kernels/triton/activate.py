@@ -59,7 +59,7 @@ def _silu(y, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _relu(y):
-    """max(y, 0); of NaN NaN."""
+    """max(y, 0), and NaN for NaN."""
     return tl.where(y <= 0.0, 0.0, y)
 
 

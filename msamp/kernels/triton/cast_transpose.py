@@ -1,6 +1,6 @@
 """Cast with one scale to either layout or both, in one read of the input. Twin: `msamp.kernels.reference.cast_transpose`.
 
-This file also has the functions that every kernel with FP8 output uses. A thread processes four consecutive rows, so that the four codes of
+This file also contains the functions that every kernel with FP8 output uses. A thread processes four consecutive rows: the four codes of
 a column form one 32-bit word before threads exchange them for the transpose (an exchange of single bytes costs more than the memory
 traffic), and sums and amaxes are exchanged once per four rows.
 """
@@ -223,8 +223,8 @@ def _kept_nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an empty tensor [0] for a result that is not requested. It is cached, since allocating it takes the host as long as other
-    memory, except under autograd, which marks an operator's results."""
+    """Return an empty tensor [0] for a result that is not requested. It is cached, since allocating it costs the host as much as any other
+    allocation, except under autograd, which marks an operator's results."""
     return torch.empty(0, dtype=dtype, device=device) if torch.is_grad_enabled() else _kept_nothing(dtype, device)
 
 

@@ -1,6 +1,6 @@
 """Cast many tensors to one flat buffer in one launch: one read, one write. Twin: `msamp.kernels.reference.pack`.
 
-This file also has the functions by which kernels over many tensors read and write any format; mantissa bits identify a format.
+This file also contains the functions with which kernels over many tensors read and write any format. Mantissa bits identify a format.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def _payload(v, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, TOWARD_ZERO: tl.
     rounded toward zero."""
     if MANTISSA <= 3:
         FP8: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
-        if HARDWARE:  # which saturates by itself
+        if HARDWARE:  # the conversion instruction saturates
             payload = v.to(FP8).to(tl.uint8, bitcast=True)
         else:
             payload = _fp8_code(v, 448.0 if MANTISSA == 3 else 57344.0, MANTISSA, 7 if MANTISSA == 3 else 15, False)

@@ -1,6 +1,6 @@
 """Sums over a tensor and its payload, one read of each. Twin: `msamp.kernels.reference.tally`.
 
-Programs leave their own sums in FP64, and a second launch adds them in their order: a graph and an eager step give the same bits.
+Each program stores its own FP64 sums, and a second launch adds them in a fixed order, so a graph and an eager step give the same bits.
 """
 
 import torch
@@ -22,7 +22,7 @@ def _count_kernel(
     row, x, payload, numel,
     FROM: tl.constexpr, TO: tl.constexpr, LIMIT: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of integers have no order, so programs add theirs at once."""
+    """The order of integer sums does not matter, so each program adds its sums to the row directly."""
     first = tl.program_id(0).to(tl.int64) * CHUNK
     left = tl.minimum(numel - first, CHUNK).to(tl.int32)
     nonzero = tl.zeros((BLOCK,), tl.int32)

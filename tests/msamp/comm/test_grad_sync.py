@@ -192,7 +192,7 @@ def test_a_parameter_that_came_later_is_refused(how):
     else:
         late.requires_grad_()
     name = "fp8-e4m3_new" if how == "added" else "fp8-e4m3_late"
-    with pytest.raises(ValueError, match=f"{name} was not there when the synchroniser was built.*build a new synchroniser"):
+    with pytest.raises(ValueError, match=f"{name} was not in the model when.*was built.*build a new synchronizer"):
         sync.finish()
 
 
