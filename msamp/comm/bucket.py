@@ -48,7 +48,7 @@ class Bucket:
         segments: all pieces in the order of the flat buffer, by (owner, parameter, row).
         owned: the segments of this rank.
         sizes: elements that each rank owns.
-        cut: whether a parameter has more than one piece.
+        cut: whether any parameter has more than one piece.
         own: this rank's slice of the flat buffer.
         spans: for each segment its parameter, its first element there, its number of elements, and its first element in the flat buffer.
         tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.

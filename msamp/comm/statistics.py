@@ -35,7 +35,7 @@ class Statistics:
         self.numel = list(numel)
         self.always = always
         self.active = always
-        self.counts = torch.zeros(len(self.numel), 6, dtype=torch.int64, device=device).T  # a tensor's three counts lie in a row
+        self.counts = torch.zeros(len(self.numel), 6, dtype=torch.int64, device=device).T  # each three counts of a tensor are contiguous
         self.recording = False
         self.tallies = torch.zeros(2, len(self.numel), len(TALLY), dtype=torch.float64, device=device)
 

@@ -36,7 +36,7 @@ _NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
 
 
 class _Cell:
-    """What all aliases of one gradient share.
+    """The state that all aliases of one gradient share.
 
     Attributes:
         held: the values, a ScalingTensor (narrow) or a plain tensor (wide).

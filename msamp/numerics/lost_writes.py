@@ -70,8 +70,8 @@ def warn_if_lost(how: str, fmt: Format, before: torch.Tensor, wanted: torch.Tens
 def warn_of_rounding(how: str, fmt: Format) -> None:
     """Warn about a write whose change is too small for the format."""
     warnings.warn(
-        f"{how} stores into {fmt}, with steps of {2.0**-fmt.mantissa_bits:g} of a value: smaller changes are lost, and an average stands "
-        "still; keep averages in msamp.float_copy(model)",
+        f"{how} stores into {fmt}, in steps of {2.0**-fmt.mantissa_bits:g} of a value: smaller changes are lost, and an average stops "
+        "moving; keep averages in msamp.float_copy(model)",
         stacklevel=2,
     )
 

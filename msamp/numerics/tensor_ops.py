@@ -243,7 +243,7 @@ _AVERAGING = ("add_", "sub_", "lerp_", "addcmul_", "addcdiv_")
     *_overloads(*(f"_foreach_{name}" for name in (*_AVERAGING, "mul_", "div_"))),
 )
 def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """In-place arithmetic: computed in FP32 and stored in the target's format with a new scale. A plain target gets the values."""
+    """Run in-place arithmetic in FP32 and store the result in the target's format with a new scale. A plain target gets the values."""
     several = isinstance(target, list | tuple)
     targets = list(target) if several else [target]
     values = [x.dequantize(torch.float32) if _is_scaling(x) else x for x in targets]

@@ -119,7 +119,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "not finite": (_weights(_not_finite), r"model\.norm\.weight holds 1 values that are NaN or infinite"),
     "cut weights": (_cut("model.safetensors"), r"model\.safetensors cannot be read \(.*\): restore it"),
-    "cut configuration": (_cut("config.json"), r"config\.json is no JSON"),
+    "cut configuration": (_cut("config.json"), r"config\.json is not valid JSON"),
     "cut tokenizer": (_cut("tokenizer.json"), r"has no tokenizer that transformers can load"),
     "many layers": (_set("config.json", num_hidden_layers=HUGE), r"has num_hidden_layers = 1000000000: expected at most 10000"),
     "more layers": (_set("config.json", num_hidden_layers=9000), SIZES),
@@ -138,8 +138,8 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
         _set("generation_config.json", max_new_tokens=-1),
         r"generation_config\.json is not a valid generation",
     ),
-    "a pipe as tokenizer": (_pipe("tokenizer_config.json"), r"tokenizer_config\.json is no regular file"),
-    "a pipe as generation": (_pipe("generation_config.json"), r"generation_config\.json is no regular file"),
+    "a pipe as tokenizer": (_pipe("tokenizer_config.json"), r"tokenizer_config\.json is not a regular file"),
+    "a pipe as generation": (_pipe("generation_config.json"), r"generation_config\.json is not a regular file"),
 }
 
 

@@ -42,7 +42,7 @@ def test_in_a_hugging_face_folder(folder_of_hf: Path, tmp_path: Path, name: str,
     folder = Path(shutil.copytree(folder_of_hf, tmp_path / "hf"))
     piped(folder / name)
     told = said(capsys, "from-hf", "--load", folder, "--output", tmp_path / "o")
-    assert f"{folder / name} is no regular file: put the file itself there" in told
+    assert f"{folder / name} is not a regular file: put the file itself there" in told
     assert not (tmp_path / "o").exists()
 
 

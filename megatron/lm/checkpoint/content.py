@@ -117,7 +117,7 @@ def left_in(training: Training, items: Sequence[Item]) -> list[Item]:
 
 
 def _name_of(rest: str) -> str:
-    """`NAME.scale_inv@0,0` -> `NAME`."""
+    """Return `NAME` for `NAME.scale_inv@0,0`."""
     return rest.partition("@")[0].removesuffix(".scale_inv") if "@" in rest else rest
 
 

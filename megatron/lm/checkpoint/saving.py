@@ -277,7 +277,7 @@ class Saver:
         return self._doubt(self.root, saved)
 
     def doubt_non_persistent(self) -> bool:
-        """As `doubt`, for the newest non-persistent checkpoint that this process saved; False if there is none."""
+        """Like `doubt`, for the newest non-persistent checkpoint that this process saved; False if there is none."""
         root = self.non_persistent
         return root is not None and root.newest is not None and self._doubt(root, iteration_of(root.newest) or 0)
 

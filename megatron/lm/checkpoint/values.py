@@ -85,7 +85,7 @@ class Found:
         return ScalingTensor(quantize(values, inverse(coarsest), fmt), coarsest, dtype)
 
     def moment(self, fmt: Format) -> Tensor | Expanded:
-        """As `to`, but also for COAT's formats."""
+        """Like `to`, but also for COAT's formats."""
         if not fmt.group:
             return self.to(fmt)
         if self.groups is None or not self.keeps_bits(fmt):
@@ -213,7 +213,7 @@ def _of_elements(numbers: Tensor, place: Place, chunk: Chunk, part: tuple[slice,
 
 
 def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
-    """As `find`, but add the remainder if there is one: the sum of both in FP32."""
+    """Like `find`, but add the remainder if there is one: the sum of both in FP32."""
     found = find(stored, prefix, where, shape, vocab_size)
     for key, first in firsts().items():
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:

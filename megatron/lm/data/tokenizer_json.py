@@ -2,8 +2,8 @@
 
 A normalizer is a list of replacements, and each may multiply the text: 20 times "a" -> "aa" is a million bytes from one. The library has no
 limit, and a process whose memory runs out in Rust is aborted. So the growth of each step is bounded from the file: bytes after it per byte
-before it, in the worst text. Real files replace a space by "\u2581", 3, or normalize Unicode, at most 11; ALBERT's bound is 1100, in a text
-that nobody writes. Where the bound is larger than `UNCHECKED`, `check_text` measures texts before they are tokenized.
+before it, in the worst text. Real files replace a space by "\u2581" (a growth of 3) or normalize Unicode (at most 11). ALBERT's bound is
+1100, in a text that nobody writes. If the bound is larger than `UNCHECKED`, `check_text` measures texts before they are tokenized.
 
 This module imports neither torch nor the library.
 """
@@ -21,8 +21,8 @@ from typing import Any
 from megatron.lm.shell.opening import read_text
 
 LIMITS = {"normalizer": 4096.0, "pre_tokenizer": 64.0, "decoder": 64.0}  # the largest bound that is accepted
-UNCHECKED = 16.0  # up to this bound texts are not measured
-MEASURED = 64.0  # growth of a piece of a text that is accepted
+UNCHECKED = 16.0  # texts are not measured if the bound is at most this
+MEASURED = 64.0  # the largest growth of a piece of text that is accepted
 _PIECE = 256  # characters that are measured at once, so that the measurement itself needs little memory
 _ADDED_BYTES = 2**26  # of normalized added tokens, which the library normalizes when it loads the file
 # In bytes, over all characters of Unicode: U+1D1C0 in NFC and NFD, U+FDFA in NFKC and NFKD, U+023E in lower case, U+D7A3 without accents. A
@@ -106,7 +106,8 @@ def _length(value: Any) -> int:
 
 
 def _replaced(pattern: Any, length: int) -> float:
-    """Return the growth of a replacement by `length` bytes; a regular expression, or no text, may match between any two characters too."""
+    """Return the growth of a replacement by `length` bytes. A regular expression, or an empty text, may match between any two characters
+    too."""
     of = pattern.get("String") if isinstance(pattern, Mapping) else pattern
     if isinstance(of, str) and of:
         return max(1.0, length / _length(of))

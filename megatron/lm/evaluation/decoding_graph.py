@@ -58,7 +58,7 @@ class CudaDevice:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Run) -> Tensor:
-        """As `Device`."""
+        """See `Device`."""
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -68,7 +68,7 @@ class CudaDevice:
         return out
 
     def capture(self, run: Run) -> Captured:
-        """As `Device`."""
+        """See `Device`."""
         graph = torch.cuda.CUDAGraph()
         with scalar_pool.captured(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             out = run()

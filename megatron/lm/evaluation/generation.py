@@ -175,7 +175,7 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
 
 
 def _drawn(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `draw`, but also return whether a row's logits are finite, bool [b], instead of raising (its token is then arbitrary). No host
+    """Like `draw`, but also return whether a row's logits are finite, bool [b], instead of raising (its token is then arbitrary). No host
     sync."""
     finite = logits.isfinite().all(-1)
     greedy = sampling.temperature == 0

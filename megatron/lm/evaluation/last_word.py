@@ -1,7 +1,7 @@
 """Last-word prediction on any text: passages whose last word occurs in the sentences before it [after LAMBADA, Paperno et al. 2016].
 
-The last sentence alone should not determine the word, but the three sentences before it do. People chose LAMBADA's passages, a rule chooses
-these, so results compare with each other but not with results on LAMBADA.
+The last sentence alone should not determine the word, but the three sentences before it should. People chose LAMBADA's passages, and a rule
+chooses these, so results are comparable with each other but not with results on LAMBADA.
 """
 
 import re

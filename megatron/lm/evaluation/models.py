@@ -72,15 +72,15 @@ class CheckpointModel:
         self.about = {"kind": "checkpoint", "precision": build_recipe(config.precision).name, "iteration": info["iteration"]}
 
     def encode(self, text: str) -> list[int]:
-        """As `Model`."""
+        """See `Model`."""
         return self._tokenizer.tokenize(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As `Model`."""
+        """See `Model`."""
         return self._tokenizer.detokenize(list(ids))
 
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
-        """As `Model`."""
+        """See `Model`."""
         _check(sequences, starts, self.seq_length)
         hidden = self._decoder.hidden([sequence[:-1] for sequence in sequences])
         scores = []
@@ -127,7 +127,7 @@ class FolderModel:
         self.about = {"kind": model.config.model_type, "precision": "fp8 export" if quantized else str(model.dtype).removeprefix("torch.")}
 
     def encode(self, text: str) -> list[int]:
-        """As `Model`."""
+        """See `Model`."""
         with one_line(f"the tokenizer of {self.name} cannot encode the text"):
             normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
             if normalizer is not None:
@@ -135,13 +135,13 @@ class FolderModel:
             return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As `Model`."""
+        """See `Model`."""
         with one_line(f"the tokenizer of {self.name} cannot decode the ids"):
             return self.tokenizer.decode(list(ids))
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
-        """As `Model`; sequences are right-padded, where the causal mask hides the padding."""
+        """Like `Model`; sequences are right-padded, where the causal mask hides the padding."""
         _check(sequences, starts, self.seq_length)
         longest = max(map(len, sequences)) - 1
         tokens = torch.tensor([[*sequence[:-1], *[0] * (longest + 1 - len(sequence))] for sequence in sequences])

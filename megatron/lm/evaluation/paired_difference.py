@@ -9,9 +9,9 @@ with Student's t at n - 1 degrees of freedom: 12.7 for two pairs, 4.3 for three,
 
 The verdict compares the interval of the relative differences with an effect, the smallest relative difference that would count as a loss:
 
-    holds               the interval lies within -effect and +effect
-    does not hold       it lies outside of them altogether
-    too small to say    it reaches across one of them, or there is no interval
+    holds               the interval is between -effect and +effect
+    does not hold       it is entirely outside of this range
+    too small to say    it contains -effect or +effect, or there is no interval
 """
 
 import math

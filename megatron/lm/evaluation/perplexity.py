@@ -51,8 +51,8 @@ class Told:
 
 
 def windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, told, end) of each window over `count` tokens: tokens `told` to `end` are scored with context from `begin` on. Each
-    token is scored once, except for the first, which is only context.
+    """Yield (begin, first, end) of each window over `count` tokens: tokens `first` to `end` are scored with context from `begin` on. Each
+    token is scored once, except for token 0, which is only context.
 
     Raises:
         ValueError: if the window is less than 1, or the stride is not in 1 to window.

@@ -4,8 +4,8 @@ The state of a step is on the device: scales and amax histories, mu, FP16's loss
 A replay runs no Python, so the side effects of Python during capture are repeated at each replay: bytes sent are counted again, and the
 optimizer gets the averaged gradients again, which have the same addresses in every replay.
 
-`megatron.lm.graphs.step_graph` has the graphs of a whole model, where micro-batches run one after another. `megatron.lm.graphs.stage_graph`
-has those of a pipeline stage, where megatron-core's schedule has several micro-batches in flight.
+`megatron.lm.graphs.step_graph` contains the graphs of a whole model, where micro-batches run one after another.
+`megatron.lm.graphs.stage_graph` contains the graphs of a pipeline stage, where several micro-batches are in flight.
 """
 
 from collections.abc import Callable, Hashable, Iterator

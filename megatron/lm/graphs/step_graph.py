@@ -1,7 +1,7 @@
 """CUDA graphs of a training step: forward and backward of a micro-batch, and the optimizer's step, each replayed as one launch.
 
-This file has the checks, the choice of a mode, and the graphs of a rank with all layers. `megatron.lm.graphs.replay` has the code that all
-graphs share, `megatron.lm.graphs.stage_graph` the graphs of a pipeline stage.
+This file contains the checks, the choice of a mode, and the graphs of a rank with all layers. `megatron.lm.graphs.replay` contains the code
+that all graphs share, and `megatron.lm.graphs.stage_graph` the graphs of a pipeline stage.
 """
 
 import contextlib
@@ -85,8 +85,10 @@ class StepGraphs(Replays):
         count = self.training.micro_batches
         places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
         self.training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
-        if not self._known(places[0]):  # before capture: the graphs' pool cannot use memory that is freed in a
-            self.training.grad_sync.clear()  # capture (7B at O0, 25 GiB of gradients: out of 139 GiB where 112 are at rest)
+        if not self._known(places[0]):
+            # Free the gradients before capture, since the graphs' pool cannot use memory that is freed during it: otherwise the 25 GiB of
+            # 7B at O0 exceed 139 GiB, of which 112 are in use between steps.
+            self.training.grad_sync.clear()
         sums = []
         for place in places:
             self._inputs.fill(next(batches))

@@ -70,7 +70,7 @@ def _check_numbers(content: Any, path: Path, name: str = "") -> None:
 
 @contextlib.contextmanager
 def one_line(message: str) -> Iterator[None]:
-    """Convert an error of a library that reads a file from elsewhere to a ValueError of one line; a lack of memory stays as it is."""
+    """Convert an error of a library that reads a file from elsewhere to a ValueError of one line, except an out-of-memory error."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, Refused):

@@ -1,4 +1,4 @@
-"""Folders of safetensors and JSON files, read without running code or leaving the folder; `files.new_folder` makes them whole or not
+"""Folders of safetensors and JSON files, read without running code or leaving the folder. `files.new_folder` creates them completely or not
 at all.
 """
 
@@ -19,24 +19,24 @@ SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError where the file is missing, damaged or holds something else."""
+    """Return the object in a JSON file; raise a ValueError if the file is missing or damaged, or contains something else."""
     refuse_irregular(path.parent, [path.name])
     text = read_text(path, "a folder as `save_pretrained` of transformers writes it")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): restore it") from None
+        raise ValueError(f"{path} is not valid JSON ({error}): restore it") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, not an object: restore it")
     return content
 
 
 def refuse_irregular(folder: Path, names: Iterable[str]) -> None:
-    """Raise a ValueError if one of these files of a folder is there and is a pipe, a device or a folder, which would be read or passed
-    over in silence."""
+    """Raise a ValueError if one of these files of a folder exists and is a pipe, a device or a folder, which would otherwise be read, or
+    skipped without a message."""
     for name in names:
         if (folder / name).exists() and not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is no regular file: put the file itself there")
+            raise ValueError(f"{folder / name} is not a regular file: put the file itself there")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class Tensors(Mapping[str, Tensor]):
         path = self._file[name]
         with _opened(path) as opened:
             if name not in opened.keys():  # noqa: SIM118 (no dict)
-                raise ValueError(f"{path} lacks {name}, which {INDEX} says it holds: restore the folder")
+                raise ValueError(f"{path} lacks {name}, which {INDEX} lists as its content: restore the folder")
             return opened.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -96,7 +96,7 @@ def check_finite(name: str, x: Tensor) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        raise ValueError(f"{path} cannot be read (it is missing, or no regular file): restore it")
+        raise ValueError(f"{path} cannot be read (it is missing, or not a regular file): restore it")
     try:
         with safe_open(path, framework="pt") as opened:
             yield opened
@@ -107,7 +107,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def write_tensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] | None = None, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Write `tensors` to model.safetensors, or where they are more than `shard_bytes` to several files and an index.
+    """Write `tensors` to model.safetensors, or, if they exceed `shard_bytes`, to several files and an index.
 
     No more than one file's tensors are held at a time.
 
@@ -121,7 +121,7 @@ def write_tensors(
     def flush() -> None:
         try:
             save_file(held, folder / f"{len(files)}.part", {"format": "pt", **(metadata or {})})
-        except SafetensorError as error:  # what the file system said
+        except SafetensorError as error:  # the file system's error
             raise OSError(str(error)) from None
         files.append(list(held))
         held.clear()

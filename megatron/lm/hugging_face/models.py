@@ -111,7 +111,7 @@ def _described(auto: Any, config: Any, weights: Mapping[str, Tensor], how: Mappi
 
 @contextlib.contextmanager
 def _at_most(modules: int, folder: Path) -> Iterator[None]:
-    """Refuse a model of more modules while it is built."""
+    """Refuse a model with more modules while it is built."""
     count = 0
 
     def added(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -141,7 +141,7 @@ def _check_quantization(config: Any, accepted: Collection[str], folder: Path) ->
 
 
 def _check_report(model: Any, report: Mapping[str, Any], folder: Path, fresh: str) -> None:
-    """Refuse a model of which weights are missing, left over or of another shape. Tied weights are stored once."""
+    """Refuse a model if weights are missing, left over or of another shape. Tied weights are stored once."""
     name = type(model).__name__
     for key, found, expected in report["mismatched_keys"]:
         raise ValueError(
@@ -172,7 +172,7 @@ def _generation_config(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Without transformers' own reports: missing tensors are refused here."""
+    """Context without transformers' own reports, since missing tensors are refused here."""
     logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

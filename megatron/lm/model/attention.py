@@ -238,7 +238,7 @@ class FP8CoreAttention(SDPAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> Tensor:
-        """As `SDPAttention.forward`; ValueError with any mask, bias or packed sequences."""
+        """Like `SDPAttention.forward`; ValueError with any mask, bias or packed sequences."""
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
             raise ValueError("FP8 attention got a mask, a bias or packed sequences, which are not supported; pass None")
         return self.now()(query, key, value)

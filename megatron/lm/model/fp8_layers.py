@@ -217,7 +217,7 @@ def describe(config: Config, choice: Fp8LayerChoice) -> str:
 
 
 def _whole_layers(config: Config) -> str:
-    """`layers 1, 2 and 12 as a whole`, counted from 1; nothing where there is none."""
+    """Return `layers 1, 2 and 12 as a whole`, counted from 1; an empty text if there are none."""
     numbers = [str(layer + 1) for layer in sorted(config.layers_in_bf16)]
     if not numbers:
         return ""

@@ -79,7 +79,7 @@ class GPT(GPTModel):
             self.output_layer.weight = weight
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As megatron-core's, but the rotary angles [s, 1, 1, r] of a sequence length are the same tensor for the life of the model.
+        """Like megatron-core's, but the rotary angles [s, 1, 1, r] of a sequence length are the same tensor for the life of the model.
 
         megatron-core only caches the last 32 calls over all models. The tables that CUDA graphs read live as long as their angles
         (`cos_sin`).

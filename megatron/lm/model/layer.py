@@ -20,7 +20,7 @@ from msamp.nn.saved_activations import AS_IT_IS, Saved
 
 
 def activation_of(config: TransformerConfig) -> str:
-    """The MLP's activation by megatron-core's configuration, as `gpt.transformer_config` makes it."""
+    """Return the MLP's activation from megatron-core's configuration, as `gpt.transformer_config` sets it."""
     if config.gated_linear_unit:
         return "swiglu"
     return "squared-relu" if config.activation_func is functional.relu else "gelu"

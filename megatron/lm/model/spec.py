@@ -99,8 +99,8 @@ def block_spec(
     """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`.
 
     Args:
-        others: layer of the whole model, counted from 0, -> classes of its linear layers in place of `linears`; such a layer has no FP8
-            attention and is not fused.
+        others: maps the number of a layer in the whole model, counted from 0, to the classes of its linear layers, which replace `linears`.
+            Such a layer has no FP8 attention and is not fused.
     """
     layer = layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)

@@ -1,6 +1,6 @@
 """Predict the time of a step, by kind, from shapes and measured rates.
 
-The time of a micro-batch on a stage is that of GEMMs, attention, element-wise kernels, launch gaps and the exposed part of the
+The time of a micro-batch on a stage is the sum of GEMMs, attention, element-wise kernels, launch gaps and the exposed part of the
 tensor-parallel collectives. In eager steps it is at least the time that the host needs for its launches. Stages run 1F1B; interleaving with
 V chunks divides the bubble by V (Narayanan et al., 2021, section 2.2). A step adds the update, and the part of the communication of
 gradients and weights that backward and forward of one micro-batch do not hide.
@@ -108,7 +108,7 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
 
 
 def _host_rate(config: Config) -> str:
-    """The rate of the host's time for one layer."""
+    """Return the name of the rate for the host's time per layer."""
     if config.fuses_layers:
         return "host fused"
     in_fp8 = config.precision.recipe.gemm is not None and set(config.precision.bf16_linears or ()) != set(LINEARS)

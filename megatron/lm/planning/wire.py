@@ -35,13 +35,13 @@ def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
 
 
 def _elements(config: Config) -> float:
-    """Elements of an activation that a rank sends in an all-gather or a reduce-scatter."""
+    """Return the number of elements of an activation that a rank sends in an all-gather or a reduce-scatter."""
     tp = config.parallel.tensor_model_parallel_size
     return config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * (tp - 1) / tp
 
 
 def _of_layers(config: Config, layers: int) -> dict[str, Transfer]:
-    """Of so many layers that are all alike."""
+    """Return the transfers of `layers` layers of one kind."""
     parallel, recipe, elements = config.parallel, config.precision.recipe, _elements(config)
     wide, gemm = recipe.compute.bytes, None if set(config.precision.bf16_linears or ()) == set(LINEARS) else recipe.gemm
     in_fp8 = recipe.fp8_wire and gemm is not None

@@ -51,8 +51,7 @@ def check_folder(folder: Path) -> None:
     if (folder / "latest_checkpointed_iteration.txt").is_file():
         raise ValueError(
             f"{folder} contains checkpoints of megatron.lm.pretrain: run python -m megatron.lm.tools.convert_checkpoint to-hf --load "
-            f"{folder} "
-            "--output FOLDER, then give that folder"
+            f"{folder} --output FOLDER, then give that folder"
         )
     raise ValueError(f"{folder} has no config.json: give the folder of a transformers model, as save_pretrained writes it")
 

@@ -25,7 +25,7 @@ from msamp.numerics.metrics import undelivered_share
 from msamp.optim.optimizer import LowPrecisionOptimizer
 
 KEPT = 2
-TELL_BELOW = 0.9  # share of the weights' change below which a run says what its export loses
+TELL_BELOW = 0.9  # share of the weights' change below which a run reports what its export loses
 _NAME = re.compile(r"step_(\d{8})\.pt")
 MODEL = "model"  # the folder of the final model
 
@@ -74,7 +74,7 @@ def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) 
         return None
     path = found[-1]
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file: delete it, and run the same command to resume from the previous one")
+        raise ValueError(f"{path} is not a regular file: delete it, and run the same command to resume from the previous one")
     with restoring(path):
         whole = torch.load(path, map_location=device, weights_only=True)
         _check(whole)
@@ -109,7 +109,7 @@ def _check(whole: Any) -> None:
         case {"step": int(step), "settings": dict(settings), "metrics": [*metrics], "content": dict()} if step >= 1:
             if len(metrics) == step and all(isinstance(row, dict) for row in metrics) and all(isinstance(name, str) for name in settings):
                 return
-    raise ValueError("it has not the entries of a checkpoint: step, settings, a row of metrics for each step, content")
+    raise ValueError("it does not have the entries of a checkpoint: step, settings, a row of metrics for each step, content")
 
 
 def due(args: argparse.Namespace, step: int) -> bool:
@@ -147,7 +147,7 @@ def delivered(start: Path, model: Any, optimizer: LowPrecisionOptimizer, *, load
     that start on BF16's values return to them from less than half a step.
 
     Returns:
-        None where nothing changed or no weight has a counterpart in the folder.
+        None if nothing changed or no weight has a counterpart in the folder.
     """
     before = Tensors(start)
     wanted = arrived = 0.0
@@ -184,7 +184,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any, state: Mapping[str, tor
 
 
 def _say_dtype(config: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """`from_pretrained` loads in the dtype that config.json names."""
+    """Write the state's dtype to config.json, from which `from_pretrained` takes the dtype to load."""
     if config.is_file():  # adapters have none
         content = json.loads(config.read_text(encoding="utf-8"))
         dtype = next(x.dtype for x in state.values() if x.is_floating_point())

@@ -106,7 +106,7 @@ def set_deterministic(wanted: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
     # Otherwise torch.empty fills tensors with NaN, which finds reads of uninitialized memory but does not affect the results.
-    torch.utils.deterministic.fill_uninitialized_memory = not wanted  # type: ignore[attr-defined]  # a property, for mypy unseen
+    torch.utils.deterministic.fill_uninitialized_memory = not wanted  # type: ignore[attr-defined]  # a property that mypy does not see
 
 
 def leave_grid() -> None:

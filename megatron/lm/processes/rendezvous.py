@@ -38,7 +38,7 @@ def join(
         rank, world_size: of this process.
         limit: time for all processes to connect.
         timeout: of later collectives.
-        check: called with the store before there are groups; what it raises ends the meeting.
+        check: called with the store before any group exists; an error that it raises ends the rendezvous.
 
     Raises:
         ValueError: if MASTER_ADDR or MASTER_PORT is missing or invalid.

@@ -1,8 +1,8 @@
 """Checks at the start that all ranks have the same settings.
 
-Nothing else notices that they differ: collectives need the same shapes, and a learning rate, a seed or a weight decay has none. Such ranks
-train to the end, each copy of the weights its own, and no checkpoint of them can be resumed. The ranks compare through the rendezvous
-store, before there are process groups, since groups of different grids would wait for each other.
+No other check notices a difference: collectives only require equal shapes, which a learning rate, a seed or a weight decay does not change.
+Such ranks would train to the end with different copies of the weights, and none of their checkpoints could be resumed. The ranks compare
+their settings through the rendezvous store, before there are process groups, since groups of different grids would wait for each other.
 """
 
 import json
@@ -18,21 +18,21 @@ from torch.distributed import Store
 from megatron.lm.config import Config, flag
 from megatron.lm.config.cli import config_to_dict
 
-# Files and folders that may be elsewhere on each machine: what a run writes, and data, whose content `data.same_data` compares.
+# Files and folders whose paths may differ between machines: what a run writes, and data, whose content `data.same_data` compares.
 PLACES = frozenset(
     {
         *("save", "emergency_save", "tensorboard_dir", "metrics_file", "record_precision", "fp8_gain_cache", "data_cache_path"),
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model", "vocab_file", "merge_file"),
     }
 )
-# Of these, on which ranks they are given makes no difference: rank 0's alone count, or none needs another rank.
+# Of these, the paths that only some ranks may set: only rank 0 uses them, or each rank uses its own.
 _FREE = frozenset({"save", "emergency_save", "tensorboard_dir", "metrics_file", "fp8_gain_cache", "data_cache_path"})
-READ_SECONDS = 10.0  # for which rank 0, where the store is, stays so that the others can read why the run ends
+READ_SECONDS = 10.0  # how long rank 0, which hosts the store, waits for the others to read why the run ends
 _LISTED = 4  # ranks that a message lists
 
 
 def described(config: Config) -> dict[str, Any]:
-    """What must be the same on all ranks, by flag: settings, of places whether they are given, and versions."""
+    """Return what must be the same on all ranks, by flag: settings (for `PLACES`, whether they are set) and package versions."""
     settings = {name: value for section in config_to_dict(config).values() for name, value in section.items()}
     found = {flag(name): bool(value) if name in PLACES else value for name, value in settings.items() if name not in _FREE}
     packages = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
@@ -40,15 +40,15 @@ def described(config: Config) -> dict[str, Any]:
 
 
 def check_same_settings(store: Store, rank: int, world_size: int, config: Config) -> None:
-    """Compare `described` between all ranks, which call this alike.
+    """Compare `described` on all ranks. Every rank must call this the same number of times.
 
     Args:
-        store: where ranks can read what others have written.
+        store: the rendezvous store, through which the ranks exchange their settings.
         rank, world_size: of this process.
         config: its settings.
 
     Raises:
-        ValueError: on every rank, where settings differ; it names each flag, its values and their ranks.
+        ValueError: on every rank, if settings differ; it names each flag, its values and their ranks.
     """
     if world_size == 1:
         return
@@ -70,7 +70,7 @@ def check_same_settings(store: Store, rank: int, world_size: int, config: Config
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> str:
-    """The settings that are not the same for all ranks, with their values and ranks, as words; empty where all agree.
+    """Return a text with the settings that differ between ranks, their values and their ranks; empty if all agree.
 
     Args:
         settings: by name, of each rank.
@@ -86,6 +86,6 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 1, 2, 3 and 4 more`."""
+    """Format ranks as `rank 1`, or `ranks 0, 1, 2, 3 and 4 more`."""
     more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_LISTED]))}{more}"

@@ -10,7 +10,7 @@ class Due(NamedTuple):
 
     Attributes:
         iteration: its number, from 1.
-        last: the end of training, and none of the following.
+        last: the end of training; then none of the following is due.
         evaluation: an evaluation (`--eval-interval`).
         save: a checkpoint (`--save-interval`).
         save_non_persistent: a non-persistent checkpoint (`--non-persistent-save-interval`), if no other is due.

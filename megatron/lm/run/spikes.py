@@ -5,7 +5,7 @@ from collections import deque
 
 
 class LossSpikes:
-    """Detects a loss of more than `threshold` times the mean of the last `window` losses, once there are so many."""
+    """Detects a loss of more than `threshold` times the mean of the last `window` losses, once there are that many."""
 
     def __init__(self, threshold: float, window: int) -> None:
         self.threshold = threshold

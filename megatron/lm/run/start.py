@@ -28,26 +28,26 @@ def settled(config: Config) -> tuple[Config, str | None]:
     Rank 0 decides. Collective with several ranks.
 
     Raises:
-        ValueError: on every rank, if `--save` has another run, `--ckpt-step` does not exist, or some ranks see a checkpoint that others do
-            not.
+        ValueError: on every rank, if `--save` contains another run, `--ckpt-step` does not exist, or some ranks see a checkpoint that
+            others do not.
     """
     asked = config.checkpoint
     decided, line = rank_0_decides(lambda: _with_schedule(config))
-    found = replace(decided, data=config.data, logging=config.logging)  # a machine may have its own places for these
+    found = replace(decided, data=config.data, logging=config.logging)  # a machine may have its own paths for these
     if dist.is_initialized() and asked.load is not None:
         _check_seen(found.checkpoint, found.checkpoint.load or asked.load)
     return found, line
 
 
 def _with_schedule(config: Config) -> tuple[Config, str | None]:
-    """On rank 0: as `settled`."""
+    """Do the work of `settled` on rank 0."""
     settings, line = _settled(config.checkpoint)
     found = replace(config, checkpoint=settings)
     return take_schedule(found, checkpoint.saved_config(found) if settings.use_checkpoint_opt_param_scheduler else None), line
 
 
 def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
-    """On rank 0: return the settings, and a line for the log."""
+    """Return the checkpoint settings on rank 0, and a line for the log."""
     load, save = settings.load, settings.save
     if load is not None and settings.resumes_itself:
         if non_persistent.any_in(settings, Path(load)):
@@ -67,7 +67,7 @@ def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
         return settings, None
     if load is not None and _is_the_child(settings, Path(load), Path(save)):
         there = replace(settings, load=save, finetune=False, no_load_optim=False, no_load_rng=False, ckpt_step=None, load_unhealthy=False)
-        return there, f"--save {save} has this run, which started from --load {load}: it resumes there"
+        return there, f"--save {save} contains this run, which started from --load {load}: it resumes there"
     for folder in (Path(save), non_persistent.folder_of(settings, save)):
         if folder is not None:
             refuse_other_run(folder, Run())

@@ -48,7 +48,7 @@ class _StepReport(NamedTuple):
 
 
 class StepWatch:
-    """Checks every step after it was done.
+    """Checks every step after it is done.
 
     After a skipped step, rank 0 prints the ranks and tensors that were non-finite, in the order of backward, so that the first is the
     origin. Under tensor and pipeline parallelism, non-finite values also reach the ranks that compute with the first one. After
@@ -164,8 +164,7 @@ class StepWatch:
             raise RunStopped(
                 f"the loss scale fell to {scale:g} at iteration {step.iteration}, below --min-loss-scale {self._least:g}, and gradients "
                 f"still overflow; not finite: {what}. Nothing was saved at the end. Resume from an older checkpoint with a lower --lr, "
-                "check "
-                "the data there, or train in BF16 (--bf16), which has FP32's range"
+                "check the data there, or train in BF16 (--bf16), which has FP32's range"
             )
 
     def _say(self, line: str, row: dict[str, Any]) -> None:

@@ -242,8 +242,7 @@ class Trainer:
         named = f"rank {', '.join(map(str, lost))} does not answer" if lost else "every rank still answers"
         return (
             f"{self.watchdog.phase} at iteration {self.training.iteration}, a connection to another rank failed: {named} (see its own "
-            "error "
-            f"message, if there is one); resume from the last checkpoint ({str(error).strip().partition(chr(10))[0]})"
+            f"error message, if there is one); resume from the last checkpoint ({str(error).strip().partition(chr(10))[0]})"
         )
 
     def _train(self) -> str | None:

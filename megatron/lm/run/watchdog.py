@@ -17,11 +17,11 @@ from megatron.lm.config import Config
 from megatron.lm.processes.process_groups import device_waits
 from megatron.lm.shell.exit_codes import leave_at_once
 
-BEAT_SECONDS = 5.0  # at most, between two words of a process
-ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to say where each rank is
-FAILED_TOGETHER_SECONDS = 3.0  # how much later than this rank another may meet an error that all ranks meet
+BEAT_SECONDS = 5.0  # at most, between two reports of a process
+ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to return the position of each rank
+FAILED_TOGETHER_SECONDS = 3.0  # how much later than this rank another may raise an error that all ranks raise
 READING = "reading data"
-OUR_THREADS = ("heartbeat", "watchdog", "save")  # beside training
+OUR_THREADS = ("heartbeat", "watchdog", "save")  # besides training
 
 
 # Files with functions that wait for other ranks, or for a device that waits for them.
@@ -105,8 +105,8 @@ class Watchdog:
     def failed_alone(self, error: Exception) -> bool:
         """Return whether only this rank failed with `error`. The others are then notified and exit if they are inside `watching`.
 
-        If every rank raises an error within `FAILED_TOGETHER_SECONDS`, such as `RunStopped`, the usual exit is safe and this returns False.
-        So it does for a single process.
+        If every rank raises an error within `FAILED_TOGETHER_SECONDS`, such as `RunStopped`, the usual exit is safe and this returns False,
+        as it does for a single process.
         """
         if self.ranks == 1:
             return False
@@ -123,7 +123,7 @@ class Watchdog:
                     return True
                 time.sleep(0.05)
         except RuntimeError:
-            return True  # the store is gone, and with it the process that has it
+            return True  # the store is gone, and so is the process that hosts it
         return False
 
     def _here(self) -> Whereabouts:
@@ -149,7 +149,7 @@ class Watchdog:
                 if self._ended.wait(self.beat):
                     return
         except RuntimeError:
-            return  # the store is gone with its process: the watching thread reports it if this rank waits too long
+            return  # the store is gone, with the process that hosts it: the watching thread reports it if this rank waits too long
 
     def _watch(self) -> None:
         still, moves = 0.0, self._moves
@@ -163,7 +163,7 @@ class Watchdog:
                 self._told.wait(ANSWER_SECONDS)
                 break
         holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-        silent = f"the rendezvous store does not respond: {holder}, which has it, is dead or stopped"
+        silent = f"the rendezvous store does not respond: {holder}, which hosts it, is dead or stopped"
         here = self._here()
         print(
             f"error: rank {self.rank} ends after {here.seconds:.0f} s at iteration {here.iteration}, {here.phase} "

@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, but refuse arguments that are not UTF-8, like the trainer, because they cannot be printed or saved as JSON."""
+        """Like argparse's, but refuse arguments that are not UTF-8, like the trainer, because they cannot be printed or saved as JSON."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             try:

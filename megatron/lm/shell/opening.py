@@ -81,7 +81,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """As `read_bytes`, decoded; raise UnicodeDecodeError, a ValueError, if it is not UTF-8."""
+    """Like `read_bytes`, decoded; raise UnicodeDecodeError, a ValueError, if it is not UTF-8."""
     return read_bytes(path).decode("utf-8")
 
 

@@ -39,7 +39,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def decouple(groups: Sequence[dict[str, Any]], optim: OptimizerConfig) -> list[dict[str, Any]]:
-    """The groups with the word embedding and the LM head in groups of their own, where `--decoupled-lr` gives them another learning rate.
+    """Return the groups, with separate ones for word embedding and LM head if `--decoupled-lr` gives them another learning rate.
 
     megatron-core marks these parameters, and its schedule reads `max_lr` and `min_lr` of a group.
     """

@@ -93,7 +93,8 @@ def _expanded(x, silent, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.constexp
     """Return the payloads of FP32 [groups, GROUP], and each group's maximum and exponent, as `quantize_expanded` does. A short group is
     padded with 0.
 
-    The signed moment is m. Where `silent`, x is beta1 times the former m, and codes decrease that would undo more than half of this decay.
+    The signed moment is m. Where `silent` (no gradient), x is beta1 times the former m, and codes that would undo more than half of this
+    decay decrease.
     """
     LOG2_MAX: tl.constexpr = 8.807354922057604 if MANTISSA == 3 else 15.807354922057604
     SMALLEST: tl.constexpr = 0.001953125 if MANTISSA == 3 else 0.0000152587890625

@@ -76,7 +76,7 @@ def _or_nan(y, x):
 
 @triton.jit
 def _stochastic(x, words, silent, MANTISSA: tl.constexpr):
-    """`stochastic_rounding.round_stochastically`; where `silent`, values below the smallest normal value are rounded toward zero."""
+    """`stochastic_rounding.round_stochastically`; where `silent` (no gradient), values below the smallest normal one round toward zero."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     if MANTISSA == 7:
         added = (words >> (32 - SHIFT)).to(tl.int32, bitcast=True)

@@ -1,7 +1,7 @@
 """Folders of checkpoints: their names, the choice of the checkpoint to load, and atomic creation and deletion.
 
     ROOT/iter_0000100/           a checkpoint: a data file per rank, `plan.json`, and `checkpoint.json` written last
-    ROOT/iter_0000200.partial/   a checkpoint that is being written, or the rest of a killed save
+    ROOT/iter_0000200.partial/   a checkpoint that is being written, or what a killed save left
     ROOT/latest_checkpointed_iteration.txt
 
 `checkpoint.json` contains the non-tensor values, size and SHA-256 of every other file, and a seal over itself.
@@ -124,7 +124,7 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 
 def sealed_info(folder: Path) -> dict[str, Any]:
-    """As `read_info`, without checking the other files and the folder's name."""
+    """Like `read_info`, without checking the other files and the folder's name."""
     file = folder / INFO_FILE
     if not file.is_file():
         raise ValueError(f"{folder} {_what_it_is(folder)}")
@@ -381,7 +381,7 @@ def prune(newest: Path, keep: int, *, settled: bool) -> None:
 
 
 def tidy(root: Path) -> list[str]:
-    """Clean up a folder that this job has locked: delete the rest of killed saves, and rewrite a missing or unreadable marker. Return lines
+    """Clean up a folder that this job has locked: delete what killed saves left, and rewrite a missing or unreadable marker. Return lines
     that report it.
     """
     said = []

@@ -34,8 +34,7 @@ class FolderLock:
             if there is None or not os.path.samestat(there, os.fstat(descriptor)):
                 raise ValueError(
                     f"{path} was {'deleted' if there is None else 'replaced'} while this job had locked it, and another may save there "
-                    "now: "
-                    f"check {self.root}, and start again"
+                    f"now: check {self.root}, and start again"
                 )
 
 

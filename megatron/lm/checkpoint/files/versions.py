@@ -7,7 +7,7 @@
 3   `checkpoint.json`, a plan and one sharded file per rank; plan and files are pickles of torch's distributed checkpoint.
 4   As 3, with the optimizer states under the names that the update declares, and `precision.fp8_recipe` instead of `fp8_scaling`.
 5   `checkpoint.json`, with the keys that `content` lists. The plan is `plan.json` (`index`), and a data file, `__RANK_0.bin`, contains the
-    bytes of tensors alone. The states are those that the update declares, under its own names. `checkpoint.json` may also contain the run
+    bytes of tensors only. The states are those that the update declares, under its own names. `checkpoint.json` may also contain the run
     (`run`) and its health (`health`).
 6   As 5, and the configuration has `precision.master_rounding` and `moment_rounding`: nearest in version 5, whatever the recipe's default
     is now.
@@ -18,12 +18,12 @@ they are refused, and the message says which code reads them. A version above 6 
 code cannot know what else such a checkpoint contains. As with a damaged checkpoint, a resume then falls back to an older one in the same
 folder, if there is one, and prints a line.
 
-A setting that a run leaves open is saved as open, and means the default on resume. So a new default is a new version too, with a step that
-writes the default of before into older configurations.
+A setting that a run does not set is saved as unset, and means the default on resume. So a new default is a new version too, with a step
+that writes the previous default into older configurations.
 
-To raise `VERSION`, add a paragraph above and a step to `_STEPS`, and before that, with the code that still writes the old version,
-checkpoints of it: `tests/helpers/make_checkpoints.py` writes them for `tests/megatron/lm/checkpoint/files/test_versions.py`, which
-resumes each.
+To raise `VERSION`, first write checkpoints of the old version, with the code that still writes it: `tests/helpers/make_checkpoints.py`
+writes them for `tests/megatron/lm/checkpoint/files/test_versions.py`, which resumes each. Then add a paragraph above and a step to
+`_STEPS`.
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ def check_info(info: dict[str, Any]) -> None:
 
 def check_sizes(config: Config) -> None:
     """Raise a ValueError, which continues after the checkpoint's name, if a number of the model or of its precision is one that no run can
-    have: layers become loops, and a history of amaxes memory."""
+    have: the code loops over the layers, and allocates the amax histories."""
     for section in (config.model, config.precision):
         for field in dataclasses.fields(section):
             value, legal = getattr(section, field.name), field.metadata["legal"]

@@ -1,7 +1,7 @@
 """Tasks for PPO with programmatic rewards from 0 to 1, and questions drawn from a seed.
 
 A task is a pair of functions. `register` adds one from your own file, and `examples/rlhf/ppo.py --reward` then accepts its name;
-`tests/extend/test_own_task.py` has one that asks to reverse a word.
+`tests/extend/test_own_task.py` adds one that asks to reverse a word.
 """
 
 import re

@@ -22,7 +22,7 @@ from msamp.optim.device_flag import DeviceCopy
 from msamp.optim.lost_updates import SUMS, update_distances
 
 EVERY = 50  # steps from check to check
-STEPS = 100  # for which a layer has lost more than `LIMIT` of its updates at every check when the run is warned
+STEPS = 100  # the run is warned once a layer has lost more than `LIMIT` of its updates at every check for so many steps
 LIMIT = 0.5
 NAMED = 3  # layers that the warning names
 

@@ -19,7 +19,7 @@ from megatron.lm.config.cli import config_to_dict
 from megatron.lm.shell.logs import Unwritten
 
 ITERATION = "iteration"
-FINISH_SECONDS = 600.0  # for uploads at the end, unless WANDB_FINISH_TIMEOUT is set; wandb's default waits for ever
+FINISH_SECONDS = 600.0  # for uploads at the end, unless WANDB_FINISH_TIMEOUT is set; wandb's default waits forever
 
 
 def logs_here(config: Config) -> bool:

@@ -68,7 +68,12 @@ def test_damaged_and_missing_files_are_told(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "does not exist: give a folder"), ("{", "is no JSON"), ("[]", "holds list, not an object"), ("[" * 100000, "is no JSON")],
+    [
+        (None, "does not exist: give a folder"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds list, not an object"),
+        ("[" * 100000, "is not valid JSON"),
+    ],
 )
 def test_bad_json_is_told(tmp_path, text, message):
     if text is not None:

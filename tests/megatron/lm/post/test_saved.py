@@ -131,7 +131,7 @@ def test_odd_content_is_one_line(tmp_path, content):
 @pytest.mark.timeout(60)
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "step_00000001.pt")
-    with pytest.raises(ValueError, match=r"step_00000001\.pt is no regular file"):
+    with pytest.raises(ValueError, match=r"step_00000001\.pt is not a regular file"):
         saved.load(tmp_path, SETTINGS, "cpu")
 
 

@@ -84,7 +84,7 @@ def test_the_child_of_another_folder_goes_on_when_it_is_started_again(tmp_path: 
     published(b, 2, **child(read_info(latest(a)), finetune))
     found, line = start(**flags)
     assert (found.load, found.finetune, found.no_load_optim) == (str(b), False, False)
-    assert line == f"--save {b} has this run, which started from --load {a}: it resumes there"
+    assert line == f"--save {b} contains this run, which started from --load {a}: it resumes there"
     assert start(**flags, ckpt_step=4)[0].load == str(b)
     for other in ({"finetune": not finetune}, {"ckpt_step": 3}):
         with pytest.raises(ValueError, match="contains another run"):

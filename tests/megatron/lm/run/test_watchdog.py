@@ -240,7 +240,7 @@ def test_a_stopped_rank_is_named_and_the_other_ends(start: Callable[..., Job], s
         assert "rank 1 is stuck; rank 1 at iteration " in line
         assert "; last report " in line
     else:
-        assert "the rendezvous store does not respond: rank 0, which has it, is dead or stopped" in line
+        assert "the rendezvous store does not respond: rank 0, which hosts it, is dead or stopped" in line
 
 
 @pytest.mark.nightly
