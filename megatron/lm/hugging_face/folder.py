@@ -75,7 +75,7 @@ class Tensors(Mapping[str, Tensor]):
         path = self._file[name]
         with _opened(path) as opened:
             if name not in opened.keys():  # noqa: SIM118 (no dict)
-                raise ValueError(f"{path} lacks {name}, which {INDEX} lists as its content: restore the folder")
+                raise ValueError(f"{path} lacks {name}, which {INDEX} lists: restore the folder")
             return opened.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:

@@ -56,7 +56,7 @@ def test_damaged_and_missing_files_are_told(tmp_path):
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["d"] = second.name
     write_json(tmp_path / INDEX, index)
-    with pytest.raises(ValueError, match=r"lacks d, which model.safetensors.index.json says"):
+    with pytest.raises(ValueError, match=r"lacks d, which model.safetensors.index.json lists"):
         Tensors(tmp_path)["d"]
     second.write_bytes(second.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"model-00002-of-00003.safetensors cannot be read"):
