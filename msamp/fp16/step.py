@@ -37,7 +37,7 @@ class AmpStep:
                 optimizer.state[masters[p]] = optimizer.state.pop(p)
             group["params"] = [masters.get(p, p) for p in group["params"]]
         self._versions = {master: p._version for master, p in self.masters.items()}
-        self._scale: torch.Tensor | None = None  # of the gradients that are not unscaled yet
+        self._scale: torch.Tensor | None = None  # loss scale of the gradients that are not unscaled yet
         self._aside: dict[torch.Tensor, torch.Tensor] = {}
         self._overflows: list[torch.Tensor] = []
         optimizer.register_step_pre_hook(self._before)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from msamp.numerics.block_scale import values
 from msamp.numerics.granularity import Block
 
-ALIGNMENT = 16  # of every dimension of an FP8 GEMM
+ALIGNMENT = 16  # every dimension of an FP8 GEMM must be a multiple of it
 SPAN = 128  # elements of the summed dimension: block size on Hopper, and the emulation's partial sums
 TABLE_ALIGNMENT = 4  # cuBLAS requires rows of a 128 x 128 table to be aligned to 16 bytes
 BLOCKWISE_TORCH, BLOCKWISE_CUDA = (2, 9), (12, 9)  # the first versions with blockwise GEMMs

@@ -78,7 +78,7 @@ def scaling_parameter(values: torch.Tensor, recipe: Recipe, requires_grad: bool 
 
 def describe_gemm(gemm: Gemms, weight: torch.Tensor) -> str:
     """Return one line for `print(model)`: the formats of the stored weight and of the GEMMs' operands."""
-    if not isinstance(weight, ScalingTensor):  # of a float copy, or computed from a weight: pruning, torch's parametrizations
+    if not isinstance(weight, ScalingTensor):  # in a float copy, or computed by pruning or torch's parametrizations
         return f"weight {weight.dtype}, multiplied in that dtype and not in FP8"
     stored = weight.format
     blocks = "" if gemm.tensorwise else f", {' x '.join(str(cast.granularity) for cast in (gemm.input, gemm.weight))}"

@@ -20,7 +20,7 @@ import torch
 
 from msamp.numerics.formats import Format
 
-NEAR = 1 / 16  # of abs(x) 2^-mantissa, the mean change of values; of independent values it is about 0.18
+NEAR = 1 / 16  # limit of the mean change over abs(x) 2^-mantissa, which is about 0.18 for values not computed from the stored ones
 HALF = 0.5
 _LOADING: contextvars.ContextVar[bool] = contextvars.ContextVar("loading", default=False)
 

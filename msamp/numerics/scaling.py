@@ -11,7 +11,7 @@ import torch
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
-MAX_EXPONENT = 126  # of a scale, positive or negative
+MAX_EXPONENT = 126  # the largest exponent of a scale, positive or negative
 MAX_MARGIN = 16
 SMALLEST = 2.0**-MAX_EXPONENT  # the smallest scale_inv of `Exact`: FP32's smallest normal value
 NOT_FINITE = 255  # NaN of E8M0

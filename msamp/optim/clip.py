@@ -14,7 +14,7 @@ from msamp.kernels.reference.grad_stats import PAYLOAD_UNITS, carried
 from msamp.kernels.tables import Tables
 from msamp.numerics.tensor import ScalingTensor
 
-_BITS = 57  # of 63: scaled values may reach 2^2 when scale_from_amax clamps its exponent, and their squares 2^4
+_BITS = 57  # bits that a sum may use of 63: scaled values may reach 2^2 when scale_from_amax clamps its exponent, and their squares 2^4
 
 
 def contiguous(g: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from msamp.optim.shard import Holding
 from msamp.optim.states import as_stored, is_scaled, payload
 from msamp.optim.updates import MASTER, Update, UpdateBatch
 
-States = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of each holding, by its weight
+States = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # the states of each holding, by its weight
 
 
 def update_batches(

@@ -34,7 +34,7 @@ from megatron.lm.data.cache import kept
 
 MOCK = "--mock-data"  # used in place of a prefix
 ORDER = "epochs apart"  # every other way to draw it has another name
-_PARTS, _PART_BYTES = 64, 4096  # of a dataset's tokens, read for its digest
+_PARTS, _PART_BYTES = 64, 4096  # number and size of the parts of a dataset's tokens that its digest covers
 _SURPLUS = 1.005  # megatron-core builds this multiple of the samples that a blend needs from a dataset
 
 

@@ -20,7 +20,7 @@ from megatron.lm.data.tokenizer import build_tokenizer
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.opening import own_folder
 
-PART_BYTES = 1 << 28  # of input: half a minute for one process
+PART_BYTES = 1 << 28  # input bytes per part: half a minute for one process
 _PLAN = "plan.json"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ".jsonl, .json (one object per line), .parquet, or a folder of Hugging Face's datasets"
-_SAVED = "state.json"  # of Dataset.save_to_disk
+_SAVED = "state.json"  # written by Dataset.save_to_disk
 
 
 def is_table(path: Path) -> bool:

@@ -77,7 +77,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with one_line(f"--tokenizer-model {path} is not a tokenizer.json of the tokenizers library"):
             content, self._growth = read_tokenizer_json(path)
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        self._tokenizer.no_truncation()  # of a file for classification, which would drop text
+        self._tokenizer.no_truncation()  # a file for classification may truncate, which would drop text
         self._tokenizer.no_padding()
         self._path, model = path, self._tokenizer.model
         # Such a model drops text that it cannot encode; all others have an unknown token or fail.

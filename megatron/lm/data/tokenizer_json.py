@@ -24,7 +24,7 @@ LIMITS = {"normalizer": 4096.0, "pre_tokenizer": 64.0, "decoder": 64.0}  # the l
 UNCHECKED = 16.0  # texts are not measured if the bound is at most this
 MEASURED = 64.0  # the largest growth of a piece of text that is accepted
 _PIECE = 256  # characters that are measured at once, so that the measurement itself needs little memory
-_ADDED_BYTES = 2**26  # of normalized added tokens, which the library normalizes when it loads the file
+_ADDED_BYTES = 2**26  # the most bytes of added tokens after the library has normalized them, which it does when it loads the file
 # In bytes, over all characters of Unicode: U+1D1C0 in NFC and NFD, U+FDFA in NFKC and NFKD, U+023E in lower case, U+D7A3 without accents. A
 # space may come before each piece, which has at least one byte, and a byte above 127 becomes two in GPT-2's alphabet.
 _FACTORS = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 1.5, "BertNormalizer": 6, "ByteLevel": 4, "Metaspace": 8}

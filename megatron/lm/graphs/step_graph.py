@@ -78,7 +78,7 @@ class StepGraphs(Replays):
     def __init__(self, training: Training, mode: str) -> None:
         super().__init__(training, mode)
         self._inputs = Inputs()
-        self._sums = torch.zeros(2, device=process_groups.device())  # of a micro-batch: loss, counted tokens
+        self._sums = torch.zeros(2, device=process_groups.device())  # sums of a micro-batch: loss, counted tokens
 
     def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]:
         """Run all micro-batches of a step and average the gradients; return the sums of loss and of counted tokens, on the device."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from megatron.lm.hugging_face.config_file import Refused, one_line, read_config
 from megatron.lm.hugging_face.folder import Tensors, check_finite, read_json
 
-_MODULES = 1000, 16  # that a model may have: these, and as many per tensor of the folder
-_ELEMENTS = 2**26, 2  # of its parameters and buffers: these, and as many per byte of the folder's tensors
+_MODULES = 1000, 16  # the most modules of a model: the first number, plus the second per tensor of the folder
+_ELEMENTS = 2**26, 2  # the most elements of parameters and buffers: the first number, plus the second per byte of the folder's tensors
 _NO_WEIGHTS = (
     ".rotary_emb.inv_freq",
     ".attn.bias",

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from megatron.lm.shell.opening import new_file, to_write
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # from file systems without locks, such as Lustre mounted without them
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of file systems without locks, such as Lustre mounted without them
 
 
 @contextlib.contextmanager

@@ -129,8 +129,8 @@ def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
 class Schedule(OptimizerParamScheduler):
     """megatron-core's schedule, without waiting for the device to report whether a step was skipped."""
 
-    _skipped: bool | DeviceFlag = True  # of the last step that `advance_unless` recorded and `settle` has not applied
-    _samples = 0  # of that step
+    _skipped: bool | DeviceFlag = True  # for the last step of `advance_unless`, until `settle` applies it
+    _samples = 0  # sequences of that step
     in_samples = False  # whether the schedule counts samples, instead of iterations
 
     def advance_unless(self, skipped: bool | DeviceFlag, samples: int) -> None:

@@ -28,7 +28,7 @@ from msamp.numerics.tensor import ScalingTensor, fp32_values
 # Elements updated at a time: each of about six FP32 temporaries takes 128 MiB, or the size of the largest tensor.
 CHUNK = 2**25
 GRAD, M, V, MASTER = range(4)  # rows of the table of amaxes
-_LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # of a Batch, besides its states
+_LISTS = ("grads", "masters", "weights", "steps", "indices", "places", "keys", "offsets")  # lists of a Batch besides its states
 _OPTIONAL = ("grads", "weights", "keys", "offsets")
 _WITH_PAYLOAD = (ScalingTensor, Expanded)
 

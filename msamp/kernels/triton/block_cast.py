@@ -103,7 +103,7 @@ def _block_cast_kernel(
             v = v * tl.load(multiplier)
         values = values + (v,)  # noqa: RUF005  # Triton unpacks no tuple into another
         top = tl.maximum(top, _magnitude(v))
-    blocks = tl.arange(0, TILE // COLUMNS)  # of the tile, down and across
+    blocks = tl.arange(0, TILE // COLUMNS)  # indices of the tile's blocks, down and across
     down, across = 4 * quad // COLUMNS + blocks, column // COLUMNS + blocks
     M_BLOCKS, N_BLOCKS = tl.cdiv(M, COLUMNS), tl.cdiv(N, COLUMNS)
     if SQUARE:

@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 # Measured on an H200 with the gradients of GPT-1.3B, and for BF16's squares of Llama-3-8B's vocabulary: tools/bench/LOG.md.
 AMAX = Tile(4096, 2, 32768, 8)  # without squares
-CODES = Tile(2048, 4, 65536, 4)  # of E4M3
+CODES = Tile(2048, 4, 65536, 4)  # for E4M3
 WIDE = Tile(1024, 1, 32768, 4)  # for other formats; E5M2 was not measured
 
 

@@ -27,7 +27,7 @@ from msamp.numerics.formats import of_dtype
 
 TILE_M, WARPS = 16, 4
 BACKWARD_TILE_M = 32
-CHANNELS_A_WARP = 32  # of half a head, in backward
+CHANNELS_A_WARP = 32  # channels of half a head per warp, in backward
 
 
 @triton.jit
