@@ -54,15 +54,17 @@ def join(
         with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             if with_agent:  # torchrun's agent has the store, for all its restarts
+                if rank == 0 and _is_loopback(host, port):
+                    _say_open(f"torchrun's port {port}")
                 found = torch.distributed.TCPStore(host, port, is_master=False, timeout=left, wait_for_workers=False)
                 store = meet(found, rank, world_size, left)
             else:
                 inside = listener(host, port) if rank == 0 else None
-                if rank == 0 and not _is_loopback(host, port):
-                    print(f"rendezvous: port {port} listens on every address of this machine: {_INSIDE}", file=sys.stderr, flush=True)
                 store = torch.distributed.TCPStore(
                     host, port, world_size, is_master=rank == 0, timeout=left, multi_tenant=True, master_listen_fd=inside
                 )
+                if rank == 0 and inside is None:
+                    _say_open(f"port {port}")
         except RuntimeError as error:
             raise RunStopped(_why(error, host, port, world_size, limit)) from error
         store.set_timeout(timeout)
@@ -129,6 +131,10 @@ def _resolve(host: str, port: int, end: float) -> None:
                 print(f"warning: MASTER_ADDR {host} is unknown so far ({error.strerror}): waiting for it", file=sys.stderr, flush=True)
             told = True
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))
+
+
+def _say_open(what: str) -> None:
+    print(f"rendezvous: {what} listens on every address of this machine: {_INSIDE}", file=sys.stderr, flush=True)
 
 
 def listener(host: str, port: int) -> int | None:

@@ -163,11 +163,28 @@ def test_a_rendezvous_on_one_machine_stays_there(
     assert "listens on every address" not in capsys.readouterr().err
 
 
-def test_a_rendezvous_that_others_reach_says_so(master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(rendezvous, "_is_loopback", lambda host, port: False)
-    assert "is in use" in refusal()
+@pytest.mark.parametrize("agent", [False, True], ids=["its own store", "torchrun's"])
+def test_a_rendezvous_that_others_reach_says_so(
+    agent: bool, master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     port = master.getsockname()[1]
-    assert f"rendezvous: port {port} listens on every address of this machine: keep it inside the job's network" in capsys.readouterr().err
+    master.close()
+    limit = timedelta(seconds=60)
+    if agent:
+        store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    else:
+        monkeypatch.setattr(rendezvous, "_is_loopback", lambda host, port: False)
+    try:
+        rendezvous.join("gloo", 0, 1, limit, limit, lambda store: None)
+    finally:
+        torch.distributed.destroy_process_group()
+    which = "torchrun's port" if agent else "port"
+    assert (
+        f"rendezvous: {which} {port} listens on every address of this machine: keep it inside the job's network" in capsys.readouterr().err
+    )
+    if agent:
+        assert store.num_keys() > 0
 
 
 def test_loopback_addresses():
