@@ -56,12 +56,12 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
     }
 
 
-def info(training: Training, spoiled: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the non-tensor values as JSON types; waits for the last step. `spoiled`: tensors that contain NaN or infinity."""
+def info(training: Training) -> dict[str, Any]:
+    """Return the non-tensor values as JSON types; waits for the last step."""
     scaler, without_states = training.loss_scaler, training.config.checkpoint.no_save_optim
     return description(training.config, training.vocab_size, dist.get_world_size()) | {
         "run": training.run.entry(),
-        "health": training.health.entry(spoiled),
+        "health": training.health.entry([]),
         "loss_scale": scaler.state_dict() if scaler is not None and scaler.dynamic and not without_states else None,
         "iteration": training.iteration,
         "consumed_samples": training.consumed_samples,

@@ -33,6 +33,7 @@ from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.checkpoint.files.lock import FolderLock, locked
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign import write_torch_dist
+from megatron.lm.checkpoint.judging import saves as judging
 from megatron.lm.checkpoint.megatron_content import MegatronContent
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.training import health
@@ -58,21 +59,12 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
 
 def _contents(training: Training) -> tuple[list[Item], dict[str, Any], MegatronContent | None]:
     """Return this rank's chunks, `checkpoint.json`, and with `--ckpt-format torch_dist` Megatron-LM's other content. Collective."""
-    items = content.items(training)
-    info = content.info(training, _spoiled(items))
+    items, info = content.items(training), content.info(training)
+    info["health"] = training.health.entry(judging.problems(training, items, info))
     if training.config.checkpoint.ckpt_format == "own":
         return content.left_in(training, items), info, None
     foreign = megatron_content.of_training(training, items, info)
     return foreign.items, info | {"format": write_torch_dist.BACKEND}, foreign
-
-
-def _spoiled(items: Sequence[Item]) -> list[str]:
-    """Return the names of tensors with non-finite values in any rank's share. Collective."""
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    # Without random states: NaN in Python's means that it has no second normal number.
-    held = ((item.key, item.tensor) for item in items if not item.key.startswith("rng/"))
-    dist.all_gather_object(found, health.not_finite(held))
-    return [name for names in found for name in names]
 
 
 def _write(
@@ -96,7 +88,7 @@ def _write(
         if lock is not None:
             lock.check()
         if rank == 0:
-            if settled is not None and keep_last is not None:
+            if settled is not None and keep_last is not None and health.problem_of(info) is None:
                 with contextlib.suppress(ValueError):  # it was damaged meanwhile, so keep all
                     prune(settled, keep_last, settled=True)
             new_partial_folder(folder)
@@ -329,6 +321,7 @@ class Saver:
         settled: Path | None,
         foreign: MegatronContent | None,
     ) -> None:
+        problem = health.problem_of(info)
         try:
             _write(folder, items, info, root.keep_last, self.group, root.lock, settled, doubted=True, foreign=foreign)
         except ValueError as error:
@@ -339,8 +332,8 @@ class Saver:
                 _write(other, items, info, None, self.group, foreign=foreign)
             except ValueError as second:
                 raise ValueError(f"{error}; and {second}") from None
-            raise ValueError(f"{error}. The checkpoint was saved to {other} instead") from None
-        problem = health.problem_of(info)
+            unhealthy = "" if problem is None else f", and is unhealthy: {problem}"
+            raise ValueError(f"{error}. The checkpoint was saved to {other} instead{unhealthy}") from None
         if dist.get_rank() == 0:
             print(f"saved {folder}" if problem is None else f"saved {folder}, which is unhealthy: {problem}", flush=True)
 

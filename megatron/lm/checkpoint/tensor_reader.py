@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.checkpoint.files.storage import Stored
+from megatron.lm.checkpoint.judging.tensors import number_problem
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, find, find_whole, firsts, scalar
 from msamp.numerics import mcf
@@ -15,10 +16,13 @@ from msamp.optim.states import by_key, is_own_master, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, State
 
 
-def check_number(stored: Stored, name: str, x: Tensor, low: float, high: float, dtype: torch.dtype) -> None:
-    """Raise a ValueError if an entry of a checkpoint is not one number in [low, high]."""
-    if x.dim() or x.dtype != dtype or not low <= x <= high:
+def check_number(stored: Stored, name: str, x: Tensor, low: float, high: float, dtype: torch.dtype, *, whole: bool = False) -> None:
+    """Raise a ValueError if an entry of a checkpoint is not one number in [low, high], or not an integer although it must be `whole`."""
+    if x.dim() or x.dtype != dtype:
         raise ValueError(f"{stored.folder}: {name} is {x.tolist()}; it must be one {dtype} in [{low}, {high}]; load an older checkpoint")
+    problem = number_problem(float(x), low, high, dtype, whole=whole)
+    if problem is not None:
+        raise ValueError(f"{stored.folder}: {name}{problem}; load an older checkpoint")
 
 
 class TensorReader:
@@ -94,7 +98,7 @@ class TensorReader:
         step = scalar(self.stored, "step", where[0])
         if step is None:
             return {}
-        check_number(self.stored, f"step/{where[0].name}", step, 0, self.steps, torch.float32)
+        check_number(self.stored, f"step/{where[0].name}", step, 0, self.steps, torch.float32, whole=True)
         state = {"step": step}
         for declared, fmt in kept_states(holding.param, holding.formats):
             state |= {key: holding.copy_of(x) for key, x in self._state(declared, fmt, where, holding.param.shape).items()}

@@ -10,6 +10,7 @@ group of the new shard is in one stored group, or in several equal ones: for any
 Otherwise groups are requantized, each value to the nearest of E4M3 or E5M2.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,17 +20,19 @@ from torch import Tensor
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.files.index import Chunk
 from megatron.lm.checkpoint.files.storage import Region, Stored
+from megatron.lm.checkpoint.judging.tensors import extents, tensor_problem
 from megatron.lm.checkpoint.place import Place
 from msamp.numerics import mcf
 from msamp.numerics.formats import ALL, BF16, EXPANDED, REMAINDER_E4M3, Format, of_dtype
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import STATE_GROUP, Expanded, quantize_expanded
-from msamp.numerics.scaling import MAX_EXPONENT, inverse
+from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.updates import MASTER, WEIGHT, remainders
 
 _DTYPES = {fmt.dtype for fmt in ALL}
+_BLOCK = 2**24  # elements to convert to FP32 at a time
 _GROUPED = {fmt.dtype for fmt in EXPANDED}
 
 
@@ -94,30 +97,15 @@ class Found:
         return Expanded(self.payload, largest, k)
 
     def check(self, folder: object, *, non_negative: bool = False) -> None:
-        """Raise a ValueError for a tensor that no run can have stored: with a non-finite value (or a negative one, if forbidden), an
-        invalid scale (not a power of two, or out of range), or a group with an invalid maximum or exponent.
-        """
+        """Raise a ValueError for a tensor that no run can use (`judging.tensors`)."""
         if self.payload.dtype not in _DTYPES:
             raise ValueError(f"{folder}: {self.key} is {self.payload.dtype}, which is not a format of weights; load an older checkpoint")
-        values = self.payload.float()
-        bad = int((~values.isfinite()).sum())
-        if bad:
-            raise ValueError(f"{folder}: {self.key} has {bad} values that are NaN or infinite; load an older checkpoint")
-        if self.groups is not None:
-            largest, k = self.groups
-            if not (((largest >= 0) & largest.isfinite()).all() and ((k > 0) & k.isfinite()).all()):
-                raise ValueError(f"{folder}: {self.key} has groups with a maximum or exponent out of range; load an older checkpoint")
-        for _, scale in self.scales:
-            if not (2.0**-MAX_EXPONENT <= scale <= 2.0**MAX_EXPONENT and torch.frexp(scale).mantissa == 0.5):
-                raise ValueError(
-                    f"{folder}: {self.key} has scale_inv {float(scale):g}, which is not a power of two in "
-                    f"[2^-{MAX_EXPONENT}, 2^{MAX_EXPONENT}]; load an older checkpoint"
-                )
-        if self.scales and not self.values().isfinite().all():
-            raise ValueError(f"{folder}: {self.key} overflows with its scale_inv; load an older checkpoint")
-        below = int((values < 0).sum()) if non_negative else 0
-        if below:
-            raise ValueError(f"{folder}: {self.key}, a mean of squares, has {below} negative values; load an older checkpoint")
+        groups = [extents(self.groups[0]).tolist(), torch.stack(torch.aminmax(self.groups[1])).tolist()] if self.groups is not None else []
+        parts = [(self.payload[part], [float(scale)]) for part, scale in self.scales] or [(self.payload, [])]
+        for x, scales in parts:
+            problem = tensor_problem(x, extents(x).tolist(), scales, groups, non_negative=non_negative)
+            if problem is not None:
+                raise ValueError(f"{folder}: {self.key}{problem}; load an older checkpoint")
 
 
 def check_agree(weight: Found, master: Found, folder: object) -> None:
@@ -128,6 +116,8 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
     allowed for a master that was itself rounded after the cast (at the start of a run) and for a weight of joined shards. With the scale of
     another step, or the weight of another layer, most values differ by more.
     """
+    if _is_cast_of(weight, master):
+        return
     mine, theirs, formats = weight.values(), master.values(), [of_dtype(found.payload.dtype) for found in (weight, master)]
     if mine.shape != theirs.shape:
         raise ValueError(
@@ -148,6 +138,24 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
                 f"{int(off.sum())} of {mine[part].numel()} values differ from the master: one of their scales is stale, or one is from "
                 "another layer; load an older checkpoint"
             )
+
+
+def _is_cast_of(weight: Found, master: Found) -> bool:
+    """Return whether a weight has the bits that a cast of its master gives, as after every step; in blocks of rows, since a save has no
+    memory for FP32 copies of a whole embedding."""
+    mine, theirs = (found.scale_inv if found.scales else torch.ones(()) for found in (weight, master))
+    if mine is None or theirs is None or weight.groups is not None or master.groups is not None:
+        return False
+    if weight.payload.shape != master.payload.shape:
+        return False
+    fmt, rows = of_dtype(weight.payload.dtype), max(1, _BLOCK // max(1, math.prod(weight.payload.shape[1:])))
+    factor = (theirs * inverse(mine)).to(weight.payload.device)
+    pairs = zip(*(torch.atleast_1d(found.payload).split(rows) for found in (weight, master)), strict=True)
+    return all(_bits(quantize(values, factor, fmt)).equal(_bits(bits)) for bits, values in pairs)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 def _firsts(x: Tensor) -> Tensor:

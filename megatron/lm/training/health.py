@@ -3,7 +3,7 @@
 A diverged run writes checkpoints with valid digests that are worth nothing. `--keep-last` would delete the good ones before them, and a
 resume would continue from a bad one. So every checkpoint records whether it is healthy. It is unhealthy if
 
-1. a tensor in it contains NaN or infinity;
+1. a load would refuse it: it contains NaN, a negative mean of squares, an impossible scale or step count (`checkpoint.judging`);
 2. the last step was skipped, other than in the search for a loss scale. In that search, a step overflows under FP16's dynamic loss scale
    although its loss is finite, and a smaller scale fixes it. No scale fixes a non-finite loss;
 3. the last step's loss was more than `FACTOR` times the running mean of earlier losses. The mean covers about the last `WINDOW` healthy
@@ -18,19 +18,15 @@ Loading skips unhealthy ones, unless `--ckpt-step` names one and `--load-unhealt
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 FACTOR = 2.0
 WINDOW = 100
 LEAST = 1.0  # nats
 DOUBTED = 2  # one bad batch is no proof
-NAMED = 3  # tensors that a message names at most
-_BLOCK = 2**24  # elements to check in FP32 at a time
+NAMED = 3  # problems that a message names at most
 
 
 @dataclass
@@ -80,10 +76,10 @@ class Health:
         shown = self.failed >= DOUBTED and self.since == saved + 1
         return f"all steps after it failed: {self.problem}" if shown else None
 
-    def entry(self, spoiled: Sequence[str]) -> dict[str, Any]:
-        """Return the entry for `checkpoint.json`; `spoiled`: names of non-finite tensors in the checkpoint."""
-        more = f" and {len(spoiled) - NAMED} more" if len(spoiled) > NAMED else ""
-        problem = f"{', '.join(spoiled[:NAMED])}{more} contain NaN or infinity" if spoiled else self.problem
+    def entry(self, problems: Sequence[str]) -> dict[str, Any]:
+        """Return the entry for `checkpoint.json`; `problems`: why no load would accept the checkpoint."""
+        more = [f"and {len(problems) - NAMED} more"] if len(problems) > NAMED else []
+        problem = "; ".join([*problems[:NAMED], *more]) if problems else self.problem
         return {"problem": problem, "mean_loss": self.mean_loss, "losses": self.losses}
 
 
@@ -99,12 +95,3 @@ def problem_of(info: Mapping[str, Any]) -> str | None:
     """Return why a checkpoint is unhealthy, from its `checkpoint.json`; None for a healthy one, and if it has no entry."""
     problem: str | None = info.get("health", {}).get("problem")
     return problem
-
-
-def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of tensors, of any dtype and device, that contain NaN or infinity; waits for the device."""
-    return [name for name, x in tensors if x.dtype.is_floating_point and not _is_finite(x)]
-
-
-def _is_finite(x: Tensor) -> bool:
-    return bool(torch.stack([block.float().isfinite().all() for block in x.reshape(-1).split(_BLOCK)]).all())

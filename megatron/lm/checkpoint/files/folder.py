@@ -360,7 +360,8 @@ def remove(folder: Path) -> None:
 
 def prune(newest: Path, keep: int, *, settled: bool) -> None:
     """Delete the checkpoints of a run up to `newest`, the last it saved, except for the last `keep` and the newest healthy ones. It keeps
-    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `settled`.
+    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `settled`; and all of them if
+    `newest` is unhealthy.
     """
     last = sealed_info(newest)
     mine: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
@@ -375,8 +376,10 @@ def prune(newest: Path, keep: int, *, settled: bool) -> None:
             mine.append((number, path.suffix == "", info is not None and health.problem_of(info) is None, path))
     mine.sort()
     healthy = [path for _, _, is_healthy, path in mine if is_healthy]
+    if newest in healthy:
+        healthy = healthy[-1 if settled else -2 :]
     for *_, path in mine[:-keep]:
-        if path not in healthy[-1 if settled and newest in healthy else -2 :]:
+        if path not in healthy:
             remove(path)
 
 

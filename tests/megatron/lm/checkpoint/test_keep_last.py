@@ -28,7 +28,7 @@ def test_the_only_one_to_keep_goes_when_the_next_is_shown_to_be_sound(made: Trai
 
     with Saver(training) as saver:
         for iteration in (2, 4, 6):
-            training.iteration = iteration
+            checkpoints.move(training, iteration)
             saver.save()
         saver.finish()
         assert held() == [4, 6]
@@ -40,14 +40,14 @@ def test_the_only_one_to_keep_goes_when_the_next_is_shown_to_be_sound(made: Trai
         assert saver.doubt(6)
         assert latest(root) == iteration_folder(root, 4)
         for iteration in (8, 10):  # unhealthy themselves
-            training.iteration = iteration
+            checkpoints.move(training, iteration)
             saver.save()
         saver.finish()
         assert latest(root) == iteration_folder(root, 4)
         assert 10 in held()
-        training.iteration = 12
+        checkpoints.move(training, 12)
         training.health.stepped(12, 4.0)
         saver.save()
-        training.iteration = 14
+        checkpoints.move(training, 14)
         saver.save()
     assert held() == [12, 14]

@@ -92,9 +92,9 @@ def test_a_checkpoint_tells_what_it_is_and_keeps_each_format_s_bytes(good: Path)
 
 def test_saving_again_replaces_the_same_iteration(made: Trainer, tmp_path: Path):
     save(made.training, tmp_path)
-    made.training.consumed_samples = 99
+    made.training.passed_over = 99
     save(made.training, tmp_path)
-    assert read_info(latest(tmp_path))["consumed_samples"] == 99
+    assert read_info(latest(tmp_path))["passed_over"] == 99
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", MARKER]
 
 
@@ -111,7 +111,8 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
 
     def publish(root: Path, iteration: int, number: float, keep: int | None = None) -> None:
         nonlocal value
-        value, made.training.iteration = number, iteration
+        value = number
+        checkpoints.move(made.training, iteration)
         save(made.training, root, keep)
 
     for after in range(100):
@@ -147,7 +148,7 @@ def test_what_a_kill_left_is_not_taken_for_a_checkpoint(made: Trainer, copy: Pat
     made.training.config = pointed(made.config, load=str(copy))
     load(made.training)
     assert made.training.iteration == 4
-    made.training.iteration = 5
+    checkpoints.move(made.training, 5)
     save(made.training, copy)  # clears it
     assert sorted(path.name for path in copy.iterdir()) == ["iter_0000004", "iter_0000005", MARKER]
     assert latest(copy).name == "iter_0000005"
@@ -171,9 +172,9 @@ def test_a_failing_disk_leaves_the_last_checkpoint(
 
 def test_a_full_disk(made: Trainer, disk: Path):
     """With less and less room, the disk is full at another moment of the save."""
-    made.training.iteration = 4
+    checkpoints.move(made.training, 4)
     save(made.training, disk)
-    made.training.iteration = 6
+    checkpoints.move(made.training, 6)
     size, said, failed = sum(map(len, contents(disk).values())), [], []
     for room in range(0, size + 80_000, 40_000):
         (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize - room))
@@ -193,11 +194,11 @@ def test_a_full_disk(made: Trainer, disk: Path):
 
 
 def test_a_folder_that_may_not_be_written(made: Trainer, disk: Path):
-    made.training.iteration = 4
+    checkpoints.move(made.training, 4)
     save(made.training, disk)
     before = contents(disk)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    made.training.iteration = 6
+    checkpoints.move(made.training, 6)
     with pytest.raises(ValueError, match=r"cannot save to .*Read-only file system.*choose another --save"):
         save(made.training, disk)
     made.training.config = pointed(made.training.config, save=str(disk))
@@ -261,7 +262,7 @@ def test_the_saver_says_what_it_saved_and_keeps_the_last_ones(
     made.training.config = pointed(made.training.config, async_save=background, keep_last=2)
     with Saver(made.training) as saver:
         for iteration in (2, 4, 6, 8):
-            made.training.iteration = iteration
+            checkpoints.move(made.training, iteration)
             saver.save()
     assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [".lock", "iter_0000006", "iter_0000008", MARKER]
     assert capsys.readouterr().out.splitlines()[-1] == f"saved {tmp_path / 'save' / 'iter_0000008'}"

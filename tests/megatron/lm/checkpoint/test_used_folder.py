@@ -20,7 +20,7 @@ from megatron.lm.training.identity import Run
 def trainer(prefix: Path) -> Iterator[Trainer]:
     """One for all tests of this file, said to be at iteration 6; saving changes nothing about it."""
     with tiny.trainer(tiny.config(prefix, train_iters=6)) as made:
-        made.training.iteration = 6
+        checkpoints.move(made.training, 6)
         yield made
 
 

@@ -171,7 +171,7 @@ def test_a_scale_that_no_amax_gives(scale: float):
 
 def test_a_scale_with_which_values_overflow():
     x = ScalingTensor(torch.full((3,), 60_000.0).half(), torch.tensor(2.0**120), torch.float32)
-    with pytest.raises(ValueError, match=r"here: model/w overflows with its scale_inv; load an older checkpoint"):
+    with pytest.raises(ValueError, match=r"here: model/w has the value 7\.97.*; no run can use values above 2\^64; load an older"):
         one(x).check("here")
 
 
@@ -193,7 +193,7 @@ def test_a_mean_of_squares_is_not_negative(fmt: Format):
         if fine:
             found.check("here", non_negative=True)
         else:
-            with pytest.raises(ValueError, match=r", a mean of squares, has 4 negative values; load an older checkpoint"):
+            with pytest.raises(ValueError, match=r", a mean of squares, has 4 negative values, such as -.*; load an older checkpoint"):
                 found.check("here", non_negative=True)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import tiny
+from helpers import checkpoints, tiny
 from helpers.checkpoints import MARKER
 from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.files.folder import read_info
@@ -80,25 +80,10 @@ def test_what_is_written_is_what_the_next_run_goes_on_from():
     assert health.of({"health": entry}) == found
     assert health.problem_of({"health": entry}) is None
     spoiled = found.entry(["model/a", "model/b", "master/a", "exp_avg/a"])
-    assert health.problem_of({"health": spoiled}) == "model/a, model/b, master/a and 1 more contain NaN or infinity"
+    assert health.problem_of({"health": spoiled}) == "model/a; model/b; master/a; and 1 more"
     assert health.of({"health": spoiled}) == Health()
     assert health.of({}) == Health()  # of a version that said nothing
     assert health.problem_of({}) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_tensors_that_are_not_finite_are_named(dtype: torch.dtype):
-    good, bad = torch.ones(3, 5), torch.ones(3, 5)
-    bad[2, 4] = math.nan
-    held = [("good", good.to(dtype)), ("bad", bad.to(dtype).t()), ("none", torch.ones(0).to(dtype)), ("one", torch.tensor(1.0).to(dtype))]
-    assert health.not_finite([*held, ("count", torch.tensor(3)), ("state", torch.zeros(4, dtype=torch.uint8))]) == ["bad"]
-
-
-def test_an_infinity_is_not_finite(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(health, "_BLOCK", 4)
-    x = torch.ones(10)
-    x[9] = -math.inf
-    assert health.not_finite([("x", x), ("y", torch.ones(10))]) == ["x"]
 
 
 @pytest.mark.promise("Checkpoints", "A diverging run under `--keep-last` deletes no healthy checkpoint; the next start resumes from it.")
@@ -151,12 +136,15 @@ def test_a_checkpoint_with_one_nan_is_labelled_and_passed_over(prefix: Path, tmp
         made.run()
         with torch.no_grad():
             made.training.model.get_parameter("decoder.final_layernorm.weight")[3] = math.nan
-        made.training.iteration = 3
+        checkpoints.move(made.training, 3)
         assert made.saver is not None
         with made.saver as saver:
             assert saver.save() is False
     dead = tmp_path / "run" / "iter_0000003"
-    assert f"saved {dead}, which is unhealthy: model/decoder.final_layernorm.weight contain" in capsys.readouterr().out
+    assert (
+        f"saved {dead}, which is unhealthy: model/decoder.final_layernorm.weight has 1 values that are NaN or infinite"
+        in capsys.readouterr().out
+    )
     assert latest(tmp_path / "run").name == "iter_0000002"
     with pytest.raises(ValueError, match="iter_0000003 is unhealthy: model"):
         latest(tmp_path / "run", 3)
