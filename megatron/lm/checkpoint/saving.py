@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,14 @@ class _Root:
     newest: Path | None = None
 
 
+class _Elsewhere(NamedTuple):
+    """A folder in or at `--emergency-save`, rank 0's lock on it, and why it is not `--emergency-save` itself, as the end of a sentence."""
+
+    folder: Path
+    lock: FolderLock | None
+    why: str = ""
+
+
 class Saver:
     """Context manager that saves a run's checkpoints to `--save`, and locks this folder against other jobs.
 
@@ -152,7 +160,7 @@ class Saver:
     an earlier iteration, later non-persistent checkpoints are deleted on entry and by `forget_undone`.
 
     If a save fails, because the disk is full or the folder was removed, the checkpoint goes to `--emergency-save` if set, and the error is
-    raised in any case.
+    raised in any case. Several runs may share that folder: the first to need it writes there, and each other into `run_ID` in it.
 
     With `--async-save` a save copies this rank's share to the host, for which training waits, and a thread writes it while training
     continues. The next save, and the exit, wait for the previous one. A failed save is reported at once and raises there.
@@ -191,8 +199,6 @@ class Saver:
                 for root in self._roots:
                     root.lock = self._held.enter_context(locked(root.folder))
                     refuse_other_run(root.folder, self.training.run)
-                if self.elsewhere is not None:
-                    refuse_other_run(self.elsewhere, self.training.run)
                 for root in self._roots:
                     for line in tidy(root.folder):
                         print(line, flush=True)
@@ -327,15 +333,47 @@ class Saver:
         except ValueError as error:
             if self.elsewhere is None:
                 raise
-            other = self.elsewhere / folder.name
-            try:
-                _write(other, items, info, None, self.group, foreign=foreign)
-            except ValueError as second:
-                raise ValueError(f"{error}; and {second}") from None
+            with contextlib.ExitStack() as held:
+                try:
+                    place = self._free_elsewhere(held)
+                    other = place.folder / folder.name
+                    _write(other, items, info, None, self.group, place.lock, foreign=foreign)
+                except ValueError as second:
+                    raise ValueError(f"{error}; and {second}") from None
             unhealthy = "" if problem is None else f", and is unhealthy: {problem}"
-            raise ValueError(f"{error}. The checkpoint was saved to {other} instead{unhealthy}") from None
+            raise ValueError(f"{error}. The checkpoint was saved to {other} instead{place.why}{unhealthy}") from None
         if dist.get_rank() == 0:
             print(f"saved {folder}" if problem is None else f"saved {folder}, which is unhealthy: {problem}", flush=True)
+
+    def _free_elsewhere(self, held: contextlib.ExitStack) -> "_Elsewhere":
+        """Lock `--emergency-save`, or a folder of this run in it if another run writes or has written there. Collective.
+
+        Other runs may have the same flag, and write there at any time, so this is judged when it is needed and not at the start.
+
+        Raises:
+            ValueError: on every rank, if neither can be written.
+        """
+        assert self.elsewhere is not None
+        shared, run = self.elsewhere, self.training.run
+
+        def choose() -> _Elsewhere | None:
+            if dist.get_rank() != 0:
+                return None
+            try:
+                lock = held.enter_context(locked(shared, "--emergency-save"))
+                refuse_other_run(shared, run)
+                return _Elsewhere(shared, lock)
+            except ValueError as problem:
+                held.close()
+                own = shared / f"run_{run.id[:12]}"
+                lock = held.enter_context(locked(own, "--emergency-save"))
+                refuse_other_run(own, run)
+                return _Elsewhere(own, lock, f", since {str(problem).partition('; ')[0].partition(', and saving')[0]}")
+
+        place = all_or_none(choose, group=self.group)
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, None if place is None else (place.folder, place.why), self.group)
+        return place or _Elsewhere(answers[0][0], None, answers[0][1])
 
     def _stage(self, items: Sequence[Item]) -> list[Item]:
         """Copy items to host memory that is reused by later saves, because pinning gigabytes takes seconds."""

@@ -39,8 +39,8 @@ class FolderLock:
 
 
 @contextlib.contextmanager
-def locked(root: Path) -> Iterator[FolderLock]:
-    """Lock a checkpoint folder against other jobs during the block; a kill releases the lock too.
+def locked(root: Path, flag: str = "--save") -> Iterator[FolderLock]:
+    """Lock a checkpoint folder, the value of `flag`, against other jobs during the block; a kill releases the lock too.
 
     Raises:
         ValueError: if another job saves there, with its host and process; or if the folder cannot be written.
@@ -54,14 +54,14 @@ def locked(root: Path) -> Iterator[FolderLock]:
             stream = open_files.enter_context(to_write(root / LOCK_FILE))
         except OSError as error:
             raise ValueError(
-                f"--save {root} cannot be written ({error.strerror}); choose another folder, or change its permissions"
+                f"{flag} {root} cannot be written ({error.strerror}); choose another folder, or change its permissions"
             ) from None
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by data loader forks, which outlive a kill
         except BlockingIOError:
             holder = stream.read().decode("utf-8", "replace") or "another job"
             raise ValueError(
-                f"--save {root} is in use by {holder}; two jobs in one folder would lose checkpoints: stop it, or choose another --save"
+                f"{flag} {root} is in use by {holder}; two jobs in one folder would lose checkpoints: stop it, or choose another {flag}"
             ) from None
         stream.truncate(0)
         stream.write(me.encode())

@@ -1,6 +1,8 @@
 """A saver's folder that was used before, or is taken away while it is held."""
 
+import contextlib
 import errno
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,12 +71,61 @@ def test_where_elsewhere_fails_too_both_are_told(made: Trainer, tmp_path: Path, 
         saver.save()
 
 
-@pytest.mark.parametrize("name", ["save", "elsewhere"])
-def test_a_folder_of_another_run_is_refused_and_stays(made: Trainer, tmp_path: Path, name: str):
-    folder = checkpoints.published(tmp_path / name, 4, **checkpoints.of(Run()))
-    made.training.config = pointed(made.training.config, emergency_save=str(tmp_path / "elsewhere"))
+@contextlib.contextmanager
+def locked_by_another(root: Path) -> Iterator[None]:
+    """Another process holds the lock during the block."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    def hold() -> None:
+        with locked(root):
+            there.send("locked")
+            there.recv()
+
+    other = context.Process(target=hold)
+    other.start()
+    here.recv()
+    yield
+    here.send("leave")
+    other.join()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at-once", "in-background"])
+@pytest.mark.parametrize("busy", [False, True], ids=["another-has-written", "another-writes"])
+def test_an_emergency_folder_of_another_run_gets_a_folder_for_each_run(made: Trainer, tmp_path: Path, busy: bool, background: bool):
+    root, other = tmp_path / "save", tmp_path / "elsewhere"
+    made.training.config = pointed(made.training.config, emergency_save=str(other), async_save=background)
+    own = other / f"run_{made.training.run.id[:12]}" / "iter_0000006"
+    with contextlib.ExitStack() as held:
+        if busy:
+            held.enter_context(locked_by_another(other))
+        else:
+            checkpoints.published(other, 6, **checkpoints.of(Run()))
+        before = contents(other)
+        why = "is in use by process" if busy else "contains another run"
+        with (
+            pytest.raises(ValueError, match=rf"The checkpoint was saved to {own} instead, since .*{other} {why}"),
+            Saver(made.training) as saver,
+        ):
+            save_after_another_entered(saver, root)
+        assert contents(other).items() >= before.items()
+    check_files(own, read_info(own)["files"])
+
+
+def test_an_emergency_folder_that_cannot_be_written_is_named(made: Trainer, tmp_path: Path):
+    (tmp_path / "file").touch()
+    made.training.config = pointed(made.training.config, emergency_save=str(tmp_path / "file" / "folder"))
+    said = (
+        rf"cannot save to .*save/iter_0000006: .*; and --emergency-save {tmp_path}/file/folder/run_.* cannot be written \(Not a directory"
+    )
+    with pytest.raises(ValueError, match=said), Saver(made.training) as saver:
+        save_after_another_entered(saver, tmp_path / "save")
+
+
+def test_a_folder_of_another_run_is_refused_and_stays(made: Trainer, tmp_path: Path):
+    folder = checkpoints.published(tmp_path / "save", 4, **checkpoints.of(Run()))
     before = contents(folder)
-    with pytest.raises(ValueError, match=f"{name} contains another run"), Saver(made.training):
+    with pytest.raises(ValueError, match="save contains another run"), Saver(made.training):
         pass
     assert contents(folder) == before
     with locked(tmp_path / "save"):  # it was left free
