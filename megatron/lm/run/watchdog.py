@@ -4,7 +4,9 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import multiprocessing
 import os
+import resource
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ BEAT_SECONDS = 5.0  # at most, between two reports of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to return the position of each rank
 FAILED_TOGETHER_SECONDS = 3.0  # how much later than this rank another may raise an error that all ranks raise
 READING = "reading data"
+LOW_LIMIT = 1024  # open files of a process; a lower limit may be why data workers send nothing
 OUR_THREADS = ("heartbeat", "watchdog", "save")  # besides training
 
 
@@ -42,7 +45,7 @@ class Whereabouts(NamedTuple):
 
 
 class Watchdog:
-    """Two threads during `watching`; none with a single process.
+    """Two threads during `watching`; with a single process only the second.
 
     One writes this rank's position to the rendezvous store. The other exits the process, with code 1 and a line on stderr that names the
     stuck rank, if this rank has not advanced for `timeout` seconds. The first to notice writes the line to the store, and the others print
@@ -77,16 +80,11 @@ class Watchdog:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch while the block runs."""
-        if self.ranks == 1:
-            yield
-            return
-        store = _store()
         self._ended.clear()
         self.at("starting")
-        threads = [
-            threading.Thread(target=self._tell, args=(store,), name="heartbeat", daemon=True),
-            threading.Thread(target=self._watch, name="watchdog", daemon=True),
-        ]
+        threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        if self.ranks > 1:
+            threads.append(threading.Thread(target=self._tell, args=(_store(),), name="heartbeat", daemon=True))
         for thread in threads:
             thread.start()
         try:
@@ -160,21 +158,39 @@ class Watchdog:
             still, moves = (still + self.beat, moves) if self._moves == moves else (0.0, self._moves)
             if still >= self.timeout:
                 self._stalled.set()
-                self._told.wait(ANSWER_SECONDS)
+                if self.ranks > 1:
+                    self._told.wait(ANSWER_SECONDS)
                 break
-        holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-        silent = f"the rendezvous store does not respond: {holder}, which hosts it, is dead or stopped"
-        here = self._here()
+        here, who = self._here(), f"rank {self.rank}" if self.ranks > 1 else "the process"
         print(
-            f"error: rank {self.rank} ends after {here.seconds:.0f} s at iteration {here.iteration}, {here.phase} "
-            f"(--distributed-timeout-minutes {self.timeout / 60:g}): {self._verdict or silent}",
+            f"error: {who} ends after {here.seconds:.0f} s at iteration {here.iteration}, {here.phase} "
+            f"(--distributed-timeout-minutes {self.timeout / 60:g}): {self._cause()}{_resources(here.phase)}",
             file=sys.stderr,
             flush=True,
         )
         faulthandler.dump_traceback(sys.__stderr__ or 2)
+        for worker in multiprocessing.active_children():
+            worker.kill()  # a stuck reader would outlive this process
         # The others must read it before the exit of this process breaks their connections, and its store.
-        time.sleep(2 * self.beat)
+        time.sleep(2 * self.beat if self.ranks > 1 else 0)
         os._exit(1)
+
+    def _cause(self) -> str:
+        """Return who is stuck, as far as it is known."""
+        if self.ranks == 1:
+            return "it is stuck, see the traceback"
+        holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        return self._verdict or f"the rendezvous store does not respond: {holder}, which hosts it, is dead or stopped"
+
+
+def _resources(phase: str) -> str:
+    """Return, for a process that is stuck reading data, its workers and whether it is short of file descriptors, as the end of a line."""
+    workers = sorted(child.pid or 0 for child in multiprocessing.active_children())
+    if phase != READING or not workers:
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = f"; at most {limit} files may be open (ulimit -n), and workers pass each batch as files: raise it" if limit < LOW_LIMIT else ""
+    return f"; data workers {', '.join(map(str, workers))} send no batch (--num-workers {len(workers)}): see what they wait for{low}"
 
 
 def _store() -> dist.Store:

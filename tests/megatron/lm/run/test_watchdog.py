@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -56,12 +57,32 @@ def test_the_judgement(places: dict[int, Whereabouts], wanted: str):
     assert verdict(places, 3, 60.0, now=1000.0).startswith(wanted)
 
 
-def test_one_process_is_not_watched():
-    watchdog = Watchdog(1e-3, 0, 1)
-    with watchdog.watching():
-        time.sleep(0.05)
-    watchdog.at("in a step", 3)
-    assert (watchdog.iteration, watchdog.phase) == (3, "in a step")
+ALONE = """
+import sys, time
+from megatron.lm.run.watchdog import Watchdog
+watch = Watchdog(2.0, 0, 1)
+with watch.watching():
+    for _ in range(30):  # longer than the limit in all, and never still for long
+        watch.at("in a step", 3)
+        time.sleep(0.1)
+    watch.at(sys.argv[1], 4)
+    time.sleep(0 if sys.argv[2] == "ends" else 60)
+time.sleep(3)  # not watched any more
+print("left in peace")
+"""
+
+
+@pytest.mark.parametrize("end", ["ends", "hangs"])
+def test_one_process_is_watched_as_many(end: str):
+    line = [sys.executable, "-W", "ignore", "-c", ALONE, "saving", end]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    if end == "ends":
+        assert (done.returncode, done.stdout) == (0, "left in peace\n")
+        return
+    assert done.returncode == 1
+    words = r"^error: the process ends after \d s at iteration 4, saving \(--distributed-timeout-minutes 0\.0333333\): it is stuck, see the"
+    assert re.search(words, done.stderr, re.MULTILINE)
+    assert "in <module>" in done.stderr  # the traceback
 
 
 @pytest.mark.parametrize(
