@@ -102,6 +102,8 @@ LINES = {
 --non-persistent-save-interval 10
 --log-interval 1
 --tensorboard-dir x
+--profile
+--record-memory-history
 --wandb-project p
 --wandb-exp-name e
 --wandb-save-dir d
@@ -139,6 +141,8 @@ LINES = {
 --attention-backend local
 """,
     "dropped": """
+--profile-step-start 4 --profile-step-end 6
+--use-pytorch-profiler
 --add-qkv-bias
 --use-precision-aware-optimizer
 --fp8-param-gather
@@ -191,7 +195,6 @@ LINES = {
 --manual-gc
 --manual-gc-interval 100
 --empty-unused-memory-level 1
---record-memory-history
 --check-for-nan-in-loss-and-grad
 --no-check-for-nan-in-loss-and-grad
 --rerun-mode disabled
@@ -236,9 +239,6 @@ LINES = {
 --tokenizer-type BertWordPieceLowerCase --vocab-file x
 --per-split-data-args-path x
 --reset-attention-mask
---profile
---profile-step-start 4 --profile-step-end 6
---use-pytorch-profiler
 --no-fp8-wgrad
 --multi-latent-attention
 --spec megatron.core.models.gpt x

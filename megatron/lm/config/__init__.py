@@ -5,7 +5,7 @@ them with the `rules`.
 """
 
 from megatron.lm.config.model import ModelConfig
-from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, FaultConfig, LoggingConfig
+from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
 from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
 from megatron.lm.config.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, OPT_LEVELS, PrecisionConfig
 from megatron.lm.config.schema import Interval, flag, setting
@@ -31,6 +31,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ProfilingConfig",
     "TrainingConfig",
     "flag",
     "setting",

@@ -38,6 +38,19 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfilingConfig:
+    """Profiles of steps, and the history of GPU memory."""
+
+    profile: bool = setting("profile some iterations for nsys, or with --use-pytorch-profiler", False)
+    use_pytorch_profiler: bool = setting("profile with torch.profiler, which writes a trace to --tensorboard-dir", False)
+    profile_step_start: int = setting("iterations before the first one that --profile profiles", 10, legal=COUNT_OR_ZERO)
+    profile_step_end: int = setting("last iteration that --profile profiles", 12, legal=COUNT)
+    profile_ranks: tuple[int, ...] = setting("ranks that --profile profiles", (0,), legal=COUNT_OR_ZERO)
+    record_memory_history: bool = setting("record allocations of the last rank's GPU, and write them at --log-interval", False)
+    memory_snapshot_path: str = setting("file that --record-memory-history writes, for pytorch.org/memory_viz", "snapshot.pickle")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Saving and resuming."""
 

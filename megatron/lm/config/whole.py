@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron.lm.config.batch_sizes import BatchSizes, Ramp
 from megatron.lm.config.model import ModelConfig
-from megatron.lm.config.outputs import CheckpointConfig, FaultConfig, LoggingConfig
+from megatron.lm.config.outputs import CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
 from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
 from megatron.lm.config.precision import LINEARS, PrecisionConfig
 from megatron.lm.config.training import DataConfig, OptimizerConfig, TrainingConfig
@@ -44,6 +44,7 @@ class Config:
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     data: DataConfig = field(default_factory=DataConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 

@@ -34,6 +34,7 @@ from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports import norms
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
+from megatron.lm.run.reports.profiles import Profiles
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.run.reports.weights_and_biases import check_installed
 from megatron.lm.run.rollback import Rollback
@@ -91,6 +92,7 @@ class Trainer:
         self.metrics.measurements += [one.values for one in (parameters_norm, zeros) if one is not None]
         self.rare_observer: RareStepObserver = self.lost_updates if zeros is None else norms.Observers([self.lost_updates, zeros])
         self.watchdog = Watchdog.of(config)
+        self.profiles = all_or_none(partial(Profiles, config, self.metrics.iterations, self.metrics.unwritten))
 
     def _sample_counts(self) -> tuple[int, int, int]:
         """Return the number of sequences of training, validation and test data that the whole run reads."""
@@ -199,6 +201,7 @@ class Trainer:
                 why = self._run()
             except Exception as error:
                 self.metrics.failed = True
+                self.profiles.close(failed=True)
                 if isinstance(error, RuntimeError) and lost_connection(error):
                     raise RunStopped(self._lost(error)) from error
                 self.watchdog.leave_if_alone(error)  # before code that waits for the device, and so for the other ranks
@@ -212,7 +215,9 @@ class Trainer:
     def _run(self) -> str | None:
         self._open_logs()
         self._announce()
+        self.profiles.begin(self.training.iteration)
         why = self._train()
+        self.profiles.close()
         self.lost_updates.judge()
         self._release()
         if why is None:
@@ -256,6 +261,7 @@ class Trainer:
             due = Due.after(self.training.iteration + 1, self.config, iterations)
             result = self._step(stream, due.iteration)
             started = time.perf_counter()
+            self._profile(due.iteration)
             verdict = self._judge(result, due)
             if verdict.roll_back and self._roll_back():
                 stream = self._training_batches()
@@ -272,10 +278,18 @@ class Trainer:
         """Run the training step of an iteration, with recording and metrics."""
         self.watchdog.at("in a step", iteration)
         self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
+        self.profiles.before(iteration)
         with self._recording(iteration):
             result = train_step(self.training, stream, self.graphs, self.recorder, self.rare_observer)
         self.metrics.record(result, iteration)
         return result
+
+    def _profile(self, iteration: int) -> None:
+        """Let the profiles see the end of a step."""
+        self.watchdog.at("writing a profile", iteration)
+        self.profiles.after(iteration)
+        if self.metrics.reports(iteration):
+            self.profiles.report(iteration)
 
     def _judge(self, result: StepResult, due: Due) -> StepVerdict:
         """Return what all ranks do about the steps so far. Collective."""

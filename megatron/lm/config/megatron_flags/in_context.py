@@ -128,6 +128,14 @@ def _decoder_seq_length(given: Given, values: Values) -> Verdict | None:
     return Verdict(DROPPED, "GPT has a single sequence length, --seq-length") if same else None
 
 
+def _of_a_profile(given: Given, values: Values) -> Verdict | None:
+    return None if "--profile" in given else Verdict(DROPPED, "without --profile nothing is profiled")
+
+
+def _memory_snapshot_path(given: Given, values: Values) -> Verdict | None:
+    return None if "--record-memory-history" in given else Verdict(DROPPED, "without --record-memory-history there is no snapshot")
+
+
 JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyType(
     {
         "--sequence-parallel": _sequence_parallel,
@@ -146,5 +154,10 @@ JUDGES: Mapping[str, Callable[[Given, Values], Verdict | None]] = MappingProxyTy
         "--end-weight-decay": _weight_decay_end,
         "--num-virtual-stages-per-pipeline-rank": _virtual_stages,
         "--decoder-seq-length": _decoder_seq_length,
+        "--profile-step-start": _of_a_profile,
+        "--profile-step-end": _of_a_profile,
+        "--profile-ranks": _of_a_profile,
+        "--use-pytorch-profiler": _of_a_profile,
+        "--memory-snapshot-path": _memory_snapshot_path,
     }
 )

@@ -7,7 +7,6 @@ METRICS = "it is always written, to --tensorboard-dir and --metrics-file"
 MEMORY = "peak allocated memory is always reported at --log-interval, in the log, --tensorboard-dir and --metrics-file"
 PROGRESS = "no `progress.txt` is written next to the checkpoints: --metrics-file contains tokens and throughput at each --log-interval"
 TIMERS = "the log contains time, throughput and bytes per step; parts of a step are not timed"
-PROFILE = "the trainer has no profiler yet: use `python -m tools.bench.profile_step`"
 LOCAL = (
     "all ranks write non-persistent checkpoints to one folder: drop it, or give one on a fast disk with --non-persistent-global-ckpt-dir"
 )
@@ -39,6 +38,13 @@ FLAGS = (
         "--wandb-exp-name TEXT",
         "--wandb-save-dir FOLDER",
         "--wandb-entity TEXT",
+        "--profile",
+        "--profile-step-start N",
+        "--profile-step-end N",
+        "--profile-ranks N...",
+        "--use-pytorch-profiler",
+        "--record-memory-history",
+        "--memory-snapshot-path FILE",
         "--log-params-norm",
         "--log-num-zeros-in-grad",
     ),
@@ -91,9 +97,7 @@ FLAGS = (
         "--straggler-ctrlr-port N",
         "--straggler-minmax-count N",
     ),
-    *dropped("the log contains peak memory, and --dry-run lists what uses it", "--record-memory-history", "--memory-snapshot-path FILE"),
     *dropped("all of the trainer logs at one level", "--logging-level N", "--config-logger-dir FOLDER", "--run-workload-inspector-server"),
-    *refused(PROFILE, "--profile", "--profile-step-start N", "--profile-step-end N", "--profile-ranks N...", "--use-pytorch-profiler"),
     *refused(
         "it is not supported: --record-precision records the precision that each tensor of a step loses",
         "--log-max-attention-logit",

@@ -5,7 +5,7 @@ import stat
 from dataclasses import fields
 from pathlib import Path
 
-from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig
+from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, ProfilingConfig
 from megatron.lm.config.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -109,6 +109,7 @@ def outputs(config: Config, world_size: int) -> Problems:
         "metrics_file": config.logging.metrics_file,
         "record_precision": config.logging.record_precision,
         "fp8_gain_cache": config.precision.fp8_gain_cache,
+        "memory_snapshot_path": config.profiling.memory_snapshot_path if config.profiling.record_memory_history else None,
     }
     for name, path in files.items():
         if path is not None:
@@ -156,10 +157,29 @@ def weights_and_biases(config: Config, world_size: int) -> Problems:
         yield f"--wandb-project {logging.wandb_project} needs a folder for its files: add --wandb-save-dir FOLDER or --save FOLDER"
 
 
+def profiles(config: Config, world_size: int) -> Problems:
+    """A profile has iterations, ranks and a folder."""
+    settings = config.profiling
+    start, end, ranks = settings.profile_step_start, settings.profile_step_end, settings.profile_ranks
+    if not settings.profile:
+        for name in ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"):
+            if getattr(settings, name) != getattr(ProfilingConfig, name):
+                yield f"{flag(name)} has no effect without --profile: add it, or drop this"
+        return
+    if start >= end:
+        yield f"--profile-step-start {start} is not below --profile-step-end {end}: the iterations {start + 1} to {end} are profiled"
+    if not ranks or max(ranks) >= world_size:
+        given = " ".join(map(str, ranks)) or "without a value"
+        yield f"--profile-ranks {given}: give ranks in [0, {world_size - 1}], since there are {world_size} processes"
+    if settings.use_pytorch_profiler and config.logging.tensorboard_dir is None:
+        yield "--use-pytorch-profiler needs a folder for its trace: add --tensorboard-dir FOLDER"
+
+
 RULES: Rules = {
     loading: ("checkpoint",),
     saving: ("checkpoint", "faults"),
     faults: ("faults", "checkpoint"),
+    profiles: ("profiling", "logging"),
     weights_and_biases: ("logging", "checkpoint"),
-    outputs: ("checkpoint", "logging", "data", "precision"),
+    outputs: ("checkpoint", "logging", "data", "precision", "profiling"),
 }

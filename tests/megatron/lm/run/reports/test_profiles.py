@@ -1,0 +1,220 @@
+"""Profiles of iterations by torch.profiler and for nsys, and snapshots of GPU memory."""
+
+import gzip
+import json
+import pickle
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import dist, tiny
+from megatron.lm.config.cli import parse_args
+from megatron.lm.config.rules.check import check
+from megatron.lm.run.reports import profiles
+from megatron.lm.run.reports.profiles import Profiles
+from megatron.lm.run.trainer import Trainer
+from megatron.lm.shell.logs import Unwritten
+
+TRACE = {"profile": True, "use_pytorch_profiler": True, "micro_batch_size": 2, "global_batch_size": 4}
+
+
+def traces(folder: Path) -> dict[str, dict[str, Any]]:
+    """Chrome traces by file name."""
+    return {file.name: json.loads(gzip.decompress(file.read_bytes())) for file in sorted(folder.glob("*.json.gz"))}
+
+
+def steps_of(trace: dict[str, Any]) -> list[int]:
+    """Profiled steps, counted from the start of the profiler."""
+    return sorted(int(event["name"].split("#")[1]) for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep#"))
+
+
+def settings(prefix: Path, folder: Path, start: int, end: int, **more: Any) -> Any:
+    more = {"train_iters": 6} | TRACE | more
+    return tiny.config(prefix, tensorboard_dir=str(folder), profile_step_start=start, profile_step_end=end, **more)
+
+
+def written(said: str) -> list[str]:
+    """File names that the log names."""
+    return [Path(path).name for path in re.findall(r"^profile of iterations \d+ to \d+, rank \d+: (.*)$", said, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("start", "end", "first"), [(2, 4, 3), (0, 2, 1), (5, 9, 6)])  # the last: the run ends before the profile
+def test_the_iterations_after_start_to_end_are_traced(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, end: int, first: int
+):
+    plain = tiny.run(tiny.config(prefix, train_iters=6, micro_batch_size=2, global_batch_size=4))
+    capsys.readouterr()
+    rows = tiny.run(settings(prefix, tmp_path, start, end))
+    assert tiny.losses(rows) == tiny.losses(plain)
+    name = f"rank-0.iterations-{first}-{min(end, 6)}.pt.trace.json.gz"
+    assert written(capsys.readouterr().out) == [name]
+    (trace,) = traces(tmp_path).values()
+    assert len(steps_of(trace)) == min(end, 6) - start
+    assert [file.name for file in tmp_path.glob("*.gz")] == [name]
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert "aten::addmm" in names or "aten::mm" in names or "aten::matmul" in names
+
+
+def test_a_resume_profiles_what_is_left_of_the_iterations(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "lr_decay_iters": 6, "eval_iters": 1, "eval_interval": 2}
+    tiny.run(settings(prefix, tmp_path / "a", 1, 5, train_iters=3, **save))
+    assert written(capsys.readouterr().out) == ["rank-0.iterations-2-3.pt.trace.json.gz"]
+    tiny.run(settings(prefix, tmp_path / "b", 1, 5, **save))
+    assert written(capsys.readouterr().out) == ["rank-0.iterations-4-5.pt.trace.json.gz"]
+    tiny.run(settings(prefix, tmp_path / "c", 1, 5, **(save | {"train_iters": 7})))
+    said = capsys.readouterr().out
+    assert "--profile: nothing is profiled, since this start trains iterations 7 to 7, and the profile is of 2 to 5" in said
+    assert not (tmp_path / "c").exists() or not traces(tmp_path / "c")
+
+
+def test_a_run_that_leaves_early_says_what_it_profiled(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tiny.run(settings(prefix, tmp_path / "a", 2, 6, exit_interval=3))
+    assert written(capsys.readouterr().out) == ["rank-0.iterations-3-3.pt.trace.json.gz"]
+    tiny.run(settings(prefix, tmp_path / "b", 3, 6, exit_interval=3))  # while the profiler warms up
+    assert "--profile: nothing is profiled, since the run ends after iteration 3\n" in capsys.readouterr().out
+    tiny.run(settings(prefix, tmp_path / "c", 6, 8))
+    assert "--profile: nothing is profiled, since this start trains iterations 1 to 6" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_writes_no_trace_and_can_be_followed_by_another(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def failing(self: Trainer, result: Any, due: Any) -> Any:
+        raise ValueError("no longer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_judge", failing)
+        with pytest.raises(ValueError, match="no longer"):
+            tiny.run(settings(prefix, tmp_path, 0, 4))
+    assert traces(tmp_path) == {}
+    tiny.run(settings(prefix, tmp_path, 1, 2))
+    assert list(traces(tmp_path)) == ["rank-0.iterations-2-2.pt.trace.json.gz"]
+
+
+def test_a_trace_that_cannot_be_written_costs_the_trace(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = settings(prefix, tmp_path, 1, 2)
+    with tiny.trainer(config) as made:
+        made.profiles._folder = Path("/dev/null/folder")
+        made.run()
+    assert "failed log writes: 1 of --tensorboard-dir /dev/null/folder" in capsys.readouterr().err
+
+
+def _ranks(prefix: Path, folder: Path) -> None:
+    tiny.run(settings(prefix, folder, 1, 3, train_iters=4, profile_ranks=[1]))
+
+
+def test_the_ranks_of_the_flag_are_profiled(gloo_prefix: Path, tmp_path: Path):
+    dist.run(_ranks, 2, gloo_prefix, tmp_path)
+    assert list(traces(tmp_path)) == ["rank-1.iterations-2-3.pt.trace.json.gz"]
+
+
+LINE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 4 --train-iters 3 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 60 --mock-data "
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--profile --profile-step-start 5 --profile-step-end 5", r"--profile-step-start 5 is not below --profile-step-end 5"),
+        ("--profile --profile-step-start 20", r"--profile-step-start 20 is not below --profile-step-end 12"),
+        ("--profile --profile-ranks 0 2", r"--profile-ranks 0 2: give ranks in \[0, 1\], since there are 2 processes"),
+        ("--profile --profile-ranks", r"--profile-ranks without a value: give ranks"),
+        ("--profile --profile-ranks -1", r"--profile-ranks -1: give a number in \[0"),
+        ("--profile --use-pytorch-profiler", r"--use-pytorch-profiler needs a folder for its trace: add --tensorboard-dir FOLDER"),
+        ("--record-memory-history --memory-snapshot-path /dev", r"--memory-snapshot-path /dev is a folder"),
+    ],
+)
+def test_a_profile_that_cannot_be_made_is_refused(given: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        check(parse_args(f"{LINE} {given}".split()), 2)
+
+
+def test_flags_of_a_profile_have_no_effect_without_it():
+    config = tiny.config("corpus", use_pytorch_profiler=True, profile_step_end=5)
+    with pytest.raises(ValueError, match=r"(?s)--use-pytorch-profiler has no effect without --profile.*--profile-step-end has no effect"):
+        check(config, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"profile": True}, "--profile drives nsys, which profiles GPUs, and there is none: add --use-pytorch-profiler"),
+        ({"record_memory_history": True}, "--record-memory-history records a GPU's memory, and there is none: drop it"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(prefix: Path, flags: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message), tiny.trainer(tiny.config(prefix, **flags)):
+        pass
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Profiles, list[Any]]:
+    """Profiles of rank 0 of 1 with CUDA's calls recorded instead of made."""
+    calls: list[Any] = []
+    runtime = SimpleNamespace(cudaProfilerStart=lambda: calls.append("start"), cudaProfilerStop=lambda: calls.append("stop"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": len(calls)})
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda **options: torch.autograd.profiler.record_function("nvtx"))
+    return Profiles(tiny.config("corpus", **flags), 10, Unwritten()), calls
+
+
+def test_nsys_gets_the_iterations_after_start_to_end(one_process: None, monkeypatch: pytest.MonkeyPatch):
+    made, calls = on_a_gpu(monkeypatch, profile=True, profile_step_start=2, profile_step_end=4)
+    made.begin(0)
+    for iteration in range(1, 7):
+        made.before(iteration)
+        calls.append(iteration)
+        made.after(iteration)
+    made.close()
+    assert calls == [1, 2, "synchronize", "start", 3, 4, "synchronize", "stop", 5, 6]
+
+
+def test_nsys_ends_with_the_run(one_process: None, monkeypatch: pytest.MonkeyPatch):
+    made, calls = on_a_gpu(monkeypatch, profile=True, profile_step_start=0, profile_step_end=4)
+    made.begin(0)
+    made.before(1)
+    made.after(1)
+    made.close()
+    made.close()
+    assert calls == ["synchronize", "start", "synchronize", "stop"]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_memory_snapshot_is_written_at_reports_and_at_the_end(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: bool
+):
+    file = tmp_path / "snapshot.pickle"
+    made, calls = on_a_gpu(monkeypatch, record_memory_history=True, memory_snapshot_path=str(file))
+    made.begin(0)
+    assert calls == [{"max_entries": profiles.HISTORY_ENTRIES}]
+    made.report(1)
+    assert pickle.loads(file.read_bytes()) == {"segments": 1}
+    calls.append("more")
+    made.close(failed=failed)
+    assert pickle.loads(file.read_bytes()) == {"segments": 2}
+    assert calls[-1] == {"enabled": None}
+    assert capsys.readouterr().out == f"memory snapshot, rank 0: {file}\n"
+    made.close()
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", ["none", "step"])
+def test_kernels_of_captured_steps_are_in_the_trace(prefix: Path, tmp_path: Path, graph: str):
+    snapshot = tmp_path / "snapshot.pickle"
+    more = {"cuda_graph": graph, "opt_level": "O2", "record_memory_history": True, "memory_snapshot_path": str(snapshot)}
+    tiny.run(settings(prefix, tmp_path, 4, 6, **more))
+    (trace,) = traces(tmp_path).values()
+    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    assert len(kernels) > 50
+    assert pickle.loads(snapshot.read_bytes())["segments"]
