@@ -76,6 +76,7 @@ LINES = {
 --train-data-path data/quickstart/train_text_document
 --data-cache-path x
 --data-args-path x
+--per-split-data-args-path x
 --mock-data
 --split 949,50,1
 --split 99,1,0
@@ -237,7 +238,6 @@ LINES = {
 --exp-avg-sq-dtype fp16
 --optimizer-cpu-offload
 --tokenizer-type BertWordPieceLowerCase --vocab-file x
---per-split-data-args-path x
 --reset-attention-mask
 --no-fp8-wgrad
 --multi-latent-attention

@@ -1,8 +1,10 @@
-"""Parse blends of datasets (`--data-path`, or a file with a weight and a prefix per line and `#` for comments) and `--split`.
+"""Parse blends of datasets (`--data-path`, or a file with a weight and a prefix per line and `#` for comments; JSON with a blend for each
+split) and `--split`.
 
 Weights need not sum to 1 or 100: each dataset's share is its weight divided by their sum (`describe` returns it).
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,37 @@ def read_blend(path: str) -> tuple[str, ...]:
     if not words:
         raise ValueError(f"--data-args-path {path} names no dataset: write a weight and a prefix per line")
     return words
+
+
+def read_blend_per_split(path: str) -> dict[str, tuple[str, ...]]:
+    """Read the words of each split from a JSON file, `--per-split-data-args-path`.
+
+    The file has the keys `train`, `valid` and `test`. Each value is what `--train-data-path` takes, as a list (weights may be numbers) or
+    as one text with spaces. A split whose value is null or empty, or whose key is missing, has no data.
+
+    Raises:
+        ValueError: the file is unreadable or not such JSON, or names no training data.
+    """
+    name = f"--per-split-data-args-path {path}"
+    form = 'give {"train": [weight, prefix, ...], "valid": [...], "test": [...]}'
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read ({error}): {form}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} is not a JSON object: {form}")
+    if unknown := [key for key in content if key not in SPLITS]:
+        raise ValueError(f"{name} has the keys {', '.join(map(repr, unknown))}, which are no splits: {form}")
+    found = {}
+    for split in SPLITS:
+        value = content.get(split)
+        words = value.split() if isinstance(value, str) else [] if value is None else value
+        if not isinstance(words, list) or not all(isinstance(word, str | int | float) and not isinstance(word, bool) for word in words):
+            raise ValueError(f"{name}: {split!r} is not a list of weights and prefixes: {form}")
+        found[split] = tuple(map(str, words))
+    if not found["train"]:
+        raise ValueError(f"{name} names no training data: {form}")
+    return found
 
 
 def number_of(word: str) -> float | None:

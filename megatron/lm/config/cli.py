@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from megatron.lm.config.blend_file import read_blend
+from megatron.lm.config.blend_file import read_blend, read_blend_per_split
 from megatron.lm.config.from_checkpoint import Saved, taken
 from megatron.lm.config.megatron_flags.apply import apply, given_by
 from megatron.lm.config.megatron_flags.defaults import described, differing, megatron_settings, null_vocabulary
@@ -92,17 +92,34 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
         lines += filter(None, (from_checkpoint.line, from_checkpoint.override(values, frozenset(given.flags))))
     if megatron_defaults and (from_checkpoint is None or "vocab_size" not in from_checkpoint.settings):
         null_vocabulary(values)
-    if values["data_args_path"] is not None:
-        if values["data_path"]:
-            parser.error("--data-path and --data-args-path contradict each other: give one of them")
-        try:
-            values["data_path"] = read_blend(values["data_args_path"])
-        except ValueError as error:
-            parser.error(str(error))
+    try:
+        _read_blends(values)
+    except ValueError as error:
+        parser.error(str(error))
     if chosen and values["dry_run"] and values["vocab_size"] is None and values["tokenizer_type"] is None:
         values["vocab_size"] = published_vocabulary(chosen)  # a dry run has no tokenizer to determine it
     config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
     return Parsed(config, tuple(lines) if megatron_defaults or not defaults else (*lines, described(defaults)))
+
+
+def _read_blends(values: dict[str, Any]) -> None:
+    """Replace the files of `--data-args-path` and `--per-split-data-args-path` by the flags that they stand for.
+
+    Raises:
+        ValueError: a file that cannot be read, or one in addition to such a flag.
+    """
+    shared, per_split = values["data_args_path"], values["per_split_data_args_path"]
+    if shared is not None and values["data_path"]:
+        raise ValueError("--data-path and --data-args-path contradict each other: give one of them")
+    if per_split is not None:
+        others = ["data_args_path"] if shared is not None else []
+        others += [name for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path") if values[name]]
+        if others:
+            given = " and ".join(map(flag, others))
+            raise ValueError(f"{given} and --per-split-data-args-path contradict each other: give one of them")
+        values |= {f"{split}_data_path": words for split, words in read_blend_per_split(per_split).items()}
+    if shared is not None:
+        values["data_path"] = read_blend(shared)
 
 
 def _about_loading(given: Given) -> CheckpointConfig:
@@ -250,6 +267,11 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
         help="use Megatron-LM's default for each absent flag; docs/reference/megatron_flags.md lists those that differ",
     )
     parser.add_argument("--data-args-path", metavar="FILE", help="file with the arguments of --data-path, a weight and a prefix per line")
+    parser.add_argument(
+        "--per-split-data-args-path",
+        metavar="FILE",
+        help='JSON with what --train-data-path, --valid-data-path and --test-data-path take: {"train": [weight, prefix, ...], ...}',
+    )
     return parser
 
 

@@ -11,6 +11,7 @@ FLAGS = (
         "--valid-data-path TEXT...",
         "--test-data-path TEXT...",
         "--data-args-path FILE",
+        "--per-split-data-args-path FILE",
         "--mock-data",
         "--split TEXT",
         "--data-cache-path FOLDER",
@@ -43,7 +44,6 @@ FLAGS = (
     *dropped("all data is used, at a sample rate of 1", "--sample-rate 1"),
     *dropped("the tokenizer's own files determine it", "--tokenizer-hf-use-fast"),
     *translated("--tokenizer-special-tokens TEXT...", "--tiktoken-special-tokens TEXT..."),
-    *refused("give --train-data-path, --valid-data-path and --test-data-path", "--per-split-data-args-path FILE"),
     *refused("attention still crosses document boundaries here: drop it", "--reset-attention-mask"),
     *refused("GPT has a single sequence length: give only --seq-length", "--decoder-seq-length N"),
     *refused(

@@ -1,10 +1,12 @@
 """Blends, also of a file, splits, and FP8-LM's Table 10 as an example of one."""
 
+import json
 from pathlib import Path
 
 import pytest
+from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.lm.config.blend_file import describe, parse_blend, parse_split, read_blend
+from megatron.lm.config.blend_file import describe, parse_blend, parse_split, read_blend, read_blend_per_split
 from megatron.lm.config.cli import parse_args, to_argv
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -77,6 +79,55 @@ def test_what_is_no_blend_is_refused(tmp_path: Path, capsys, content: str | None
         (tmp_path / "blend").write_text(content)
     with pytest.raises(SystemExit) as ended:
         parse_args([*REQUIRED, *words, "--data-args-path", str(tmp_path / "blend")])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "train", "valid", "test"),
+    [
+        ({"train": [30, "a", 0.7, "b"], "valid": ["c"], "test": ["d", "e"]}, ("30", "a", "0.7", "b"), ("c",), ("d", "e")),
+        ({"train": "1 a 2 b", "valid": "c", "test": None}, ("1", "a", "2", "b"), ("c",), ()),
+        ({"train": ["a"], "valid": []}, ("a",), (), ()),
+    ],
+)
+def test_the_trainer_takes_a_blend_for_each_split(
+    tmp_path: Path, content: object, train: tuple[str, ...], valid: tuple[str, ...], test: tuple[str, ...]
+):
+    (tmp_path / "blends").write_text(json.dumps(content))
+    config = parse_args([*REQUIRED, "--per-split-data-args-path", str(tmp_path / "blends")])
+    assert (config.data.train_data_path, config.data.valid_data_path, config.data.test_data_path) == (train, valid, test)
+    assert parse_args(to_argv(config)) == config, "a checkpoint remembers the blends, not the file"
+
+
+def test_a_blend_is_megatron_cores(tmp_path: Path):
+    (tmp_path / "blends").write_text('{"train": [30, "a", 0.7, "b"], "valid": "c d"}')
+    words = read_blend_per_split(str(tmp_path / "blends"))
+    blends = [parse_blend(words[split]) for split in ("train", "valid")]
+    assert [(blend.prefixes, blend.weights) for blend in blends] == [
+        tuple(None if part is None else list(part) for part in get_blend_from_list(list(words[split]))) for split in ("train", "valid")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        (None, [], "cannot be read"),
+        ("{", [], "cannot be read"),
+        ("[]", [], "is not a JSON object: give"),
+        ('{"train": ["a"], "validation": ["b"]}', [], "has the keys 'validation', which are no splits: give"),
+        ('{"valid": ["a"]}', [], "names no training data: give"),
+        ('{"train": {"a": 1}}', [], "'train' is not a list of weights and prefixes: give"),
+        ('{"train": ["a", true]}', [], "'train' is not a list of weights and prefixes: give"),
+        ('{"train": ["a"]}', ["--valid-data-path", "b"], "--valid-data-path and --per-split-data-args-path contradict each other"),
+        ('{"train": ["a"]}', ["--data-args-path", "b"], "--data-args-path and --per-split-data-args-path contradict each other"),
+    ],
+)
+def test_what_is_no_blend_for_each_split_is_refused(tmp_path: Path, capsys, content: str | None, words: list[str], message: str):
+    if content is not None:
+        (tmp_path / "blends").write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        parse_args([*REQUIRED, *words, "--per-split-data-args-path", str(tmp_path / "blends")])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
