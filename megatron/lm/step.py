@@ -46,6 +46,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from megatron.lm.data.documents import DOCUMENTS
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.training.gradients import chunks, count_pipeline_traffic
@@ -143,7 +144,9 @@ def evaluate(training: Training, batches: Batches, iterations: int) -> float:
 def model_output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Run forward of a micro-batch: the masked sum of the losses, FP32 0-dim; hidden states [s, b, h] on all pipeline stages but the
     last."""
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    documents = batch.get(DOCUMENTS)  # with --reset-attention-mask
+    mask = None if documents is None else model.document_mask(documents)  # type: ignore[operator]
+    return model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], loss_mask=batch["loss_mask"])
 
 
 def forward_backward(

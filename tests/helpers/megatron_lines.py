@@ -81,6 +81,7 @@ LINES = {
 --split 949,50,1
 --split 99,1,0
 --reset-position-ids
+--reset-attention-mask
 --eod-mask-loss
 --num-workers 2
 --num-workers 0
@@ -238,7 +239,6 @@ LINES = {
 --exp-avg-sq-dtype fp16
 --optimizer-cpu-offload
 --tokenizer-type BertWordPieceLowerCase --vocab-file x
---reset-attention-mask
 --no-fp8-wgrad
 --multi-latent-attention
 --spec megatron.core.models.gpt x

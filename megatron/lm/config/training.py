@@ -133,4 +133,5 @@ class DataConfig:
         "share of the tokens that --objective masked-lm predicts", 0.15, legal=Interval(0, 1, low_open=True, high_open=True)
     )
     mask_whole_words: bool = setting("mask whole words, all of their tokens together, with --objective masked-lm", False)
+    reset_attention_mask: bool = setting("tokens attend only to their own document; keeps a mask of sequence x sequence", False)
     reset_position_ids: bool = setting("count positions from the last end-of-document token, with learned_absolute", False)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+from megatron.lm.data.documents import DOCUMENTS
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", DOCUMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,8 @@ def batches(
         device: for a CUDA device, batches are copied asynchronously from pinned memory.
 
     Returns:
-        An iterator over tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32. It draws no random number.
+        An iterator over tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32, and documents [b, s] int32 if the samples
+        have them. It draws no random number.
 
     Raises:
         ValueError: as MicroBatchSampler; at the call, not at the first batch.
@@ -110,7 +113,7 @@ def _ignore_signals(worker: int) -> None:
 
 def _collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack the model's inputs; a blend's `dataset_id` is dropped."""
-    return default_collate([{key: sample[key] for key in BATCH_KEYS} for sample in samples])
+    return default_collate([{key: sample[key] for key in BATCH_KEYS if key in sample} for sample in samples])
 
 
 def _on_device(loader: DataLoader, device: torch.device) -> Iterator[dict[str, Tensor]]:

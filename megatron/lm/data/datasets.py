@@ -290,7 +290,7 @@ def _gpt_config(
         mmap_bin_files=True,
         tokenizer=tokenizer,
         reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=False,  # attention is causal over the whole sequence: no mask is built
+        reset_attention_mask=False,  # see `documents`: no mask is built on the host
         eod_mask_loss=config.data.eod_mask_loss,
         create_attention_mask=False,
     )

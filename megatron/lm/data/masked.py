@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron.lm.config import Config
+from megatron.lm.data.documents import DOCUMENTS
 from megatron.lm.data.tokenizer import Tokenizer
 
 MASKED = "masked-lm"
@@ -37,7 +38,8 @@ def model_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 class MaskedDataset(Dataset):
     """Samples of another dataset with some tokens masked.
 
-    `self[i]` contains tokens, labels, position_ids [s] int64 and loss_mask [s] float32, 1 at the selected tokens.
+    `self[i]` contains tokens, labels, position_ids [s] int64 and loss_mask [s] float32, 1 at the selected tokens; and documents if the
+    other dataset has them.
 
     Args:
         samples: dataset with tokens, loss_mask and position_ids [s]; its labels are not used.
@@ -73,7 +75,7 @@ class MaskedDataset(Dataset):
             "labels": sample["tokens"].clone(),
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": sample["position_ids"],
-        }
+        } | {key: sample[key] for key in (DOCUMENTS,) if key in sample}
 
     def _chosen(self, tokens: np.ndarray, draw: np.random.Generator) -> np.ndarray:
         """Return the positions of the tokens to predict; none is an end-of-document token."""

@@ -29,6 +29,8 @@ BACKENDS: dict[str, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "math": [SDPBackend.MATH],
 }
+# For a mask of s x s: flash takes none, and memory-efficient attention takes any.
+MASKED_BACKENDS = {"auto": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]}
 
 
 def check_backend(backend: str, dropout: float = 0.0) -> None:
@@ -39,6 +41,26 @@ def check_backend(backend: str, dropout: float = 0.0) -> None:
         raise ValueError(f"--attention-backend {backend}: choose one of {', '.join(BACKENDS)}")
     if backend == "cudnn" and not torch.backends.cudnn.is_available():
         raise ValueError("--attention-backend cudnn: this machine has no cuDNN; choose auto, flash or math")
+
+
+def document_mask(documents: Tensor, *, causal: bool, dtype: torch.dtype) -> Tensor:
+    """Return a mask with which tokens attend only to their own document.
+
+    All layers of a micro-batch share it, and attention's backward keeps it: b s^2 numbers. It is additive since torch would convert a
+    Boolean mask in every layer, and keep each copy.
+
+    Args:
+        documents: [b, s] int, the same number for tokens of the same document.
+        causal: whether tokens attend to earlier tokens only.
+        dtype: of the queries.
+
+    Returns:
+        [b, 1, s, s]: 0 where a query (third dimension) attends to a key (fourth), and otherwise -inf.
+    """
+    attends = documents[:, None, :, None] == documents[:, None, None, :]
+    if causal:
+        attends = attends.tril()
+    return torch.full(attends.shape, -torch.inf, dtype=dtype, device=attends.device).masked_fill_(attends, 0)
 
 
 def check_precision(config: Config) -> None:
@@ -136,7 +158,7 @@ class SDPAttention(MegatronModule):
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ValueError(f"attention mask type {attn_mask_type} is not supported: choose causal or no_mask")
         self.causal = attn_mask_type is AttnMaskType.causal
-        self.backends = BACKENDS[backend]
+        self.backends, self.masked_backends = BACKENDS[backend], MASKED_BACKENDS.get(backend, BACKENDS[backend])
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
 
@@ -153,19 +175,22 @@ class SDPAttention(MegatronModule):
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s, b, query groups, d] -> [s, b, heads * d], all in the input's dtype.
 
-        attention_mask: bool, broadcast to [b, heads, s, s], True where a query (third dimension) does not attend to a key (fourth);
-            [b, 1, 1, s] for padding. Each query must attend to at least one key.
+        attention_mask: broadcast to [b, heads, s, s], bool, True where a query (third dimension) does not attend to a key (fourth), or
+            additive (`document_mask`); [b, 1, 1, s] for padding. It replaces the causal mask, and so must contain it. Each query must
+            attend to at least one key.
 
         Raises:
-            ValueError: if there is a bias, packed sequences, a mask in addition to the causal one, or one that the backend does not
-            support.
+            ValueError: if there is a bias, packed sequences, a mask of padding in addition to the causal one, or a mask that the backend
+            does not support.
         """
-        if attention_bias is not None or packed_seq_params is not None or (attention_mask is not None and self.causal):
+        only_keys = attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[0]
+        if attention_bias is not None or packed_seq_params is not None or (only_keys and self.causal):
             raise ValueError(
-                "core attention got a bias, packed sequences, or a mask in addition to the causal one, which are not supported; pass None"
+                "core attention got a bias, packed sequences, or a padding mask in addition to the causal one, which are not supported; "
+                "pass None"
             )
         if attention_mask is not None and self.backends == BACKENDS["flash"]:
-            raise ValueError("--attention-backend flash does not support a padding mask; choose auto, cudnn or math")
+            raise ValueError("--attention-backend flash does not support a mask; choose auto, cudnn or math")
         sequence, batch, heads, channels = query.shape
         dtype = query.dtype
         # Views: the kernels read any strides of the first three dimensions.
@@ -174,14 +199,15 @@ class SDPAttention(MegatronModule):
             # On a CPU torch's BF16 attention backward is 3x slower than FP32 with BF16 instructions, and far slower without.
             q, k, v = q.float(), k.float(), v.float()
         dropout = self.dropout if self.training else 0.0
-        with sdpa_kernel(self.backends, set_priority=True), self._dropout_rng(dropout):
+        backends = self.backends if attention_mask is None or only_keys else self.masked_backends
+        with sdpa_kernel(backends, set_priority=True), self._dropout_rng(dropout):
             context = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if attention_mask is None else ~attention_mask,
+                attn_mask=~attention_mask if attention_mask is not None and attention_mask.dtype is torch.bool else attention_mask,
                 dropout_p=dropout,
-                is_causal=self.causal,
+                is_causal=self.causal and attention_mask is None,
                 scale=self.softmax_scale,
                 enable_gqa=heads != key.shape[2],
             )

@@ -16,7 +16,7 @@ from torch.nn import functional
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.config.baselines import PeerRecipe
 from megatron.lm.config.precision import saved_activations
-from megatron.lm.model.attention import check_backend
+from megatron.lm.model.attention import check_backend, document_mask
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
@@ -44,6 +44,7 @@ class GPT(GPTModel):
 
     Args:
         output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
+        causal: whether a token attends to earlier tokens only, as the layers do.
         head_precision: of the LM head's GEMMs for a masked loss (`vocabulary_loss.PRECISIONS`); returned logits never use FP8.
         The others are those of GPTModel.
     """
@@ -55,10 +56,11 @@ class GPT(GPTModel):
         *args: Any,
         output_linear: type[ColumnParallelLinear] = ColumnParallelLinear,
         head_precision: str = COMPUTE,
+        causal: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.head_precision = head_precision
+        self.head_precision, self.causal = head_precision, causal
         self._angles: dict[int, Tensor] = {}
         if self.pre_process and hasattr(self.embedding, "position_embeddings"):
             # megatron-core creates this layer in FP32, whatever params_dtype is, and on the CPU.
@@ -88,6 +90,11 @@ class GPT(GPTModel):
         if rotary is not None:
             rotary = self._angles.setdefault(rotary.shape[0], rotary)
         return embedded, rotary, *others
+
+    def document_mask(self, documents: Tensor) -> Tensor:
+        """Return the attention mask for `forward` in which tokens attend only to their own document; documents: [b, s] int."""
+        dtype = self.config.params_dtype if documents.is_cuda else torch.float32  # as `SDPAttention` computes
+        return document_mask(documents, causal=self.causal, dtype=dtype)
 
     def hidden_states(self, tokens: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the input of the output layer.
@@ -249,6 +256,7 @@ def assemble(
         vp_stage=vp_stage,
         output_linear=linears["output_layer"],
         head_precision=config.precision.output_layer_precision,
+        causal=model.objective == "causal-lm",
     )
     draw_weights(gpt, config)
     return gpt

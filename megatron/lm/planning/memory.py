@@ -325,7 +325,8 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
 
     1F1B has P - p micro-batches in flight on stage p of P; interleaved with V chunks per stage, 2 (P - p - 1) + (V - 1) P + 1 times a
     chunk. In CUDA graphs each of the chunks' `slots` has its own memory (`_in_slots`). Full recomputation keeps the inputs of its units and
-    all activations of one unit; selective adds the recomputed part of one layer. The last stage adds the maximum of two peaks: final norm,
+    all activations of one unit; selective adds the recomputed part of one layer. With `--reset-attention-mask` each micro-batch in flight
+    has its mask. The last stage adds the maximum of two peaks: final norm,
     LM head and cross entropy of one micro-batch (`_head`), and backward of a layer after them (`_backward_of_a_layer`).
     """
     model, training, parallel = config.model, config.training, config.parallel
@@ -345,10 +346,17 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
         kept, again = -(-chunk // unit) * stream, max(sum(fullest[first : first + unit]) for first in range(0, chunk, unit))
     else:
         kept, again = unit * stream + sum(fullest[unit:]), max(fullest[:unit])
+    kept += _document_mask(config)
     head = max(2 * stream + _head(config), _backward_of_a_layer(config)) if stage == stages - 1 else 0
     if stages > 1 and captured(config):
         return _in_slots(slots(stage, stages, layers // chunk, micro_batches), kept + again, stream, _backward_of_a_layer(config), head)
     return under_way * kept + again + head
+
+
+def _document_mask(config: Config) -> int:
+    """Return the bytes of the mask of `--reset-attention-mask`, which the layers of a micro-batch share: s x s numbers per sequence."""
+    sequences, length = config.training.micro_batch_size, config.model.seq_length
+    return sequences * length**2 * _compute_bytes(config) if config.data.reset_attention_mask else 0
 
 
 def _in_slots(slots: Sequence[int], kept: int, stream: int, backward: int, head: int) -> int:
@@ -436,4 +444,6 @@ def report(config: Config, world_size: int) -> str:
         sizes = {**vars(rank), **rank.states, "total": rank.total}
         where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"
         table.append(f"{where:<34}" + "".join(f"{sizes[name] / GIB:>12.2f}" for name in columns))
+    if mask := _document_mask(config):
+        table.append(f"activations include {mask / GIB:.2f} GiB per micro-batch in flight for the mask of --reset-attention-mask")
     return "\n".join([grid, batch, size, *table])

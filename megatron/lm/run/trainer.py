@@ -19,6 +19,7 @@ from megatron.lm.config.presets import parameter_count
 from megatron.lm.data import order
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
+from megatron.lm.data.documents import numbered
 from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.masked import MASKED, masked, model_vocabulary
 from megatron.lm.data.same_data import check_same_data
@@ -155,7 +156,7 @@ class Trainer:
     def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
         readers = self.training.grid.batch
         read = batches(
-            masked(dataset, self.config, self.tokenizer),
+            masked(numbered(dataset, self.config, self.tokenizer), self.config, self.tokenizer),
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=readers.rank,
             data_parallel_size=readers.size,

@@ -28,6 +28,7 @@ FLAGS = (
         "--eod-mask-loss",
         "--mask-prob X",
         "--reset-position-ids",
+        "--reset-attention-mask",
     ),
     *dropped("each epoch is read in one shuffled order, which --seed determines", "--dataloader-type single", "--dataloader-type cyclic"),
     *dropped("token files are always memory-mapped, which reads the same tokens", "--no-mmap-bin-files"),
@@ -44,7 +45,6 @@ FLAGS = (
     *dropped("all data is used, at a sample rate of 1", "--sample-rate 1"),
     *dropped("the tokenizer's own files determine it", "--tokenizer-hf-use-fast"),
     *translated("--tokenizer-special-tokens TEXT...", "--tiktoken-special-tokens TEXT..."),
-    *refused("attention still crosses document boundaries here: drop it", "--reset-attention-mask"),
     *refused("GPT has a single sequence length: give only --seq-length", "--decoder-seq-length N"),
     *refused(
         "BERT's sentence pairs are not supported: use HuggingFaceTokenizer with --objective masked-lm",

@@ -100,6 +100,21 @@ def masking(config: Config, world_size: int) -> Problems:
             yield f"{given} has no effect with --objective causal-lm: drop it, or use --objective masked-lm"
 
 
+def documents(config: Config, world_size: int) -> Problems:
+    """`--reset-attention-mask` needs an attention that takes a mask."""
+    from megatron.lm.config.baselines import PeerRecipe  # torch
+
+    if not config.data.reset_attention_mask:
+        return
+    backend = config.model.attention_backend
+    if backend == "flash":
+        yield "--reset-attention-mask gives attention a mask, which --attention-backend flash does not support: choose auto, cudnn or math"
+    if config.precision.attention_precision == "fp8":
+        yield "--reset-attention-mask gives attention a mask, which --attention-precision fp8 does not support: drop one of them"
+    if isinstance(config.precision.named, PeerRecipe):
+        yield f"--reset-attention-mask is not built for Transformer Engine's attention ({config.precision.name}): use another precision"
+
+
 def resumed(config: Config, world_size: int) -> Problems:
     """`--override-data` needs a checkpoint with an order of the data to compare with."""
     if config.data.override_data and (config.checkpoint.load is None or config.checkpoint.finetune):
@@ -134,5 +149,6 @@ RULES: Rules = {
     datasets: ("data", "logging"),
     tokenizer: ("model", "data", "logging"),
     masking: ("model", "data"),
+    documents: ("model", "data", "precision"),
     resumed: ("data", "checkpoint"),
 }

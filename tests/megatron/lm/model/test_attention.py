@@ -9,7 +9,16 @@ from torch import Tensor
 
 from helpers import tiny
 from megatron.lm.build import build_training
-from megatron.lm.model.attention import _TABLES, Attention, FP8CoreAttention, SDPAttention, check_backend, check_precision, cos_sin
+from megatron.lm.model.attention import (
+    _TABLES,
+    Attention,
+    FP8CoreAttention,
+    SDPAttention,
+    check_backend,
+    check_precision,
+    cos_sin,
+    document_mask,
+)
 from megatron.lm.model.gpt import build_model
 from megatron.lm.processes import process_groups
 from msamp.numerics.recipe import FP32, O3
@@ -103,11 +112,28 @@ def test_padding_is_not_seen_and_gets_no_gradient(groups: int):
         assert all(bool((grad[:length, row] != 0).any()) for row, length in enumerate(lengths) if length > 1)
 
 
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_a_mask_of_documents_keeps_them_apart_in_value_and_gradient(backend: str):
+    q, k, v = tensors(2, torch.float32)
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], device=q.device)
+    additive = document_mask(numbers, causal=True, dtype=torch.float32)
+    y = attention(2, backend=backend)(q, k, v, additive)
+    assert torch.equal(y, attention(2, backend=backend)(q, k, v, additive == -torch.inf))
+    parts = [
+        [explicit(*(x[row == n, at : at + 1] for x in (q, k, v)), CHANNELS**-0.5) for n in row.unique()] for at, row in enumerate(numbers)
+    ]
+    reference = torch.cat([torch.cat(part) for part in parts], dim=1)
+    torch.testing.assert_close(y.double(), reference, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), grad), torch.autograd.grad(reference, (q, k, v), grad.double()), strict=True):
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-5)
+
+
 def test_what_it_does_not_serve_is_refused():
     q, k, v = tensors(HEADS, torch.float32)
     with pytest.raises(ValueError, match="core attention got a bias"):
-        attention()(q, k, v, torch.ones(1, 1, 6, 6))
-    with pytest.raises(ValueError, match="flash does not support a padding mask; choose auto, cudnn or math"):
+        attention()(q, k, v, torch.zeros(3, 1, 1, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match="flash does not support a mask; choose auto, cudnn or math"):
         attention(backend="flash", kind=AttnMaskType.no_mask)(q, k, v, torch.zeros(3, 1, 1, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match="choose causal or no_mask"):
         SDPAttention(attention().config, 1, AttnMaskType.padding)

@@ -306,6 +306,26 @@ def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
     assert stage_activations(interleaved, 3, 8) == 15 * layer + head
 
 
+def test_the_mask_of_documents_is_kept_once_for_each_micro_batch_under_way():
+    def mask(text: str, stage: int = 0) -> int:
+        with_mask, without = flags(f"{text} --reset-attention-mask"), flags(text)
+        return stage_activations(with_mask, stage, 8) - stage_activations(without, stage, 8)
+
+    sequences, length = 4, 2048  # of the preset
+    one = 2 * sequences * length**2
+    assert mask("--preset 1.3b --opt-level O3") == one
+    assert mask("--preset 1.3b --recompute-granularity full --recompute-method uniform --recompute-num-layers 1") == one
+    assert [mask("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4", stage) for stage in range(4)] == [
+        4 * one,
+        3 * one,
+        2 * one,
+        one,
+    ]
+    said = report(flags("--preset 1.3b --opt-level O3 --reset-attention-mask"), 1)
+    assert "activations include 0.03 GiB per micro-batch in flight for the mask of --reset-attention-mask" in said
+    assert "mask" not in report(flags("--preset 1.3b --opt-level O3"), 1)
+
+
 def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
     config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4 --cuda-graph step")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048

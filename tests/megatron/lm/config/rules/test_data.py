@@ -15,6 +15,17 @@ REFUSALS = {
     ),
     "words of a GPT": ("--mask-whole-words", 1, "--mask-whole-words has no effect with --objective causal-lm: drop it, or use"),
     "masked ends": ("--objective masked-lm --eod-mask-loss", 1, "--eod-mask-loss has no effect with --objective masked-lm, which never"),
+    "documents apart, flash": (
+        "--reset-attention-mask --attention-backend flash",
+        1,
+        "--reset-attention-mask gives attention a mask, which --attention-backend flash does not support: choose auto, cudnn or math",
+    ),
+    "documents apart, FP8": (
+        "--reset-attention-mask --opt-level O3 --attention-precision fp8",
+        1,
+        "--reset-attention-mask gives attention a mask, which --attention-precision fp8 does not support: drop one of them",
+    ),
+    "documents apart, TE": ("--reset-attention-mask --precision te-bf16", 1, "not built for Transformer Engine's attention .te-bf16.: use"),
     "no data": ("--data-path", 1, "no training data: give --data-path PREFIX or --train-data-path PREFIX"),
     "no train data": ("--data-path --valid-data-path corpus", 1, "no training data next to --valid-data-path: give"),
     "data twice": ("--train-data-path corpus", 1, "--data-path and --train-data-path contradict each other: give --data-path with"),
