@@ -59,6 +59,14 @@ def loss() -> Table:
     return Table(columns, cells, [(precisions, rows)])
 
 
+def default_loss() -> Table:
+    """The difference from BF16 of each level with its default rounding: the short form of `loss`."""
+    whole = loss()
+    shown = [cells for cells in whole.cells if cells[1] in ("", STOCHASTIC)]
+    names = ["precision", "seeds", "validation loss", "% from BF16, 95 % interval"]
+    return Table(names, [[precision, *rest] for precision, _, *rest, _ in shown], whole.sources)
+
+
 def tree_before(row: Row) -> str:
     """The commit of the tree that a row is compared with, from its command.
 
@@ -147,5 +155,6 @@ def tuned(task: str, case: str, base: str, name: str = "bf16_loss") -> Interval:
 
 
 TABLES: dict[str, Callable[[], Table | Sentence]] = {
-    "rounding-loss": loss, "rounding-speed": speed, "rounding-cost": cost, "rounding-tuning": tuning, "small-updates": small_updates,
+    "rounding-loss": loss, "default-loss": default_loss, "rounding-speed": speed, "rounding-cost": cost, "rounding-tuning": tuning,
+    "small-updates": small_updates,
 }  # fmt: skip

@@ -22,6 +22,15 @@ def percent(number: float) -> str:
     return f"{number:+.2f}"
 
 
+def test_the_short_form_of_losses_has_the_default_rounding_alone():
+    short, whole = rounding.default_loss(), rounding.loss()
+    assert [cells[0] for cells in short.cells] == ["`bf16`", *(f"`{level}`" for level in rounding.LEVELS)]
+    for cells in short.cells[1:]:
+        line = next(line for line in whole.cells if line[:2] == [cells[0], "stochastic"])
+        assert cells[-1] == line[-2]
+    assert short.sources == whole.sources
+
+
 @pytest.mark.parametrize("level", rounding.LEVELS)
 def test_losses_are_paired_by_seed_with_a_95_percent_interval(level):
     by_hand = [last(CURVES, f"{run(level, 'stochastic')}_{n}") / last(CURVES, f"{run(level, 'nearest')}_{n}") - 1 for n in SEEDS]
