@@ -21,13 +21,13 @@ SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise a ValueError if the file is missing or damaged, or contains something else."""
     refuse_irregular(path.parent, [path.name])
-    text = read_text(path, "a folder as `save_pretrained` of transformers writes it")
+    text = read_text(path, "a folder that transformers' `save_pretrained` wrote")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): restore it") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}, not an object: restore it")
+        raise ValueError(f"{path} contains {type(content).__name__}, not an object: restore it")
     return content
 
 
@@ -48,7 +48,7 @@ class Tensors(Mapping[str, Tensor]):
     """The tensors of a folder by name: of model.safetensors, or of the files that its index names. Read one at a time.
 
     Raises:
-        ValueError: no such file, a damaged one, or an index with names of files elsewhere.
+        ValueError: no such file, a damaged one, or an index that names files elsewhere.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Tensors(Mapping[str, Tensor]):
                 self._file = dict.fromkeys(opened.keys(), folder / MODEL)
         else:
             raise ValueError(
-                f"{folder} holds neither {MODEL} nor {INDEX}; pickled files (pytorch_model.bin) are not read: save the model again with "
+                f"{folder} contains neither {MODEL} nor {INDEX}; pickled files (pytorch_model.bin) are not read: save the model again with "
                 "safe_serialization"
             )
 
@@ -86,11 +86,11 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def check_finite(name: str, x: Tensor) -> None:
-    """Raise a ValueError if a tensor has values that no weight has, NaN or Inf."""
+    """Raise a ValueError if a tensor contains NaN or Inf."""
     finite = (x.float() if x.itemsize == 1 else x).isfinite()  # torch has no isfinite for FP8
     if not finite.all():
         bad, dtype = int((~finite).sum()), str(x.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} holds {bad} values that are NaN or infinite in {dtype}: give a sound model, or another --dtype")
+        raise ValueError(f"{name} contains {bad} non-finite values (NaN or Inf) in {dtype}: give a valid model, or another --dtype")
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def write_tensors(
 ) -> int:
     """Write `tensors` to model.safetensors, or, if they exceed `shard_bytes`, to several files and an index.
 
-    No more than one file's tensors are held at a time.
+    At most one file's tensors are in memory at a time.
 
     Returns:
         Bytes of the tensors.

@@ -1,11 +1,12 @@
-"""Checks in a minute, before training, that the GPUs of a job compute, have memory and reach each other; names rank and host of a fault.
+"""Check in a minute, before training, that a job's GPUs compute correctly, have free memory and reach each other; name rank and host of a
+fault.
 
     torchrun --nproc-per-node 8 -m megatron.lm.tools.check_cluster
 
-Started as the trainer is, a process a GPU, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Every process multiplies
-matrices of small integers in BF16 and in FP8, with products known to the bit, and looks at the free memory of its GPU. Then sums
-travel, first inside each machine, then between neighbours, then over all, each within `--timeout-seconds`. Ends with 0 where all is well,
-else with 1 on every process. Without a GPU the same runs over gloo, the FP8 product on dequantized values.
+It is started like the trainer, with one process per GPU and with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Every process
+multiplies matrices of small integers in BF16 and in FP8, with products known to the bit, and checks the free memory of its GPU. Then the
+processes run all-reduces: inside each machine, between neighbours, and over all ranks, each within `--timeout-seconds`. The exit code is 0
+if all is well, else 1 on every process. Without a GPU the checks run over gloo, with the FP8 product on dequantized values.
 """
 
 import itertools
@@ -43,7 +44,7 @@ HANGING = "sum"  # name of the thread that waits for others
 
 @dataclass(frozen=True)
 class Found:
-    """What a process knows of its own GPU: `problem` in words or None, time of a BF16 product (s), free memory (GiB)."""
+    """What a process reports about its own GPU: `problem` as text or None, time of a BF16 product (s), free memory (GiB)."""
 
     host: str
     problem: str | None
@@ -52,14 +53,14 @@ class Found:
 
 
 def operands(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two matrices of integers up to `LARGEST`, [size, DEPTH] FP32, and the product of one and the other's transpose, FP32: exact."""
+    """Return two matrices of integers up to `LARGEST`, [size, DEPTH] FP32, and the exact product of one and the other's transpose, FP32."""
     draw = torch.Generator().manual_seed(7)
     left, right = (torch.randint(-LARGEST, LARGEST + 1, (size, DEPTH), generator=draw).float() for _ in range(2))
     return left, right, left @ right.t()
 
 
 def wrong_products(device: torch.device, multiply: Callable[[], torch.Tensor], expected: torch.Tensor, times: int) -> int:
-    """How many elements of `times` products differ from `expected` [n, n]; waits for the device."""
+    """Count the elements of `times` products that differ from `expected` [n, n]; waits for the device."""
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(times):
         wrong += (multiply() != expected).sum()
@@ -67,9 +68,9 @@ def wrong_products(device: torch.device, multiply: Callable[[], torch.Tensor], e
 
 
 def local_problem(device: torch.device, free_gib: float, least_free_gib: float) -> tuple[str | None, float]:
-    """What is wrong with this process's device, or None; and the seconds of one BF16 product."""
+    """Return the problem with this process's device, or None, and the seconds of one BF16 product."""
     if free_gib < least_free_gib:
-        return f"{free_gib:.1f} GiB are free, fewer than --min-free-gib {least_free_gib:g}: end what else runs there", 0.0
+        return f"{free_gib:.1f} GiB are free, less than --min-free-gib {least_free_gib:g}: stop other programs on it", 0.0
     left, right, product = (x.to(device) for x in operands(SIZE[device.type]))
     one = torch.ones((), device=device)
     a, b, a8, b8 = left.bfloat16(), right.bfloat16(), left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
@@ -80,8 +81,11 @@ def local_problem(device: torch.device, free_gib: float, least_free_gib: float) 
     ):
         wrong = wrong_products(device, multiply, expected, PRODUCTS[device.type])
         if wrong:
-            how = "" if kind == "BF16" or fp8_hardware(device) else " (emulated)"
-            return f"{wrong} elements of {PRODUCTS[device.type]} known {kind} products{how} are wrong: take the GPU out", 0.0
+            emulated = "" if kind == "BF16" or fp8_hardware(device) else " (emulated)"
+            return (
+                f"{wrong} elements of {PRODUCTS[device.type]} known {kind} products{emulated} are wrong: take the GPU out of service",
+                0.0,
+            )
     return None, _seconds(device, lambda: a @ b.t())
 
 
@@ -100,9 +104,11 @@ def _seconds(device: torch.device, work: Callable[[], object], times: int = 20) 
 
 
 def look(launch: LaunchEnvironment, least_free_gib: float | None) -> tuple[torch.device, Found]:
-    """This process's device and what it finds there; what the driver raises is a problem like another.
+    """Return this process's device and its state; an error of the driver is reported as a problem.
 
-    least_free_gib: None: of a GPU `FREE_SHARE` of its memory.
+    Args:
+        launch: rank and local rank of this process.
+        least_free_gib: required free memory; None: `FREE_SHARE` of a GPU's memory.
     """
     host, device = socket.gethostname(), torch.device("cpu")
     try:
@@ -123,7 +129,7 @@ def look(launch: LaunchEnvironment, least_free_gib: float | None) -> tuple[torch
 
 
 def slow(seconds: Mapping[int, float], factor: float) -> dict[int, str]:
-    """Of times for the same work by rank, those of more than `factor` times the median, and what to say of them; none with factor 0."""
+    """Return a message for each rank whose time for the same work is more than `factor` times the median; none with factor 0."""
     median = statistics.median(seconds.values()) if seconds else 0.0
     if not factor or not median:
         return {}
@@ -131,22 +137,22 @@ def slow(seconds: Mapping[int, float], factor: float) -> dict[int, str]:
 
 
 def stages(hosts: Sequence[str]) -> list[tuple[str, list[list[int]]]]:
-    """What travels in turn: a name, and the groups of ranks that add up. hosts: of each rank.
+    """Return the stages of the link check in order: a name, and the groups of ranks that run an all-reduce. `hosts`: the host of each rank.
 
-    Inside each machine; between the first ranks of neighbouring machines, even pairs and then odd ones, in a ring, so that a
-    broken cable is named by its two ends; over all ranks.
+    Inside each machine; between the first ranks of neighbouring machines in a ring, even pairs and then odd ones, so that the message names
+    both ends of a broken cable; over all ranks.
     """
     members = {host: [rank for rank, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
-    found = [("inside a machine", [ranks for ranks in members.values() if len(ranks) > 1])]
+    groups_of = [("inside a machine", [ranks for ranks in members.values() if len(ranks) > 1])]
     first = [ranks[0] for ranks in members.values()]
     pairs = list(itertools.pairwise(first)) + ([(first[-1], first[0])] if len(first) > 2 else [])
     for parity in range(2):
-        found.append(("between neighbouring machines", [sorted(pair) for pair in pairs[parity::2]]))
+        groups_of.append(("between neighbouring machines", [sorted(pair) for pair in pairs[parity::2]]))
     if len(first) > 2 and len(first) % 2:  # the pair that closes an odd ring shares a machine with the first
-        last = found[1][1].pop()
-        found.append(("between neighbouring machines", [last]))
-    found.append(("over all ranks", [list(range(len(hosts)))] if len(hosts) > 1 else []))
-    return [(name, groups) for name, groups in found if groups]
+        last = groups_of[1][1].pop()
+        groups_of.append(("between neighbouring machines", [last]))
+    groups_of.append(("over all ranks", [list(range(len(hosts)))] if len(hosts) > 1 else []))
+    return [(name, groups) for name, groups in groups_of if groups]
 
 
 def spoken(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
@@ -155,13 +161,13 @@ def spoken(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
 
 
 class Board:
-    """Where processes leave word, in the store at MASTER_ADDR and MASTER_PORT: under a name, by rank, as JSON.
+    """Messages of the processes, in the store at MASTER_ADDR and MASTER_PORT: under a name, by rank, as JSON.
 
     Args:
-        store: that all reach.
+        store: reachable by all processes.
         launch: this process and the others.
-        limit: seconds that one wait may take.
-        expected: hosts in the order of their ranks, as far as they are known before the ranks have come.
+        limit: longest wait, in seconds.
+        expected: hosts in the order of their ranks, if they are known before the ranks connect.
     """
 
     def __init__(self, store: dist.Store, launch: LaunchEnvironment, limit: float, expected: Sequence[str]) -> None:
@@ -170,32 +176,32 @@ class Board:
         self.hosts = {rank: expected[rank * len(expected) // launch.world_size] for rank in ranks} if expected else {}
 
     def say(self, name: str, word: Any) -> None:
-        """Leave a word of this rank."""
+        """Write a message of this rank."""
         self.store.set(f"{name}/{self.launch.rank}", json.dumps(word))
 
     def words(self, name: str, ranks: Iterable[int], limit: float | None = None) -> dict[int, Any]:
-        """The words of `ranks`, without those that leave none within the limit."""
-        end, waiting, found = time.monotonic() + (self.limit if limit is None else limit), list(ranks), {}
+        """Return the messages of `ranks`; those that write none within the limit are missing."""
+        end, waiting, messages = time.monotonic() + (self.limit if limit is None else limit), list(ranks), {}
         while True:
             for rank in [rank for rank in waiting if self.store.check([f"{name}/{rank}"])]:
-                found[rank] = json.loads(self.store.get(f"{name}/{rank}"))
+                messages[rank] = json.loads(self.store.get(f"{name}/{rank}"))
                 waiting.remove(rank)
             if not waiting or time.monotonic() > end:
-                return found
+                return messages
             time.sleep(0.02)
 
     def agree(self, name: str, judge: Callable[[], str | None]) -> None:
-        """Rank 0 judges; all go on where it finds nothing.
+        """Let rank 0 judge; all ranks continue if it finds no problem.
 
         Raises:
-            RunStopped: on every rank, with what it found.
+            RunStopped: on every rank, with the problem.
         """
         if self.launch.rank == 0:
             self.store.set(name, judge() or "")
         try:
             self.store.wait([name], timedelta(seconds=2 * self.limit + RESPONSE_SECONDS))
         except RuntimeError as error:  # DistError is one
-            raise RunStopped(f"rank 0 gives no verdict ({name}): it is dead or stopped") from error
+            raise RunStopped(f"rank 0 gives no verdict ({name}): it has died or is stopped") from error
         verdict = self.store.get(name).decode()
         # Rank 0 holds the store and may leave after any verdict: it waits until all have read, or the others would lose the connection.
         self.say(f"{name} read", True)
@@ -206,19 +212,23 @@ class Board:
 
 
 def open_board(launch: LaunchEnvironment, limit: float, expected: Sequence[str]) -> Board:
-    """The board of this job. RunStopped where rank 0 cannot be reached within the limit, ValueError without an address."""
+    """Open the board of this job. RunStopped if rank 0 cannot be reached within the limit, ValueError without an address."""
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         return Board(dist.HashStore(), launch, limit, expected)
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: give host and free port of rank 0, or start with torchrun")
+        raise ValueError(
+            f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}: give the host and a free port of rank 0, or start with torchrun"
+        )
     with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    mine = launch.rank == 0 and not with_agent
+    is_master = launch.rank == 0 and not with_agent
     try:
         left = timedelta(seconds=limit)
-        inside = rendezvous.listener(host, int(port)) if mine else None
-        store: dist.Store = dist.TCPStore(host, int(port), is_master=mine, timeout=left, wait_for_workers=False, master_listen_fd=inside)
-        if with_agent:  # the launcher's store remembers what was said before a restart
+        inside = rendezvous.listener(host, int(port)) if is_master else None
+        store: dist.Store = dist.TCPStore(
+            host, int(port), is_master=is_master, timeout=left, wait_for_workers=False, master_listen_fd=inside
+        )
+        if with_agent:  # the launcher's store keeps the messages from before a restart
             store = rendezvous.meet(store, launch.rank, launch.world_size, left)
     except RuntimeError as error:
         why = str(error).strip().partition("\n")[0]
@@ -227,19 +237,20 @@ def open_board(launch: LaunchEnvironment, limit: float, expected: Sequence[str])
 
 
 def check_devices(board: Board, found: Found, slow_factor: float) -> list[str]:
-    """All processes' words of their devices; hosts by rank. RunStopped on every rank where one lacks or has a problem."""
+    """Collect the device reports of all processes; return the hosts by rank. RunStopped on every rank if one is missing or has a
+    problem."""
     board.say("device", vars(found))
 
     def judge() -> str | None:
-        told = {rank: Found(**word) for rank, word in board.words("device", range(board.launch.world_size)).items()}
-        board.hosts |= {rank: one.host for rank, one in told.items()}
-        missing = [rank for rank in range(board.launch.world_size) if rank not in told]
-        problems = {rank: one.problem for rank, one in told.items() if one.problem}
-        late = slow({rank: one.seconds for rank, one in told.items() if rank not in problems}, slow_factor)
+        reports = {rank: Found(**word) for rank, word in board.words("device", range(board.launch.world_size)).items()}
+        board.hosts |= {rank: report.host for rank, report in reports.items()}
+        missing = [rank for rank in range(board.launch.world_size) if rank not in reports]
+        problems = {rank: report.problem for rank, report in reports.items() if report.problem}
+        late = slow({rank: report.seconds for rank, report in reports.items() if rank not in problems}, slow_factor)
         problems |= {rank: f"its product {text}" for rank, text in late.items()}
         lines = [f"{spoken([rank], board.hosts)}: {problems[rank]}" for rank in sorted(problems)]
         if missing:
-            lines.append(f"{spoken(missing, board.hosts)} did not come within {board.limit:g} s")
+            lines.append(f"{spoken(missing, board.hosts)} did not report within {board.limit:g} s")
         return "; ".join(lines)
 
     board.agree("devices", judge)
@@ -248,7 +259,7 @@ def check_devices(board: Board, found: Found, slow_factor: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Summed:
-    """What came of a sum: `problem` in words or None, seconds of one sum, and bus bandwidth as nccl-tests counts it (GB/s)."""
+    """Result of an all-reduce: `problem` as text or None, seconds, and bus bandwidth as nccl-tests defines it (GB/s)."""
 
     problem: str | None
     seconds: float = 0.0
@@ -256,11 +267,11 @@ class Summed:
 
 
 def add_up(device: torch.device, store: dist.Store, group: Sequence[int], rank: int, seconds: float) -> Summed:
-    """Sum known integers over a group of ranks. The process group exists for this sum alone."""
+    """All-reduce known integers over a group of ranks, in a process group of its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
     place, ranks = list(group).index(rank), len(group)
-    # Longer than our own limit: what NCCL and gloo say at theirs names no host.
+    # Longer than our own limit: the timeout messages of NCCL and gloo name no host.
     timeout = timedelta(seconds=seconds + 6 * RESPONSE_SECONDS)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=place, world_size=ranks, timeout=timeout)
     try:
@@ -277,7 +288,7 @@ def add_up(device: torch.device, store: dist.Store, group: Sequence[int], rank: 
 
 
 def within(limit: float, work: Callable[[], Summed]) -> Summed:
-    """The outcome of `work`, done in a thread: a collective that hangs cannot be called back."""
+    """Return the result of `work`, run in a thread: a hanging collective cannot be interrupted."""
     outcome: list[Summed] = []
 
     def run() -> None:
@@ -293,7 +304,7 @@ def within(limit: float, work: Callable[[], Summed]) -> Summed:
 
 
 def check_links(board: Board, device: torch.device, hosts: Sequence[str], slow_factor: float) -> list[str]:
-    """Sums over all groups of `stages(hosts)`; lines for the log, of each stage and its slowest group.
+    """Run the all-reduces of `stages(hosts)`; return a log line for each stage with its slowest group.
 
     Raises:
         RunStopped: on every rank, with the ranks and hosts of the first stage that fails.
@@ -301,10 +312,10 @@ def check_links(board: Board, device: torch.device, hosts: Sequence[str], slow_f
     lines = []
     for number, (name, groups) in enumerate(stages(hosts)):
         rank, key = board.launch.rank, f"stage {number}"
-        mine = next((group for group in groups if rank in group), None)
-        if mine is not None:
-            store = dist.PrefixStore(f"{key}/{mine[0]}", board.store)
-            board.say(key, vars(within(board.limit, partial(add_up, device, store, mine, rank, board.limit))))
+        own = next((group for group in groups if rank in group), None)
+        if own is not None:
+            store = dist.PrefixStore(f"{key}/{own[0]}", board.store)
+            board.say(key, vars(within(board.limit, partial(add_up, device, store, own, rank, board.limit))))
         heard: dict[int, Summed] = {}
         board.agree(key, partial(_judge_sums, board, key, name, groups, heard, slow_factor))
         if heard:
@@ -316,17 +327,17 @@ def check_links(board: Board, device: torch.device, hosts: Sequence[str], slow_f
 def _judge_sums(
     board: Board, key: str, name: str, groups: Sequence[Sequence[int]], heard: dict[int, Summed], slow_factor: float
 ) -> str | None:
-    """On rank 0: what is wrong with a stage; `heard` becomes what its ranks have said."""
+    """Return the problem of a stage, on rank 0; writes the results of its ranks into `heard`."""
     said = board.words(key, itertools.chain(*groups), board.limit + RESPONSE_SECONDS)
     heard |= {rank: Summed(**word) for rank, word in said.items()}
     silent = [rank for group in groups for rank in group if rank not in heard]
     if silent:
-        return f"sums {name}: {spoken(silent, board.hosts)} answer no more: dead or stopped"
+        return f"sums {name}: {spoken(silent, board.hosts)} do not answer: they have died or are stopped"
     problems = []
     for group in groups:
-        found = next((heard[rank].problem for rank in group if heard[rank].problem), None)
-        if found:
-            problems.append(f"{spoken(group, board.hosts)}: {found}")
+        problem = next((heard[rank].problem for rank in group if heard[rank].problem), None)
+        if problem:
+            problems.append(f"{spoken(group, board.hosts)}: {problem}")
     late = slow({group[0]: heard[group[0]].seconds for group in groups}, slow_factor) if len(groups) > 2 else {}
     problems += [f"{spoken(group, board.hosts)}: {late[group[0]]}" for group in groups if group[0] in late and not problems]
     return f"sums {name}: {'; '.join(problems)}" if problems else None
@@ -336,17 +347,15 @@ def _judge_sums(
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
-    parser.add_argument("--timeout-seconds", type=arguments.count(1, 3600), default=120, help="for each wait (default: %(default)s)")
-    parser.add_argument(
-        "--min-free-gib", type=arguments.count(0, 2**20), help="memory that has to be free (default: of a GPU 9 tenths of what it has)"
-    )
+    parser.add_argument("--timeout-seconds", type=arguments.count(1, 3600), default=120, help="longest wait (default: %(default)s)")
+    parser.add_argument("--min-free-gib", type=arguments.count(0, 2**20), help="free memory required (default: 90 %% of a GPU's memory)")
     parser.add_argument(
         "--slow-percent",
         type=arguments.count(0, 10_000),
-        help="refuse a rank that takes so many percent longer than the median of all; 0: none (default: 50 on GPUs, 0 elsewhere)",
+        help="refuse a rank that takes this many percent longer than the median; 0: never (default: 50 on GPUs, 0 elsewhere)",
     )
     parser.add_argument(
-        "--hosts", nargs="+", type=arguments.name, default=[], help="hosts in the order of their ranks, to name those that do not come"
+        "--hosts", nargs="+", type=arguments.name, default=[], help="hosts in the order of their ranks, to name those that do not connect"
     )
     args = parser.parse_args(argv)
     launch = launch_from_environment()
@@ -360,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunStopped as problem:
         if not any(thread.name == HANGING for thread in threading.enumerate()):
             raise
-        # The interpreter's end would wait for what hangs.
+        # A normal exit would wait for the hanging thread.
         print(f"error on rank {launch.rank}: {problem}" if launch.rank else f"error: {problem}", file=sys.stderr, flush=True)
         os._exit(exit_codes.STOPPED)
     if launch.rank == 0:

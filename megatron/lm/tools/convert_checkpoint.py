@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer to and from Hugging Face folders, to plain safetensors, to FP8 for inference; and what is in one.
+"""Convert the trainer's checkpoints to and from Hugging Face folders, to plain safetensors and to FP8 for inference; list their contents.
 
     python -m megatron.lm.tools.convert_checkpoint to-hf --load checkpoints --output gpt-hf --dtype bfloat16
     python -m megatron.lm.tools.convert_checkpoint from-hf --load gpt-hf --output imported      # then train with --load imported --finetune
@@ -7,14 +7,14 @@
     python -m megatron.lm.tools.convert_checkpoint to-megatron --load checkpoints --output for-megatron
     python -m megatron.lm.tools.convert_checkpoint inspect --load checkpoints
 
-- to-hf writes a gpt2, gpt_neox (sequential residual) or llama of transformers, whichever holds the model: weights from the best copy in
-  the checkpoint (the master, where there is one), without the rows that pad the vocabulary, and the tokenizer's files.
+- to-hf writes a gpt2, gpt_neox (sequential residual) or llama of transformers, whichever can represent the model: weights from the best
+  copy in the checkpoint (the master, if there is one), without the padding rows of the vocabulary, and the tokenizer's files.
 - to-megatron writes a torch_dist checkpoint that plain megatron-core loads: BF16 weights, and FP32 masters and moments of AdamW.
-- from-hf reads safetensors and JSON, never pickled files, and writes the weights alone.
+- from-hf reads safetensors and JSON, never pickled files, and writes only the weights.
 - export-bf16 keeps our names and the padded vocabulary; the configuration is in the file's metadata.
-- export-fp8 is what vLLM reads as compressed-tensors: E4M3 linear weights with a scale each, the rest BF16.
+- export-fp8 writes compressed-tensors, which vLLM reads: E4M3 linear weights with one scale each, the rest BF16.
 
-An output folder that is not empty is refused, and one appears only when it is whole. Runs on a CPU, whatever grid made the checkpoint.
+A non-empty output folder is refused; the output appears only when it is complete. Runs on a CPU, for a checkpoint of any grid.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Values(Mapping[str, Tensor]):
 
 
 def _saved(load: Path) -> "CheckpointReader":
-    from megatron.lm.checkpoint.reader import CheckpointReader  # megatron-core takes seconds, which --help need not wait for
+    from megatron.lm.checkpoint.reader import CheckpointReader  # importing megatron-core takes seconds, which --help should not
 
     return CheckpointReader(load)
 
@@ -77,13 +77,13 @@ def _given_tokenizer(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _configured(saved: "CheckpointReader", args: argparse.Namespace) -> Config:
-    """The checkpoint's configuration, with the tokenizer of the command line where it names one."""
+    """Return the checkpoint's configuration, with the tokenizer of the command line if it names one."""
     config = saved.config
     given = _given_tokenizer(args)
     if not given:
         return config
     model = replace(config.model, vocab_size=saved.info["vocab_size"] if given["tokenizer_type"] in SIZED else None)
-    same = config.data.tokenizer_type == given["tokenizer_type"]  # whose other settings hold for the files that are named now
+    same = config.data.tokenizer_type == given["tokenizer_type"]  # whose other settings also apply to the files on the command line
     return replace(config, model=model, data=replace(config.data if same else DataConfig(), **given))  # type: ignore[arg-type]
 
 
@@ -107,17 +107,17 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
 
 
 def to_hf(args: argparse.Namespace) -> str:
-    """A checkpoint -> a Hugging Face folder."""
+    """Convert a checkpoint to a Hugging Face folder."""
     return _export(args, fp8=False)
 
 
 def export_fp8(args: argparse.Namespace) -> str:
-    """A checkpoint -> a Hugging Face folder with FP8 weights."""
+    """Convert a checkpoint to a Hugging Face folder with FP8 weights."""
     return _export(args, fp8=True)
 
 
 def to_megatron(args: argparse.Namespace) -> str:
-    """A checkpoint -> one of Megatron-LM, in its format torch_dist."""
+    """Convert a checkpoint to Megatron-LM's format torch_dist."""
     from megatron.lm.checkpoint.write_megatron import write_megatron
 
     saved = _saved(args.load)
@@ -131,7 +131,7 @@ def to_megatron(args: argparse.Namespace) -> str:
 
 
 def export_bf16(args: argparse.Namespace) -> str:
-    """A checkpoint -> safetensors of our names in BF16."""
+    """Convert a checkpoint to BF16 safetensors under our names."""
     saved = _saved(args.load)
     metadata = {key: json.dumps(saved.info[key]) for key in ("version", "config", "vocab_size", "iteration")}
     with new_folder(args.output) as folder:
@@ -147,7 +147,7 @@ def _in_bf16(values: Values) -> Iterator[tuple[str, Tensor]]:
 
 
 def import_hf(args: argparse.Namespace) -> str:
-    """A Hugging Face folder -> a checkpoint with weights alone; the message says with which flags the trainer takes it."""
+    """Convert a Hugging Face folder to a checkpoint with only weights; the message lists the flags for the trainer."""
     from megatron.lm.checkpoint.write_weights import write_weights
 
     about, tensors = read_json(args.load / "config.json"), Tensors(args.load)
@@ -163,7 +163,7 @@ def import_hf(args: argparse.Namespace) -> str:
 
 
 def _model_flags(config: Config) -> list[str]:
-    """The flags of the model and its tokenizer."""
+    """Return the flags of the model and its tokenizer."""
     argv = to_argv(config)
     for own in ("--lr", "--micro-batch-size", "--train-iters", "--precision"):  # the run's, not the model's
         at = argv.index(own)
@@ -172,7 +172,7 @@ def _model_flags(config: Config) -> list[str]:
 
 
 def inspect(args: argparse.Namespace) -> str:
-    """What a checkpoint holds, as text."""
+    """List what a checkpoint contains."""
     saved = _saved(args.load)
     config = saved.config
     shown = ("version", "torch", "iteration", "consumed_samples", "vocab_size")
@@ -193,7 +193,7 @@ def inspect(args: argparse.Namespace) -> str:
 
 
 def _scale(weight: Tensor, pieces: int) -> str:
-    """The scale that the saved pieces of a weight share, or how many there are."""
+    """Return the scale that the saved pieces of a weight share, or the number of scales."""
     return f"{weight.scale_inv.item():g}" if isinstance(weight, ScalingTensor) else f"{pieces} scales"
 
 
@@ -206,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(work=work)
         added.add_argument("--load", required=True, type=arguments.path, help=source)
         if work is not inspect:
-            added.add_argument("--output", required=True, type=arguments.path, help="folder to make; one that is not empty is refused")
+            added.add_argument("--output", required=True, type=arguments.path, help="folder to create; a non-empty one is refused")
         return added
 
     def tokenizer_flags(to: argparse.ArgumentParser, default: str) -> None:
@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         to.add_argument("--vocab-file", type=arguments.path, help="encoder.json of GPT2BPETokenizer")
         to.add_argument("--merge-file", type=arguments.path, help="vocab.bpe of GPT2BPETokenizer")
 
-    null = "the checkpoint's; NullTokenizer leaves the files out"
+    null = "the checkpoint's; NullTokenizer writes no files"
     ours = "folder of the trainer's checkpoints (its --save), or of one iteration"
     to = subcommand("to-hf", to_hf, ours)
     to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (default: %(default)s)")
@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     megatron = subcommand("to-megatron", to_megatron, ours)
     megatron.add_argument("--no-optim", action="store_true", help="leave out the optimizer's masters and moments")
     of = subcommand("from-hf", import_hf, "folder with config.json and safetensors")
-    tokenizer_flags(of, "the folder's own, without one NullTokenizer")
+    tokenizer_flags(of, "the folder's own, else NullTokenizer")
     divisible = "pad the vocabulary to a multiple of this x tensor-parallel size (default: %(default)s)"
     of.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=divisible)
     subcommand("inspect", inspect, ours)

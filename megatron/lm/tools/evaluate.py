@@ -1,12 +1,12 @@
-"""Evaluate trained models: bits a byte of a text, and tasks through lm-eval. Several models stand beside each other in one table.
+"""Evaluate trained models: bits per byte of a text, and tasks with lm-eval. One table compares several models.
 
     python -m megatron.lm.tools.evaluate perplexity --load runs/quickstart/O0/checkpoint runs/quickstart/O2/checkpoint --text held_out.txt
     python -m megatron.lm.tools.evaluate last-word --text held_out.txt --output tasks/last_word.jsonl
     python -m megatron.lm.tools.evaluate tasks --load checkpoints gpt-fp8 --tasks piqa last_word --data-dir tasks --output results.json
 
-- --load takes the trainer's checkpoints and folders of Hugging Face (to-hf and export-fp8 of convert_checkpoint), as many as there are.
-- perplexity needs nothing more. tasks needs lm-eval, and a folder of Hugging Face transformers: pip install -e '.[eval]'.
-- Nothing is downloaded: tasks are YAML files here or below --include-path, their documents files below --data-dir.
+- --load takes the trainer's checkpoints and folders of Hugging Face (to-hf and export-fp8 of convert_checkpoint), any number of them.
+- perplexity needs nothing more. tasks needs lm-eval, and transformers for Hugging Face folders: pip install -e '.[eval]'.
+- Nothing is downloaded: tasks are YAML files in this package or --include-path, their documents are files in --data-dir.
 """
 
 import argparse
@@ -33,9 +33,9 @@ def _texts(paths: Sequence[Path], key: str) -> Iterator[str]:
 def _check_texts(paths: Sequence[Path]) -> None:
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"--text {path} does not exist, or is no file: give text, or one JSON object a line")
+            raise ValueError(f"--text {path} does not exist, or is not a file: give text, or one JSON object per line")
         if path.suffix not in (".txt", ".jsonl", ".json"):
-            raise ValueError(f"--text {path} is no .txt, .jsonl or .json file: give text, or one JSON object a line")
+            raise ValueError(f"--text {path} is not a .txt, .jsonl or .json file: give text, or one JSON object per line")
 
 
 def _write(output: Path | None, content: str) -> None:
@@ -45,7 +45,7 @@ def _write(output: Path | None, content: str) -> None:
             with durable.written_aside(output) as stream:
                 stream.write(content.encode())
         except OSError as error:
-            raise ValueError(f"--output {output} cannot be written ({error.strerror}): free space, or name another file") from None
+            raise ValueError(f"--output {output} cannot be written ({error.strerror}): free space, or give another file") from None
 
 
 def _report(rows: Rows, about: Mapping[str, Mapping[str, Any]], output: Path | None) -> None:
@@ -55,7 +55,7 @@ def _report(rows: Rows, about: Mapping[str, Mapping[str, Any]], output: Path | N
 
 
 def table(rows: Rows) -> str:
-    """Markdown: a line for each task and metric, a column for each model, standard errors behind what has one."""
+    """Return a Markdown table: a row per task and metric, a column per model, with standard errors where available."""
     names = list(rows)
     lines = ["| task | metric | " + " | ".join(names) + " |", "| --- | --- |" + " --- |" * len(names)]
     for task, metrics in next(iter(rows.values())).items():
@@ -78,7 +78,7 @@ def _cell(values: Mapping[str, Any], metric: str) -> str:
 def _each(loads: Sequence[Path], measure: Callable[[Any, Progress], dict[str, dict[str, Any]]], output: Path | None) -> None:
     names = [str(load) for load in loads]
     if len(set(names)) < len(names):
-        raise ValueError(f"--load {' '.join(names)}: a model is named twice")
+        raise ValueError(f"--load {' '.join(names)}: a model is listed twice")
     with Progress(f"loading {loads[0]}") as progress:
         rows, about = _measured(loads, measure, progress)
     _report(rows, about, output)
@@ -100,7 +100,7 @@ def _measured(
 
 
 def tell_perplexity(args: argparse.Namespace) -> None:
-    """Bits a byte of texts."""
+    """Measure bits per byte of texts."""
     from megatron.lm.evaluation.perplexity import perplexity
 
     _check_texts(args.text)
@@ -113,14 +113,14 @@ def tell_perplexity(args: argparse.Namespace) -> None:
         window = model.seq_length if args.window is None else args.window
         stride = max(1, window // 2) if args.stride is None else args.stride
         documents = _texts(args.text, args.json_key)
-        told = perplexity(model, documents, stride=stride, batch_size=args.batch_size, window=window, progress=advance)
-        return {"text": told.row()}
+        result = perplexity(model, documents, stride=stride, batch_size=args.batch_size, window=window, progress=advance)
+        return {"text": result.row()}
 
     _each(args.load, measure, args.output)
 
 
 def run_tasks(args: argparse.Namespace) -> None:
-    """Tasks through lm-eval."""
+    """Run tasks with lm-eval."""
     from megatron.lm.evaluation.models import needed
 
     for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
@@ -131,7 +131,7 @@ def run_tasks(args: argparse.Namespace) -> None:
 
     for folder in args.include_path:
         if not folder.is_dir():
-            raise ValueError(f"--include-path {folder} is no folder: name one that holds YAML files of tasks")
+            raise ValueError(f"--include-path {folder} is not a folder: give one that contains YAML files of tasks")
     known = harness.manager(args.data_dir, args.include_path)
     harness.check_tasks(args.tasks, known)
 
@@ -143,13 +143,13 @@ def run_tasks(args: argparse.Namespace) -> None:
 
 
 def make_last_word(args: argparse.Namespace) -> None:
-    """A last-word set of texts."""
+    """Make a last-word set from texts."""
     from megatron.lm.evaluation.last_word import passages
 
     _check_texts(args.text)
     lines = [json.dumps(passage, ensure_ascii=False) for passage in passages(_texts(args.text, args.json_key))]
     if not lines:
-        raise ValueError(f"{' '.join(map(str, args.text))}: no sentence ends with a word that the 3 before it hold; give a longer text")
+        raise ValueError(f"{' '.join(map(str, args.text))}: no sentence ends with a word that the 3 before it contain; give a longer text")
     _write(args.output, "\n".join(lines) + "\n")
     print(f"{args.output}: {len(lines)} passages")
 
@@ -159,30 +159,36 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=arguments.Parser)
 
     def command(name: str, run: Callable[[argparse.Namespace], None], what: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=what, description=what)
-        made.set_defaults(run=run)
-        return made
+        added = commands.add_parser(name, help=what, description=what)
+        added.set_defaults(run=run)
+        return added
 
-    told = command("perplexity", tell_perplexity, "bits a byte and perplexity of texts")
-    tasks = command("tasks", run_tasks, "tasks through lm-eval")
+    text = command("perplexity", tell_perplexity, "bits per byte and perplexity of texts")
+    tasks = command("tasks", run_tasks, "tasks with lm-eval")
     word = command("last-word", make_last_word, "make a set of last words from texts, for the task last_word")
-    for each in (told, tasks):
-        each.add_argument(
+    for subparser in (text, tasks):
+        subparser.add_argument(
             "--load", nargs="+", required=True, type=arguments.path, metavar="FOLDER", help="checkpoints, Hugging Face folders"
         )
-        each.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences side by side (default: %(default)s)")
-        each.add_argument("--output", type=arguments.output_file, metavar="FILE", help="results as JSON")
-    for each in (told, word):
-        each.add_argument("--text", nargs="+", required=True, type=arguments.path, metavar="FILE", help=".txt, or .jsonl, an object a line")
-        each.add_argument("--json-key", type=arguments.name, default="text", help="member that holds the text (default: %(default)s)")
-    told.add_argument("--window", type=arguments.count(1), help="tokens that the model sees (default: its sequence length)")
-    told.add_argument("--stride", type=arguments.count(1), help="tokens that the window moves on by (default: half the window)")
+        subparser.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences per batch (default: %(default)s)")
+        subparser.add_argument("--output", type=arguments.output_file, metavar="FILE", help="results as JSON")
+    for subparser in (text, word):
+        subparser.add_argument(
+            "--text", nargs="+", required=True, type=arguments.path, metavar="FILE", help=".txt, or .jsonl with one object per line"
+        )
+        subparser.add_argument(
+            "--json-key", type=arguments.name, default="text", help="member that contains the text (default: %(default)s)"
+        )
+    text.add_argument("--window", type=arguments.count(1), help="tokens of context (default: the model's sequence length)")
+    text.add_argument("--stride", type=arguments.count(1), help="tokens by which the window advances (default: half the window)")
     tasks.add_argument("--tasks", nargs="+", required=True, type=arguments.name, metavar="TASK", help="by name")
-    tasks.add_argument("--data-dir", type=arguments.path, default=Path("."), help="folder with the tasks' files (default: this one)")
-    tasks.add_argument("--include-path", nargs="+", type=arguments.path, default=[], metavar="FOLDER", help="of further tasks' YAML")
-    tasks.add_argument("--limit", type=arguments.count(1), help="of each task this many documents")
-    tasks.add_argument("--num-fewshot", type=arguments.count(0), help="solved documents before each (default: what the task says)")
-    word.add_argument("--output", required=True, type=arguments.output_file, metavar="FILE", help="JSON lines, {context, word} each")
+    tasks.add_argument("--data-dir", type=arguments.path, default=Path("."), help="folder with the tasks' files (default: the current one)")
+    tasks.add_argument(
+        "--include-path", nargs="+", type=arguments.path, default=[], metavar="FOLDER", help="with YAML files of further tasks"
+    )
+    tasks.add_argument("--limit", type=arguments.count(1), help="use only this many documents of each task")
+    tasks.add_argument("--num-fewshot", type=arguments.count(0), help="solved examples before each document (default: the task's)")
+    word.add_argument("--output", required=True, type=arguments.output_file, metavar="FILE", help="JSON lines with {context, word}")
     return parser
 
 

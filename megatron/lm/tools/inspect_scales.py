@@ -1,10 +1,10 @@
-"""What the precision recorder saw, in words and pictures.
+"""Show what the precision recorder measured, as text and plots.
 
     python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl --out runs/a/precision
 
-prints the worst tensors, and since which step they are. With --out it also writes precision.html and its pictures: heat maps of layer x
-step for each quantity and tensor, distributions over the layers, and the share of the updates that arrived. --out needs matplotlib, of the
-extra `plot`. The file is that of `--record-precision`.
+prints the worst tensors, and since which step they are so. With --out it also writes precision.html and its plots: heat maps of layer x
+step for each quantity and tensor, distributions over the layers, and the share of the updates that arrived. --out needs matplotlib (extra
+`plot`). The file is the trainer's `--record-precision`.
 """
 
 import base64
@@ -39,13 +39,13 @@ STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem aut
 
 @dataclass(frozen=True)
 class Complaint:
-    """When a tensor is told of: `column` of its row is worse than `limit`.
+    """Condition for reporting a tensor: `column` of its row is worse than `limit`.
 
     Attributes:
-        column: of the recorder.
-        limit: from where on.
-        low: whether less is worse.
-        words: what is said of a value.
+        column: name of the recorder's column.
+        limit: worst value that is not reported.
+        low: whether smaller is worse.
+        words: returns the text for a value.
     """
 
     column: str
@@ -54,20 +54,20 @@ class Complaint:
     words: Callable[[float], str]
 
     def value(self, row: Mapping[str, float | None]) -> float | None:
-        """The column's value. Where a row has `undelivered`, None for `lost`: stochastic rounding leaves most elements unchanged in a step,
-        and loses none of the update on average."""
+        """Return the column's value. `lost` is None if the row has `undelivered`: stochastic rounding leaves most elements unchanged in a
+        step, but loses none of the update on average."""
         return None if self.column == "lost" and row.get("undelivered") is not None else row.get(self.column)
 
     def holds(self, value: float | None) -> bool:
-        """Whether a value is worse than the limit."""
+        """Return whether a value is worse than the limit."""
         return value is not None and (value < self.limit if self.low else value > self.limit)
 
     def severity(self, value: float) -> float:
-        """How many times worse than the limit: what orders complaints of all kinds."""
+        """Return how many times a value is worse than the limit, which orders complaints of all kinds."""
         return self.limit / max(value, 1e-3) if self.low else value / self.limit
 
 
-# E4M3 of normal values gives 31 dB, E5M2 25: below 20 most of the range or of the elements is lost.
+# Normally distributed values have 31 dB in E4M3 and 25 in E5M2: below 20, most of the range or of the elements is lost.
 COMPLAINTS = (
     Complaint("underflow", 0.01, False, lambda x: f"{100 * x:.3g} % underflow"),
     Complaint("saturation", 0.001, False, lambda x: f"{100 * x:.3g} % saturated"),
@@ -80,44 +80,45 @@ COMPLAINTS = (
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The recorded steps by iteration; of several lines of one iteration (a resumed run) the last counts, a torn line does not.
+    """Read the recorded steps by iteration; of several lines for one iteration (a resumed run) the last counts, and an incomplete line is
+    skipped.
 
     Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, descent / update norm; the
     line's `outliers` are the column `held_down`.
 
     Raises:
-        ValueError: no such file, a line that is JSON and no recorded step, or no recorded step at all.
+        ValueError: no such file, a line that is JSON but not a recorded step, or no recorded step at all.
     """
-    wanted = "the file of the trainer's --record-precision"
+    expected = "the file of the trainer's --record-precision"
     steps: dict[int, dict[str, Any]] = {}
-    for number, text in enumerate(read_text(path, wanted).split("\n"), 1):
+    for number, text in enumerate(read_text(path, expected).split("\n"), 1):
         try:
             step = json.loads(text)
         except (ValueError, RecursionError):
-            continue  # what a kill has cut off
+            continue  # cut off when the run was killed
         try:
             steps[_iteration(step)] = step | {"series": dict(_series(step)), "total": _total_row(step)}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{path}, line {number} is no recorded step ({error!r}): give {wanted}") from None
+            raise ValueError(f"{path}, line {number} is not a recorded step ({error!r}): give {expected}") from None
     if not steps:
-        raise ValueError(f"{path} holds no recorded step: give {wanted}")
+        raise ValueError(f"{path} contains no recorded step: give {expected}")
     return [steps[iteration] for iteration in sorted(steps)]
 
 
 def _iteration(step: Mapping[str, Any]) -> int:
     if type(step["iteration"]) is not int or not 0 <= step["iteration"] < 2**63:
-        raise ValueError(f"iteration {step['iteration']!r} is no count")
+        raise ValueError(f"iteration {step['iteration']!r} is not a count")
     return step["iteration"]
 
 
 def _row(columns: Sequence[str], values: Sequence[Any]) -> dict[str, float | None]:
-    """Column -> value; ValueError where one is neither a finite number nor null."""
+    """Return {column: value}; ValueError if a value is neither a finite number nor null."""
     return {column: None if value is None else _finite(value) for column, value in zip(columns, values, strict=True)}
 
 
 def _finite(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
+        raise ValueError(f"{value!r} is not a finite number")
     return value
 
 
@@ -134,7 +135,7 @@ def _total_row(step: Mapping[str, Any]) -> dict[str, float | None] | None:
 def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
     columns = step["columns"]
     casts = {(layer, tensor): _row(columns["casts"], values) for layer, rows in step["casts"].items() for tensor, values in rows.items()}
-    for layer, rows in step.get("outliers", {}).items():  # older files have none
+    for layer, rows in step.get("outliers", {}).items():  # missing in older files
         for tensor, bits in rows.items():
             casts.setdefault((layer, tensor), {})["held_down"] = _finite(bits)
     yield from casts.items()
@@ -146,26 +147,26 @@ def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str
 
 def spoken(layer: str) -> str:
     """`decoder.layers.3.mlp.linear_fc2` -> `layer 3 linear_fc2`."""
-    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:self_attention\.|mlp\.)?(.+)", layer)
-    return f"layer {found[1]} {found[2]}" if found else layer
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(?:self_attention\.|mlp\.)?(.+)", layer)
+    return f"layer {match[1]} {match[2]}" if match else layer
 
 
 def _order(layer: str) -> tuple[int, str]:
-    found = re.match(r"decoder\.layers\.(\d+)\.(.*)", layer)
-    return (int(found[1]), found[2]) if found else (1 << 30, layer)
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", layer)
+    return (int(match[1]), match[2]) if match else (1 << 30, layer)
 
 
 def _tensors(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`TENSORS`, and the states of other updates that were recorded."""
-    found = {tensor for step in steps for _, tensor in step["series"]}
-    return [*TENSORS, *sorted(found - {*TENSORS, "update", "mu"})]
+    """Return `TENSORS` and the recorded states of other updates."""
+    recorded = {tensor for step in steps for _, tensor in step["series"]}
+    return [*TENSORS, *sorted(recorded - {*TENSORS, "update", "mu"})]
 
 
 def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
-    """Sentences on the tensors that are worse than `COMPLAINTS` allow at the last recorded step, the worst first, each with the first
-    step of those in a row at which it was so; where there are none, the worst of each quantity."""
+    """Return a sentence for each tensor that is worse than a limit of `COMPLAINTS` at the last recorded step, the worst first, each with
+    the step since which it has been so; if there are none, the worst of each quantity."""
     last = steps[-1]["series"]
-    found: list[tuple[float, str]] = []
+    complaints: list[tuple[float, str]] = []
     for (layer, tensor), row in last.items():
         for complaint in COMPLAINTS:
             value = complaint.value(row)
@@ -175,11 +176,11 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
                     if not complaint.holds(complaint.value(step["series"].get((layer, tensor), {}))):
                         break
                     since = step["iteration"]
-                found.append((complaint.severity(value), f"{spoken(layer)} {tensor}: {complaint.words(value)} since step {since}"))
-    if found:
-        told = [sentence for _, sentence in sorted(found, key=lambda pair: -pair[0])]
-        rest = [f"and {len(told) - most} more, less bad"] if len(told) > most else []
-        return told[:most] + rest
+                complaints.append((complaint.severity(value), f"{spoken(layer)} {tensor}: {complaint.words(value)} since step {since}"))
+    if complaints:
+        sentences = [sentence for _, sentence in sorted(complaints, key=lambda pair: -pair[0])]
+        rest = [f"and {len(sentences) - most} more, less bad"] if len(sentences) > most else []
+        return sentences[:most] + rest
     lines = ["no tensor stands out; the worst at the last step:"]
     for complaint in COMPLAINTS:
         values = [(value, key) for key, row in last.items() if (value := complaint.value(row)) is not None]
@@ -193,7 +194,7 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
 
 
 def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | None":
-    """A quantity of every tensor by layer and step; None where no step has it."""
+    """Plot a quantity of every tensor by layer and step; None if no step has it."""
     tensors = ("mu",) if quantity == "mu" else _tensors(steps)
     title, factor = QUANTITIES.get(quantity, ("mu", 1.0))
     panels, fp8 = [], {layer for layer, tensor in steps[-1]["series"] if tensor == "input"}
@@ -215,14 +216,14 @@ def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | No
         apart = max(1, len(steps) // 6)
         axis.set_xticks(range(0, len(steps), apart), [str(step["iteration"]) for step in steps[::apart]], fontsize=7)
         axis.set_title(tensor, loc="left", fontsize=10)
-    for axis in axes[len(panels) :]:  # an odd number leaves one over
+    for axis in axes[len(panels) :]:  # an odd number leaves one empty
         axis.axis("off")
     figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
 def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Underflow, saturation and SQNR over all layers at the last recorded step, a box a tensor."""
+    """Plot underflow, saturation and SQNR over all layers at the last recorded step, a box per tensor."""
     figure = _figure((10, 4))
     for axis, quantity in zip(figure.subplots(1, 3), ("sqnr_db", "underflow", "saturation"), strict=True):
         title, factor = QUANTITIES[quantity]
@@ -239,7 +240,8 @@ def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def updates(steps: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Over the steps: the share of the update that arrives, lost arithmetic, norms of parameters and updates; thick: of all parameters."""
+    """Plot over the steps the share of the update that arrives, lost arithmetic, and norms of parameters and updates; thick: of all
+    parameters."""
     figure = _figure((10, 6))
     names = sorted({name for step in steps for name, tensor in step["series"] if tensor == "update"}, key=_order)
     iterations = [step["iteration"] for step in steps]
@@ -276,7 +278,7 @@ def _figure(size: tuple[float, float]) -> "Figure":
 
 
 def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out: Path) -> Path:
-    """The page and its pictures in the folder `out`; the page's path. Needs matplotlib."""
+    """Write the page and its plots into the folder `out`; return the page's path. Needs matplotlib."""
     figures = {quantity: heat_maps(steps, quantity) for quantity in (*QUANTITIES, "mu")}
     figures |= {"distributions": distributions(steps), "updates": updates(steps)}
     with made_folder(out):
@@ -300,16 +302,16 @@ def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
-    parser.add_argument("file", type=arguments.path, help="what --record-precision has written")
-    parser.add_argument("--out", type=arguments.path, help="folder for the page and its pictures")
-    parser.add_argument("--most", type=arguments.count(1), default=10, help="tensors to name (default: %(default)s)")
+    parser.add_argument("file", type=arguments.path, help="the file that --record-precision wrote")
+    parser.add_argument("--out", type=arguments.path, help="folder for the page and its plots")
+    parser.add_argument("--most", type=arguments.count(1), default=10, help="tensors to report (default: %(default)s)")
     args = parser.parse_args(argv)
     steps = read(args.file)
     sentences = words(steps, args.most)
     print(*sentences, sep="\n")
     if args.out is not None:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("pictures want matplotlib: pip install matplotlib, or leave --out away")
+            raise ValueError("--out requires matplotlib: pip install matplotlib, or drop --out")
         print(f"page: {write_page(steps, sentences, args.out)}")
 
 

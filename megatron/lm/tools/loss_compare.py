@@ -1,15 +1,15 @@
-"""How far a training run's loss is from another's, from their metrics files.
+"""Compare the losses of training runs, from their metrics files.
 
     python -m megatron.lm.tools.loss_compare --base O0=runs/a/metrics.jsonl --other O2=runs/b/metrics.jsonl --max-rel 0.01
 
-prints a table. With --max-rel the exit code is 1 where the final validation loss is further away than that. A run without evaluations is
+prints a table. With --max-rel the exit code is 1 if the final validation losses differ by more than that. A run without evaluations is
 judged by its final smoothed training loss.
 
     python -m megatron.lm.tools.loss_compare --base O0=runs/O0_1/metrics.jsonl O0=runs/O0_2/metrics.jsonl \\
         --other O2=runs/O2_1/metrics.jsonl O2=runs/O2_2/metrics.jsonl --seeds 1 2
 
 compares groups of runs, paired by seed in the order given: it prints each pair, then the mean difference, its 95 % interval and a verdict
-(`paired_difference.py`). With --max-rel the exit code of a group is 0 only where the whole interval lies within that difference.
+(`paired_difference.py`). With --max-rel the exit code of a group is 0 only if the whole interval lies within that difference.
 """
 
 import math
@@ -73,7 +73,7 @@ def compare(base: Run, other: Run, window: int) -> Comparison:
 
 
 def table(base: Run, other: Run, result: Comparison) -> str:
-    """The comparison as aligned text."""
+    """Return the comparison as aligned text."""
     rows = [
         ("", base.name, other.name, "difference"),
         (f"final loss: {result.final}", f"{result.base_final:.4f}", f"{result.other_final:.4f}", f"{100 * result.rel:+.3f} %"),
@@ -97,7 +97,10 @@ def compare_groups(bases: Sequence[Run], others: Sequence[Run], seeds: Sequence[
     results = {seed: compare(base, other, window) for seed, base, other in zip(seeds, bases, others, strict=True)}
     ends = {result.final: seed for seed, result in results.items()}
     if len(ends) > 1:
-        raise ValueError(f"the pairs end differently ({'; '.join(f'seed {seed}: {end}' for end, seed in ends.items())}): train all alike")
+        raise ValueError(
+            f"the pairs end differently ({'; '.join(f'seed {seed}: {end}' for end, seed in ends.items())}): train all of them to the same "
+            "iteration"
+        )
     rows = [("seed", bases[0].name, others[0].name, "difference")]
     rows += [(f"{seed}", f"{one.base_final:.4f}", f"{one.other_final:.4f}", f"{100 * one.rel:+.3f} %") for seed, one in results.items()]
     finals = ({seed: getattr(one, key) for seed, one in results.items()} for key in ("base_final", "other_final"))
@@ -111,7 +114,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 where --max-rel is exceeded or a loss is not finite, else the exit codes of `megatron.lm.shell.exit_codes`."""
+    """Command line; exit code 1 if --max-rel is exceeded or a loss is not finite, else those of `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument(
         "--base", type=named_path, required=True, nargs="+", metavar="NAME=METRICS", help="the run, or group of runs, to compare with"
@@ -137,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(base, other, result))
     for run, final in ((base, result.base_final), (other, result.other_final)):
         if not math.isfinite(final):
-            print(f"the final loss of {run.name} is not finite: it has diverged")
+            print(f"the final loss of {run.name} is not finite: the run has diverged")
     if result.base_final:
         print(paired_difference({seeds[0]: result.base_final}, {seeds[0]: result.other_final}).sentence(base.name, other.name))
     if args.max_rel is not None and not abs(result.rel) <= args.max_rel:
@@ -147,9 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _seeds(base: Sequence[tuple[str, Path]], other: Sequence[tuple[str, Path]], given: Sequence[int] | None) -> list[int]:
-    """The seeds of the pairs; ValueError where runs or seeds do not pair."""
+    """Return the seeds of the pairs; ValueError if runs or seeds do not pair."""
     if len(base) != len(other):
-        raise ValueError(f"--base has {len(base)} runs and --other {len(other)}: give as many of each, in the order of their seeds")
+        raise ValueError(f"--base has {len(base)} runs and --other {len(other)}: give the same number of each, in the order of their seeds")
     for flag, group in (("--base", base), ("--other", other)):
         names = list(dict.fromkeys(name for name, _ in group))
         if len(names) > 1:

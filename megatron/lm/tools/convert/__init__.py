@@ -1,7 +1,7 @@
-"""Checkpoints in the forms of others, for convert_checkpoint.
+"""Checkpoint formats of other libraries, for convert_checkpoint.
 
-architectures.py    which tensor of ours is which of gpt2, gpt_neox and llama
-hugging_face.py     configuration and weights there and back
-fp8_export.py       E4M3 weights as compressed-tensors has them
+architectures.py    how our tensors map to those of gpt2, gpt_neox and llama
+hugging_face.py     configuration and weights in both directions
+fp8_export.py       E4M3 weights in the layout of compressed-tensors
 tokenizer_files.py  the tokenizer's files
 """

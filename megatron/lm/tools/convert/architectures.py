@@ -1,7 +1,8 @@
-"""The Hugging Face architectures that hold a GPT of ours, as data: the keys of config.json, the names and layouts of the tensors.
+"""Hugging Face architectures that can represent our GPT, as data: keys of config.json, names and layouts of tensors.
 
 Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox, llama, qwen2 and qwen3; for our side megatron-core's
-GPTModel. Its `linear_qkv` has for each query group its query heads, then key, then value, and its `linear_fc1` under SwiGLU is [gate; up].
+    GPTModel.
+Its `linear_qkv` contains, for each query group, its query heads, then key, then value, and its `linear_fc1` under SwiGLU is [gate; up].
 """
 
 import math
@@ -16,14 +17,14 @@ from megatron.lm.config import ModelConfig, flag
 
 EMBEDDING, POSITIONS, HEAD = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"
 LARGEST_TENSOR = 2**45  # elements
-LARGEST = 2**31  # no setting reaches it: a size beyond is damage
+LARGEST = 2**31  # no setting reaches it: a larger size means a damaged file
 # One function under three names: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). "gelu" is another one (erf).
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of ours is laid out as one or more of theirs; both ways move elements and compute nothing.
+    """How one of our tensors is laid out as one or more of theirs; both directions only move elements.
 
     split: (model, our tensor) -> their tensors. join: (model, their tensors) -> our tensor. Any dtype.
     """
@@ -63,13 +64,13 @@ STACKED_QKV = Layout(_split_stacked_qkv, _join_stacked_qkv)
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of ours and what becomes of it.
+    """One of our tensors and its counterparts.
 
     Attributes:
         ours: its name in the state dict of a model on one process.
         shape: its shape, the vocabulary not padded.
-        theirs: their names.
-        linear: whether it is the weight of a linear layer inside a transformer layer, which FP8 inference quantises.
+        theirs: names of its counterparts.
+        linear: whether it is the weight of a linear layer inside a transformer layer, which FP8 inference quantizes.
     """
 
     ours: str
@@ -88,7 +89,7 @@ class Rule:
         return self.layout.join(self.model, parts).contiguous()
 
     def their_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of theirs; ValueError where no memory could hold the tensor."""
+        """Return the shapes of its counterparts; ValueError if no memory could hold the tensor."""
         if math.prod(self.shape) > LARGEST_TENSOR:
             raise ValueError(f"{', '.join(self.theirs)} would be {' x '.join(map(str, self.shape))}: config.json is damaged")
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
@@ -100,16 +101,16 @@ class Architecture:
 
     Attributes:
         class_name: for "architectures" in config.json.
-        wants: settings of our model that it has no choice of.
+        wants: settings that our model must have.
         keys: key of config.json -> field or property of ModelConfig with the same value.
-        fixed: key of config.json -> values with which it computes what our model computes; the first one is written.
-        defaults: what transformers takes for a key that config.json leaves out.
-        layers: prefix of a layer's tensors, with the layer's number to be filled in.
+        fixed: key of config.json -> values with which it computes the same as our model; the first one is written.
+        defaults: transformers' default for a key that is missing in config.json.
+        layers: prefix of a layer's tensors, with a placeholder for the layer's number.
         modules: our module in a layer -> their modules and the layout.
         tops: our tensor outside the layers -> their name.
-        ignored: regular expression of tensors that hold no weight (masks, frequencies).
-        grouped: whether it knows query groups and heads of any width.
-        biases: keys that say whether its linear layers have biases; all alike in our models.
+        ignored: regular expression of tensors that are not weights (masks, frequencies).
+        grouped: whether it supports query groups and heads of any width.
+        biases: keys for whether its linear layers have biases; all equal in our models.
         scales_rope: whether `rope_scaling` in config.json may scale the rotary embedding.
     """
 
@@ -129,22 +130,22 @@ class Architecture:
 
     @property
     def types(self) -> dict[str, type]:
-        """Key of config.json that is read -> the type of its value; null stands for what follows from the others."""
+        """Key of config.json that is read -> the type of its value; null means derived from other keys."""
         derived = {key: int for key, value in self.defaults.items() if value is None}
         return {key: type(value) for key, value in self.defaults.items() if value is not None} | derived
 
     def judge(self, key: str, value: Any) -> None:
-        """ValueError where a value of config.json is not of the type of `key`."""
-        wanted = self.types[key]
+        """Raise a ValueError if a value of config.json does not have the type of `key`."""
+        expected = self.types[key]
         if value is None and self.defaults[key] is None:
             return
-        whole = type(value) is wanted or (wanted is float and type(value) is int)
-        if not whole or (wanted in (int, float) and not abs(value) < LARGEST):
+        whole = type(value) is expected or (expected is float and type(value) is int)
+        if not whole or (expected in (int, float) and not abs(value) < LARGEST):
             names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-            raise ValueError(f"config.json says {key} = {str(value)[:60]!r}: it must be {names[wanted]}")
+            raise ValueError(f"config.json has {key} = {str(value)[:60]!r}: it must be {names[expected]}")
 
     def misfits(self, model: ModelConfig) -> list[str]:
-        """The settings of `model` that this architecture cannot hold, as flags."""
+        """Return the settings of `model` that this architecture does not support, as flags."""
         bad = [f"{flag(key)} {getattr(model, key)}" for key, value in self.wants.items() if getattr(model, key) != value]
         heads, hidden = model.num_attention_heads, model.hidden_size
         if not self.scales_rope:
@@ -156,7 +157,7 @@ class Architecture:
         return bad
 
     def rules(self, model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-        """One rule a tensor of our model."""
+        """Yield one rule per tensor of our model."""
         hidden = model.hidden_size
         shapes = {EMBEDDING: (vocab_size, hidden), HEAD: (vocab_size, hidden), POSITIONS: (model.max_positions, hidden)}
         for ours, theirs in self.tops.items():
@@ -172,7 +173,7 @@ class Architecture:
 
 
 def _layer_shapes(model: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Module of a layer of ours -> {weight or bias: shape}."""
+    """Return, for each module of a layer, {weight or bias: shape}."""
     hidden, ffn, queries = model.hidden_size, model.ffn_size, model.num_attention_heads * model.head_size
     linears = {
         "self_attention.linear_qkv": (queries + 2 * model.query_groups * model.head_size, hidden),
@@ -287,7 +288,7 @@ GPT_NEOX = Architecture(
     layers="gpt_neox.layers.{}.",
     modules={
         "input_layernorm": (("input_layernorm",), SAME),
-        "self_attention.linear_qkv": (("attention.query_key_value",), SAME),  # its heads are [query; key; value] as well
+        "self_attention.linear_qkv": (("attention.query_key_value",), SAME),  # its heads are [query; key; value] too
         "self_attention.linear_proj": (("attention.dense",), SAME),
         "pre_mlp_layernorm": (("post_attention_layernorm",), SAME),
         "mlp.linear_fc1": (("mlp.dense_h_to_4h",), SAME),
@@ -360,7 +361,7 @@ LLAMA = Architecture(
     scales_rope=True,
 )
 
-# Llama with a bias in its queries, keys and values alone.
+# Llama with biases only in its queries, keys and values.
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
@@ -420,16 +421,16 @@ ARCHITECTURES = {one.model_type: one for one in (GPT2, GPT_NEOX, LLAMA, QWEN2, Q
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
-    """The architecture that holds `model`.
+    """Return the architecture that supports `model`.
 
     Raises:
-        ValueError: none does; it names for each the settings that stand in the way.
+        ValueError: none does; the message names the unsupported settings of each.
     """
     misfits = {name: one.misfits(model) for name, one in ARCHITECTURES.items()}
-    for name, found in misfits.items():
-        if not found:
+    for name, unsupported in misfits.items():
+        if not unsupported:
             return ARCHITECTURES[name]
-    reasons = "; ".join(f"{name} does not know {', '.join(found)}" for name, found in misfits.items())
+    reasons = "; ".join(f"{name} does not support {', '.join(unsupported)}" for name, unsupported in misfits.items())
     raise ValueError(
-        f"no architecture of Hugging Face that is served holds this model: {reasons}. export-bf16 writes any model under our own names"
+        f"no supported Hugging Face architecture can represent this model: {reasons}. export-bf16 writes any model under our own names"
     )

@@ -1,8 +1,8 @@
-"""Names and tensors of our models to and from Hugging Face's; pure functions over mappings of tensors.
+"""Convert names and tensors of our models to and from Hugging Face's: pure functions over mappings of tensors.
 
-Padding rows of the vocabulary are cut off on the way out. On the way in a padding row is the mean of the others, in the LM head the
-one choice that is harmless whatever the model: by Jensen's inequality such a row takes at most 1 / vocabulary of the softmax's
-denominator, where a row of zeros, with its logit of 0 among GPT-2's of -30 and less, would take nearly all of it.
+Exports drop the padding rows of the vocabulary. Imports set a padding row to the mean of the others. In the LM head this is the one choice
+that is harmless for every model: by Jensen's inequality such a row takes at most 1 / vocabulary of the softmax's denominator, while a row
+of zeros, with its logit of 0 among GPT-2's of -30 and less, would take nearly all of it.
 """
 
 import re
@@ -27,7 +27,7 @@ _FIELDS = {"ffn_size": "ffn_hidden_size", "query_groups": "num_query_groups", "h
 
 
 def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> dict[str, Any]:
-    """config.json of our model in transformers' spelling.
+    """Return transformers' config.json for our model.
 
     Args:
         vocab_size: the tokenizer's, not padded.
@@ -35,11 +35,11 @@ def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> 
         eod: id of the token that ends a document; it also begins one.
 
     Raises:
-        ValueError: no served architecture holds the model; the message names the settings.
+        ValueError: no supported architecture can represent the model; the message names the settings.
     """
     model, kind = config.model, architecture_of(config.model)
     if model.objective != "causal-lm":
-        raise ValueError(f"the model was trained with --objective {model.objective}, and no architecture here attends to both sides")
+        raise ValueError(f"the model was trained with --objective {model.objective}, and no supported architecture attends to both sides")
     values: dict[str, Any] = {"model_type": kind.model_type, "architectures": [kind.class_name]}
     values |= {key: getattr(model, name) for key, name in kind.keys.items()}
     values |= {key: accepted[0] for key, accepted in kind.fixed.items()}
@@ -67,23 +67,24 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
-    """The rules for our tensors `names`; ValueError where the model has others than its configuration says."""
+    """Return the rules for our tensors `names`; ValueError if they do not match the configuration."""
     if config.model.num_layers > len(names):
         raise ValueError(
-            f"the checkpoint's configuration says --num-layers {config.model.num_layers}, it holds {len(names)} tensors: damaged"
+            f"the checkpoint's configuration has --num-layers {config.model.num_layers}, but it contains {len(names)} tensors: it is "
+            "damaged"
         )
     rules = list(architecture_of(config.model).rules(config.model, vocab_size))
-    wanted = {rule.ours for rule in rules}
-    if wanted != set(names):
+    expected = {rule.ours for rule in rules}
+    if expected != set(names):
         raise ValueError(
-            f"the checkpoint does not hold the tensors of its configuration: missing {_some(wanted - set(names))}, unknown "
-            f"{_some(set(names) - wanted)}; it is damaged or of another version"
+            f"the checkpoint does not contain the tensors of its configuration: missing {_some(expected - set(names))}, unknown "
+            f"{_some(set(names) - expected)}; it is damaged or of another version"
         )
     return rules
 
 
 def hf_tensors(rules: list[Rule], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Their tensors by name, of `dtype`; takes one tensor of `weights` (ours, the vocabulary padded) at a time."""
+    """Yield Hugging Face's tensors by name in `dtype`; reads one tensor of `weights` (ours, with the vocabulary padded) at a time."""
     for rule in rules:
         x = unpadded(rule, weights[rule.ours]).to(dtype)
         check_finite(rule.ours, x)
@@ -93,26 +94,26 @@ def hf_tensors(rules: list[Rule], weights: Mapping[str, Tensor], dtype: torch.dt
 def to_hf(
     config: Config, vocab_size: int, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, eod: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Our model -> (config.json, their tensors of `dtype`).
+    """Convert our model to (config.json, Hugging Face's tensors in `dtype`).
 
     Args:
-        config: of the run that made the weights.
+        config: of the run that trained the weights.
         vocab_size: the tokenizer's, not padded.
         weights: whole tensors by the names of a model on one process.
         eod: id that ends a document; the last one by default.
 
     Raises:
-        ValueError: no served architecture holds the model, or tensors are missing, unknown or of another shape.
+        ValueError: no supported architecture can represent the model, or tensors are missing, unknown or of another shape.
     """
     values = hf_config(config, vocab_size, dtype, vocab_size - 1 if eod is None else eod)
     return values, dict(hf_tensors(hf_rules(config, vocab_size, list(weights)), weights, dtype))
 
 
 def unpadded(rule: Rule, x: Tensor) -> Tensor:
-    """`x` without padding rows of the vocabulary; ValueError where its shape is not that of `rule`."""
+    """Return `x` without padding rows of the vocabulary; ValueError if its shape is not that of `rule`."""
     part = x[: rule.shape[0]] if rule.ours in (EMBEDDING, HEAD) and x.dim() else x
     if tuple(part.shape) != rule.shape:
-        raise ValueError(f"{rule.ours} has shape {tuple(x.shape)}, the configuration says {rule.shape}: the checkpoint is damaged")
+        raise ValueError(f"{rule.ours} has shape {tuple(x.shape)}, the configuration expects {rule.shape}: the checkpoint is damaged")
     return part
 
 
@@ -123,30 +124,32 @@ def from_hf(
     vocab_size: int | None = None,
     divisible_by: int = 128,
 ) -> tuple[Config, int, dict[str, Tensor]]:
-    """A Hugging Face model -> (configuration, vocabulary, our tensors with the vocabulary padded).
+    """Convert a Hugging Face model to (configuration, vocabulary, our tensors with the vocabulary padded).
 
-    BF16 tensors stay BF16, all others become FP32. Of the configuration, the model's part and `data` say something; learning rate,
-    batch and iterations are values that `--finetune` does not read.
+    BF16 tensors stay BF16, all others become FP32. Of the configuration, only the model's part and `data` are meaningful; `--finetune` does
+    not read learning rate, batch and iterations.
 
     Args:
-        hf_config: what config.json holds.
-        hf_weights: theirs by name; read one at a time.
+        hf_config: content of config.json.
+        hf_weights: Hugging Face's tensors by name; read one at a time.
         data: settings of `DataConfig` that describe the tokenizer; without them NullTokenizer.
-        vocab_size: the tokenizer's, where it is not that of config.json; its other rows stay, as padding.
+        vocab_size: the tokenizer's, if it differs from config.json; the other rows stay as padding.
         divisible_by: `--make-vocab-size-divisible-by`.
 
     Raises:
-        ValueError: an architecture or a setting that is not served or of another type, tensors that are missing, unknown, of another shape
-            or not finite.
+        ValueError: an architecture or a setting that is not supported or of another type, tensors that are missing, unknown, of another
+            shape or not finite.
     """
     kind = _kind(hf_config)
     settings = _settings(kind, hf_config)
     rows = settings["vocab_size"]
     if type(rows) is not int or rows < 1:
-        raise ValueError(f"config.json says vocab_size = {rows!r}: it must be the number of rows of the embedding")
+        raise ValueError(f"config.json has vocab_size = {rows!r}: it must be the number of rows of the embedding")
     vocab_size = rows if vocab_size is None else vocab_size
     if vocab_size > rows:
-        raise ValueError(f"the tokenizer has {vocab_size} tokens, the model's embedding {rows} rows: give the tokenizer of this model")
+        raise ValueError(
+            f"the tokenizer has {vocab_size} tokens, but the model's embedding has {rows} rows: give the tokenizer of this model"
+        )
     tokenizer = dict(data or {"tokenizer_type": "NullTokenizer"})
     fields = _model_fields(kind, settings) | _scaling_fields(_rope(hf_config)) | {"make_vocab_size_divisible_by": divisible_by}
     if tokenizer["tokenizer_type"] == "NullTokenizer":
@@ -155,7 +158,7 @@ def from_hf(
     config = config_from_dict(sections)
     problems = list(single_values(config.model)) or list(attention_shape(config, 1))
     if problems:
-        raise ValueError(f"config.json describes a model that is not served: {'; '.join(problems)}")
+        raise ValueError(f"config.json describes a model that is not supported: {'; '.join(problems)}")
     if not 1 <= divisible_by <= LARGEST_DIVISOR:
         raise ValueError(f"--make-vocab-size-divisible-by {divisible_by}: give a number from 1 to {LARGEST_DIVISOR}")
     weights = _our_tensors(kind, config.model, rows, hf_weights)
@@ -169,9 +172,9 @@ def from_hf(
 def _kind(hf_config: Mapping[str, Any]) -> Architecture:
     name = hf_config.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(f"config.json is of model_type {name!r}: served are {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"config.json has model_type {name!r}: supported are {', '.join(ARCHITECTURES)}")
     if hf_config.get("quantization_config"):
-        raise ValueError("config.json has a quantization_config: give the model in BF16, FP16 or FP32, as it was before quantisation")
+        raise ValueError("config.json has a quantization_config: give the model in BF16, FP16 or FP32, as it was before quantization")
     return ARCHITECTURES[name]
 
 
@@ -181,16 +184,16 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         part = hf_config.get(key) or {}
         if not isinstance(part, dict):
-            raise ValueError(f"config.json says {key} = {part!r}: give an object, or null")
+            raise ValueError(f"config.json has {key} = {part!r}: give an object, or null")
         rope |= part
     return rope
 
 
 def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with transformers' defaults, the rotary embedding's keys in the spelling of transformers 4."""
+    """Return config.json with transformers' defaults, and the rotary embedding's keys as in transformers 4."""
     rope = _rope(hf_config)
     if not kind.scales_rope and _scaling_fields(rope):
-        raise ValueError(f"config.json scales the rotary embedding of a {kind.model_type}: served is the plain one, rope_type 'default'")
+        raise ValueError(f"config.json scales the rotary embedding of a {kind.model_type}: only rope_type 'default' is supported")
     of_ours = {ours: theirs for theirs, ours in kind.keys.items()}
     spelling = {"rope_theta": of_ours.get("rotary_base"), "partial_rotary_factor": of_ours.get("rotary_percent")}
     given = {key: value for key, value in {**hf_config, **rope}.items() if value is not None}
@@ -199,16 +202,16 @@ def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any
         kind.judge(key, settings[key])
     for key, accepted in kind.fixed.items():
         if settings.get(key, accepted[0]) not in accepted:
-            raise ValueError(f"config.json says {key} = {settings[key]!r}; our models are {' or '.join(repr(v) for v in accepted)}")
+            raise ValueError(f"config.json has {key} = {settings[key]!r}; our models support {' or '.join(repr(v) for v in accepted)}")
     if len({bool(settings[key]) for key in kind.biases}) > 1:
         raise ValueError(
-            f"config.json says {', '.join(f'{k} = {settings[k]}' for k in kind.biases)}: our linear layers have biases, or none"
+            f"config.json has {', '.join(f'{k} = {settings[k]}' for k in kind.biases)}: our linear layers have either all biases or none"
         )
     return settings
 
 
 def _scaling_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our settings for `rope_scaling` of config.json; raise a ValueError for a kind of scaling that megatron-core lacks."""
+    """Return our settings for `rope_scaling` of config.json; raise a ValueError for scaling that megatron-core does not support."""
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling == "default":
         return {}
@@ -225,7 +228,7 @@ def _scaling_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig, the vocabulary apart."""
+    """Return the fields of ModelConfig except the vocabulary."""
     fields = dict(kind.wants) | {_FIELDS.get(name, name): settings[key] for key, name in kind.keys.items() if settings[key] is not None}
     if kind.biases:
         fields["disable_bias_linear"] = not settings[kind.biases[0]]
@@ -237,7 +240,7 @@ def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, 
 
 
 def _shortest(model: ModelConfig) -> ModelConfig:
-    """`model` without the settings with a derived value: what a user would leave out of the flags."""
+    """Return `model` without settings that equal their derived value, which a user would leave out of the flags."""
     for name, value in (("ffn_hidden_size", "ffn_size"), ("kv_channels", "head_size")):
         without = replace(model, **{name: None})  # type: ignore[arg-type]
         if getattr(without, value) == getattr(model, value):
@@ -251,48 +254,51 @@ def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapp
     for rule in kind.rules(model, rows):
         parts = []
         for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True):
-            found = find(name)
-            part = theirs[found]
-            left.discard(found)
+            stored = find(name)
+            part = theirs[stored]
+            left.discard(stored)
             if tuple(part.shape) != shape or part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(f"{found} is {part.dtype} of shape {tuple(part.shape)}; config.json says {shape}, in BF16, FP16 or FP32")
-            check_finite(found, part)
+                raise ValueError(
+                    f"{stored} is {part.dtype} of shape {tuple(part.shape)}; config.json requires {shape}, in BF16, FP16 or FP32"
+                )
+            check_finite(stored, part)
             parts.append(part if part.dtype == torch.bfloat16 else part.float())
         weights[rule.ours] = rule.join(parts)
     left = {name for name in left if not re.search(f"(?:{kind.ignored})$", name)}
     _take_tied_head(kind, left, theirs, weights)
     if left:
-        raise ValueError(f"the folder holds tensors that a {kind.model_type} of this config.json does not have: {_some(left)}")
+        raise ValueError(f"the folder contains tensors that a {kind.model_type} of this config.json does not have: {_some(left)}")
     return weights
 
 
 def _take_tied_head(kind: Architecture, left: set[str], theirs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Some writers store a tied head a second time: it must be the embedding."""
+    """Accept a tied head that is stored a second time, if it equals the embedding."""
     for name in left & {kind.tops[HEAD], "lm_head.weight"}:
         if HEAD not in weights and torch.equal(theirs[name].to(weights[EMBEDDING].dtype), weights[EMBEDDING]):
             left.discard(name)
 
 
 def _finder(kind: Architecture, theirs: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """Their name as written -> the name in the folder: a bare model's lack the first part, and heads have had two names."""
+    """Return a function from a full name to the name in the folder: names of a bare model lack the first part, and heads have had two
+    names."""
 
     def find(name: str) -> str:
         candidates = (name, name.partition(".")[2], "lm_head.weight" if name == kind.tops[HEAD] else name)
         for candidate in candidates:
             if candidate in theirs:
                 return candidate
-        raise ValueError(f"the folder lacks {name}, which config.json asks for: it is incomplete, or of another model")
+        raise ValueError(f"the folder does not contain {name}, which config.json requires: it is incomplete, or of another model")
 
     return find
 
 
 def _padded(x: Tensor, vocab_size: int, rows: int) -> Tensor:
-    """x [any rows, h] -> [rows, h]: its first rows, then as many as are missing of the mean of the vocabulary's."""
+    """Pad or cut x [any rows, h] to [rows, h]; each added row is the mean of the vocabulary's rows."""
     mean = x[:vocab_size].mean(0, keepdim=True, dtype=torch.float32).to(x.dtype)
     return torch.cat([x[:rows], mean.expand(max(0, rows - x.shape[0]), -1)])
 
 
 def _some(names: set[str]) -> str:
-    """The first few of `names`, as words."""
+    """Return the first few of `names` as text."""
     shown = sorted(names)[:4]
     return ", ".join(shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "none"

@@ -1,4 +1,4 @@
-"""The tokenizer's files beside the weights: what transformers looks for in a folder, and which of them the trainer reads."""
+"""The tokenizer's files next to the weights: which ones transformers looks for in a folder, and which ones the trainer reads."""
 
 import shutil
 from pathlib import Path
@@ -12,18 +12,18 @@ from megatron.lm.hugging_face.folder import refuse_irregular, write_json
 
 
 def matching(config: Config, vocab_size: int) -> Tokenizer:
-    """The tokenizer of `config`; ValueError where its files are gone, its vocabulary is not `vocab_size`, or transformers cannot read
+    """Return the tokenizer of `config`; ValueError if its files are gone, its vocabulary is not `vocab_size`, or transformers cannot read
     them."""
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint {vocab_size}: give the files that it was trained with"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the checkpoint has {vocab_size}: give the files that it was trained with"
         )
     if _reads(tokenizer):
         return tokenizer
     raise ValueError(
         f"transformers cannot read the files of {config.data.tokenizer_type}{' with this model' if _is_sentencepiece(tokenizer) else ''}: "
-        "make a tokenizer.json of it, and give --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json"
+        "convert it to a tokenizer.json, and give --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json"
     )
 
 
@@ -32,7 +32,7 @@ def _is_sentencepiece(tokenizer: Tokenizer) -> TypeGuard[SentencePieceTokenizer]
 
 
 def _reads(tokenizer: Tokenizer) -> bool:
-    """Whether transformers makes the same ids from the tokenizer's files."""
+    """Return whether transformers computes the same ids from the tokenizer's files."""
     if _is_sentencepiece(tokenizer):
         return tokenizer.is_llama_s
     return isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer | NullTokenizer)
@@ -63,7 +63,7 @@ def write(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def found(folder: Path) -> DataConfig:
-    """The settings of the tokenizer that a Hugging Face folder brings; NullTokenizer where it brings none that the trainer reads."""
+    """Return the settings of the tokenizer in a Hugging Face folder; NullTokenizer if it contains none that the trainer reads."""
     refuse_irregular(folder, ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"))
     if (folder / "tokenizer.json").is_file():
         return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer.json"))

@@ -56,11 +56,11 @@ def test_every_token_sees_all_of_its_sequence_and_what_wants_a_gpt_refuses_it(tm
         shutdown()
     assert config.padded_vocab_size(tiny.VOCABULARY + 1) == 64
     assert not first[0, 0].equal(last[0, 0])
-    with pytest.raises(ValueError, match="--objective masked-lm, which continues no text"), cpu_home():
+    with pytest.raises(ValueError, match="--objective masked-lm, which cannot continue text"), cpu_home():
         list(continuations(tmp_path / "saved", ["1 2"], n=1, sampling=Sampling(), batch_size=1))
     with pytest.raises(ValueError, match="cannot generate text"):
         Decoder(model, 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no architecture here attends to both sides"):
+    with pytest.raises(ValueError, match="no supported architecture attends to both sides"):
         hf_config(config, tiny.VOCABULARY + 1, torch.float32, tokenizer.eod)
 
 

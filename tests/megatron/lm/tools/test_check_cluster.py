@@ -69,14 +69,14 @@ def test_a_product_that_is_wrong_in_one_element_is_named(kind: str, monkeypatch:
     problem, _ = check_cluster.local_problem(CPU, 8.0, 0.0)
     assert problem is not None
     assert problem.startswith(f"2 elements of 2 known {kind} products")
-    assert problem.endswith("are wrong: take the GPU out")
+    assert problem.endswith("are wrong: take the GPU out of service")
 
 
 def test_memory_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]):
     assert check_cluster.main(["--min-free-gib", "1000000"]) == 1
     said = capsys.readouterr().err
     assert f"rank 0 ({socket.gethostname()}): " in said
-    assert "GiB are free, fewer than --min-free-gib 1e+06: end what else runs there" in said
+    assert "GiB are free, less than --min-free-gib 1e+06: stop other programs on it" in said
 
 
 def test_what_the_driver_raises_is_a_problem_of_its_rank(monkeypatch: pytest.MonkeyPatch):
@@ -99,7 +99,7 @@ def test_an_address_is_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert check_cluster.main([]) == 2
-    assert "MASTER_ADDR is '' and MASTER_PORT '': give host and free port of rank 0" in capsys.readouterr().err
+    assert "MASTER_ADDR is '' and MASTER_PORT '': give the host and a free port of rank 0" in capsys.readouterr().err
 
 
 # Which ranks are compared, and which add up together
@@ -146,7 +146,7 @@ def test_ranks_that_do_not_come_are_named_by_the_hosts_that_were_expected(monkey
     monkeypatch.setattr(check_cluster, "RESPONSE_SECONDS", 0.1)
     boards = board(4, hosts=["first", "second"])
     boards[1].say("device", vars(Found("first", None, 1.0, 1.0)))
-    with pytest.raises(RunStopped, match=r"rank 2 \(second\), rank 3 \(second\) did not come within 0\.2 s"):
+    with pytest.raises(RunStopped, match=r"rank 2 \(second\), rank 3 \(second\) did not report within 0\.2 s"):
         check_cluster.check_devices(boards[0], Found("first", None, 1.0, 1.0), 0.0)
     with pytest.raises(RunStopped, match=r"rank 2 \(second\)"):  # the others hear the same
         boards[1].agree("devices", lambda: None)
@@ -166,7 +166,7 @@ def test_all_problems_are_told_together(monkeypatch: pytest.MonkeyPatch):
     ("words", "wanted"),
     [
         ({0: Summed(None, 1.0, 5.0), 1: Summed(None, 1.0, 5.0)}, None),
-        ({0: Summed(None, 1.0, 5.0)}, "sums here: rank 1 (h1) answer no more: dead or stopped"),
+        ({0: Summed(None, 1.0, 5.0)}, "sums here: rank 1 (h1) do not answer: they have died or are stopped"),
         ({0: Summed(None, 1.0), 1: Summed("no answer within 1 s")}, "sums here: rank 0 (h0), rank 1 (h1): no answer within 1 s"),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_slow_link_is_told_beside_others():
 
 def test_without_a_verdict_no_rank_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check_cluster, "RESPONSE_SECONDS", 0.1)
-    with pytest.raises(RunStopped, match=r"rank 0 gives no verdict \(devices\): it is dead or stopped"):
+    with pytest.raises(RunStopped, match=r"rank 0 gives no verdict \(devices\): it has died or is stopped"):
         board(2, limit=0.1)[1].agree("devices", lambda: None)
 
 
@@ -285,15 +285,15 @@ def test_a_process_that_dies_in_a_sum_is_named_and_all_end():
     assert [one.returncode for one in done] == [1, 9, 1]
     host = socket.gethostname()
     for rank in (0, 2):
-        assert f"sums inside a machine: rank 1 ({host}) answer no more: dead or stopped" in done[rank].stderr
+        assert f"sums inside a machine: rank 1 ({host}) do not answer: they have died or are stopped" in done[rank].stderr
 
 
 @pytest.mark.nightly(60)
 def test_a_process_that_does_not_come_is_named_and_all_end():
     done = start(3, [0, 2], 15, "--hosts", "one", "two", "three")
     assert [one.returncode for one in done] == [1, 1]
-    assert "error: rank 1 (two) did not come within 15 s" in done[0].stderr
-    assert "error on rank 2: rank 1 (two) did not come within 15 s" in done[1].stderr
+    assert "error: rank 1 (two) did not report within 15 s" in done[0].stderr
+    assert "error on rank 2: rank 1 (two) did not report within 15 s" in done[1].stderr
 
 
 @pytest.mark.gpu

@@ -105,14 +105,14 @@ def test_the_table_has_standard_errors_and_gaps():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["perplexity", "--text", "none.txt"], "--text none.txt does not exist, or is no file"),
-        (["perplexity", "--text", "{made}"], "does not exist, or is no file"),
-        (["perplexity", "--text", __file__], "is no .txt, .jsonl or .json file"),
+        (["perplexity", "--text", "none.txt"], "--text none.txt does not exist, or is not a file"),
+        (["perplexity", "--text", "{made}"], "does not exist, or is not a file"),
+        (["perplexity", "--text", __file__], "is not a .txt, .jsonl or .json file"),
         (["perplexity", "--text", "{made}/held.txt", "--stride", "33"], "stride 33 must be between 1 and the window, 32 tokens"),
         (["perplexity", "--text", "{made}/held.txt", "--window", "64"], "window 64 must be between 1 and 32"),
         (["perplexity", "--text", "{made}/held.jsonl"], "no key 'text'; it has 'body'"),
         (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/none"], "none does not exist: give a checkpoint folder"),
-        (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/O3", "{made}/O3"], "a model is named twice"),
+        (["perplexity", "--text", "{made}/held.txt", "--load", "{made}/O3", "{made}/O3"], "a model is listed twice"),
         (["perplexity", "--text", "{made}/held.txt", "--stride", "0"], "0 is out of range"),
         (["perplexity", "--text", "{made}/held.txt", "--output", "{made}"], "is a folder: give a file in it"),
         (["last-word", "--text", "{made}/held.txt", "--output", "{made}/x.jsonl"], "no sentence ends with a word"),
@@ -136,7 +136,7 @@ def test_bad_tasks_are_one_line(made: Path, tmp_path: Path, capsys):
     for words, message in (
         (["--tasks", "mmlu"], "--tasks mmlu: unknown task; choose from boolq"),
         (["--tasks", "piqa", "--data-dir", tmp_path], "piqa"),
-        (["--tasks", "piqa", "--include-path", tmp_path / "none"], "none is no folder: name one that holds YAML files"),
+        (["--tasks", "piqa", "--include-path", tmp_path / "none"], "none is not a folder: give one that contains YAML files"),
     ):
         code, _, err = run(capsys, "tasks", "--load", made / "O3", *words)
         assert code == 2

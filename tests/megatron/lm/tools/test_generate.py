@@ -87,14 +87,14 @@ def test_nothing_appended_is_the_prompt(trained: Path, capsys):
     ("words", "message"),
     [
         (["--load", "nowhere"], "nowhere"),
-        (["--prompt", "1 " * 17], "prompt 1 has 17 tokens, and the model sees 16: shorten it"),
+        (["--prompt", "1 " * 17], "prompt 1 has 17 tokens, but the model supports 16: shorten it"),
         (["--prompt", "60"], "token id 60 is not in"),
         (["--temperature", "-1"], "temperature -1.0 must be finite"),
         (["--top-k", "-1"], "top-k -1 must be 0 or more"),
         (["--top-p", "0"], "top-p 0.0 must be greater than 0"),
         (["--seed", str(2**64)], "seed 18446744073709551616 must be"),
         (["--prompt", "1", "--prompt-file", "x"], "--prompt and --prompt-file x contradict each other"),
-        (["--prompt-file", "no-such-file"], "no-such-file does not exist: give a file with a prompt a line"),
+        (["--prompt-file", "no-such-file"], "no-such-file does not exist: give a file with one prompt per line"),
     ],
 )
 def test_bad_input_is_one_line(trained: Path, capsys, words, message):
@@ -110,7 +110,7 @@ def test_an_empty_file_of_prompts_is_refused(trained: Path, tmp_path: Path, caps
     (tmp_path / "empty").write_text("\n \n")
     code, _, err = run(capsys, "--load", trained, "--prompt-file", tmp_path / "empty")
     assert code == 2
-    assert "holds no prompt: write one a line" in err
+    assert "contains no prompt: write one per line" in err
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--tokens", "-1"), ("--tokens", "1000001"), ("--batch-size", "0")])
@@ -122,5 +122,5 @@ def test_counts_out_of_range_are_refused(capsys, flag, value):
 
 
 def test_a_prompt_of_no_text_is_refused_whoever_calls(trained: Path):
-    with pytest.raises(ValueError, match="--prompt is no UTF-8 text"):
+    with pytest.raises(ValueError, match="--prompt is not UTF-8 text"):
         next(generate.continuations(trained, ["a\udcff"], n=1, sampling=Sampling(), batch_size=1))

@@ -141,11 +141,11 @@ def test_words_need_no_matplotlib_and_pictures_say_so(tmp_path, capsys, monkeypa
     ("content", "arguments", "message"),
     [
         (None, [], "does not exist"),
-        ("", [], "holds no recorded step"),
-        ("{}\n", [], "line 1 is no recorded step"),
-        (json.dumps(step(1) | {"casts": [1]}), [], "line 1 is no recorded step"),
-        (json.dumps(step(1, underflow="many")), [], "'many' is no finite number"),
-        (json.dumps(step(1) | {"iteration": 1e400}), [], "is no recorded step"),
+        ("", [], "contains no recorded step"),
+        ("{}\n", [], "line 1 is not a recorded step"),
+        (json.dumps(step(1) | {"casts": [1]}), [], "line 1 is not a recorded step"),
+        (json.dumps(step(1, underflow="many")), [], "'many' is not a finite number"),
+        (json.dumps(step(1) | {"iteration": 1e400}), [], "is not a recorded step"),
     ],
 )
 def test_refusals(tmp_path, capsys, content, arguments, message):

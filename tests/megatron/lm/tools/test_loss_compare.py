@@ -61,7 +61,7 @@ def test_bad_input_is_told(metrics, tmp_path, capsys):
 def test_a_run_that_diverged_is_said_to_have(metrics, capsys):
     arguments = ["--base", metrics("O0", [4.0, 3.0]), "--other", metrics("O2", [4.0, None]), "--window", "1"]
     assert loss_compare.main([*arguments, "--max-rel", "0.5"]) == 1
-    assert "the final loss of O2 is not finite: it has diverged" in capsys.readouterr().out
+    assert "the final loss of O2 is not finite: the run has diverged" in capsys.readouterr().out
     assert loss_compare.main([*arguments, "--max-rel", "nan"]) == 2
     assert "--max-rel nan must be 0 or more" in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_one_run_has_no_interval_and_says_so(groups, capsys):
 @pytest.mark.parametrize(
     ("base", "other", "more", "told"),
     [
-        ([3.0, 3.1], [3.0], [], "--base has 2 runs and --other 1: give as many of each"),
+        ([3.0, 3.1], [3.0], [], "--base has 2 runs and --other 1: give the same number of each"),
         ([3.0, 3.1], [3.0, 3.1], ["--seeds", "1"], "--seeds 1: give 2 different seeds"),
         ([3.0, 3.1], [3.0, 3.1], ["--seeds", "1", "1"], "--seeds 1 1: give 2 different seeds"),
     ],

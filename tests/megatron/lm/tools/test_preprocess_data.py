@@ -55,7 +55,7 @@ def test_bad_input_exits_2_and_writes_nothing(arguments, tmp_path, capsys, conte
         (["--tokenizer-type", "WordPiece"], "choose one of GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer"),
         (["--tokenizer-model", "m"], "--tokenizer-model m belongs to HuggingFaceTokenizer"),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "m"], "--vocab-size 50 belongs to NullTokenizer"),
-        (["--json-keys", "../x"], "--json-keys '../x' would be part of a file's name"),
+        (["--json-keys", "../x"], "--json-keys '../x' would be part of a file name"),
     ],
 )
 def test_bad_flags_exit_2(arguments, tmp_path, capsys, change, message):

@@ -71,10 +71,10 @@ def test_a_resumed_run_overrides_and_a_half_written_line_is_left_out(tmp_path):
         ([train_line(1, 5.0)], "not json\n", "line 2 is not a line of metrics"),
         ([train_line(1, 5.0)], "[1]\n", "line 2"),
         ([{"kind": "train"}], "", "line 1"),
-        ([train_line(1, "low")], "", "loss 'low' is no number"),
-        ([train_line(1, 5.0, memory_gib=10**400)], "", "memory_gib 10+ is no number"),
-        ([train_line("one", 5.0)], "", "iteration 'one' is no count"),
-        ([{"kind": "precision", "bytes_per_parameter": {"m": "two"}}], "", "is no table of numbers"),
+        ([train_line(1, "low")], "", "loss 'low' is not a number"),
+        ([train_line(1, 5.0, memory_gib=10**400)], "", "memory_gib 10+ is not a number"),
+        ([train_line("one", 5.0)], "", "iteration 'one' is not a count"),
+        ([{"kind": "precision", "bytes_per_parameter": {"m": "two"}}], "", "is not a table of numbers"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, lines, tail, message):
@@ -182,7 +182,7 @@ def test_bad_flags(files, precision, tmp_path, capsys):
     assert report.main([*run, *recorded, "--layer", "d.fc1"]) == 2
     assert "no run recorded the layer 'd.fc1'; recorded: a.fc1, b.fc1, c.fc1" in capsys.readouterr().err
     assert report.main([*run, "--precision", f"O3={precision}"]) == 2
-    assert "--precision names the run O3, which no --run gives" in capsys.readouterr().err
+    assert "--precision names the run O3, which no --run names" in capsys.readouterr().err
     assert report.main([*run, "--precision", f"O2={tmp_path / 'nowhere'}"]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
     for flags in ([*run, "--window", "0"], ["--run", "O2", "--out", str(tmp_path)], [*run, "--out", ""]):

@@ -15,18 +15,18 @@ def test_each_model_has_its_architecture(name):
 @pytest.mark.parametrize(
     ("name", "settings", "named"),
     [
-        ("gpt2", {"swiglu": True}, "gpt2 does not know --swiglu True;"),
-        ("gpt2", {"disable_bias_linear": True}, "gpt2 does not know --disable-bias-linear True;"),
-        ("gpt_neox", {"normalization": "RMSNorm"}, "gpt_neox does not know --normalization RMSNorm;"),
-        ("gpt_neox", {"kv_channels": 8}, "gpt_neox does not know --kv-channels 8 with --hidden-size 32;"),
-        ("llama", {"qk_layernorm": True, "disable_bias_linear": False}, "qwen3 does not know --disable-bias-linear False. "),
-        ("gpt2", {"squared_relu": True}, "gpt2 does not know --squared-relu True;"),
-        ("gpt_neox", {"position_embedding_type": "none"}, " does not know --position-embedding-type none;"),
-        ("gpt_neox", {"use_rope_scaling": True}, "gpt_neox does not know --use-rope-scaling;"),
-        ("qwen3", {"add_qkv_bias": True}, "qwen3 does not know --add-qkv-bias True. "),
-        ("llama", {"normalization": "LayerNorm"}, "llama does not know --normalization LayerNorm; "),
-        ("llama", {"rotary_percent": 0.5}, "llama does not know --rotary-percent 0.5; "),
-        ("llama", {"hidden_size": 34, "kv_channels": 16}, "llama does not know --kv-channels 16 with --hidden-size 34; "),
+        ("gpt2", {"swiglu": True}, "gpt2 does not support --swiglu True;"),
+        ("gpt2", {"disable_bias_linear": True}, "gpt2 does not support --disable-bias-linear True;"),
+        ("gpt_neox", {"normalization": "RMSNorm"}, "gpt_neox does not support --normalization RMSNorm;"),
+        ("gpt_neox", {"kv_channels": 8}, "gpt_neox does not support --kv-channels 8 with --hidden-size 32;"),
+        ("llama", {"qk_layernorm": True, "disable_bias_linear": False}, "qwen3 does not support --disable-bias-linear False. "),
+        ("gpt2", {"squared_relu": True}, "gpt2 does not support --squared-relu True;"),
+        ("gpt_neox", {"position_embedding_type": "none"}, " does not support --position-embedding-type none;"),
+        ("gpt_neox", {"use_rope_scaling": True}, "gpt_neox does not support --use-rope-scaling;"),
+        ("qwen3", {"add_qkv_bias": True}, "qwen3 does not support --add-qkv-bias True. "),
+        ("llama", {"normalization": "LayerNorm"}, "llama does not support --normalization LayerNorm; "),
+        ("llama", {"rotary_percent": 0.5}, "llama does not support --rotary-percent 0.5; "),
+        ("llama", {"hidden_size": 34, "kv_channels": 16}, "llama does not support --kv-channels 16 with --hidden-size 34; "),
     ],
 )
 def test_a_model_that_none_holds_is_refused_by_its_settings(name, settings, named):
@@ -37,7 +37,7 @@ def test_a_model_that_none_holds_is_refused_by_its_settings(name, settings, name
 
 def test_grouped_attention_is_refused_where_it_is_unknown():
     settings = config("gpt_neox", num_attention_heads=4, group_query_attention=True, num_query_groups=2)
-    with pytest.raises(ValueError, match="gpt_neox does not know --num-query-groups 2"):
+    with pytest.raises(ValueError, match="gpt_neox does not support --num-query-groups 2"):
         architecture_of(settings.model)
 
 

@@ -112,7 +112,7 @@ def test_a_smaller_tokenizer_leaves_the_other_rows_as_padding():
     imported, vocab_size, ours = from_hf(about, theirs, data, vocab_size=55, divisible_by=29)  # 58 rows
     assert (vocab_size, imported.model.vocab_size, imported.data.tokenizer_model) == (55, None, "tokenizer.json")
     assert torch.equal(ours[HEAD], theirs["embed_out.weight"][:58])
-    with pytest.raises(ValueError, match="the tokenizer has 61 tokens, the model's embedding 60 rows"):
+    with pytest.raises(ValueError, match="the tokenizer has 61 tokens, but the model's embedding has 60 rows"):
         from_hf(about, theirs, data, vocab_size=61)
 
 
@@ -142,33 +142,37 @@ def test_bare_models_masks_and_second_heads_are_read():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", {"model_type": "nemotron"}, "model_type 'nemotron': served are gpt2, gpt_neox, llama, qwen2, qwen3"),
+        ("llama", {"model_type": "nemotron"}, "model_type 'nemotron': supported are gpt2, gpt_neox, llama, qwen2, qwen3"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "give the model in BF16, FP16 or FP32"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scales the rotary embedding .'llama3'.*'llama3' with"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "scales the rotary embedding .'yarn'.* expected 'default', 'l"),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "scales the rotary embedding .'linear'"),
-        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "scales the rotary embedding of a gpt_neox: served is the plain"),
+        (
+            "gpt_neox",
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            "scales the rotary embedding of a gpt_neox: only rope_type 'default' is supported",
+        ),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ("llama", {"mlp_bias": True}, "attention_bias = False, mlp_bias = True: our linear layers have biases, or none"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; our models are 'silu' or 'swish'"),
-        ("llama", {"hidden_size": "wide"}, "config.json says hidden_size = 'wide': it must be a whole number"),
+        ("llama", {"mlp_bias": True}, "attention_bias = False, mlp_bias = True: our linear layers have either all biases or none"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; our models support 'silu' or 'swish'"),
+        ("llama", {"hidden_size": "wide"}, "config.json has hidden_size = 'wide': it must be a whole number"),
         ("llama", {"hidden_size": True}, "hidden_size = 'True': it must be a whole number"),
         ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': it must be true or false"),
         ("llama", {"rms_norm_eps": [1e-5]}, "rms_norm_eps = .* it must be a number"),
         ("llama", {"rope_theta": float("nan")}, "rope_theta = 'nan': it must be a number"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear': give an object, or null"),
-        ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\]: served are"),
+        ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\]: supported are"),
         ("llama", {"vocab_size": 10**12}, "it must be a whole number"),
         ("llama", {"hidden_size": 2**30, "num_attention_heads": 4, "vocab_size": 2**30}, "--hidden-size 1073741824"),
         ("llama", {"num_hidden_layers": 0}, "--num-layers 0"),
         ("llama", {"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),
         ("llama", {"vocab_size": "60"}, "vocab_size = '60'"),
-        ("llama", {"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight"),
+        ("llama", {"num_hidden_layers": 3}, "does not contain model.layers.2.input_layernorm.weight"),
         ("llama", {"num_hidden_layers": 1}, "tensors that a llama of this config.json does not have: model.layers.1.* and 5 more"),
-        ("llama", {"intermediate_size": 128}, r"gate_proj.weight is torch.float32 of shape \(64, 32\); config.json says \(128, 32\)"),
-        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual = True; our models are False"),
-        ("gpt_neox", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; our models are 'gelu_pytorch_tanh'"),
+        ("llama", {"intermediate_size": 128}, r"gate_proj.weight is torch.float32 of shape \(64, 32\); config.json requires \(128, 32\)"),
+        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual = True; our models support False"),
+        ("gpt_neox", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; our models support 'gelu_pytorch_tanh'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ],
 )
@@ -186,15 +190,15 @@ def test_a_weight_that_is_not_finite_is_named_and_refused_both_ways(value):
     weights = random_weights(settings)
     about, theirs = to_hf(settings, VOCABULARY, weights)
     theirs["transformer.h.1.mlp.c_fc.weight"][3, 2] = value
-    with pytest.raises(ValueError, match=r"transformer.h.1.mlp.c_fc.weight holds 1 values that are NaN or infinite in float32"):
+    with pytest.raises(ValueError, match=r"transformer.h.1.mlp.c_fc.weight contains 1 non-finite values .* in float32"):
         from_hf(about, theirs)
     weights[EMBEDDING][0, 0] = 3.4e38  # finite, and beyond BF16
-    with pytest.raises(ValueError, match=r"word_embeddings.weight holds 1 values .* in bfloat16: give a sound model, or another --dtype"):
+    with pytest.raises(ValueError, match=r"word_embeddings.weight contains 1 non-finite values .* in bfloat16: give a valid model"):
         to_hf(settings, VOCABULARY, weights, torch.bfloat16)
 
 
 def test_layers_that_no_checkpoint_holds_are_not_counted_out():
-    with pytest.raises(ValueError, match="--num-layers 1000000000, it holds 1 tensors: damaged"):
+    with pytest.raises(ValueError, match="--num-layers 1000000000, but it contains 1 tensors: it is damaged"):
         hf_rules(config("gpt2", num_layers=10**9), VOCABULARY, [EMBEDDING])
 
 
@@ -214,5 +218,5 @@ def test_integer_weights_and_damaged_checkpoints_are_refused():
         from_hf(about, theirs | {"transformer.wpe.weight": torch.zeros(16, 32, dtype=torch.int8)})
     with pytest.raises(ValueError, match=r"missing none, unknown adapter.weight; it is damaged"):
         to_hf(settings, VOCABULARY, weights | {"adapter.weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"word_embeddings.weight has shape \(59, 32\), the configuration says \(60, 32\)"):
+    with pytest.raises(ValueError, match=r"word_embeddings.weight has shape \(59, 32\), the configuration expects \(60, 32\)"):
         to_hf(settings, VOCABULARY, weights | {EMBEDDING: torch.zeros(59, 32)})

@@ -65,7 +65,7 @@ def test_a_null_tokenizer_has_no_files(tmp_path):
 
 
 def test_another_vocabulary_and_lost_files_are_refused(sources):
-    with pytest.raises(ValueError, match="the tokenizer has 60 tokens, the checkpoint 61: give the files"):
+    with pytest.raises(ValueError, match="the tokenizer has 60 tokens, but the checkpoint has 61: give the files"):
         matching(config("gpt2"), 61)
     lost = sources["GPT2BPETokenizer"] | {"vocab_file": "nowhere.json"}
     with pytest.raises(ValueError, match=r"--vocab-file nowhere.json does not exist"):
@@ -90,7 +90,7 @@ def test_transformers_makes_the_same_ids_from_a_model_like_llama_2_s(legacy, tmp
 
 def test_tokenizers_that_transformers_reads_otherwise_are_refused(tmp_path):
     tokens = {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(token_list(tmp_path)), "tiktoken_num_special_tokens": 20}
-    with pytest.raises(ValueError, match=r"cannot read the files of TikTokenizer: make a tokenizer\.json of it, and give --tokenizer-type"):
+    with pytest.raises(ValueError, match=r"cannot read the files of TikTokenizer: convert it to a tokenizer\.json, and give"):
         matching(config("llama", vocab_size=336, **tokens), 336)
     changes = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
     cleaned = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(sentence_pieces(tmp_path, **changes))}
