@@ -1,19 +1,19 @@
-"""Trains every grid of two GPUs to the end in the real trainer, and shows in one table what held: what to run before a release.
+"""Train every grid of two GPUs to the end in the real trainer and print one table of results; run it before a release.
 
     python tools/check_grids.py --data out/enwik8/train_text_document
     python tools/check_grids.py --data ... --cases "O3 DP" "O3 TP" --at-once 2
-    python tools/check_grids.py --data ... --gpus 0 --cases "O3 DP"                 on CPUs, by gloo
+    python tools/check_grids.py --data ... --gpus 0 --cases "O3 DP"                 on CPUs, with gloo
 
 A case is a grid with its precision. It trains a small GPT four times, each time by torchrun in two fresh processes:
 
     straight   --iters steps of several micro-batches, with evaluations and saves between and at the end
     resumed    from the save in the middle, on the same grid: every later loss must be the same, bit for bit
-    moved      from the same save on one process: the later losses agree within MOVED
-    failed     an exception on the last rank in backward: both processes must end within FAILED_SECONDS, and its error must be said
+    moved      from the same save on one process: the later losses must agree within MOVED
+    failed     an exception on the last rank in backward: both processes must end within FAILED_SECONDS and report its error
 
-A run that does not end within --seconds is killed with its whole process group, after its processes have printed where they are, and counts
+A run that does not end within --seconds is killed with its whole process group, after its processes have printed their stacks, and counts
 as failed. All cases start from the same weights and data; the table's loss is the last validation loss, so that grids of the same precision
-can be compared by eye. Exit code 1 where anything failed.
+can be compared by eye. Exit code 1 if anything failed.
 """
 
 import argparse
@@ -67,10 +67,10 @@ CASES = {
 }
 COLUMNS = ("case", "straight", "valid", "resumed", "moved", "failed", "s")
 GPU_ONLY = ("graph", "copies", ALL)
-MOVED = 0.02  # relative: other grids add up in another order, and round other tensors
+MOVED = 0.02  # relative: other grids accumulate in another order, and round other tensors
 FAILED_SECONDS = 30.0
 PHASES = ("forward", "backward", "optimizer", "save", "evaluation")
-FAULT = "check_grids: a fault put in"
+FAULT = "check_grids: injected fault"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Run:
     Attributes:
         seconds: until all of its processes had ended.
         ended: when they had, seconds since 1970.
-        code: exit code of torchrun; None where it was killed.
+        code: exit code of torchrun; None if it was killed.
         lines: what it printed.
         rows: of its metrics file.
     """
@@ -102,20 +102,20 @@ class Run:
 
     @property
     def why(self) -> str:
-        """Empty where it ended well, else the exit code and the last error that it printed."""
+        """Empty if it succeeded, else the exit code and the last error that it printed."""
         if self.code == 0:
             return ""
-        said = [line for line in self.lines if line.startswith("error:")] or self.lines[-1:] or ["nothing was printed"]
-        return f"{'killed' if self.code is None else self.code} after {self.seconds:.0f} s: {said[-1][:160]}"
+        errors = [line for line in self.lines if line.startswith("error:")] or self.lines[-1:] or ["nothing was printed"]
+        return f"{'killed' if self.code is None else self.code} after {self.seconds:.0f} s: {errors[-1][:160]}"
 
 
 def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float, fault: str | None = None) -> Run:
-    """Train in new processes, for `limit` seconds at most; what they print and measure is left in `folder`.
+    """Train in new processes, for at most `limit` seconds; their log and metrics stay in `folder`.
 
     Args:
         flags: of the trainer, after those of `MODEL`.
         gpus: 0 trains on the CPU.
-        fault: the phase of `put_in`; None puts none in.
+        fault: the phase of `put_in`; None injects no fault.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metrics, log = folder / "metrics.jsonl", folder / "log.txt"
@@ -133,7 +133,7 @@ def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float,
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
-            os.killpg(process.pid, signal.SIGABRT)  # each process prints where its threads are
+            os.killpg(process.pid, signal.SIGABRT)  # each process prints the stacks of its threads
             time.sleep(2)
         seconds, ended = time.monotonic() - started, time.time()
         with contextlib.suppress(ProcessLookupError):
@@ -144,10 +144,10 @@ def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float,
 
 
 def check_case(name: str, options: argparse.Namespace) -> dict[str, str]:
-    """The row of a case."""
+    """Run a case and return its row."""
     folder, half = options.out / name.replace(" ", "_"), options.iters // 2
     base = f"--train-iters {options.iters} --eval-interval {half} --data-path {options.data}"
-    window = "" if CASES[name].startswith("--opt-level O0") else " --fp8-amax-history-len 4"  # graphs begin once it is filled
+    window = "" if CASES[name].startswith("--opt-level O0") else " --fp8-amax-history-len 4"  # graphs are captured once it is full
     own = f"{CASES[name]} --micro-batch-size 2{window}"
     shared = {"gpus": options.gpus, "limit": options.seconds}
 
@@ -159,44 +159,45 @@ def check_case(name: str, options: argparse.Namespace) -> dict[str, str]:
     if straight.why:
         return row | {"resumed": "", "moved": "", "failed": ""}
     load = f"--load {folder / 'saved'} --ckpt-step {half}"
-    wanted = {step: loss for step, loss in straight.losses.items() if step > half}
-    again = start("resumed", f"{own} {load}")
-    row["resumed"] = again.why or _difference(again.losses, wanted, 0.0)
+    expected = {step: loss for step, loss in straight.losses.items() if step > half}
+    resumed = start("resumed", f"{own} {load}")
+    row["resumed"] = resumed.why or _difference(resumed.losses, expected, 0.0)
     precision = " ".join(words for words in shlex.split(CASES[name])[:2])
     moved = start("moved", f"{precision} --micro-batch-size 2{window} {load}", processes=1)
-    row["moved"] = moved.why or _difference(moved.losses, wanted, MOVED)
+    row["moved"] = moved.why or _difference(moved.losses, expected, MOVED)
     failed = start("failed", f"{own} --cuda-graph none" if "--cuda-graph" not in own else own, fault="backward")
     row["failed"] = fault_verdict(failed)
     return row
 
 
 def fault_verdict(run: Run) -> str:
-    """Whether an exception on one rank has ended all, in time and with its words; "ends" where it has."""
-    told = [line for line in run.lines if FAULT in line]
+    """Return "ends" if an exception on one rank ended all ranks in time and its message was printed; else what went wrong."""
+    reports = [line for line in run.lines if FAULT in line]
     if run.code is None:
         return f"hangs: {(run.lines or ['nothing was printed'])[-1][:120]}"
-    if run.code == 0 or not told:
-        return f"exit code {run.code}, and the error is not said"
-    at = next((float(line.rpartition(" ")[2]) for line in told if line.startswith(FAULT)), run.ended - run.seconds)
+    if run.code == 0 or not reports:
+        return f"exit code {run.code}, and the error is not reported"
+    at = next((float(line.rpartition(" ")[2]) for line in reports if line.startswith(FAULT)), run.ended - run.seconds)
     return "ends" if run.ended - at <= FAILED_SECONDS else f"ends {run.ended - at:.0f} s after the fault"
 
 
-def _difference(found: dict[int, float], wanted: dict[int, float], limit: float) -> str:
-    """ "same" where every loss agrees within `limit` (relative), else the first that does not."""
-    if found.keys() != wanted.keys():
-        return f"steps {sorted(found)[:1]} to {sorted(found)[-1:]}, not {min(wanted)} to {max(wanted)}"
-    worst = max(wanted, key=lambda step: abs(found[step] - wanted[step]))
-    if abs(found[worst] - wanted[worst]) > limit * abs(wanted[worst]):
-        return f"step {worst}: {found[worst]:.6f}, not {wanted[worst]:.6f}"
-    return "same" if limit == 0 else f"within {abs(found[worst] / wanted[worst] - 1):.2%}"
+def _difference(losses: dict[int, float], expected: dict[int, float], limit: float) -> str:
+    """Return "same" if every loss agrees within `limit` (relative), else the largest difference."""
+    if losses.keys() != expected.keys():
+        return f"steps {sorted(losses)[:1]} to {sorted(losses)[-1:]}, not {min(expected)} to {max(expected)}"
+    worst = max(expected, key=lambda step: abs(losses[step] - expected[step]))
+    if abs(losses[worst] - expected[worst]) > limit * abs(expected[worst]):
+        return f"step {worst}: {losses[worst]:.6f}, not {expected[worst]:.6f}"
+    return "same" if limit == 0 else f"within {abs(losses[worst] / expected[worst] - 1):.2%}"
 
 
 def put_in(phase: str, flags: Sequence[str], iteration: int = 3) -> int:
-    """Train as `flags` say, with an exception on the last rank in a phase of an iteration, or in the next save or evaluation after it."""
+    """Train with `flags`, and raise an exception on the last rank in a phase of an iteration, or in the next save or evaluation after
+    it."""
     from megatron.lm.pretrain import main as pretrain
     from megatron.lm.run import trainer as module
 
-    trainer: Any = module  # whose functions are replaced
+    trainer: Any = module  # its functions are replaced
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     def fault(*_: Any, **__: Any) -> None:
@@ -231,11 +232,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["--fault"]:
         return put_in(argv[1], argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, metavar="PREFIX", help="an indexed dataset with token ids below 50257")
+    parser.add_argument("--data", type=Path, required=True, metavar="PREFIX", help="indexed dataset with token ids below 50257")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help=f"default: all of {', '.join(CASES)}")
-    parser.add_argument("--gpus", type=int, choices=(0, 2), default=2, help="0: on the CPU by gloo, without graphs and copies (default: 2)")
+    parser.add_argument(
+        "--gpus", type=int, choices=(0, 2), default=2, help="0: on the CPU with gloo, without graphs and copies (default: 2)"
+    )
     parser.add_argument("--iters", type=count(2), default=16, help="steps of the straight run (default: 16)")
-    parser.add_argument("--seconds", type=float, default=240.0, help="until a run that has not ended is killed (default: 240)")
+    parser.add_argument("--seconds", type=float, default=240.0, help="time limit of a run, after which it is killed (default: 240)")
     parser.add_argument("--at-once", type=count(1), default=4, help="cases that share the GPUs (default: 4)")
     parser.add_argument(
         "--out", type=Path, default=Path("check_grids"), help="folder of logs, metrics and checkpoints (default: check_grids)"
@@ -246,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         raise ValueError(f"--cases {unknown[0]!r} is unknown; choose from {', '.join(CASES)}")
     if options.out.exists() and any(options.out.iterdir()):
-        raise ValueError(f"--out {options.out} holds files already: remove it, or name another folder")
+        raise ValueError(f"--out {options.out} already contains files: remove it, or give another folder")
     options.out = options.out.resolve()
     options.data = options.data.resolve()
     names = options.cases or [name for name in CASES if options.gpus or not any(word in CASES[name] for word in GPU_ONLY)]
@@ -264,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def held(row: dict[str, str]) -> bool:
-    """Whether all of a case is as it must be."""
+    """Return whether everything in a case is as expected."""
     return (row["straight"], row["resumed"], row["failed"]) == ("ends", "same", "ends") and row["moved"].startswith("within")
 
 

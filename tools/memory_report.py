@@ -1,4 +1,4 @@
-"""What a GPT holds in memory: predicted by the dry run's formulas, measured here, and the difference; exit status 1 where it exceeds 3 %.
+"""Compare the memory of a GPT that the dry run's formulas predict with measurements; exit code 1 if a difference exceeds 3 %.
 
     python tools/memory_report.py --preset 1.3b
     python tools/memory_report.py --preset 1.3b --levels O3 --recompute-granularity selective --recompute-modules mlp core_attn
@@ -6,13 +6,13 @@
 
 Other flags go to megatron.lm.pretrain. The report runs on one process, for any grid of the preset.
 
-- States, bytes a parameter: the tensors themselves after a training step.
-- Activations, MiB a layer: what is alive after forward and was not before, in a model of two layers less in one of a single layer; the
-  norms' share is what goes as the hidden size is halved and all other widths stay, the MLP's as its width is. Nothing is asked of
-  autograd, so that what a fused block keeps in places of its own counts too. On a GPU the allocator tells; on a CPU every storage that an
-  operation makes is followed until it is freed, and in place of the attention core, which a CPU computes and keeps in FP32, stands one
-  that keeps what the GPU's kernels keep. (A CPU also keeps more for dropout, and for RMSNorm and a GEMM at O0 where it emulates BF16.)
-- On a GPU, GiB: the peak of a whole step, and what stays between steps.
+- States, bytes per parameter: the tensors themselves after a training step.
+- Activations, MiB per layer: memory that forward allocates and leaves allocated, in a model of two layers minus one of a single layer. The
+  norms' share is the reduction when the hidden size is halved and all other widths stay, the MLP's when its width is halved. Autograd is
+  not queried, so that tensors that a fused block stores itself count too. On a GPU the allocator reports the memory. On a CPU every storage
+  that an operation creates is tracked until it is freed, and the attention core, which a CPU computes and saves in FP32, is replaced by one
+  that saves what the GPU's kernels save. (A CPU also saves more for dropout, and for RMSNorm and a GEMM at O0, where it emulates BF16.)
+- On a GPU, GiB: the peak of a whole step, and the memory between steps.
 """
 
 import gc
@@ -57,7 +57,7 @@ MIB = 2**20
 
 
 class Row(NamedTuple):
-    """One figure; `whole` is what a difference is a share of where nothing is predicted."""
+    """One number; without a prediction, the difference is relative to `whole`."""
 
     what: str
     unit: str
@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 def configuration(level: str, flags: Sequence[str]) -> Config:
-    """The flags at one level on one process, with the choice of FP8 linear layers made; needs no data."""
+    """Return the configuration at one level on one process, with the FP8 linear layers chosen; needs no data."""
     named = "--opt-level" if level in OPT_LEVELS else "--precision"
     config = parse_args([*flags, named, level, "--train-iters", "10000", "--dry-run"])
     config = replace(config, parallel=ParallelConfig(), training=replace(config.training, global_batch_size=None))
@@ -82,7 +82,7 @@ def configuration(level: str, flags: Sequence[str]) -> Config:
 
 
 class Alive(TorchDispatchMode):
-    """Follows the storages of plain tensors that operations make while it is entered; those that were there before do not count."""
+    """Track the storages of plain tensors that operations create inside the context; earlier ones do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,11 +99,11 @@ class Alive(TorchDispatchMode):
             if isinstance(x, Tensor) and not isinstance(x, ScalingTensor):
                 storage = x.untyped_storage()
                 known = self.found.get(storage._cdata)
-                if known is None or known[0].expired():  # an address may come again
+                if known is None or known[0].expired():  # an address may be reused
                     self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() if counts else 0)
 
     def size(self) -> int:
-        """Bytes that are still alive."""
+        """Return the bytes that are still alive."""
         return sum(size for storage, size in self.found.values() if not storage.expired())
 
 
@@ -116,14 +116,14 @@ class _Keep(torch.autograd.Function):
 
 
 class KeepingAttention(nn.Module):
-    """In the attention core's place: keeps what the GPU's kernels keep (query, key, value, output), and computes nothing."""
+    """Replacement of the attention core: saves what the GPU's kernels save (query, key, value, output), and computes nothing."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return _Keep.apply(query, key, value).flatten(2)
 
 
 def forward_bytes(config: Config) -> int:
-    """Bytes that a forward of one micro-batch leaves for backward; needs `process_groups.initialize`."""
+    """Return the bytes that the forward of one micro-batch saves for backward; needs `process_groups.initialize`."""
     vocab_size, device = 128, process_groups.device()
     batch = next(random_batches(config, vocab_size, device))
     with torch.random.fork_rng():
@@ -136,7 +136,7 @@ def forward_bytes(config: Config) -> int:
     def forward() -> Tensor:
         return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
 
-    forward()  # what is made once and stays
+    forward()  # allocates what is created once and stays
     gc.collect()
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
@@ -151,13 +151,13 @@ def forward_bytes(config: Config) -> int:
 
 
 def layer_bytes(config: Config, **widths: Any) -> int:
-    """Bytes that one layer of the model leaves for backward, with some widths of the model replaced."""
+    """Return the bytes that one layer of the model saves for backward, with some widths of the model replaced."""
     two, one = (forward_bytes(replace(config, model=replace(config.model, num_layers=n, **widths))) for n in (2, 1))
     return two - one
 
 
 def activations(config: Config) -> Iterator[Row]:
-    """Rows of one layer, by kind and together."""
+    """Yield the rows of one layer, by kind and in total."""
     model, predicted = config.model, memory.activation_parts(config)
     fixed = {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_size}
     layer = layer_bytes(config)
@@ -166,25 +166,25 @@ def activations(config: Config) -> Iterator[Row]:
     measured = {"norms": norms, "attention": layer - norms - mlp, "MLP": mlp}
     whole = sum(predicted.values())
     for name, size in measured.items():
-        yield Row(f"activations, {name}", "MiB a layer", predicted[name] / MIB, size / MIB, whole / MIB)
-    yield Row("activations, layer", "MiB a layer", whole / MIB, layer / MIB)
+        yield Row(f"activations, {name}", "MiB per layer", predicted[name] / MIB, size / MIB, whole / MIB)
+    yield Row("activations, layer", "MiB per layer", whole / MIB, layer / MIB)
 
 
 def state_bytes(training: Training) -> dict[str, int]:
-    """Bytes of the model states after a step: weight, gradient, and the columns of the optimizer's states."""
+    """Return the bytes of the model states after a step: weight, gradient, and the columns of the optimizer's states."""
     optimizer, sync = training.optimizer, training.grad_sync
     params = list(training.model.parameters())
     gradients = [getattr(p, "main_grad", None) for p in params] + [segment.grad for p in params for segment in sync.owned(p)]
-    found = {"weight": sum(map(stored_bytes, params)), "gradient": sum(stored_bytes(g) for g in gradients if g is not None)}
+    sizes = {"weight": sum(map(stored_bytes, params)), "gradient": sum(stored_bytes(g) for g in gradients if g is not None)}
     for holding in optimizer.holdings():
         for declared, _ in kept_states(holding.param, holding.formats):
             size = stored_bytes(as_stored(optimizer.state[holding.weight], declared.key))
-            found[declared.column] = found.get(declared.column, 0) + size
-    return found
+            sizes[declared.column] = sizes.get(declared.column, 0) + size
+    return sizes
 
 
 def states(config: Config) -> Iterator[Row]:
-    """Rows of the model states, and on a GPU of the peak and the rest of a step."""
+    """Yield the rows of the model states, and on a GPU of the memory at the peak and between steps."""
     (rank,) = memory.plan(config, 1)
     vocab_size = config.model.vocab_size or GPT2_VOCABULARY
     training = build_training(config, vocab_size)
@@ -193,17 +193,17 @@ def states(config: Config) -> Iterator[Row]:
     cuda = device.type == "cuda"
     while train_step(
         training, batches, graphs
-    ).skipped:  # the loss scale of FP16 may start too high; there are no states before a good step
+    ).skipped:  # the loss scale of FP16 may start too high; states exist only after a step that is not skipped
         pass
     if cuda:
-        # Before the graphs are captured: a replayed one allocates nothing, its peak is that of its capture.
+        # Before the graphs are captured: a replayed one allocates nothing, and its peak is that of its capture.
         torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM_UP):
             train_step(training, batches, graphs)
     predicted, measured = {"weight": rank.weight, **rank.states, "gradient": rank.gradient}, state_bytes(training)
     for name in predicted | measured:
-        foretold, found = predicted.get(name, 0), measured.get(name, 0)
-        yield Row(name, "bytes a parameter", foretold / rank.parameters, found / rank.parameters, 1.0)
+        expected, actual = predicted.get(name, 0), measured.get(name, 0)
+        yield Row(name, "bytes per parameter", expected / rank.parameters, actual / rank.parameters, 1.0)
     if cuda:
         yield Row("peak", "GiB", rank.total / memory.GIB, torch.cuda.max_memory_allocated() / memory.GIB)
         yield Row("rest", "GiB", sum(predicted.values()) / memory.GIB, torch.cuda.memory_allocated() / memory.GIB)
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, type=legal_precision)
     parser.add_argument("--csv", type=output_file, help="append the rows to this file, such as tools/bench/results/memory.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     options, flags = parser.parse_known_args(argv)
     configs = {level: configuration(level, flags) for level in options.levels}
     where = rows.machine(options.commit)

@@ -40,9 +40,9 @@ class Mutant:
     Attributes:
         kind: the part of the project: numerics, exchange, optimizer ...
         fault: what goes wrong with it, in a few words.
-        under: the folder, or the file, where `old` stands.
-        old: a piece of one line, which is nowhere else below `under`.
-        new: what stands there instead.
+        under: the folder, or the file, that contains `old`.
+        old: a piece of one line that occurs nowhere else below `under`.
+        new: its replacement.
         tests: what should notice: the end of the path of one test file below tests/, with `::function` for one function of it.
     """
 
@@ -57,23 +57,24 @@ class Mutant:
         return f"{self.kind}: {self.fault}"
 
     def file(self, tree: Path) -> Path:
-        """The file of `tree` that holds `old`.
+        """Return the file of `tree` that contains `old`.
 
         Raises:
-            ValueError: it stands nowhere or more than once, naming the files; or old and new are no two different pieces of one line.
+            ValueError: it occurs nowhere or more than once (the message names the files), or old and new are not two different pieces of
+                one line.
         """
         if not self.old or self.old == self.new or "\n" in self.old + self.new:
             raise ValueError(f"{self}: old and new must be two different pieces of one line")
         top = tree / self.under
         files = [top] if top.is_file() else sorted(top.rglob("*.py"))
-        found = {path: times for path in files if (times := path.read_text(encoding="utf-8").count(self.old))}
-        if sum(found.values()) != 1:
-            where = ", ".join(f"{times} times in {path.relative_to(tree)}" for path, times in found.items()) or "nowhere"
-            raise ValueError(f"{self}: {self.old!r} must stand once below {self.under}, and stands {where}; bring {LIST.name} up to date")
-        return next(iter(found))
+        counts = {path: times for path in files if (times := path.read_text(encoding="utf-8").count(self.old))}
+        if sum(counts.values()) != 1:
+            where = ", ".join(f"{times} times in {path.relative_to(tree)}" for path, times in counts.items()) or "nowhere"
+            raise ValueError(f"{self}: {self.old!r} must occur once below {self.under}, and occurs {where}; update {LIST.name}")
+        return next(iter(counts))
 
     def test_ids(self, tree: Path) -> list[str]:
-        """Its tests as pytest names them.
+        """Return its tests in pytest's notation.
 
         Raises:
             ValueError: a name that is not the end of the path of one file, or a function that is not in it.
@@ -81,21 +82,21 @@ class Mutant:
         ids = []
         for name in self.tests:
             end, _, function = name.partition("::")
-            found = sorted(path for path in (tree / "tests").rglob(Path(end).name) if f"/{path.relative_to(tree)}".endswith(f"/{end}"))
-            if len(found) != 1:
-                where = ", ".join(str(path.relative_to(tree)) for path in found) or "none"
-                raise ValueError(f"{self}: tests name {end!r}, which must be the end of the path of one test file, and is that of {where}")
-            if function and f"def {function}(" not in found[0].read_text(encoding="utf-8"):
-                raise ValueError(f"{self}: {found[0].relative_to(tree)} has no function {function}")
-            ids.append("::".join([str(found[0].relative_to(tree)), *([function] if function else [])]))
+            matches = sorted(path for path in (tree / "tests").rglob(Path(end).name) if f"/{path.relative_to(tree)}".endswith(f"/{end}"))
+            if len(matches) != 1:
+                where = ", ".join(str(path.relative_to(tree)) for path in matches) or "none"
+                raise ValueError(f"{self}: tests name {end!r}, which must be the end of the path of one test file, but matches {where}")
+            if function and f"def {function}(" not in matches[0].read_text(encoding="utf-8"):
+                raise ValueError(f"{self}: {matches[0].relative_to(tree)} has no function {function}")
+            ids.append("::".join([str(matches[0].relative_to(tree)), *([function] if function else [])]))
         if not ids:
-            raise ValueError(f"{self}: no tests are named that should notice")
+            raise ValueError(f"{self}: it names no tests that should notice it")
         return ids
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant, the seconds that its tests took, and by what it was killed or why it is no mutant."""
+    """Result of a mutant, the seconds that its tests took, and what killed it or why it is invalid."""
 
     mutant: Mutant
     result: str
@@ -104,7 +105,7 @@ class Outcome:
 
 
 def read(path: Path) -> list[Mutant]:
-    """The mutants of a list.
+    """Read the mutants of a list.
 
     Raises:
         ValueError: an entry lacks a key or has an unknown one.
@@ -113,13 +114,13 @@ def read(path: Path) -> list[Mutant]:
     mutants = []
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
         if set(row) != names:
-            raise ValueError(f"{path}: mutant {row.get('fault')!r} has the keys {sorted(row)}, and needs {sorted(names)}")
+            raise ValueError(f"{path}: mutant {row.get('fault')!r} has the keys {sorted(row)}, expected {sorted(names)}")
         mutants.append(Mutant(**(row | {"tests": tuple(row["tests"])})))
     return mutants
 
 
 def check(mutants: Sequence[Mutant]) -> None:
-    """ValueError naming all mutants with text or tests that are not in this tree."""
+    """Raise a ValueError that names all mutants whose text or tests are not in this tree."""
     problems = []
     for mutant in mutants:
         for look in (mutant.file, mutant.test_ids):
@@ -132,7 +133,7 @@ def check(mutants: Sequence[Mutant]) -> None:
 
 
 def copy_tree(root: Path, to: Path) -> None:
-    """The tracked files of a git checkout, as they are in its work tree."""
+    """Copy the tracked files of a git checkout, as they are in its work tree."""
     names = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, names):
         if (root / name).is_file():
@@ -141,8 +142,8 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def run_tests(tree: Path, ids: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """pytest's exit code, None after `limit` seconds, and its last lines; stops at the first failure."""
-    # Without compiled files: two versions of one file may be of one second and of one length.
+    """Return pytest's exit code, or None after `limit` seconds, and its last lines; stops at the first failure."""
+    # Without compiled files: two versions of a file may have the same time (in seconds) and length.
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
     words += ["-m", "not gpu and not multi_gpu and not nightly", *ids]
@@ -161,7 +162,7 @@ def run_tests(tree: Path, ids: Sequence[str], limit: float) -> tuple[int | None,
 
 
 def try_out(mutant: Mutant, tree: Path, limit: float) -> Outcome:
-    """Run a mutant's tests in `tree` with it; the tree is as before afterwards."""
+    """Run the tests of a mutant in `tree`, which is restored afterwards."""
     started = time.monotonic()
     file, ids = mutant.file(tree), mutant.test_ids(tree)
     sound = file.read_text(encoding="utf-8")
@@ -185,7 +186,7 @@ def try_out(mutant: Mutant, tree: Path, limit: float) -> Outcome:
 
 @contextlib.contextmanager
 def copies(number_of: int) -> Iterator["queue.SimpleQueue[Path]"]:
-    """As many copies of this tree, each for one mutant at a time."""
+    """Create `number_of` copies of this tree, each for one mutant at a time."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         free: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(number_of):
@@ -196,7 +197,7 @@ def copies(number_of: int) -> Iterator["queue.SimpleQueue[Path]"]:
 
 
 def run(mutants: Sequence[Mutant], jobs: int, limit: float) -> Iterator[Outcome]:
-    """Outcomes in the order of `mutants`.
+    """Yield outcomes in the order of `mutants`.
 
     Raises:
         ValueError: tests fail without any mutant.
@@ -220,24 +221,22 @@ def run(mutants: Sequence[Mutant], jobs: int, limit: float) -> Iterator[Outcome]
 
 
 def part(text: str) -> tuple[int, int]:
-    """(i, n) of "i/n"; argparse.ArgumentTypeError where i is not in 1 .. n."""
+    """Parse "i/n" to (i, n); argparse.ArgumentTypeError if i is not in 1 .. n."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part: give i/n with i from 1 to n, such as 1/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid part: give i/n with i from 1 to n, such as 1/4")
     return int(number), int(count)
 
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0 where every mutant was killed, 1 where one survived, 2 where one is no mutant or the tests fail without."""
+    """Command line; exit code 0 if every mutant was killed, 1 if one survived, 2 if one is invalid or the tests fail without it."""
     parser = Parser(description=__doc__)
-    parser.add_argument("-k", default="", metavar="TEXT", help="only mutants with this in kind, fault, place or tests")
+    parser.add_argument("-k", default="", metavar="TEXT", help="only mutants with this text in kind, fault, folder or tests")
     parser.add_argument("--shard", type=part, default=(1, 1), metavar="I/N", help="every N-th mutant, from the I-th on")
-    parser.add_argument(
-        "--jobs", type=count(1, 1024), default=1, help="mutants at a time, each in a copy of its own (default: %(default)s)"
-    )
+    parser.add_argument("--jobs", type=count(1, 1024), default=1, help="mutants at a time, each in its own copy (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mutant (default: %(default)g)")
-    parser.add_argument("--list", action="store_true", help="say which mutants there are and where they stand, run nothing")
+    parser.add_argument("--list", action="store_true", help="list the mutants and their files, run nothing")
     options = parser.parse_args(arguments)
     if not 0 < options.timeout <= 86400:
         raise ValueError(f"--timeout {options.timeout:g}: give seconds above 0, at most a day")
@@ -245,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [m for m in read(LIST) if options.k.lower() in f"{m} {m.under} {' '.join(m.tests)}".lower()]
     chosen = chosen[options.shard[0] - 1 :: options.shard[1]]
     if not chosen:
-        raise ValueError(f"no mutant has {options.k!r} in its kind, fault, place or tests; see --list")
+        raise ValueError(f"no mutant has {options.k!r} in its kind, fault, folder or tests; see --list")
     check(chosen)
     if options.list:
         for m in chosen:

@@ -1,9 +1,9 @@
-"""How tools name a precision on their command lines: a recipe, or with a plus a recipe with GEMMs cast in another way.
+"""Parse the names of precisions on tools' command lines: a recipe, or a recipe with other casts of its GEMMs after a plus.
 
 O2                           --precision O2
 O2+blockwise                 --precision O2 --fp8-recipe blockwise
-te-delayed                   --precision te-delayed, of a baseline, where it is installed
-'O2 --master-format bf16'    --precision O2 --master-format bf16, where a tool takes a precision with flags
+te-delayed                   --precision te-delayed, a baseline, if it is installed
+'O2 --master-format bf16'    --precision O2 --master-format bf16, for tools that accept a precision with flags
 
 As a program it lists them: python tools/precisions.py, or python tools/precisions.py O2+blockwise
 """
@@ -20,10 +20,10 @@ from msamp.numerics import recipe
 
 
 def precision_flags(text: str) -> list[str]:
-    """The flags of megatron.lm.pretrain for a precision as tools name it; O0 is bf16.
+    """Return the flags of megatron.lm.pretrain for a tools' precision; O0 is bf16.
 
     Raises:
-        ValueError: an unknown recipe, an unknown way to cast, or one for a recipe without FP8 GEMMs.
+        ValueError: an unknown recipe, unknown casts, or casts for a recipe without FP8 GEMMs.
     """
     name, plus, gemm = text.partition("+")
     known = recipe_by_name(name)
@@ -36,7 +36,7 @@ def precision_flags(text: str) -> list[str]:
 
 
 def legal_precision(text: str) -> str:
-    """`text` itself: the `type` of an argument of argparse, which then says what `precision_flags` says."""
+    """Return `text` itself: the `type` of an argparse argument, with the errors of `precision_flags`."""
     try:
         precision_flags(text)
     except ValueError as error:
@@ -45,19 +45,19 @@ def legal_precision(text: str) -> str:
 
 
 def case_flags(text: str) -> list[str]:
-    """The flags of megatron.lm.pretrain for a precision and, after a space, further flags.
+    """Return the flags of megatron.lm.pretrain for a precision followed by further flags.
 
     Raises:
-        ValueError: as `precision_flags`, and where there is no precision.
+        ValueError: as for `precision_flags`, or without a precision.
     """
     words = shlex.split(text)
     if not words:
-        raise ValueError(f"precision {text!r} is empty: begin with a precision, and flags follow it in the same quotes")
+        raise ValueError(f"precision {text!r} is empty: give a precision, followed by flags in the same quotes")
     return [*precision_flags(words[0]), *words[1:]]
 
 
 def legal_case(text: str) -> str:
-    """`text` itself, as `legal_precision`, for an argument that takes a precision with flags."""
+    """Return `text` itself, as `legal_precision`, for an argument that accepts a precision with flags."""
     try:
         case_flags(text)
     except ValueError as error:
@@ -66,7 +66,7 @@ def legal_case(text: str) -> str:
 
 
 def known() -> list[str]:
-    """Every precision that tools take, without flags of its own."""
+    """Return every precision that tools accept, without further flags."""
     recipes = [recipe.by_name(name) for name in recipe.names()]
     casts = [f"{found.name}+{gemm}" for found in recipes if found.fp8 for gemm in recipe.GEMMS]
     return [*(found.name for found in recipes), *casts, *baselines.names()]
@@ -76,7 +76,7 @@ def known() -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """Print the flags of megatron.lm.pretrain for each precision."""
     parser = Parser(description=__doc__)
-    parser.add_argument("precision", nargs="*", type=legal_case, help="which (default: all)")
+    parser.add_argument("precision", nargs="*", type=legal_case, help="precisions to list (default: all)")
     for text in parser.parse_args(argv).precision or known():
         print(f"{text:<32}{shlex.join(case_flags(text))}")
 

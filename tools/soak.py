@@ -1,11 +1,11 @@
-"""Kill small trainings at random moments, again and again, and see that nothing is ever lost.
+"""Kill small trainings at random moments, over and over, and check that nothing is ever lost.
 
     make soak            or: python tools/soak.py [--runs N] [--seed S]
 
 A job saves every second iteration into the folder that it resumes from, and keeps the last two, or the last one. It builds the index
 caches of its data itself. Every run of it is ended by SIGKILL of all its processes, at a random moment, in the middle of a save or while
-the index caches are written, until N runs have been; each run must go on from the newest checkpoint that was whole, and what a job has in
-the end must be what an undisturbed one has, bit for bit. Leaves with 1 where it is not, and keeps the folder.
+the index caches are written, until N runs have been killed. Each run must resume from the newest complete checkpoint, and the final
+checkpoint of a job must equal that of an undisturbed job, bit for bit. Exits with 1 if not, and keeps the folder.
 """
 
 import os
@@ -31,10 +31,10 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 
 ROOT = Path(__file__).resolve().parents[1]
-ITERATIONS, INTERVAL, KEPT = 24, 2, 2  # of --keep-last 1 two are left as well: no step has followed the newest
+ITERATIONS, INTERVAL, KEPT = 24, 2, 2  # --keep-last 1 leaves two as well: no step has followed the newest
 VOCABULARY = 60
-SAVE_SECONDS = 0.1  # about what a save takes: some kills come right after it
-INDEX, INDEX_SECONDS = -1, 0.02  # and about what the index caches take
+SAVE_SECONDS = 0.1  # roughly the time of a save: some kills come right after it
+INDEX, INDEX_SECONDS = -1, 0.02  # INDEX_SECONDS: roughly the time to write the index caches
 POLL_SECONDS = 0.001
 STUCK_SECONDS = 600.0  # longer than any run takes
 
@@ -45,7 +45,7 @@ DATA = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --split 1,0,0 
 
 @dataclass(frozen=True)
 class Job:
-    """A training: how many processes, at which level, whether it saves in the background, and its --keep-last."""
+    """A training run: processes, optimization level, whether it saves in the background, and its --keep-last."""
 
     processes: int
     level: str
@@ -62,8 +62,8 @@ JOBS = [Job(1, "O2", False), Job(2, "O3", True), Job(1, "O2", True, 1), Job(2, "
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: so many seconds after the job has begun its save number `saves` of this run, or after the start for 0; `INDEX` stands
-    for the moment when the first file of the index caches appears."""
+    """When to kill: `seconds` after the job has begun save number `saves` of this run, after the start if 0, or, if `INDEX`, after the
+    first file of the index caches appears."""
 
     saves: int
     seconds: float
@@ -71,7 +71,7 @@ class Moment:
 
 @dataclass
 class Tally:
-    """What has happened so far."""
+    """Counts of what has happened so far."""
 
     kills: int = 0
     in_a_save: int = 0
@@ -83,17 +83,17 @@ class Tally:
     jobs: int = 0
 
     def summary(self) -> str:
-        """One paragraph."""
+        """Return the counts as one paragraph."""
         return (
             f"{self.kills} kills, {self.in_a_save} of them inside a save, {self.in_an_index} at the index caches, "
-            f"{self.first_starts} before a job's first checkpoint; {self.resumed} runs resumed, {self.unfinished} times beside a "
-            f"checkpoint that a kill had left unfinished; {self.passed_over} published checkpoints were torn and passed over; {self.jobs} "
-            "jobs came to their end, all with the bits of an undisturbed one"
+            f"{self.first_starts} before a job's first checkpoint; {self.resumed} runs resumed, {self.unfinished} of them next to a "
+            f"checkpoint that a kill had left unfinished; {self.passed_over} published checkpoints were damaged and skipped; {self.jobs} "
+            "jobs finished, all bit for bit equal to an undisturbed one"
         )
 
 
 def command(job: Job, data: Path, folder: Path) -> list[str]:
-    """What starts a job, or starts it again."""
+    """Return the command that starts or restarts a job."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
     saving = f"--save-interval {INTERVAL} --keep-last {job.kept}{' --async-save' * job.background}"
     return [
@@ -104,12 +104,12 @@ def command(job: Job, data: Path, folder: Path) -> list[str]:
 
 
 def index_caches(folder: Path) -> Path:
-    """Where the job that saves into `folder` keeps the index caches of its data."""
+    """Return the folder in which the job that saves into `folder` keeps the index caches of its data."""
     return folder.with_name(f"{folder.name}-index")
 
 
 def write_data(folder: Path) -> Path:
-    """A dataset of random tokens; its prefix."""
+    """Write a dataset of random tokens and return its prefix."""
     draw = random.Random(0)
     texts = (" ".join(str(draw.randrange(VOCABULARY - 1)) for _ in range(40)) for _ in range(200))
     options = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=VOCABULARY)
@@ -126,7 +126,7 @@ def start(line: Sequence[str], log: Path) -> subprocess.Popen:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and all its descendants, at once; returns when they are gone."""
+    """Send SIGKILL to a process and all its descendants; return when they are gone."""
     try:
         parent = psutil.Process(process.pid)
         family = [parent, *parent.children(recursive=True)]  # torchrun's workers lead process groups of their own
@@ -142,16 +142,16 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def partials(folder: Path) -> dict[tuple[str, int], int]:
-    """The checkpoints that are being written or were left so: their names and inodes, and when they last changed (ns since 1970)."""
+    """Return the unfinished checkpoints, by name and inode, with the time of their last change (ns since 1970)."""
     try:
-        found = [entry for entry in os.scandir(folder) if entry.name.endswith(".partial") and entry.is_dir()]
-        return {(entry.name, entry.inode()): entry.stat().st_mtime_ns for entry in found}
-    except FileNotFoundError:  # the folder is still to be made, or a checkpoint was published between two lines
+        folders = [entry for entry in os.scandir(folder) if entry.name.endswith(".partial") and entry.is_dir()]
+        return {(entry.name, entry.inode()): entry.stat().st_mtime_ns for entry in folders}
+    except FileNotFoundError:  # the folder does not exist yet, or a checkpoint was published between two lines
         return {}
 
 
 def reached(process: subprocess.Popen, folder: Path, moment: Moment | None) -> bool:
-    """Wait for the moment (None: it never comes); False where the process ended before it. RuntimeError for one that does not end."""
+    """Wait for the moment (None: until the process ends); return False if the process ends first. RuntimeError if it never ends."""
     known, begun, started = set(partials(folder)), 0, time.monotonic()
     since, caches = started, index_caches(folder)
     while process.poll() is None:
@@ -159,46 +159,46 @@ def reached(process: subprocess.Popen, folder: Path, moment: Moment | None) -> b
             begun, since = INDEX, time.monotonic()
         for new in partials(folder).keys() - known:
             known.add(new)
-            if int(new[0][5:12]) > (marked_iteration(folder) or 0):  # else it is an old one on its way out
+            if int(new[0][5:12]) > (marked_iteration(folder) or 0):  # else it is an old one that is being deleted
                 begun += 1
                 since = time.monotonic() if moment is not None and begun == moment.saves else since
         if moment is not None and (begun == INDEX or begun >= moment.saves >= 0) and time.monotonic() - since >= moment.seconds:
             return True
         if time.monotonic() - started > STUCK_SECONDS:
-            raise RuntimeError(f"a run in {folder} has not come to its end in {STUCK_SECONDS:.0f} s")
+            raise RuntimeError(f"a run in {folder} has not finished within {STUCK_SECONDS:.0f} s")
         time.sleep(POLL_SECONDS)
     return False
 
 
 def newest_whole(folder: Path) -> int | None:
-    """The iteration that the marker names, its checkpoint checked byte by byte; None before there is one.
+    """Check the checkpoint that the marker names, byte by byte, and return its iteration; None if there is no marker yet.
 
     Raises:
-        ValueError: what the marker names is not whole.
+        ValueError: that checkpoint is incomplete or damaged.
     """
     marked = marked_iteration(folder)
     if marked is not None:
-        found = iteration_folder(folder, marked)
-        check_files(found, read_info(found)["files"])
+        checkpoint = iteration_folder(folder, marked)
+        check_files(checkpoint, read_info(checkpoint)["files"])
     return marked
 
 
 def check_start(log: Path, expected: int | None) -> bool:
-    """Whether a run says that it resumed; it may have been killed before it said anything.
+    """Return whether a run logged that it resumed; it may have been killed before it logged anything.
 
     Raises:
-        RuntimeError: it says that it began elsewhere than at the `expected` iteration (None: anew).
+        RuntimeError: it started from another iteration than `expected` (None: from scratch).
     """
     text = log.read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"resumed from .* at iteration (\d+)", text)
-    began = int(found[1]) if found else None
-    if began != expected and (found or "training starts from scratch" in text):
-        raise RuntimeError(f"a run began at iteration {began}, and the newest whole checkpoint was that of {expected}; see {log}")
-    return found is not None
+    resumed = re.search(r"resumed from .* at iteration (\d+)", text)
+    began = int(resumed[1]) if resumed else None
+    if began != expected and (resumed or "training starts from scratch" in text):
+        raise RuntimeError(f"a run started at iteration {began}, but the newest complete checkpoint was at iteration {expected}; see {log}")
+    return resumed is not None
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Keys of the tensors in which two checkpoints differ by a bit."""
+    """Return the keys of the tensors that are not bit for bit equal in two checkpoints."""
     one, other = Stored(first), Stored(second)
 
     def bits(stored: Stored, key: str) -> torch.Tensor:
@@ -209,10 +209,10 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally: Tally) -> float:
-    """Start a job anew until it comes to its end, the first times killed at the `moments`; seconds of the last run.
+    """Start a job until it finishes, and kill its first runs at the `moments`; return the seconds of the last run.
 
     Raises:
-        RuntimeError: a run failed by itself or never ended, or began where it should not have.
+        RuntimeError: a run failed by itself, never ended, or started from the wrong iteration.
         ValueError: a kill has damaged the newest checkpoint.
     """
     expected: int | None = None
@@ -235,7 +235,7 @@ def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally:
         tally.in_a_save += any(changed > 1e9 * started for changed in partials(folder).values())
         before_it, expected = expected, newest_whole(folder)
         if (expected or 0) < (before_it or 0):
-            raise RuntimeError(f"{folder} held a whole checkpoint of iteration {before_it}, and after a kill its newest is {expected}")
+            raise RuntimeError(f"{folder} contained a complete checkpoint of iteration {before_it}; after a kill the newest is {expected}")
         tally.first_starts += expected is None
         tally.in_an_index += moment is not None and moment.saves == INDEX
     tally.jobs += 1
@@ -243,19 +243,19 @@ def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally:
 
 
 def check_end(folder: Path, reference: Path) -> None:
-    """RuntimeError where a job that came to its end has not what an undisturbed one has: its last checkpoints, and nothing beside them."""
-    kept = {iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(KEPT)}
-    found = {path.name for path in folder.iterdir() if path.is_dir()}
-    if found != kept or newest_whole(folder) != ITERATIONS:
-        raise RuntimeError(f"{folder} holds {', '.join(sorted(found))}; it should hold {', '.join(sorted(kept))}")
+    """Raise a RuntimeError unless a finished job left exactly the last checkpoints, equal to those of an undisturbed job."""
+    expected = {iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(KEPT)}
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    if names != expected or newest_whole(folder) != ITERATIONS:
+        raise RuntimeError(f"{folder} contains {', '.join(sorted(names))}; expected {', '.join(sorted(expected))}")
     different = differences(iteration_folder(reference, ITERATIONS), iteration_folder(folder, ITERATIONS))
     if different:
         raise RuntimeError(f"{folder} differs from the undisturbed {reference} in {len(different)} tensors, such as {different[0]}")
 
 
 def draw_moment(draw: random.Random, seconds: float, *, first: bool = False) -> Moment:
-    """Half of them anywhere in a run of so many seconds, half in or right after one of its first saves; half of the `first` ones of jobs,
-    which build the index caches, while they are written."""
+    """Draw a moment: half of them anywhere in a run of `seconds`, half during or right after one of its first saves. If `first`, half fall
+    into the time when the job writes the index caches."""
     if first and draw.random() < 0.5:
         return Moment(INDEX, draw.uniform(0, INDEX_SECONDS))
     if draw.random() < 0.5:
@@ -264,7 +264,7 @@ def draw_moment(draw: random.Random, seconds: float, *, first: bool = False) -> 
 
 
 def soak(runs: int, seed: int, folder: Path) -> Tally:
-    """Jobs in turn, until `runs` of their runs have been killed.
+    """Run the jobs in turn until `runs` runs have been killed.
 
     Raises:
         RuntimeError, ValueError: something was lost.
@@ -286,10 +286,10 @@ def soak(runs: int, seed: int, folder: Path) -> Tally:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; 1 where something was lost, else the exit codes of `megatron.lm.shell.exit_codes`."""
+    """Run the command line; return 1 if something was lost, else the exit codes of `megatron.lm.shell.exit_codes`."""
     parser = Parser(description=__doc__)
     parser.add_argument("--runs", type=count(1), default=100, help="runs to kill (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: %(default)s)")
     args = parser.parse_args(argv)
     folder, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
     try:

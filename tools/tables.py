@@ -1,14 +1,14 @@
-"""The tables and figures of README and documentation, made from the measured rows.
+"""Generate the tables and figures of the README and the documentation from the measured results.
 
-    make tables              # writes them: every `<!-- table: NAME -->` ... `<!-- end -->`, every docs/results/figures/NAME.png
-    make tables ARGS=--check # writes nothing; 1 where what is published differs from the rows
+    make tables              # write them: every `<!-- table: NAME -->` ... `<!-- end -->`, every docs/results/figures/NAME.png
+    make tables ARGS=--check # write nothing; exit with 1 if a published table or figure differs from the results
 
 A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py` and `rounding.py` in the same folder
-list those of the planner, of what follows pre-training, and of stochastic rounding. `tools/docs/reproduction.py` generates the pages of
+list those of the planner, of post-training, and of stochastic rounding. `tools/docs/reproduction.py` generates the pages of
 `python -m tools.reproduce`, `promises.py` the page of promises, and `megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's
-flags. The numbers of each figure are stored next to it, and a check compares these, not the image. A row whose commit is not in the
-history is refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. In a shallow clone the commits that
-could not be checked are printed.
+flags. The numbers of each figure are stored next to it, and a check compares these, not the image. A row whose commit is not in the history
+is refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. A shallow clone prints the commits that
+could not be checked.
 """
 
 import functools
@@ -34,20 +34,20 @@ FIGURE_FOLDER = "docs/results/figures"
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages that may hold tables."""
+    """Return the pages that may contain tables."""
     return [root / "README.md", *sorted(path for path in (root / "docs").rglob("*.md") if "_build" not in path.parts)]
 
 
 def filled(text: str, page: str) -> str:
-    """A page with each marked table as the rows have it today.
+    """Return a page with each marked table filled from the current results.
 
     Raises:
-        ValueError: a table that does not exist, or a marker without its end.
+        ValueError: a table does not exist, or a marker has no end.
     """
 
     def table(match: re.Match[str]) -> str:
         if match[2] not in TABLES:
-            raise ValueError(f"{page} wants the table {match[2]!r}: the tables are {', '.join(sorted(TABLES))}")
+            raise ValueError(f"{page} names the unknown table {match[2]!r}: the tables are {', '.join(sorted(TABLES))}")
         return f"{match[1]}\n{TABLES[match[2]]().markdown()}\n\n{match[4]}"
 
     if text.count("<!-- table: ") != len(MARKED.findall(text)):
@@ -57,33 +57,33 @@ def filled(text: str, page: str) -> str:
 
 @functools.cache
 def figures() -> Mapping[str, Callable[[], Figure]]:
-    """What makes each figure, by name."""
+    """Return the functions that make the figures, by name."""
     return FIGURES | reproduction.figures()
 
 
 def generated(root: Path) -> dict[Path, str]:
-    """The pages that are made whole, and where they are stale; "" for one of an entry that is gone."""
-    made = {root / path: text for path, text in reproduction.pages().items()}
-    made |= {root / promises.PAGE: promises.page(ROOT), root / listing.PAGE: listing.page()}
-    gone = {path: "" for path in (root / reproduction.PAGES).glob("*.md") if path not in made and path.stem != "reproduction"}
-    there = {path: path.read_text(encoding="utf-8") if path.is_file() else "" for path in made}
-    return {path: text for path, text in made.items() if text != there[path]} | gone
+    """Return the wholly generated pages that are stale, by path; "" for the page of an entry that no longer exists."""
+    current = {root / path: text for path, text in reproduction.pages().items()}
+    current |= {root / promises.PAGE: promises.page(ROOT), root / listing.PAGE: listing.page()}
+    gone = {path: "" for path in (root / reproduction.PAGES).glob("*.md") if path not in current and path.stem != "reproduction"}
+    there = {path: path.read_text(encoding="utf-8") if path.is_file() else "" for path in current}
+    return {path: text for path, text in current.items() if text != there[path]} | gone
 
 
 def prove(history: History) -> list[str]:
-    """Of the rows behind all tables and figures, the commits that this clone cannot check.
+    """Check the commits of the results behind all tables and figures; return those that this clone cannot check.
 
     Raises:
         ValueError: as `unproven`.
     """
-    made = [*(make().sources for make in TABLES.values()), *(make().sources for make in figures().values())]
-    proven = ((name, [row for row in rows if name not in COMPUTED or "commit" in row]) for sources in made for name, rows in sources)
+    every = [*(make().sources for make in TABLES.values()), *(make().sources for make in figures().values())]
+    proven = ((name, [row for row in rows if name not in COMPUTED or "commit" in row]) for sources in every for name, rows in sources)
     missing = {line for name, rows in proven for line in unproven(rows, name, history)}
     return sorted(missing)
 
 
 def stale_figures(root: Path) -> list[str]:
-    """The figures that do not exist, or were drawn from other numbers than the rows give."""
+    """Return the figures that do not exist or were drawn from other numbers than the current results."""
     stale = []
     for name, make in figures().items():
         picture, numbers = root / FIGURE_FOLDER / f"{name}.png", root / FIGURE_FOLDER / f"{name}.json"
@@ -94,7 +94,7 @@ def stale_figures(root: Path) -> list[str]:
 
 
 def draw(name: str, root: Path) -> None:
-    """Draw a figure and keep its numbers beside it."""
+    """Draw a figure and store its numbers next to it."""
     folder = root / FIGURE_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     figure = figures()[name]()
@@ -104,26 +104,26 @@ def draw(name: str, root: Path) -> None:
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Command line; 0, 1 where --check finds something stale, 2 for rows that may not be published."""
+    """Run the command line; return 0, 1 if --check finds something stale, 2 if results may not be published."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing: say what is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing: print what is stale")
     options = parser.parse_args(arguments)
     missing = prove(History.of(ROOT))
     if missing:
-        print(f"this clone has not the whole history: {len(missing)} commits of rows could not be checked ({'; '.join(missing)})")
+        print(f"this clone lacks part of the history: {len(missing)} commits of results could not be checked ({'; '.join(missing)})")
     stale_pages = {path: new for path in pages(root) if (new := filled(old := path.read_text(encoding="utf-8"), path.name)) != old}
     stale_pages |= generated(root)
     undrawn = stale_figures(root)
     stale = [*(path.relative_to(root).as_posix() for path in stale_pages), *(f"{FIGURE_FOLDER}/{name}.png" for name in undrawn)]
     if options.check:
-        print(f"stale: {', '.join(stale)}; make tables writes them anew" if stale else "every table and figure is what the rows say")
+        print(f"stale: {', '.join(stale)}; run make tables" if stale else "every table and figure matches the results")
         return 1 if stale else 0
     for path, new in stale_pages.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(new, encoding="utf-8") if new else path.unlink()
     for name in undrawn:
         draw(name, root)
-    print(f"written: {', '.join(stale)}" if stale else "every table and figure was what the rows say")
+    print(f"written: {', '.join(stale)}" if stale else "every table and figure already matched the results")
     return 0
 
 

@@ -24,8 +24,8 @@ def run(code: int | None = 0, lines: tuple[str, ...] = (), seconds: float = 5.0)
     [
         (run(1, (f"{FAULT} in backward {time.time():.3f}",)), "ends"),
         (run(1, (f"{FAULT} in backward {time.time() - 50:.3f}",)), "ends 50 s after the fault"),
-        (run(1, ("error: something else",)), "exit code 1, and the error is not said"),
-        (run(0, (f"{FAULT} in backward {time.time():.3f}",)), "exit code 0, and the error is not said"),
+        (run(1, ("error: something else",)), "exit code 1, and the error is not reported"),
+        (run(0, (f"{FAULT} in backward {time.time():.3f}",)), "exit code 0, and the error is not reported"),
         (run(None, ("waiting",)), "hangs: waiting"),
     ],
 )
@@ -53,7 +53,7 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["--data", "x", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "--cases 'O9' is unknown; choose from O0 DP" in said
-    assert "holds files already: remove it, or name another folder" in said
+    assert "already contains files: remove it, or give another folder" in said
 
 
 @pytest.mark.nightly(60)

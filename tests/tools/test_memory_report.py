@@ -67,7 +67,7 @@ def test_the_activations_are_the_predicted_ones(case: str):
     ],
 )
 def test_the_states_are_the_predicted_ones(level: str):
-    found = [row for row in states(config(level)) if row.unit == "bytes a parameter"]
+    found = [row for row in states(config(level)) if row.unit == "bytes per parameter"]
     assert [row.what for row in found] == ["weight", "master", "m", "v", "gradient"]
     for row in found:
         assert row.measured == pytest.approx(row.predicted, rel=1e-6), row

@@ -72,13 +72,13 @@ def test_a_mutant_that_runs_for_ever_is_killed(project, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"old": "a / b"}, "'a / b' must stand once below pkg, and stands nowhere"),
-        ({"old": "return"}, "'return' must stand once below pkg, and stands 2 times in pkg/sums.py"),
+        ({"old": "a / b"}, "'a / b' must occur once below pkg, and occurs nowhere"),
+        ({"old": "return"}, "'return' must occur once below pkg, and occurs 2 times in pkg/sums.py"),
         ({"old": "b\n"}, "two different pieces of one line"),
         ({"new": "a + b"}, "two different pieces of one line"),
-        ({"tests": ("test_sub.py",)}, "'test_sub.py', which must be the end of the path of one test file, and is that of none"),
+        ({"tests": ("test_sub.py",)}, "'test_sub.py', which must be the end of the path of one test file, but matches none"),
         ({"tests": ("test_add.py::test_sub",)}, "tests/test_add.py has no function test_sub"),
-        ({"tests": ()}, "no tests are named"),
+        ({"tests": ()}, "it names no tests"),
     ],
 )
 def test_what_is_no_mutant_is_named(project, change, message):
@@ -94,7 +94,7 @@ def test_bad_input_is_refused(project, capsys):
     listed(project, MINUS)
     assert main(["-k", "product"]) == 2
     assert "no mutant has 'product'" in capsys.readouterr().err
-    for arguments, message in ((["--jobs", "0"], "argument --jobs: 0 is out of range"), (["--shard", "3/2"], "'3/2' is no part")):
+    for arguments, message in ((["--jobs", "0"], "argument --jobs: 0 is out of range"), (["--shard", "3/2"], "'3/2' is not a valid part")):
         with pytest.raises(SystemExit):
             main(arguments)
         assert message in capsys.readouterr().err
@@ -102,4 +102,4 @@ def test_bad_input_is_refused(project, capsys):
     assert "--timeout nan: give seconds above 0" in capsys.readouterr().err
     (project.parent / "list.toml").write_text('[[mutant]]\nfault = "minus"\n')
     assert main([]) == 2
-    assert "mutant 'minus' has the keys ['fault'], and needs" in capsys.readouterr().err
+    assert "mutant 'minus' has the keys ['fault'], expected" in capsys.readouterr().err

@@ -59,9 +59,7 @@ def test_flags_follow_a_precision():
     assert config.precision.master_format == "bf16"
 
 
-@pytest.mark.parametrize(
-    ("text", "word"), [("", "is empty: begin with a precision"), ("--master-format bf16", "'--master-format' is unknown")]
-)
+@pytest.mark.parametrize(("text", "word"), [("", "is empty: give a precision"), ("--master-format bf16", "'--master-format' is unknown")])
 def test_flags_without_a_precision_are_refused(text, word):
     with pytest.raises(argparse.ArgumentTypeError, match=word):
         legal_case(text)

@@ -8,7 +8,7 @@ import torch
 from helpers.refusals import code
 
 REFUSALS = [
-    ("bench.bench_attention", "", "there is no GPU here"),
+    ("bench.bench_attention", "", "no GPU is available"),
     ("bench.bench_compile", "--steps 1", "argument --steps: 1 is out of range"),
     ("bench.bench_compile", "--warm-up 0", "argument --warm-up: 0 is out of range"),
     ("bench.bench_data_parallel", "--steps 1", "give 2"),
@@ -17,7 +17,7 @@ REFUSALS = [
     *(("bench.bench_generate", f"{flag} 0", f"argument {flag}: 0 is out of range") for flag in ("--batch-size", "--prompt", "--tokens")),
     ("bench.bench_kernels", "--repeats 1", "argument --repeats: 1 is out of range: give 2"),
     ("bench.bench_kernels", "--only sort", "invalid choice: 'sort'"),
-    ("bench.bench_kernels", "", "there is no GPU here"),
+    ("bench.bench_kernels", "", "no GPU is available"),
     ("bench.bench_lost_updates", "--steps 0", "argument --steps: 0 is out of range"),
     ("bench.bench_optimizer", "--repeats 1", "argument --repeats: 1 is out of range: give 2"),
     ("bench.bench_optimizer", "--levels O9", "precision 'O9' is unknown"),
@@ -29,10 +29,10 @@ REFUSALS = [
     ("bench.bench_step", "--levels --deterministic", "unrecognized arguments: --deterministic"),
     ("bench.bench_step", "--levels O9+--deterministic", "'O9'"),
     ("bench.profile_step", "--level O4", "precision 'O4' is unknown"),
-    ("bench.profile_step", "", "there is no GPU here"),
-    ("reproduce.coat_memory", "--cases O9+--flag", "--cases 'O9 --flag': begin with a precision"),
+    ("bench.profile_step", "", "no GPU is available"),
+    ("reproduce.coat_memory", "--cases O9+--flag", "--cases 'O9 --flag': give a precision"),
     ("reproduce.coat_memory", "--micro-batch-size 0", "argument --micro-batch-size: 0 is out of range"),
-    ("reproduce.coat_memory", "", "there is no GPU here"),
+    ("reproduce.coat_memory", "", "no GPU is available"),
     ("reproduce.compare_precisions", "--minutes 0", "--minutes 0: give a number above 0"),
     ("reproduce.compare_tuning", "--load there", "neither --sft nor --dpo is given"),
     ("reproduce.compare_tuning", "--load there --sft a --minutes 0", "--minutes 0: give a number above 0"),

@@ -83,7 +83,7 @@ def test_a_checkpoint_that_is_gone_after_a_kill_is_noticed(tmp_path: Path, fake:
     found = iter([4, None])
     monkeypatch.setattr(soak, "newest_whole", lambda folder: next(found))
     monkeypatch.setattr(soak, "check_start", lambda log, expected: False)
-    with pytest.raises(RuntimeError, match="held a whole checkpoint of iteration 4, and after a kill its newest is None"):
+    with pytest.raises(RuntimeError, match="contained a complete checkpoint of iteration 4; after a kill the newest is None"):
         soak.finish(soak.JOBS[2], tmp_path, tmp_path / "job", [Moment(3, 0.0), Moment(2, 0.0)], Tally())
 
 
@@ -121,7 +121,7 @@ def test_a_run_may_end_before_its_moment_and_must_not_hang(tmp_path: Path, fake:
     assert not soak.reached(process, tmp_path, Moment(0, 60.0))
     monkeypatch.setattr(soak, "STUCK_SECONDS", 0.05)
     process = soak.start([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
-    with pytest.raises(RuntimeError, match="has not come to its end"):
+    with pytest.raises(RuntimeError, match="has not finished within"):
         soak.reached(process, tmp_path, None)
     soak.kill(process)
 
@@ -140,8 +140,8 @@ def test_the_whole_course_over_jobs_that_do_not_train(tmp_path: Path, fake: list
 @pytest.mark.parametrize(
     ("says", "said"),
     [
-        (FORGETFUL, "a run began at iteration None, and the newest whole checkpoint was that of"),
-        ('print(f"resumed from {root} at iteration {at - 2}")', "a run began at iteration"),
+        (FORGETFUL, "a run started at iteration None, but the newest complete checkpoint was at iteration"),
+        ('print(f"resumed from {root} at iteration {at - 2}")', "a run started at iteration"),
         ("sys.exit(3)", "left with exit code 3"),
     ],
 )
@@ -180,7 +180,7 @@ def test_the_end_must_be_that_of_the_undisturbed(tmp_path: Path):
         write(root, soak.ITERATIONS, w=torch.ones(3))
     soak.check_end(other, one)
     (other / "iter_0000020.partial").mkdir()
-    with pytest.raises(RuntimeError, match=r"holds .*iter_0000020\.partial.*; it should hold iter_0000022, iter_0000024"):
+    with pytest.raises(RuntimeError, match=r"contains .*iter_0000020\.partial.*; expected iter_0000022, iter_0000024"):
         soak.check_end(other, one)
     (other / "iter_0000020.partial").rmdir()
     write(other, soak.ITERATIONS, w=torch.zeros(3))
@@ -205,7 +205,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     monkeypatch.setattr(soak, "soak", lambda runs, seed, folder: Tally(kills=runs, in_a_save=4, unfinished=3, resumed=6, jobs=2))
     assert soak.main(["--runs", "7"]) == 0
     assert (
-        "7 kills, 4 of them inside a save, 0 at the index caches, 0 before a job's first checkpoint; 6 runs resumed, 3 times"
+        "7 kills, 4 of them inside a save, 0 at the index caches, 0 before a job's first checkpoint; 6 runs resumed, 3 of them"
         in capsys.readouterr().out
     )
     assert not kept.exists()
@@ -219,7 +219,7 @@ def test_real_kills():
     done = subprocess.run(line, cwd=soak.ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 kills" in done.stdout
-    assert "all with the bits of an undisturbed one" in done.stdout
+    assert "all bit for bit equal to an undisturbed one" in done.stdout
 
 
 @pytest.mark.nightly(90)

@@ -28,7 +28,7 @@ def published(tmp_path):
 def test_a_stale_table_is_found_and_written(tmp_path, capsys):
     root = published(tmp_path)
     assert tables.main(["--check"], root) == 1
-    assert "stale: README.md; make tables" in capsys.readouterr().out
+    assert "stale: README.md; run make tables" in capsys.readouterr().out
     assert tables.main([], root) == 0
     text = (root / "README.md").read_text()
     assert text.startswith("before\n<!-- table: memory-error -->\n\n| what |")
@@ -52,7 +52,7 @@ def test_a_figure_of_other_numbers_is_found_and_a_picture_of_other_bytes_is_not(
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    ("<!-- table: nonsense -->\n<!-- end -->\n", "README.md wants the table 'nonsense': the tables are"),
+    ("<!-- table: nonsense -->\n<!-- end -->\n", "README.md names the unknown table 'nonsense': the tables are"),
     ("<!-- table: steps -->\n", "README.md has a marker <!-- table: NAME --> without <!-- end -->"),
 ])  # fmt: skip
 def test_a_wrong_marker_is_refused(tmp_path, capsys, text, told):

@@ -1,13 +1,13 @@
-"""Attention in FP8 beside BF16 on one GPU: time forward, and forward and backward, and what FP8 loses of output and gradients.
+"""Compare attention in FP8 and BF16 on one GPU: time of forward, and of forward and backward, and FP8's error in output and gradients.
 
     python tools/bench/bench_attention.py                                        2,048, 8,192 and 32,768 tokens, heads of 128
     python tools/bench/bench_attention.py --shapes 2x32x8192x128/8               batch x heads x tokens x channels / query groups
     python tools/bench/bench_attention.py --inputs normal channel-outlier
 
-Causal. BF16 is torch's own cuDNN kernel. `kernel` is the attention alone; `layer` is what a fused layer runs for it: the rotary embedding
-before it, the casts, and the FP8 input of the projection behind it, with both layouts of what the GEMMs want. Each is a CUDA graph, so that
-the host takes no part, and the L2 cache is overwritten before every launch. SQNR in dB is against BF16's attention on the same BF16 inputs,
-scales just in time. Rows are appended to --csv.
+Attention is causal. BF16 is PyTorch's cuDNN kernel. `kernel` is the attention alone; `layer` is what a fused layer runs: the rotary
+embedding before it, the casts, and the FP8 input of the projection after it, in both layouts that the GEMMs require. Each is a CUDA graph,
+to exclude the host, and the L2 cache is overwritten before every launch. SQNR in dB is relative to BF16's attention on the same BF16
+inputs, with just-in-time scales. Measurements are appended to --csv.
 """
 
 import argparse
@@ -55,11 +55,11 @@ class Shape(NamedTuple):
 
 def shape(text: str) -> Shape:
     """`4x16x2048x128` or `1x32x8192x128/8`, as the `type` of an argument."""
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(?:/(\d+))?", text)
-    if found is None or "0" in found.groups():
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: give BATCHxHEADSxTOKENSxCHANNELS, and /GROUPS behind it for shared keys")
-    batch, heads, tokens, channels = (int(word) for word in found.groups()[:4])
-    groups = int(found[5] or heads)
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(?:/(\d+))?", text)
+    if match is None or "0" in match.groups():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: give BATCHxHEADSxTOKENSxCHANNELS, followed by /GROUPS for shared keys")
+    batch, heads, tokens, channels = (int(word) for word in match.groups()[:4])
+    groups = int(match[5] or heads)
     if heads % groups:
         raise argparse.ArgumentTypeError(f"{text!r} has {heads} heads in {groups} groups: give a divisor of the heads")
     return Shape(batch, heads, tokens, channels, groups)
@@ -70,8 +70,8 @@ class Attention:
 
     Args:
         size: the sizes.
-        kind: "normal", or "channel-outlier": every 32nd channel 50 times as large; queries and keys are of root mean square 1.
-        device: a CPU follows the definition.
+        kind: "normal", or "channel-outlier": every 32nd channel 50 times as large; queries and keys have root mean square 1.
+        device: a CPU computes the reference definition.
     """
 
     def __init__(self, size: Shape, kind: str, device: torch.device | str = "cuda") -> None:
@@ -97,7 +97,7 @@ class Attention:
         return FP8Attention(self.scaling, 1 / math.sqrt(self.size.channels), True, True)
 
     def fill_windows(self) -> None:
-        """Steps until every scale is delayed."""
+        """Run steps until every scale is delayed."""
         state = ScalingState(self.scaling)
         for _ in range(WARM_UP):
             self.fp8_layer(backward=True)
@@ -108,7 +108,7 @@ class Attention:
         return tuple(x.detach().requires_grad_() for x in parts)
 
     def bf16_kernel(self, *, backward: bool, qkv: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Output [s, b, heads * d], and with `backward` the gradients of query, key and value."""
+        """Return the output [s, b, heads * d], and with `backward` the gradients of query, key and value."""
         parts = self._parts(self.qkv if qkv is None else qkv)
         q, k, v = (x.permute(1, 2, 0, 3) for x in parts)
         with sdpa_kernel(BACKENDS["auto"], set_priority=True):
@@ -117,7 +117,7 @@ class Attention:
         return (out, *torch.autograd.grad(out, parts, self.grad)) if backward else (out,)
 
     def bf16_layer(self, *, backward: bool) -> None:
-        qkv = self.qkv.clone()  # a layer rotates what the GEMM left; the copy is not part of it and is small beside the rest
+        qkv = self.qkv.clone()  # a layer rotates the GEMM's output in place; the copy is not part of it and is small compared with the rest
         ops.rotary_(qkv, self.cos, self.sin, self.size.heads, self.size.groups)
         out, *gradients = self.bf16_kernel(backward=backward, qkv=qkv)
         wide = out.detach().flatten(0, 1)
@@ -128,14 +128,14 @@ class Attention:
             ops.rotary_backward(dq, dk, dv, self.cos, self.sin, self.one, self.slot, E5M2)
 
     def fp8_kernel(self, *, backward: bool) -> None:
-        """The attention on operands that are there."""
+        """Run the attention on operands that are already cast."""
         of, grad, given = self.cast
         attended = self.fp8.attend(of)
         if backward:
             self.fp8.backward(of, attended, grad, given)
 
     def keep_casts(self) -> None:
-        """The operands of `fp8_kernel`, once every scale is delayed."""
+        """Store the operands of `fp8_kernel`, once every scale is delayed."""
         fp8, scaling = self.fp8, self.scaling
         of = fp8.rotate(self.qkv, self.cos, self.sin, self.size.heads, self.size.groups)
         grad, of_grad = fp8.cast_one(self.grad.view(of.query.shape), GRAD)
@@ -152,20 +152,20 @@ class Attention:
             ops.rotary_backward(dq, dk, dv, self.cos, self.sin, self.one, self.slot, E5M2, scale_invs=scale_invs)
 
     def losses(self) -> dict[str, float]:
-        """SQNR in dB of FP8's output and gradients against BF16's, without rotary embedding."""
+        """Return the SQNR in dB of FP8's output and gradients relative to BF16's, without rotary embedding."""
         out, *gradients = self.bf16_kernel(backward=True)
         fresh = FP8Attention(AttentionScaling(O3.gemm, device=self.device), self.fp8.softmax_scale, True, False)  # type: ignore[arg-type]
         of = fresh.rotate(self.qkv, self.cos[:, :0], self.sin[:, :0], self.size.heads, self.size.groups)
         attended = fresh.attend(of)
-        *made, scale_invs = fresh.gradients(of, attended, self.grad)
-        found = {"sqnr_o": sqnr_db(out.detach(), dequantize(attended.o, attended.o_scale_inv, torch.float32).flatten(2))}
-        for name, want, got, scale_inv in zip("qkv", gradients, made, scale_invs, strict=True):
-            found[f"sqnr_d{name}"] = sqnr_db(want, dequantize(got, scale_inv, torch.float32))
-        return {name: round(value, 1) for name, value in found.items()}
+        *fp8_gradients, scale_invs = fresh.gradients(of, attended, self.grad)
+        sqnrs = {"sqnr_o": sqnr_db(out.detach(), dequantize(attended.o, attended.o_scale_inv, torch.float32).flatten(2))}
+        for name, want, got, scale_inv in zip("qkv", gradients, fp8_gradients, scale_invs, strict=True):
+            sqnrs[f"sqnr_d{name}"] = sqnr_db(want, dequantize(got, scale_inv, torch.float32))
+        return {name: round(value, 1) for name, value in sqnrs.items()}
 
 
 def cases(size: Shape, kind: str, device: torch.device | str = "cuda") -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """Of one shape and kind of input: the columns that say what is run, and what runs it."""
+    """Yield the cases of one shape and kind of input: the columns that describe a case, and the function that runs it."""
     attention = Attention(size, kind, device)
     lost = attention.losses()
     nothing = dict.fromkeys(lost, "")
@@ -185,30 +185,36 @@ def cases(size: Shape, kind: str, device: torch.device | str = "cuda") -> Iterat
 
 
 def flops(size: Shape, passes: str) -> float:
-    """Of the products, half of which a causal mask leaves out."""
+    """Return the FLOPs of the matrix products, half of which a causal mask skips."""
     forward = 2.0 * size.batch * size.heads * size.tokens**2 * size.channels
     return forward * (1.0 if passes == PASSES[0] else 3.5)
 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append rows."""
+    """Measure, print and append the results."""
     parser = Parser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", type=shape, default=[shape(text) for text in SHAPES], metavar="SHAPE")
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=["normal"])
     parser.add_argument("--repeats", type=count(2), default=20)
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/attention.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("there is no GPU here; attention is measured on one")
+        parser.error("no GPU is available; attention is measured on a GPU")
     where = rows.machine(options.commit)
     for size in options.shapes:
         for kind in options.inputs:
             for columns, run in cases(size, kind):
                 low, median, high = rows.percentiles(times(captured(run), options.repeats))
-                found = {name: round(value * 1e6, 1) for name, value in (("us_p20", low), ("us", median), ("us_p80", high))}
-                row = size._asdict() | {"inputs": kind} | columns | found | {"tflops": round(flops(size, columns["pass"]) / median / 1e12)}
+                microseconds = {name: round(value * 1e6, 1) for name, value in (("us_p20", low), ("us", median), ("us_p80", high))}
+                row = (
+                    size._asdict()
+                    | {"inputs": kind}
+                    | columns
+                    | microseconds
+                    | {"tflops": round(flops(size, columns["pass"]) / median / 1e12)}
+                )
                 print(json.dumps(row), flush=True)
                 rows.append(options.csv, [where | row])
     return 0

@@ -1,11 +1,11 @@
-"""Checkpoints of a GPT at O0 to O3: bytes on disk, time to save and to load, and what a save in the background costs the training.
+"""Measure checkpoints of a GPT at O0 to O3: bytes on disk, time to save and load, and how much a background save slows training.
 
     python tools/bench/bench_checkpoint.py --folder /scratch             GPT-1.3B, micro-batch 4, sequence 2048
 
-`bytes_param`: on disk, over the parameters; the FP32 way (BF16 weights, FP32 master and moments) is O0's. `save_s`: training stands still
-so long without --async-save; `first_stall_s`, `stall_s`: with it, the first time (host memory is pinned) and from then on; `write_s`: until
-such a save is published; `ms`, `ms_saving`: a step without and during that. `load_s`: checksums, reading, and putting in place, from a
-page cache that may hold the files. Rows are appended to --csv.
+`bytes_param`: bytes on disk per parameter; O0 stores BF16 weights and FP32 masters and moments. `save_s`: how long training stops without
+--async-save; `first_stall_s`, `stall_s`: with it, the first time (which pins host memory) and afterwards; `write_s`: until such a save is
+published; `ms`, `ms_saving`: a step without and during a save. `load_s`: checksums, reading and copying into the model, from a page cache
+that may contain the files. Measurements are appended to --csv.
 """
 
 import argparse
@@ -61,11 +61,11 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One row; needs `process_groups.initialize`. What it saves in `folder` stays there."""
+    """Measure one row; needs `process_groups.initialize`. The checkpoints stay in `folder`."""
     config = bench_step.configuration(level, options)
     places: dict[str, Any] = {"save": str(folder), "load": str(folder), "keep_last": 1, "async_save": True}
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **places))
-    # Without a checkpoint there so far, nothing is known of its linear layers.
+    # There is no checkpoint yet that could determine the linear layers in FP8.
     fresh = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=None))
     training = build_training(fresh, options.vocab_size)
     batches = bench_step.random_batches(config, options.vocab_size, process_groups.device())
@@ -108,7 +108,7 @@ def measure(level: str, options: argparse.Namespace, folder: Path) -> dict[str, 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append rows."""
+    """Measure, print and append the results."""
     parser = Parser(description=__doc__)
     parser.add_argument("--levels", nargs="+", default=["O0", "O1", "O2", "O3"], type=legal_precision)
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
     parser.add_argument("--folder", type=path, help="where to save; derived: the system's temporary folder")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/checkpoint.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     where = rows.machine(options.commit)
     process_groups.initialize(bench_step.configuration(options.levels[0], options))

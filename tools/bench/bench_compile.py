@@ -1,10 +1,10 @@
-"""What `torch.compile` is worth for a plain PyTorch model of a GPT's layers, in BF16 and after `msamp.initialize`, on one GPU.
+"""Measure the speedup of `torch.compile` for a plain PyTorch model of GPT layers, in BF16 and after `msamp.initialize`, on one GPU.
 
     python tools/bench/bench_compile.py                          12 layers, hidden 2048, 4 sequences of 2,048
     python tools/bench/bench_compile.py --cases bf16 O2 --layers 24 --ways eager reduce-overhead
 
-A case is timed as it is and compiled (`compiled`), and compiled with --ways reduce-overhead into CUDA graphs: forward, backward and the
-optimizer's step, each step waited for. Rows are appended to --csv.
+A case is timed eager and compiled (`compiled`), and with --ways reduce-overhead compiled into CUDA graphs: forward, backward and the
+optimizer's step, with a synchronization after each step. Measurements are appended to --csv.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from msamp.numerics import recipe
 from tools.bench import rows
 
 CASES = ("bf16", "O1", "O2", "O3")
-WAYS = {"eager": "", "compiled": " compiled", "reduce-overhead": " compiled, reduce-overhead"}  # and what they add to a case's name
+WAYS = {"eager": "", "compiled": " compiled", "reduce-overhead": " compiled, reduce-overhead"}  # -> suffix of a case's name
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer without dropout: x [b, s, h] -> the same."""
+    """A pre-norm transformer layer without dropout: x [b, s, h] -> [b, s, h]."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def step_of(case: str, way: str, options: argparse.Namespace) -> Callable[[], Tensor]:
-    """A training step, in one of `WAYS`, on a model of its own; returns the loss."""
+    """Return a training step, in one of `WAYS`, on its own model; the step returns the loss."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: nn.Module = nn.Sequential(*(Block(options.hidden, options.heads) for _ in range(options.layers))).to(device, torch.bfloat16)
@@ -71,7 +71,7 @@ def step_of(case: str, way: str, options: argparse.Namespace) -> Callable[[], Te
 
 
 def measure(case: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     step = step_of(case, way, options)
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     losses = [float(step()) for _ in range(options.warm_up)]
@@ -93,7 +93,7 @@ def measure(case: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append rows."""
+    """Measure, print and append the results."""
     parser = Parser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--ways", nargs="+", default=["eager", "compiled"], choices=WAYS)
@@ -104,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro-batch-size", type=count(1), default=4)
     parser.add_argument("--warm-up", type=count(1), default=20, help="steps that are not measured, at least 1")
     parser.add_argument("--steps", type=count(2), default=10, help="measured steps, at least 2")
-    parser.add_argument("--backend", default="inductor", help="torch.compile's")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/compile.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     if "reduce-overhead" in options.ways and options.backend != "inductor":
-        raise ValueError(f"--backend {options.backend} --ways reduce-overhead: inductor alone makes CUDA graphs; leave out one of the two")
+        raise ValueError(f"--backend {options.backend} --ways reduce-overhead: only inductor creates CUDA graphs; drop one of the two")
     where = rows.machine(options.commit)
     for case in options.cases:
         for way in options.ways:

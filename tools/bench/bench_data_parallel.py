@@ -1,17 +1,18 @@
-"""Time, memory, bytes on the wire and exposed communication of GPT training steps, data-parallel over the GPUs of one host.
+"""Measure time, memory, communication volume and exposed communication of GPT training steps, data-parallel over the GPUs of one host.
 
     torchrun --nproc-per-node 2 tools/bench/bench_data_parallel.py              GPT-1.3B at O0 with ZeRO, O1, O2 and O3
     torchrun --nproc-per-node 2 tools/bench/bench_data_parallel.py --cases O3 "O2 --use-distributed-optimizer" "O3 --grad-exchange nccl"
-    NCCL_P2P_DISABLE=1 torchrun ...                                             without the link between GPUs: a slow network
+    NCCL_P2P_DISABLE=1 torchrun ...                                             without the link between GPUs, like a slow network
     ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --overlap'
 
-A case is a level and further flags of megatron.lm.pretrain. Every rank has the same random tokens, so the loss is that of one GPU. Steps
-follow each other without a host sync between them, so that weights are gathered while the next forward runs. Peers, as in bench_step.py,
-run when our processes have left the GPUs; what they print of memory is their rank 0's and stands under `_max`. Rows are appended to --csv.
+A case is a level and further flags of megatron.lm.pretrain. Every rank has the same random tokens, so the loss is that of one GPU. There is
+no host synchronization between steps, so that weights are gathered while the next forward runs. Baselines (--peer), as in bench_step.py,
+run after our processes have left the GPUs; the memory that they print is their rank 0's and is recorded under `_max`. Measurements are
+appended to --csv.
 
-Columns: `ms` of rank 0; `_min`, `_max` over the ranks; `wire_mib` what a rank sent in a step for weights and gradients, mean over the
-ranks; `wire_bytes_param` the same for each parameter x N / (N - 1), which no number N of ranks changes; `wire_linear_bytes_param` that of
-the payloads of linear weights alone; `exposed_ms` and `exposed_share` as `exposed_communication` defines them.
+Columns: `ms` of rank 0; `_min`, `_max` over the ranks; `wire_mib`: weights and gradients that a rank sends per step, mean over the ranks;
+`wire_bytes_param`: the same per parameter x N / (N - 1), which does not depend on the number N of ranks; `wire_linear_bytes_param`: the
+same for the payloads of linear weights only; `exposed_ms` and `exposed_share` as `exposed_communication` defines them.
 """
 
 import argparse
@@ -80,13 +81,13 @@ COLUMNS = (
 )
 CASES = ("O0 --use-distributed-optimizer", "O1", "O2", "O3")
 PROFILED_STEPS = 2
-LEAVING_SECONDS = 10.0  # what the other ranks' processes take to end and free their GPUs
+LEAVING_SECONDS = 10.0  # time for the other ranks' processes to end and free their GPUs
 
 Interval = tuple[float, float]
 
 
 def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
-    """The preset as the trainer would run a case on `ranks` processes; flags of the case override --flags."""
+    """Return the preset as the trainer would run a case on `ranks` processes; flags of the case override --flags."""
     level, *flags = shlex.split(case)
     batch = ["--global-batch-size", str(options.micro_batch_size * ranks)]
     flags = [*batch, *shlex.split(options.flags), *flags]
@@ -94,10 +95,10 @@ def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
 
 
 def wire_bytes_a_parameter(sync: GradSync, params: Collection[Tensor]) -> float:
-    """Payload bytes that a parameter costs in a step, mean over `params`: what all ranks send together over their number less 1.
+    """Return the payload bytes per parameter and step, mean over `params`: what all ranks send together, divided by their number less 1.
 
-    A gradient goes to its owner; then the new weight comes back under ZeRO, else the averaged gradient. Without the scales:
-    a few floats a tensor.
+    A gradient is sent to its owner; then the new weight is sent back under ZeRO, otherwise the averaged gradient. Scales, a few floats per
+    tensor, are not counted.
     """
     total = 0
     for bucket in sync.buckets:
@@ -109,12 +110,12 @@ def wire_bytes_a_parameter(sync: GradSync, params: Collection[Tensor]) -> float:
 
 
 def linear_weights(sync: GradSync) -> set[Tensor]:
-    """Weights of the transformer layers' linear layers, at any level."""
+    """Return the weights of the transformer layers' linear layers, at any level."""
     return {p for p, name in sync.names.items() if ".linear_" in name and p.dim() == 2}
 
 
 def covered(intervals: Sequence[Interval]) -> float:
-    """Length of the union of intervals (start, end), in any order."""
+    """Return the length of the union of intervals (start, end), in any order."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -123,14 +124,15 @@ def covered(intervals: Sequence[Interval]) -> float:
 
 
 def exposed(communication: Sequence[Interval], compute: Sequence[Interval]) -> float:
-    """Length of what some interval of communication covers and none of compute does; in any order, overlapping or not."""
+    """Return the length covered by communication but not by compute; intervals in any order, overlapping or not."""
     return covered([*communication, *compute]) - covered(compute)
 
 
 def device_intervals(trace: Mapping[str, Any]) -> tuple[list[Interval], list[Interval]]:
-    """What ran on the GPU by a Chrome trace of torch.profiler: NCCL's kernels, and all else (copies too), each sorted, in ms.
+    """Return the GPU activity in a Chrome trace of torch.profiler: NCCL's kernels, and everything else including copies, each sorted, in
+    ms.
 
-    By category, because a trace also repeats the host's annotations on the GPU's tracks, under names such as nccl:all_to_all.
+    Selects by category, because a trace also repeats the host's annotations on the GPU's tracks, under names such as nccl:all_to_all.
     """
     communication: list[Interval] = []
     compute: list[Interval] = []
@@ -142,14 +144,14 @@ def device_intervals(trace: Mapping[str, Any]) -> tuple[list[Interval], list[Int
 
 
 def exposed_communication(step: Step) -> dict[str, float]:
-    """Time of this rank's step in which a kernel of NCCL runs and no other kernel or copy; collective.
+    """Measure the time of this rank's step in which an NCCL kernel runs but no other kernel or copy; collective.
 
-    An upper bound of what communication costs: NCCL's kernels also spin while they wait for a later rank, and a GPU without
-    other work may be waiting for its host.
+    This is an upper bound of the cost of communication: NCCL's kernels also spin while they wait for a slower rank, and an idle GPU may be
+    waiting for its host.
 
     Returns:
-        exposed_ms and profiled_ms (the whole step) a step under the profiler, and their ratio exposed_share; empty without
-        CUDA, and where the profiler saw no NCCL.
+        exposed_ms and profiled_ms (the whole step) per step under the profiler, and their ratio exposed_share; empty without CUDA, or if
+        the profiler recorded no NCCL kernel.
     """
     device = process_groups.device()
     if device.type != "cuda":
@@ -159,7 +161,7 @@ def exposed_communication(step: Step) -> dict[str, float]:
         step()
         torch.cuda.synchronize()
         profiler.step()
-        dist.all_reduce(torch.zeros(1, device=device))  # the ranks start together, however long their profilers took
+        dist.all_reduce(torch.zeros(1, device=device))  # the ranks start together, even if their profilers took different times
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(PROFILED_STEPS):
@@ -181,7 +183,7 @@ def exposed_communication(step: Step) -> dict[str, float]:
 
 
 class SilentPeers(Peers):
-    """Ranks that send nothing: each takes its own data for the others', so that all other work stays as it is."""
+    """Ranks that send nothing: each uses its own data instead of the others', so that all other work is unchanged."""
 
     def all_reduce(self, x: Tensor, *_: Any) -> Tensor:
         return x
@@ -197,9 +199,9 @@ class SilentPeers(Peers):
 
 
 def without_communication(training: Training, step: Step, steps: int, ms: float) -> dict[str, float]:
-    """The step with its collectives left out, and the share of `ms`, the whole step, that they cost; spoils the weights.
+    """Measure the step without its collectives, and the share of `ms`, the whole step, that they take; invalidates the weights.
 
-    What overlap hides and what the host is late for anyway do not count: this is what a faster network could save.
+    This is what a faster network could save: it excludes communication that overlaps compute or a slow host.
     """
     sync = training.grad_sync
     if sync.peers.ranks == 1:
@@ -214,7 +216,7 @@ def without_communication(training: Training, step: Step, steps: int, ms: float)
 
 
 def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """One row of our own, as seen from this rank; collective; needs `process_groups.initialize`."""
+    """Measure one row on this rank; collective; needs `process_groups.initialize`."""
     device, ranks = process_groups.device(), dist.get_world_size()
     training = build_training(config, options.vocab_size)
     sync = training.grad_sync
@@ -251,7 +253,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def step_times(step: Step, steps: int) -> tuple[list[float], StepResult]:
-    """Seconds of each of some steps on this rank, without a host sync between them, and the result of the last."""
+    """Return the seconds of each of `steps` steps on this rank, without a host synchronization between them, and the last result."""
     device = process_groups.device()
     marks = [_mark(device)]
     for _ in range(steps):
@@ -261,7 +263,7 @@ def step_times(step: Step, steps: int) -> tuple[list[float], StepResult]:
 
 
 def _mark(device: torch.device) -> Any:
-    """This moment on the compute stream, or on the clock."""
+    """Return a mark of the current time on the compute stream, or on the clock without CUDA."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -277,7 +279,8 @@ def _seconds(start: Any, end: Any) -> float:
 
 
 def memory() -> dict[str, float]:
-    """GiB that torch has allocated, at most and between steps, of the least and the fullest rank; empty without CUDA; collective."""
+    """Return the GiB allocated by torch, peak and between steps, of the ranks with the least and the most; empty without CUDA;
+    collective."""
     if not torch.cuda.is_available():
         return {}
     torch.cuda.synchronize()
@@ -290,7 +293,7 @@ def memory() -> dict[str, float]:
 
 
 def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.ArgumentParser:
-    """The flags of a benchmark over several processes, with rows for the file `csv` of the results; `--warm-up` is the caller's."""
+    """Return the parser of a benchmark over several processes, with results in the file `csv`; the caller adds `--warm-up`."""
     flags = Parser(description=description)
     flags.add_argument("--cases", nargs="*", default=cases, metavar="CASE", help='a level and flags, such as "O3 --grad-exchange nccl"')
     flags.add_argument("--preset", default="1.3b", choices=list(PRESETS))
@@ -298,14 +301,14 @@ def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.
     flags.add_argument("--vocab-size", type=count(1), default=50304)
     flags.add_argument("--steps", type=count(2), default=10, help="measured steps")
     flags.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
-    flags.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
+    flags.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="also measure a baseline; can be repeated")
     flags.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results" / csv)
-    flags.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    flags.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     return flags
 
 
 def peer_rows(commands: Sequence[str], processes: int) -> Iterator[dict[str, Any]]:
-    """The rows of all peers, once the other ranks of ours have left the GPUs; their memory as that of the fullest rank."""
+    """Yield the results of all baselines, after our other ranks have left the GPUs; their memory counts as that of the fullest rank."""
     if commands and processes > 1 and torch.cuda.is_available():
         time.sleep(LEAVING_SECONDS)
     for row in itertools.chain.from_iterable(map(bench_step.peer_rows, commands)):
@@ -313,13 +316,13 @@ def peer_rows(commands: Sequence[str], processes: int) -> Iterator[dict[str, Any
 
 
 def link() -> str:
-    """Whether NCCL may use the link between GPUs, on or off."""
+    """Return whether NCCL may use the link between GPUs, "on" or "off"."""
     return "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
+    """Measure on every rank; rank 0 prints and appends the results, and runs the baselines after the others have left."""
     flags = parser(__doc__, CASES, "data_parallel.csv")
     flags.add_argument("--warm-up", type=count(0), default=bench_step.WARM_UP, help="steps that are not measured")
     options = flags.parse_args(argv)

@@ -1,12 +1,12 @@
-"""Time, memory and loss of training steps of a plain Llama-like torch model under FSDP2, over the GPUs of one host.
+"""Measure time, memory and loss of training steps of a plain Llama-like torch model under FSDP2, over the GPUs of one host.
 
     torchrun --standalone --nproc-per-node 2 tools/bench/bench_fsdp.py                          1.3B: BF16, torchao and ours
     torchrun ... tools/bench/bench_fsdp.py --cases bf16 torchao "bf16 compile" "torchao compile" O1 O2 "O2 compile"
 
 A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1` or `O2` (ours), each also
-with `compile`: every block compiled by torch.compile. All cases have FP32 parameters, gathered and reduced in BF16 where they are not
-gathered in FP8; blocks are sharded one by one. Every rank has its own random tokens, the same ones in every case and step, so that the loss
-of the last step tells how far each has learnt them by heart. Rows are appended to --csv.
+with `compile`: every block compiled by torch.compile. All cases have FP32 parameters, gathered and reduced in BF16 unless they
+are gathered in FP8; each block is sharded separately. Every rank has its own random tokens, the same in every case and step, so that the
+loss of the last step shows how well each case has memorized them. Measurements are appended to --csv.
 
 Columns: `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank; `loss` of the first and the last step, mean over
 ranks.
@@ -38,7 +38,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfl
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm."""
+    """Attention and SwiGLU, each after an RMSNorm."""
 
     def __init__(self, hidden: int, heads: int, ffn: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens [b, s] -> mean cross entropy of the next ones; learnt positions."""
+    """Tokens [b, s] -> mean cross entropy of the next tokens; learned positions."""
 
     def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, sequence: int) -> None:
         super().__init__()
@@ -75,20 +75,18 @@ class Transformer(nn.Module):
 
 
 def case(text: str) -> str:
-    """A case by its words; ValueError naming it and the legal ones."""
+    """Parse a case; the error names it and the valid ones."""
     kind, *rest = text.split()
     if kind not in CASES or rest not in ([], ["compile"]):
-        raise argparse.ArgumentTypeError(
-            f"case {text!r} is unknown; choose one of {', '.join(CASES)}, each alone or with 'compile' behind it"
-        )
+        raise argparse.ArgumentTypeError(f"case {text!r} is unknown; choose one of {', '.join(CASES)}, alone or followed by 'compile'")
     return text
 
 
 def build(kind: str, options: argparse.Namespace, device: torch.device, compiled: bool) -> tuple[nn.Module, Callable[[], Any]]:
-    """The sharded model of a case, and its optimizer's step with what a case does beside it.
+    """Return the sharded model of a case, and its optimizer's step with what the case does after it.
 
     Raises:
-        ImportError: for `torchao` where it is not installed.
+        ImportError: for `torchao` if it is not installed.
     """
     torch.manual_seed(1234)
     with device:
@@ -108,7 +106,7 @@ def build(kind: str, options: argparse.Namespace, device: torch.device, compiled
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
-    fused = device.type == "cuda" and kind in ("bf16", "torchao")  # ours is one launch for all tensors by itself
+    fused = device.type == "cuda" and kind in ("bf16", "torchao")  # our optimizer already uses one launch for all tensors
     adam = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None)
     if kind == "bf16":
         return model, adam.step
@@ -124,7 +122,7 @@ def build(kind: str, options: argparse.Namespace, device: torch.device, compiled
 
 
 def measure(text: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One row without what all have in common; collective."""
+    """Measure one row, without the columns common to all; collective."""
     kind, *rest = text.split()
     model, update = build(kind, options, device, bool(rest))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -166,22 +164,22 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the parser."""
     flags = Parser(description=__doc__)
     flags.add_argument("--cases", nargs="*", type=case, default=list(DEFAULT_CASES))
     for name, value in {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 5504, "vocab-size": 32000, "seq-length": 2048}.items():
         flags.add_argument(f"--{name}", type=count(1), default=value)
-    flags.add_argument("--micro-batch-size", type=count(1), default=4, help="sequences of a rank and step")
+    flags.add_argument("--micro-batch-size", type=count(1), default=4, help="sequences per rank and step")
     flags.add_argument("--lr", type=float, default=1e-4)
     flags.add_argument("--warm-up", type=count(0), default=10, help="steps that are not measured, after the first")
     flags.add_argument("--steps", type=count(2), default=30)
     flags.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/fsdp.csv")
-    flags.add_argument("--commit", help="name of the tree that is measured, where git is not at hand")
+    flags.add_argument("--commit", help="name of the measured tree, if git is not available")
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on every rank; rank 0 prints and appends a row a case."""
+    """Measure on every rank; rank 0 prints and appends a row per case."""
     options = parser().parse_args(argv)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")

@@ -1,13 +1,13 @@
-"""Tokens/s of generation at O0 to O3, and of transformers' `generate` on the same weights, on this machine.
+"""Measure tokens/s of generation at O0 to O3, and of transformers' `generate` on the same weights, on this machine.
 
     python tools/bench/bench_generate.py                                   Llama-shaped 1.3B, 8 prompts of 512 tokens, 128 appended
     python tools/bench/bench_generate.py --levels O0 O3 --batch-size 32 --prompt 128 --tokens 256
 
-A level's row is with CUDA graphs on a GPU. --eager adds one without, its case "LEVEL eager".
-The weights are as drawn: speed does not ask what they are. Every case appends the likeliest token each time, and none ends early.
-transformers runs the model converted by `to-hf` in BF16, with its cache and the attention of torch, as `generate` does by default.
-`prefill_tokens_s`: tokens of the prompts. `tokens_s`: tokens appended, of all sequences together. `ms_token`: of one step. `same`: share of
-the tokens that are transformers'; rounding decides between likely tokens, and after one that differs all may. Rows are appended to --csv.
+On a GPU a level is measured with CUDA graphs. --eager adds a row without, named "LEVEL eager". The weights are random, since speed does not
+depend on them. Every case appends the most likely token, and none ends early. transformers runs the model converted by `to-hf` in BF16,
+with its cache and PyTorch's attention, the defaults of `generate`. `prefill_tokens_s`: tokens of the prompts. `tokens_s`: appended tokens
+of all sequences together. `ms_token`: one step. `same`: share of tokens equal to transformers'; rounding decides between likely tokens, and
+after a different token all others may differ. Measurements are appended to --csv.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PEER = "transformers"
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """The preset as a Llama, on one process."""
+    """Return the preset with Llama's layers, on one process."""
     flags = ["--preset", options.preset, *LLAMA, *precision_flags(level), "--micro-batch-size", "1", "--global-batch-size", "1"]
     flags += ["--train-iters", "10000", "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[options.preset]["sequence_parallel"] else []
@@ -54,19 +54,19 @@ def configuration(level: str, options: argparse.Namespace) -> Config:
     if options.prompt + options.tokens > config.model.seq_length:
         raise ValueError(
             f"--prompt {options.prompt} and --tokens {options.tokens} are more than the model's sequence of {config.model.seq_length}: "
-            "take fewer, or --flags '--seq-length N'"
+            "give fewer, or --flags '--seq-length N'"
         )
     return config
 
 
 def prompts(options: argparse.Namespace) -> list[list[int]]:
-    """Random tokens, of one length: transformers' filling up would cost it otherwise."""
+    """Return random prompts of one length, because padding would slow transformers down."""
     draw = torch.Generator().manual_seed(0)
     return torch.randint(0, options.vocab_size, (options.batch_size, options.prompt), generator=draw).tolist()
 
 
 def measure(level: str, options: argparse.Namespace, *, graph: bool = True) -> tuple[dict[str, Any], list[list[int]]]:
-    """One row of our own, with graphs where there can be any or without, and what was appended; needs `process_groups.initialize`."""
+    """Measure one row, with or without CUDA graphs (if possible); also return the appended tokens. Needs `process_groups.initialize`."""
     config = configuration(level, options)
     model = build_model(config, build_recipe(config.precision), options.vocab_size).eval()
     for layer in model.modules():
@@ -74,8 +74,8 @@ def measure(level: str, options: argparse.Namespace, *, graph: bool = True) -> t
             layer.take_initial_weight()
     decoder = Decoder(model, options.prompt + options.tokens, graph=graph)
     _start_peak()
-    for _ in range(1 + options.repeats):  # once for what is made the first time
-        made = generate(
+    for _ in range(1 + options.repeats):  # the first run includes one-time setup
+        generated = generate(
             decoder,
             prompts(options),
             options.tokens,
@@ -84,11 +84,11 @@ def measure(level: str, options: argparse.Namespace, *, graph: bool = True) -> t
             vocab_size=options.vocab_size,
         )
     case = level if graph else f"{level} eager"
-    return _row(case, options, made.prompt_seconds, made.new_seconds, made.tokens), made.tokens
+    return _row(case, options, generated.prompt_seconds, generated.new_seconds, generated.tokens), generated.tokens
 
 
 def measure_peer(options: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
-    """The same of transformers; needs `process_groups.initialize`."""
+    """Measure the same for transformers; needs `process_groups.initialize`."""
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder), options)
         model = load_model(Path(folder), "AutoModelForCausalLM", dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ def measure_peer(options: argparse.Namespace) -> tuple[dict[str, Any], list[list
         seen: list[float] = []
 
         def watch(_: torch.Tensor, scores: torch.Tensor, seen: list[float] = seen) -> torch.Tensor:
-            if not seen:  # the prompts are read
+            if not seen:  # the prompts have been processed
                 _synchronize()
                 seen.append(time.perf_counter())
             return scores
@@ -114,7 +114,7 @@ def measure_peer(options: argparse.Namespace) -> tuple[dict[str, Any], list[list
 
 
 def export(folder: Path, options: argparse.Namespace) -> None:
-    """The model that O0 draws, as a folder of transformers."""
+    """Write the model that O0 initializes as a Hugging Face folder."""
     config = configuration("O0", options)
     weights = dict(build_model(config, build_recipe(config.precision), options.vocab_size).named_parameters())
     rules = hf_rules(config, options.vocab_size, list(weights))
@@ -158,17 +158,19 @@ def _synchronize() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--levels", nargs="*", default=list(OPT_LEVELS), type=legal_precision, help="levels or precisions; none: peer only")
-    parser.add_argument("--eager", action="store_true", help="a row of each level without CUDA graphs too")
+    parser.add_argument(
+        "--levels", nargs="*", default=list(OPT_LEVELS), type=legal_precision, help="levels or precisions; none: only transformers"
+    )
+    parser.add_argument("--eager", action="store_true", help="also measure each level without CUDA graphs")
     parser.add_argument("--preset", choices=PRESETS, default="1.3b", help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=count(1), default=8, help="sequences side by side (default: %(default)s)")
+    parser.add_argument("--batch-size", type=count(1), default=8, help="sequences per batch (default: %(default)s)")
     parser.add_argument("--prompt", type=count(1), default=512, help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--tokens", type=count(1), default=128, help="tokens to append (default: %(default)s)")
     parser.add_argument("--vocab-size", type=count(2), default=50257, help="(default: %(default)s)")
-    parser.add_argument("--repeats", type=count(1), default=3, help="the last of which is on record (default: %(default)s)")
-    parser.add_argument("--flags", default="", help="more of the trainer's flags")
+    parser.add_argument("--repeats", type=count(1), default=3, help="of which the last is recorded (default: %(default)s)")
+    parser.add_argument("--flags", default="", help="more flags of the trainer")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/generate.csv", help="(default: %(default)s)")
-    parser.add_argument("--commit", help="of the tree, where git is not at hand")
+    parser.add_argument("--commit", help="hash of the tree, if git is not available")
     options = parser.parse_args(argv)
     process_groups.initialize(configuration("O0", options))
     try:

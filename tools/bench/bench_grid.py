@@ -1,22 +1,24 @@
-"""Time, memory, bytes on the wire and exposed communication of GPT training steps on grids of tensor, pipeline and data parallelism.
+"""Measure time, memory, communication volume and exposed communication of GPT training steps on grids of tensor, pipeline and data
+parallelism.
 
     torchrun --nproc-per-node 2 tools/bench/bench_grid.py --micro-batch-size 8          GPT-1.3B over TP 2 + SP, at O0 and O3
     torchrun --nproc-per-node 4 tools/bench/bench_grid.py --preset 7b --micro-batch-size 2 --no-profile --steps 5 \\
         --cases "O0 --pipeline-model-parallel-size 2 --use-distributed-optimizer" "O3 --pipeline-model-parallel-size 2"
     ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --tp 2 --mbs 8'
 
-A case is a level and further flags of megatron.lm.pretrain. It names its grid: without flags it is TP 1, PP 1 without sequence parallelism,
-whatever the preset has, and what remains of the processes is DP. A step has --micro-batches of them on each process, all of the same random
-tokens. Steps follow each other without a host sync. Each case has process groups of its own, and one model is held at a time; rows are
-appended to --csv as they come, so that a case out of memory takes none along but those after it. Peers: as in bench_data_parallel.py.
+A case is a level and further flags of megatron.lm.pretrain. Its flags determine the grid: without any it
+is TP 1, PP 1 without sequence parallelism, whatever the preset, and the remaining processes are DP. A step has --micro-batches per process,
+all with the same random tokens. There is no host synchronization between steps. Each case has its own process groups, and one model is in
+memory at a time; measurements are appended to --csv immediately, so that a case that runs out of memory loses only itself and those after
+it. Baselines (--peer): as in bench_data_parallel.py.
 
 Columns: `ms` and `exposed_*` of rank 0 (on a pipeline NCCL's kernels also wait for other stages, so the bubble counts as exposed); `_min`,
 `_max` over the ranks. MiB are what a rank sends in a step, mean over the ranks: `weight_mib` gradients and weights, `activation_mib` all
-that follows but `table7_mib`. Of the transformer layers: `input_gather_mib` in forward and `input_gather_again_mib` of the saved input
-in backward (column-parallel layers), `grad_input_mib` the sum of its gradient, `output_mib` the sum of row-parallel layers' outputs,
+of the following except `table7_mib`. Of the transformer layers: `input_gather_mib` in forward and `input_gather_again_mib` of the saved
+input in backward (column-parallel layers), `grad_input_mib` the sum of its gradient, `output_mib` the sum of row-parallel layers' outputs,
 `grad_output_mib` the gather of its gradient. `head_mib` all of the LM head's, `pipeline_mib` between stages, `other_activation_mib` the
-embedding's sum and the gather of its gradient, and the amaxes of casts just in time. Counted nowhere: what the loss sends, a few numbers
-a token. `table7_mib` has the scope of FP8-LM Table 7: all-gathers of the layers' inputs and reduce-scatters of their
+embedding's sum and the gather of its gradient, and the amaxes of casts just in time. Not counted: what the loss
+sends, a few numbers per token. `table7_mib` has the scope of FP8-LM Table 7: all-gathers of the layers' inputs and reduce-scatters of their
 gradients.
 """
 
@@ -100,10 +102,10 @@ PEER_NAMES = {"mbs": "micro_batch", "nmb": "micro_batches"}
 
 
 def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
-    """The preset as the trainer would run a case on `ranks` processes; flags of the case override --flags.
+    """Return the preset as the trainer would run a case on `ranks` processes; flags of the case override --flags.
 
     Raises:
-        ValueError: a grid that does not fit the ranks or the model, naming the remedy.
+        ValueError: a grid that does not fit the ranks or the model; the message names a fix.
     """
     level, _, flags = case.partition(" ")
     config = bench_step.configuration(level, argparse.Namespace(**vars(options) | {"flags": f"{options.flags} {flags}"}))
@@ -111,20 +113,20 @@ def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
     micro_batches = options.micro_batches or (4 * pp if pp > 1 else 1)
     batch = config.training.micro_batch_size * max(1, config.data_parallel_size(ranks)) * micro_batches
     config = replace(config, training=replace(config.training, global_batch_size=batch))
-    check(replace(config, logging=replace(config.logging, dry_run=True)), ranks)  # of a dry run no data is asked
+    check(replace(config, logging=replace(config.logging, dry_run=True)), ranks)  # a dry run requires no data
     return config
 
 
 def warm_up(config: Config) -> int:
-    """Steps before those that are measured: delayed scaling is just-in-time until its window of 16 is full, and graphs are captured after
-    some eager steps more."""
+    """Return the number of warm-up steps: delayed scaling is just in time until its window of 16 is full, and graphs are captured after
+    some more eager steps."""
     gemm = build_recipe(config.precision).gemm
     window = 0 if gemm is None else gemm.input.scaling.window
     return max(3, window + 1 + (replay.WARM_UP + 1 if step_graph.obstacle(config) is None else 0))
 
 
 def grid(config: Config, ranks: int) -> dict[str, Any]:
-    """The columns that say how the model is spread and fed."""
+    """Return the columns that describe the grid and the batch."""
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     return {
@@ -140,12 +142,12 @@ def grid(config: Config, ranks: int) -> dict[str, Any]:
 
 
 def role(collective: str) -> str:
-    """What an activation's collective, as the counters name it, is counted as: one of `ACTIVATIONS`."""
+    """Return the entry of `ACTIVATIONS` under which a collective of the counters is recorded."""
     return "head" if collective.startswith("LM head ") else ROLES.get(collective, "other_activation")
 
 
 def traffic(sent: Mapping[tuple[str, str], int], steps: int) -> dict[str, float]:
-    """The columns in MiB, from the bytes that this rank sent in `steps` steps by (kind, collective); collective."""
+    """Return the columns in MiB, from the bytes that this rank sent in `steps` steps by (kind, collective); collective."""
     sizes = dict.fromkeys(("weight", *ACTIVATIONS), 0)
     for (kind, collective), size in sent.items():
         sizes["weight" if kind == "weight" else role(collective)] += size
@@ -157,7 +159,7 @@ def traffic(sent: Mapping[tuple[str, str], int], steps: int) -> dict[str, float]
 
 
 def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """One row of our own, as seen from this rank; collective; needs `process_groups.initialize`."""
+    """Measure one row on this rank; collective; needs `process_groups.initialize`."""
     device, ranks = process_groups.device(), dist.get_world_size()
     training = build_training(config, options.vocab_size)
     batches = bench_step.random_batches(config, options.vocab_size, device)
@@ -185,13 +187,15 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on every rank; rank 0 prints and appends rows, and runs the peers after the others have left."""
+    """Measure on every rank; rank 0 prints and appends the results, and runs the baselines after the others have left."""
     flags = parser(__doc__, CASES, "grid.csv")
-    flags.add_argument("--micro-batches", type=count(1), help="of each process in a step; derived: 1, on a pipeline 4 x its stages")
+    flags.add_argument("--micro-batches", type=count(1), help="per process and step; derived: 1, or 4 x the stages of a pipeline")
     flags.add_argument(
         "--warm-up", type=count(0), help="steps that are not measured; derived: 17 with delayed scaling, else 3, and 4 for CUDA graphs"
     )
-    flags.add_argument("--no-profile", action="store_true", help="leave the exposed share out: 3 steps and a trace less a case")
+    flags.add_argument(
+        "--no-profile", action="store_true", help="do not measure the exposed share, which takes 3 steps and a trace per case"
+    )
     options = flags.parse_args(argv)
     launch = process_groups.launch_from_environment()
     ranks = launch.world_size
@@ -209,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = common | {"case": name, "level": case.split()[0]} | grid(config, ranks) | measure(config, options)
         if launch.rank == 0:
             report(row)
-        process_groups.leave_grid()  # the next case has another grid, and megatron-core's buffers of its own
+        process_groups.leave_grid()  # the next case has another grid, with its own buffers in megatron-core
         gc.collect()
         torch.cuda.empty_cache()
     process_groups.shutdown()

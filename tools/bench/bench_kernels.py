@@ -1,13 +1,13 @@
-"""Each kernel by itself on one GPU, against the bandwidth or the FLOP rate that the same GPU reaches in the same run.
+"""Measure each kernel separately on one GPU, relative to the bandwidth or FLOP rate that the GPU reaches in the same run.
 
     python tools/bench/bench_kernels.py                               shapes of GPT-1.3B, micro-batch 4
     python tools/bench/bench_kernels.py --tokens 4096 --hidden 4096   of GPT-7B, micro-batch 2
     python tools/bench/bench_kernels.py --only linear attention
-    python tools/bench/bench_kernels.py --only just-in-time           what an amax in two stages gains (COAT's Group Scaling)
-    python tools/bench/bench_kernels.py --only update                 the optimizers' kernels alone; bench_optimizer.py has whole steps
+    python tools/bench/bench_kernels.py --only just-in-time           the gain of an amax in two stages (COAT's Group Scaling)
+    python tools/bench/bench_kernels.py --only update                 only the optimizers' kernels; bench_optimizer.py measures whole steps
 
-`share` is the roofline: bytes that must move over time, over the measured copy bandwidth; for matrix kernels FLOPs over time, over the
-measured rate of a large BF16 GEMM. The L2 cache is overwritten before every launch. Rows are appended to --csv.
+`share` is relative to the roofline: bytes that must move / time / the measured copy bandwidth, or for matrix kernels FLOPs / time / the
+measured rate of a large BF16 GEMM. The L2 cache is overwritten before every launch. Measurements are appended to --csv.
 """
 
 import argparse
@@ -49,7 +49,7 @@ WARM_UP = 17  # delayed scaling is just in time for 16 steps
 
 
 class Case(NamedTuple):
-    """One kernel: what to run, and the bytes it must move or the FLOPs it must do."""
+    """One kernel: the function to run, and the bytes it must move or the FLOPs it must compute."""
 
     name: str
     run: Callable[[], Any]
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 def times(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` launches, with a cold L2."""
+    """Return the seconds of each of `repeats` launches, with a cold L2."""
     cache = torch.empty(CACHE, dtype=torch.uint8, device="cuda")
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for _ in range(3):
@@ -73,7 +73,7 @@ def times(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def ceilings(repeats: int) -> tuple[float, float]:
-    """(bytes a second of a large copy, read and write counted; FLOP/s of a large BF16 GEMM on random values)."""
+    """Return (bytes/s of a large copy, counting reads and writes; FLOP/s of a large BF16 GEMM on random values)."""
     source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = rows.percentiles(times(lambda: target.copy_(source), repeats))[1]
@@ -127,17 +127,17 @@ def elementwise(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case
 
 
 def grouped(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
-    """COAT's activations: into FP8 with an exponent byte for every few channels, and back."""
+    """COAT's activations: casts to FP8 with an exponent byte per group of channels, and back."""
     x, size = torch.randn(tokens, hidden, device=device, dtype=BF16), saved_activations.IN_GROUPS.size
-    each = BF16.itemsize + saved_activations.IN_GROUPS.element_bytes(BF16.itemsize)
+    element_bytes = BF16.itemsize + saved_activations.IN_GROUPS.element_bytes(BF16.itemsize)
     parts = ops.group_cast(x, size, E4M3)
-    yield Case(f"cast, groups of {size}", lambda: ops.group_cast(x, size, E4M3), each * x.numel())
-    yield Case(f"groups of {size} as BF16", lambda: ops.group_decode(*parts, size, BF16), each * x.numel())
+    yield Case(f"cast, groups of {size}", lambda: ops.group_cast(x, size, E4M3), element_bytes * x.numel())
+    yield Case(f"groups of {size} as BF16", lambda: ops.group_decode(*parts, size, BF16), element_bytes * x.numel())
 
 
 def just_in_time(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Case]:
-    """Just-in-time casts of a gradient, in one stage and by the maxima that its producer left; alone, and behind the producer: its
-    output may still be in the cache. Bytes are those that each way moves."""
+    """Just-in-time casts of a gradient, in one stage and from the maxima that its producer stored; alone, and after the producer, whose
+    output may still be in the cache. Bytes are those that each variant moves."""
     new = functools.partial(torch.randn, device=device)
     for width in (hidden, 4 * hidden):
         grad, x = new(tokens, width, dtype=BF16), new(tokens, width, dtype=BF16)
@@ -148,8 +148,8 @@ def just_in_time(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Cas
         written = produce()[0]
 
         def both(two_stages: bool, produce: Callable[..., Any] = produce, cast: Callable[..., Any] = cast) -> Any:
-            found, *_, left = produce(maxima=two_stages)
-            return cast(found, maxima=left if two_stages else None)
+            output, *_, maxima_left = produce(maxima=two_stages)
+            return cast(output, maxima=maxima_left if two_stages else None)
 
         size = tokens * width
         yield Case(f"norm backward, {width} wide", produce, 8 * size)
@@ -161,7 +161,7 @@ def just_in_time(tokens: int, hidden: int, device: str = "cuda") -> Iterator[Cas
 
 
 def gradients(hidden: int, device: str = "cuda") -> Iterator[Case]:
-    """What the optimizer and the exchange ask of the weights' gradients in four layers: amaxes, norms, the cast into one bucket."""
+    """Operations of the optimizer and the exchange on the weights' gradients of four layers: amaxes, norms, the cast into one bucket."""
     gs = [torch.randn(shape, device=device, dtype=BF16) for shape in weights(hidden)]
     fp8, numels = [ScalingTensor.quantize(g, formats.E4M3) for g in gs], [g.numel() for g in gs]
     total, count, where = sum(numels), len(gs), torch.device(device)
@@ -177,12 +177,13 @@ def gradients(hidden: int, device: str = "cuda") -> Iterator[Case]:
 
 
 def weights(hidden: int) -> list[tuple[int, int]]:
-    """Shapes of the linear weights of four layers."""
+    """Return the shapes of the linear weights of four layers."""
     return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)] * 4
 
 
 def update(hidden: int, device: str = "cuda") -> Iterator[Case]:
-    """The optimizers' kernels on the weights of four layers: gradient read, states read and written, a weight beside its master written."""
+    """The optimizers' kernels on the weights of four layers: they read gradients, read and write states, and write weights that have a
+    master."""
     shapes = weights(hidden)
     usable, one = torch.ones((), dtype=torch.bool, device=device), torch.ones((), device=device)
     numbers = torch.tensor(hyper_numbers(Hyper(1e-4, 0.9, 0.95, 1e-8, 0.1)), dtype=torch.float64, device=device)
@@ -200,7 +201,7 @@ def update(hidden: int, device: str = "cuda") -> Iterator[Case]:
 
 
 def batch_of(shapes: Sequence[tuple[int, ...]], weight: Format, states: StateFormats, device: str) -> Batch:
-    """Random gradients and weights of these shapes and formats with the states of a first step."""
+    """Return random gradients and weights of these shapes and formats, with the states before the first step."""
 
     def stored(x: Tensor, fmt: Format) -> Tensor:
         return ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype)
@@ -221,7 +222,7 @@ def batch_of(shapes: Sequence[tuple[int, ...]], weight: Format, states: StateFor
 
 
 def update_bytes(batch: Batch) -> int:
-    """What an update of these tensors must read and write, by the tensors themselves."""
+    """Return the bytes that an update of these tensors must read and write."""
 
     def held(x: Tensor | Expanded) -> int:
         if isinstance(x, Expanded):
@@ -233,7 +234,7 @@ def update_bytes(batch: Batch) -> int:
 
 
 def loss(tokens: int) -> Iterator[Case]:
-    """The cross entropy over 50,304 tokens, logits overwritten by their gradient."""
+    """The cross entropy over 50,304 tokens; the gradient overwrites the logits."""
     columns = 50304
     logits = torch.randn(tokens // 4, columns, device="cuda", dtype=BF16)
     labels, weights = torch.randint(0, columns, (tokens // 4,), device="cuda"), torch.ones(tokens // 4, device="cuda")
@@ -262,7 +263,7 @@ def gemms(tokens: int, hidden: int) -> Iterator[Case]:
 
 
 def linear(tokens: int) -> Iterator[Case]:
-    """A linear layer by itself, forward and backward with its casts, in FP8 (delayed scaling) and in BF16: 2048 and 8192 wide."""
+    """A single linear layer, forward and backward with its casts, in FP8 (delayed scaling) and in BF16: 2048 and 8192 wide."""
     for width in (2048, 8192):
         x = torch.randn(tokens, width, device="cuda", dtype=BF16, requires_grad=True)
         grad = torch.randn(tokens, width, device="cuda", dtype=BF16)
@@ -283,7 +284,7 @@ def linear(tokens: int) -> Iterator[Case]:
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """A CUDA graph of `run`: what the GPU takes, without the host."""
+    """Capture `run` as a CUDA graph, to time the GPU without the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -297,7 +298,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def attention(tokens: int, hidden: int) -> Iterator[Case]:
-    """Causal attention over heads of 128, on the strided views that the QKV projection leaves, by every backend."""
+    """Causal attention over heads of 128, on the strided views that the QKV projection produces, with every backend."""
     sequence, heads = 2048, hidden // 128
     batch = tokens // sequence
     flops = 2.0 * batch * heads * sequence**2 * 128
@@ -318,7 +319,7 @@ def attention(tokens: int, hidden: int) -> Iterator[Case]:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append rows."""
+    """Measure, print and append the results."""
     parser = Parser(description=__doc__)
     parser.add_argument("--tokens", type=count(1), default=8192)
     parser.add_argument("--hidden", type=count(1), default=2048)
@@ -336,10 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", choices=list(groups), default=list(groups))
     parser.add_argument("--repeats", type=count(2), default=30)
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/kernels.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("there is no GPU here; kernels are measured on one")
+        parser.error("no GPU is available; kernels are measured on a GPU")
     bandwidth, rate = ceilings(options.repeats)
     where = rows.machine(options.commit)
     for group in options.only:
@@ -351,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(case: Case, repeats: int, bandwidth: float, rate: float) -> dict[str, Any]:
-    """One row: microseconds, bytes or FLOPs a second, and their share of the ceiling."""
+    """Measure one row: microseconds, bytes/s or FLOP/s, and their share of the ceiling."""
     low, median, high = rows.percentiles(times(case.run, repeats))
     reached, ceiling = (case.flops / median, rate) if case.flops else (case.bytes / median, bandwidth)
     return {
@@ -361,7 +362,7 @@ def measure(case: Case, repeats: int, bandwidth: float, rate: float) -> dict[str
         "us_p80": round(high * 1e6, 1),
         "tb_s": "" if case.flops else round(reached / 1e12, 2),
         "tflops": round(reached / 1e12) if case.flops else "",
-        "share": float(f"{reached / ceiling:.3g}"),  # of a launch that moves little it is next to nothing
+        "share": float(f"{reached / ceiling:.3g}"),  # close to 0 for a launch that moves little
     }
 
 

@@ -1,10 +1,10 @@
-"""What the trainer's check for lost updates costs on one GPU: steps with a check beside plain steps.
+"""Measure the cost of the trainer's check for lost updates on one GPU: steps with and without a check.
 
     python tools/bench/bench_lost_updates.py --level O3                   GPT-1.3B, micro-batch 4, as bench_step.py
     python tools/bench/bench_lost_updates.py --level O2 --preset 125m --micro-batch-size 8 --flags=--cuda-graph=none
 
-Plain and checked steps take turns. `share_percent` spreads the extra time of a checked step over the steps from check to check. The first
-check compiles kernels and is reported by itself. A row is appended to --csv.
+Plain and checked steps alternate. `share_percent` spreads the extra time of a checked step over the steps from check to check. The first
+check compiles kernels and is reported separately. A row is appended to --csv.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tools.bench.bench_step import configuration, random_batches
 
 
 class Check:
-    """A check at every step that it is given to."""
+    """A check at every step that receives it."""
 
     def __init__(self, watch: LostUpdates) -> None:
         self.watch = watch
@@ -46,7 +46,7 @@ class Check:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The row; needs `process_groups.initialize`."""
+    """Measure the row; needs `process_groups.initialize`."""
     config = configuration(options.level, options)
     training = build_training(config, options.vocab_size)
     device = process_groups.device()

@@ -1,14 +1,14 @@
-"""Time of the optimizer's step and of the quantisation of gradients on one GPU, beside the bytes that they must move.
+"""Measure the optimizer's step and the quantization of gradients on one GPU, relative to the bytes that they must move.
 
     python tools/bench/bench_optimizer.py                             GPT-1.3B's parameters at O1, O2 and O3
     python tools/bench/bench_optimizer.py --preset 7b --levels bf16 collage-plus O3
-    python tools/bench/bench_optimizer.py --levels O3 'O3 --optimizer-state coat'     a level with flags of its own
+    python tools/bench/bench_optimizer.py --levels O3 'O3 --optimizer-state coat'     a level with its own flags
     python tools/bench/bench_optimizer.py --levels bf16 O3 --flags '--optimizer-state coat'
 
-A step reads gradient, moments, master and what an update in BF16 keeps beside them, writes all but the gradient, writes a weight that has a
-master beside it, and reads the gradient once more for its norm, unless its quantisation has told of it (E4M3). The quantisation reads a
-gradient once and writes it; with `scales anew`, where every gradient is twice or half that of the step before, twice if it has a scale.
-`share` is the share of the bandwidth at which the same GPU copies in the same run. Rows are appended to --csv.
+A step reads gradient, moments, master and the additional states of a BF16 update, and writes all but the gradient. It also writes a weight
+that has a master, and reads the gradient once more for its norm, unless quantization has computed it (E4M3). Quantization reads a gradient
+once and writes it; with `scales anew`, where every gradient is twice or half the previous one, it reads a scaled gradient twice. `share` is
+relative to the copy bandwidth of the GPU in the same run. Measurements are appended to --csv.
 """
 
 import argparse
@@ -57,12 +57,12 @@ class Weights(nn.Module):
         self.states: dict[str, StateFormats] = {kind: recipe.formats_of(kind) for kind in KINDS}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of an optimizer."""
+        """Return the parameter groups of an optimizer."""
         return [{"params": list(params.parameters()), "formats": self.states[kind]} for kind, params in self.kinds.items()]
 
     def bytes(self) -> tuple[int, int, int]:
-        """Bytes that a step, a quantisation of gradients in the parameters' dtype, and one with new scales must move."""
-        step = quantisation = anew = 0
+        """Return the bytes that a step, a quantization of gradients in the parameters' dtype, and one with new scales must move."""
+        step = quantization = anew = 0
         for group in self.groups():
             states: StateFormats = group["formats"]
             names, update = format_names(states), updates.by_name(states.update)
@@ -73,19 +73,19 @@ class Weights(nn.Module):
                 step += p.numel() * (reads * states.grad.bytes + (2 if own_master else 1) * weight_format(p).bytes)
                 step += 2 * sum(fmt.bytes_of(p.shape) for _, fmt in beside if fmt is not None)
                 size = p.numel() * (p.dtype.itemsize + states.grad.bytes)
-                quantisation += size
+                quantization += size
                 anew += 2 * size if states.grad.scaled else size
-        return step, quantisation, anew
+        return step, quantization, anew
 
 
 def weight(shape: tuple[int, ...], fmt: Format, device: str) -> nn.Parameter:
-    """Small random numbers in a format."""
+    """Return a parameter of small random numbers in a format."""
     x = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
     return nn.Parameter(ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype))
 
 
 def times(prepare: Callable[[], Any], run: Callable[[], Any], repeats: int, warm_up: int = 5) -> list[float]:
-    """Milliseconds of `run` on the device, from its first launch to its last; `prepare` goes before it and is not counted."""
+    """Return the milliseconds of `run` on the device, from its first launch to its last; `prepare` runs before it and is not counted."""
     found = []
     for i in range(warm_up + repeats):
         prepare()
@@ -100,13 +100,13 @@ def times(prepare: Callable[[], Any], run: Callable[[], Any], repeats: int, warm
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes a second that a copy of 4 GiB reads and writes."""
+    """Return the bytes/s that a copy of 4 GiB reads and writes."""
     source, target = (torch.empty(2**32, dtype=torch.uint8, device="cuda") for _ in range(2))
     return 2 * source.nbytes / (rows.percentiles(times(lambda: None, lambda: target.copy_(source), repeats))[1] / 1e3)
 
 
 def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The same launches without the host between them."""
+    """Capture the same launches as a CUDA graph, to exclude the host."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -114,23 +114,23 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """A precision with flags of its own (`tools.precisions`) and those of all levels, as the trainer takes them.
+    """Return the trainer's configuration of a precision with its own flags (`tools.precisions`) and those of all levels.
 
     Raises:
-        ValueError: where the trainer refuses them.
+        ValueError: if the trainer refuses them.
     """
     config = bench_step.configuration(level, options)
-    check(replace(config, logging=replace(config.logging, dry_run=True)), 1)  # of a dry run no data is asked
+    check(replace(config, logging=replace(config.logging, dry_run=True)), 1)  # a dry run requires no data
     return config
 
 
 def measure(config: Config, options: argparse.Namespace, bandwidth: float, device: str = "cuda", flags: str = "") -> list[dict[str, Any]]:
-    """Four rows: the step as it is called, the step in a graph, and the quantisation of its gradients, at its worst and usually.
+    """Measure four rows: the step as called, the step in a graph, and the quantization of gradients in the worst and the usual case.
 
     Args:
-        config, options, bandwidth: as `configuration`, the command line and `copy_bandwidth` give them.
-        device: where it runs.
-        flags: of this level alone, for the row's `level`.
+        config, options, bandwidth: from `configuration`, the command line and `copy_bandwidth`.
+        device: device to run on.
+        flags: those of this level only, for the row's `level`.
     """
     recipe, optim = build_recipe(config.precision), config.optimizer
     model = Weights(config.model, recipe, options.vocab_size, device)
@@ -142,7 +142,7 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     )
     gradients = [torch.randn(p.shape, device=device, dtype=p.dtype) * 1e-4 for p in sync.names]
 
-    def quantise() -> None:
+    def quantize() -> None:
         for p, g in zip(sync.names, gradients, strict=True):
             p.grad = g
             sync.take(p)
@@ -156,10 +156,10 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
 
     step_bytes, quantisation_bytes, anew_bytes = model.bytes()
     cases = {
-        "quantisation, scales anew": (times(other_scales, quantise, options.repeats), anew_bytes),
-        "quantisation": (times(sync.clear, quantise, options.repeats), quantisation_bytes),
+        "quantisation, scales anew": (times(other_scales, quantize, options.repeats), anew_bytes),
+        "quantisation": (times(sync.clear, quantize, options.repeats), quantisation_bytes),
     }
-    # The averages stay where they are from here on, as a graph wants it.
+    # From here on the averaged gradients keep their addresses, as a graph requires.
     cases["step"] = (times(lambda: None, optimizer.step, options.repeats), step_bytes)
     cases["step in a graph"] = (times(lambda: None, graphed(optimizer.step), options.repeats), step_bytes)
     parameters = sum(p.numel() for p in sync.names)
@@ -189,7 +189,7 @@ def _row(
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and append; nothing to do without a GPU."""
+    """Measure and append the results; exit code 1 without a GPU."""
     parser = Parser(description=__doc__)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
     parser.add_argument("--levels", nargs="+", type=legal_case, default=["O1", "O2", "O3"], help="levels and precisions, with flags")
@@ -197,12 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=count(2), default=30)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/optimizer.csv")
-    parser.add_argument("--commit", help="name of the tree that is measured, where git is not at hand")
+    parser.add_argument("--commit", help="name of the measured tree, if git is not available")
     parser.set_defaults(micro_batch_size=1)
     options = parser.parse_args(arguments)
     configurations = [configuration(level, options) for level in options.levels]
     if not torch.cuda.is_available():
-        print("bench_optimizer measures a GPU and there is none here", file=sys.stderr)
+        print("bench_optimizer requires a GPU, and none is available", file=sys.stderr)
         return 1
     bandwidth = copy_bandwidth(options.repeats)
     torch.cuda.empty_cache()

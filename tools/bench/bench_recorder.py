@@ -1,10 +1,10 @@
-"""What a recorded step of `--record-precision` costs on one GPU, beside the plain steps around it.
+"""Measure the cost of a recorded step of `--record-precision` on one GPU, compared with the plain steps around it.
 
     python tools/bench/bench_recorder.py --level O3                   GPT-1.3B, micro-batch 4, as bench_step.py
     python tools/bench/bench_recorder.py --level O2 --preset 345m --micro-batch-size 8 --steps 20
 
-Plain and recorded steps take turns, so that a graph captured anew after each recorded one would show as slow plain steps. The first
-two recorded steps, which compile kernels and capture graphs, are told apart. A row is appended to --csv.
+Plain and recorded steps alternate, so that a graph recaptured after each recorded step would show up as slow plain steps. The first two
+recorded steps, which compile kernels and capture graphs, are reported separately. A row is appended to --csv.
 """
 
 import argparse
@@ -36,7 +36,7 @@ INTERVAL = LoggingConfig.record_interval
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The row; needs `process_groups.initialize`."""
+    """Measure the row; needs `process_groups.initialize`."""
     config = configuration(options.level, options)
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "precision.jsonl"
         recorder = Recorder(training, str(file), options.record_interval, lambda *_: None)
-        first = timed(recorder.step(1))  # as the trainer does: what graphs will need is compiled by an eager step
+        first = timed(recorder.step(1))  # as in the trainer, an eager step compiles what graphs need
         take_peak(cuda)
         for _ in range(options.warm_up):
             timed(contextlib.nullcontext())
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def take_peak(cuda: bool) -> float | str:
-    """Peak of allocated GiB since the last call; empty on a CPU."""
+    """Return the peak of allocated GiB since the last call; empty on a CPU."""
     if not cuda:
         return ""
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -92,17 +92,18 @@ def take_peak(cuda: bool) -> float | str:
 
 
 def step_parser(description: str | None, *, steps: int, csv: str) -> Parser:
-    """The command line of a benchmark of two kinds of steps that take turns; `steps` is the default of each, `csv` the file of results."""
+    """Return the parser of a benchmark of two alternating kinds of steps; `steps` is the default number of each, `csv` the file of
+    results."""
     parser = Parser(description=description)
     parser.add_argument("--level", default="O3", type=legal_precision, help="level or precision (default: %(default)s)")
-    parser.add_argument("--preset", default="1.3b", help="as bench_step.py takes it (default: %(default)s)")
+    parser.add_argument("--preset", default="1.3b", help="as in bench_step.py (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=count(1), default=4)
     parser.add_argument("--vocab-size", type=count(1), default=50304)
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="plain steps that are not measured")
     parser.add_argument("--steps", type=count(1), default=steps, help="measured steps of each kind")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results" / csv)
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     return parser
 
 
@@ -110,7 +111,9 @@ def step_parser(description: str | None, *, steps: int, csv: str) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
     parser = step_parser(__doc__, steps=10, csv="recorder.csv")
-    parser.add_argument("--record-interval", type=count(1), default=INTERVAL, help="over which the share is told (default: %(default)s)")
+    parser.add_argument(
+        "--record-interval", type=count(1), default=INTERVAL, help="over which the extra time is spread (default: %(default)s)"
+    )
     options = parser.parse_args(argv)
     process_groups.initialize(configuration(options.level, options))
     row = measure(options)

@@ -1,19 +1,19 @@
-"""Time and memory of whole training steps of a GPT at O0 to O3, or any precision, on one GPU, and of the peers beside them in one run.
+"""Measure time and memory of whole training steps of a GPT at O0 to O3, or any precision, on one GPU, and of baselines in the same run.
 
     python tools/bench/bench_step.py                                  GPT-1.3B, micro-batch 4, sequence 2048, tied 50,304 tokens
     python tools/bench/bench_step.py --levels O0 O2 --preset 345m --micro-batch-size 8
-    python tools/bench/bench_step.py --levels O3 "O3 --output-layer-precision fp8"    a level with flags of its own
-    python tools/bench/bench_step.py --preset llama3-8b --flags '--num-layers 8'       every case with them
+    python tools/bench/bench_step.py --levels O3 "O3 --output-layer-precision fp8"    a level with its own flags
+    python tools/bench/bench_step.py --preset llama3-8b --flags '--num-layers 8'       flags for every case
     python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
     python tools/bench/bench_step.py --levels O3 --as-stage --flags '--num-layers 12 --global-batch-size 32'
     python tools/bench/bench_step.py --peer 'python bench_megatron.py --cases bf16 te-delayed'
 
-A step is forward, backward, clipping and update on random tokens. A peer is any command that prints one JSON object a case with the keys
-case, ms, tokens_s_gpu, peak_gib (and those of COLUMNS it has). Rows are appended to --csv: `case` is the level with its flags, `preset` the
-preset with the flags of all cases.
+A step is forward, backward, clipping and update on random tokens. A baseline (--peer) is any command that prints one JSON
+object per case with the keys case, ms, tokens_s_gpu, peak_gib (and others of COLUMNS). Measurements are appended to --csv: `case` is the
+level with its flags, `preset` the preset with the flags of all cases.
 
---as-stage replays each micro-batch by the graphs of a pipeline stage (`megatron.lm.graphs.stage_graph`), without neighbours to send to:
-what they cost beside the graphs of a whole model.
+--as-stage replays each micro-batch with the graphs of a pipeline stage (`megatron.lm.graphs.stage_graph`), without neighbours to send to,
+to compare them with the graphs of a whole model.
 """
 
 import argparse
@@ -65,11 +65,11 @@ COLUMNS = (
     "loss",
 )
 VOCABULARY = 50304  # GPT-2's, padded
-WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure what runs for ever after
+WARM_UP = 20  # delayed scaling is just-in-time for 16 steps: measure the steady state
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """The preset as the trainer would run it at a precision with flags (`tools.precisions`), on one process."""
+    """Return the preset as the trainer would run it at a precision with flags (`tools.precisions`), on one process."""
     flags = ["--preset", options.preset]
     flags += ["--micro-batch-size", str(options.micro_batch_size)]
     flags += ["--global-batch-size", str(options.micro_batch_size), "--train-iters", "10000"]
@@ -79,7 +79,7 @@ def configuration(level: str, options: argparse.Namespace) -> Config:
 
 
 def random_batches(config: Config, vocab_size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """The same random tokens for ever."""
+    """Yield the same random tokens forever."""
     shape = (config.training.micro_batch_size, config.model.seq_length + 1)
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     batch = {
@@ -92,13 +92,13 @@ def random_batches(config: Config, vocab_size: int, device: torch.device) -> Ite
 
 
 def utilisation(config: Config, tflops: float) -> dict[str, float | str]:
-    """The columns of MFU; empty where the peak is not known."""
+    """Return the columns of MFU; empty if the peak is unknown."""
     shares = mfu(tflops, peak_tflops(config))
     return {key: round(shares[key], 3) if key in shares else "" for key in ("mfu_bf16_peak", "mfu_fp8_peak")}
 
 
 def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row of our own; needs `process_groups.initialize`."""
+    """Measure one row; needs `process_groups.initialize`."""
     config = configuration(level, options)
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
@@ -145,21 +145,21 @@ def _synchronize(device: torch.device) -> None:
 
 
 def peer_rows(command: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects that a peer prints; a failed case keeps its error as its name, so that a miss is on record."""
+    """Yield the JSON objects that a baseline prints; the name of a failed case includes its error, so that the failure is recorded."""
     script = next((word for word in shlex.split(command) if word.endswith(".py")), command)
     name = Path(script).stem.removeprefix("bench_")
     output = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True, check=False).stdout
     for line in output.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            found = json.loads(line)
-            if isinstance(found, dict) and "case" in found:
-                suffix = f" ({found['error']})" if "error" in found else ""
-                yield found | {"case": f"{name} {found['case']}{suffix}"}
+            row = json.loads(line)
+            if isinstance(row, dict) and "case" in row:
+                suffix = f" ({row['error']})" if "error" in row else ""
+                yield row | {"case": f"{name} {row['case']}{suffix}"}
 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append rows."""
+    """Measure, print and append the results."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "--levels",
@@ -175,9 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP, help="steps that are not measured")
     parser.add_argument("--steps", type=count(2), default=10, help="measured steps")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="measure a peer too; may be given several times")
+    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="also measure a baseline; can be repeated")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/step.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     vocabulary = f"--vocab-size {options.vocab_size}" if options.vocab_size != VOCABULARY else ""
     common = {

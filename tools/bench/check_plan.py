@@ -1,10 +1,9 @@
-"""The planner against every row of whole steps measured on one and two GPUs: predicted, measured, and by how much it is wrong.
+"""Compare the planner with every measurement of whole steps on one and two GPUs: predicted, measured and relative error.
 
     python tools/bench/check_plan.py
 
-Rows that a rate was taken from (`derive_rates.FITTED`) are told apart, so are later measurements of the same runs, and those of trees that
-computed otherwise than today's.
-`tools/docs/tables.py` publishes the same comparison.
+Measurements that a rate was derived from (`derive_rates.FITTED`) are listed separately, and so are later measurements of the same runs and
+those of trees that computed differently from today's. `tools/docs/tables.py` publishes the same comparison.
 """
 
 import functools
@@ -29,25 +28,25 @@ from tools.precisions import precision_flags
 
 MEMORY_LIMIT, TIME_LIMIT = 3.0, 15.0  # percent
 MEMORY, TIME = "memory", "time"
-# Trees without fused layers and without CUDA graphs of steps: their O1 to O3 are another program's.
+# Trees without fused layers and without CUDA graphs of steps: their O1 to O3 ran another program.
 EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")
-# Trees where a tensor-parallel rank held all its logits, also in FP32; since then the loss is taken in chunks.
+# Trees where a tensor-parallel rank stored all its logits, also in FP32; later trees compute the loss in chunks.
 FORMER_HEAD = ("02ce428?", "f551bc2?")
 # Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
-AUTO_TRANSPORT = "2026-11-25"  # since this day, a row that names no --tp-transport ran with auto; nccl before
+AUTO_TRANSPORT = "2026-11-25"  # from this day on, a row without --tp-transport ran with auto; before, with nccl
 NO_NVLINK = "off"
 KINDS = {
-    "judged": "judged: runs that no rate was taken from",
-    "repeated": "repeated: runs that a rate was taken from, measured again",
-    "fitted": "fitted: a rate was taken from them",
-    "earlier": "of earlier trees",
+    "judged": "judged: runs that no rate was derived from",
+    "repeated": "repeated: runs that a rate was derived from, measured again",
+    "fitted": "fitted: a rate was derived from them",
+    "earlier": "earlier: trees that computed differently",
 }
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A measured row and what the planner says of it: GiB of the fullest process, and ms."""
+    """A measurement and the planner's prediction: GiB of the fullest process, and ms."""
 
     file: str
     row: Row
@@ -56,13 +55,13 @@ class Compared:
 
     @property
     def measured_gib(self) -> float | None:
-        """Peak of the fullest process; None where it was not measured."""
+        """Peak of the fullest process; None if it was not measured."""
         text = self.row.get("peak_gib") or self.row.get("peak_gib_max") or ""
         return float(text) if text else None
 
     @property
     def measured_ms(self) -> float:
-        """Median."""
+        """Median time of a step."""
         return float(self.row["ms"])
 
     @property
@@ -77,7 +76,7 @@ class Compared:
 
     @functools.cached_property
     def kind(self) -> str:
-        """How much it proves: one of `KINDS`."""
+        """Kind of comparison: one of `KINDS`."""
         if self.row["commit"] in EARLIER or self.rotated_by_torch:
             return "earlier"
         if is_fitted(self.file, self.row):
@@ -86,23 +85,23 @@ class Compared:
 
     @functools.cached_property
     def config(self) -> Config:
-        """The run that it measured."""
+        """Configuration of the measured run."""
         return configuration(self.row)
 
     @property
     def rotated_by_torch(self) -> bool:
-        """Whether its layers are not fused, and its tree rotated queries and keys there as `ROTATED_BY_TORCH` says."""
+        """Whether its layers are not fused, and its tree rotated queries and keys as in `ROTATED_BY_TORCH`."""
         day, last = ROTATED_BY_TORCH
         return not self.config.fuses_layers and (self.row["date"] < day or self.row["commit"] == last)
 
     @property
     def configured_bf16(self) -> bool:
-        """Whether it multiplied in 16 bits alone."""
+        """Whether all GEMMs were in 16 bits."""
         return self.config.precision.recipe.gemm is None
 
 
 def configuration(row: Row) -> Config:
-    """The run that a row measured."""
+    """Return the configuration of a measured run."""
     level, _, rest = row["case"].partition(" (")[0].partition(" ")
     preset, *of_all = shlex.split(row["preset"])
     flags = ["--preset", preset, *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
@@ -121,12 +120,12 @@ def configuration(row: Row) -> Config:
 
 
 def is_fitted(file: str, row: Row) -> bool:
-    """Whether a rate was taken from a row."""
+    """Return whether a rate was derived from a row."""
     return (file, row["commit"], row["case"], row["micro_batch"]) in FITTED and row["preset"] == "1.3b" and int(row.get("gpus") or 1) <= 2
 
 
 def _what(row: Row) -> tuple[Config, int]:
-    """What a row ran, whatever it is called."""
+    """Return what a row ran, independent of its name."""
     config = configuration(row)
     return replace(config, precision=replace(config.precision, precision=config.precision.name)), int(row.get("gpus") or 1)
 
@@ -137,7 +136,7 @@ def _fitted_runs() -> frozenset[tuple[Config, int]]:
 
 
 def compare(file: str, row: Row) -> Compared:
-    """A row with its prediction."""
+    """Compare a row with its prediction."""
     config, rates = configuration(row), rates_of(next(kind for kind, gpu in GPUS.items() if row["gpu"].startswith(gpu.name)))
     gpus = int(row.get("gpus") or 1)
     cluster = Cluster(gpus=gpus, per_host=8, link=rates("link"), network=rates("link"), latency=rates("latency"))
@@ -146,7 +145,7 @@ def compare(file: str, row: Row) -> Compared:
 
 
 def rows() -> Iterator[tuple[str, Row]]:
-    """Whole steps of ours on one and two GPUs; with NVLink, since the links without it have no rate."""
+    """Yield our whole steps on one and two GPUs with NVLink, since links without it have no rate."""
     peers = ("megatron", "torchao", "llama ", "te-")
     for file in (STEP, COAT_MEMORY, GRID, PARALLEL):
         for row in read(file):
@@ -156,17 +155,17 @@ def rows() -> Iterator[tuple[str, Row]]:
 
 @functools.cache
 def compared() -> tuple[Compared, ...]:
-    """All of them."""
+    """Return all comparisons."""
     return tuple(compare(file, row) for file, row in rows())
 
 
 def of_kind(kind: str) -> list[Compared]:
-    """Those of one of `KINDS`."""
+    """Return the comparisons of one of `KINDS`."""
     return [one for one in compared() if one.kind == kind]
 
 
 def summary(some: Sequence[Compared]) -> dict[str, tuple[int, int, float, float]]:
-    """For memory and time: rows, those within the limit, the median of the errors' magnitudes, the largest; percent."""
+    """Return for memory and time: the number of rows, the number within the limit, and the median and largest absolute error in percent."""
     memory = [abs(one.memory_error) for one in some if one.memory_error is not None]
     time = [abs(one.time_error) for one in some]
     return {
@@ -178,16 +177,16 @@ def summary(some: Sequence[Compared]) -> dict[str, tuple[int, int, float, float]
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 1 where a judged row lies outside a limit."""
+    """Command line; exit code 1 if a judged row exceeds a limit."""
     Parser(description=__doc__).parse_args(arguments)
     for one in compared():
         memory = "" if one.memory_error is None else f"{one.gib:7.2f} {one.measured_gib:7.2f} {one.memory_error:6.1f} %"
         what = f"{one.row['commit']} {one.row['preset']} {one.row['micro_batch']} {one.row['case']}"
         print(f"{one.kind:8} {one.ms:8.1f} {one.measured_ms:8.1f} {one.time_error:6.1f} %   {memory:24} {what}")
-    found = summary(of_kind("judged"))
-    for name, (count, within, median, worst) in found.items():
+    judged = summary(of_kind("judged"))
+    for name, (count, within, median, worst) in judged.items():
         print(f"judged, {name}: {within} of {count} within the limit, median {median:.1f} %, largest {worst:.1f} %")
-    return int(any(within < count for count, within, _, _ in found.values()))
+    return int(any(within < count for count, within, _, _ in judged.values()))
 
 
 if __name__ == "__main__":

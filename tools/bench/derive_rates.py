@@ -1,10 +1,10 @@
-"""The planner's rates, `megatron/lm/planning/rates.csv`, computed from measured rows: what each is taken from stands in its row.
+"""Derive the planner's rates, `megatron/lm/planning/rates.csv`, from measurements; each row of the file names its source.
 
     python tools/bench/derive_rates.py            # writes the file
-    python tools/bench/derive_rates.py --check    # writes nothing; 1 where the file is not what the rows give
+    python tools/bench/derive_rates.py --check    # writes nothing; exit code 1 if the file does not match the measurements
 
-FITTED names the rows of whole steps from which something is taken; `tools/bench/check_plan.py` judges the planner on all others.
-Numbers without a row are in PROBED: probes made outside the repository, and what `tools/bench/LOG.md` tells.
+FITTED lists the measurements of whole steps that a rate is derived from; `tools/bench/check_plan.py` judges the planner on all others.
+Numbers without such a measurement are in PROBED: probes made outside the repository, and numbers from `tools/bench/LOG.md`.
 """
 
 import csv
@@ -30,7 +30,7 @@ LAYERS, HIDDEN, TOKENS, VOCABULARY = 24, 2048, 8192, 50304  # GPT-1.3B, micro-ba
 LINEAR = 12 * HIDDEN**2 * LAYERS  # weights of its linear layers
 TP = "O3 --tensor-model-parallel-size 2 --sequence-parallel"
 PROFILED, PROFILED_TP, COAT_UPDATE, ROTATED = "d77a990", "02ce428?", "e3da096", "2c95adf"
-# Whole steps that a rate is taken from: file, commit, case, micro-batch.
+# Whole steps that a rate is derived from: file, commit, case, micro-batch.
 FITTED = (
     (STEP, PROFILED, "O3", "4"),
     (STEP, PROFILED, "O2", "4"),
@@ -78,31 +78,31 @@ class Rate(NamedTuple):
     commit: str
 
 
-def one(name: str, **wanted: str) -> Row:
-    """The last row of a file with these values; ValueError where there is none."""
-    found = [row for row in read(name) if wanted.items() <= row.items()]
-    if not found:
-        raise ValueError(f"{name} has no row with {wanted}: the rate that is taken from it cannot be derived")
-    return found[-1]
+def one(name: str, **values: str) -> Row:
+    """Return the last row of a file with these values; ValueError if there is none."""
+    matching = [row for row in read(name) if values.items() <= row.items()]
+    if not matching:
+        raise ValueError(f"{name} has no row with {values}: the rate cannot be derived from it")
+    return matching[-1]
 
 
 def kernel(name: str) -> float:
-    """Seconds of a kernel."""
+    """Return the seconds of a kernel."""
     return float(one(KERNELS, kernel=name)["us"]) * 1e-6
 
 
 def profiled(kind: str, commit: str = PROFILED) -> float:
-    """Seconds a step of a kind of kernel at O3."""
+    """Return the seconds per step of a kind of kernel at O3."""
     return float(one(PROFILE, commit=commit, kind=kind)["ms"]) * 1e-3
 
 
 def step(name: str, commit: str, case: str, micro_batch: int = 4) -> float:
-    """Seconds of a step of GPT-1.3B."""
+    """Return the seconds of a step of GPT-1.3B."""
     return float(one(name, commit=commit, case=case, preset="1.3b", micro_batch=str(micro_batch))["ms"]) * 1e-3
 
 
 def arithmetic() -> Iterator[Rate]:
-    """GEMMs and attention."""
+    """Yield the rates of GEMMs and attention."""
     products = 6 * LINEAR * TOKENS / 1e12
     yield Rate("fp8 gemm", HIDDEN / 2, products / profiled("GEMM FP8", PROFILED_TP), "TFLOP/s", f"{PROFILE}: GEMM FP8, TP 2", PROFILED_TP)
     whole = products / profiled("GEMM FP8")
@@ -126,7 +126,7 @@ def arithmetic() -> Iterator[Rate]:
 
 
 def elements() -> Iterator[Rate]:
-    """Kernels of a fused layer, by element, and what goes by weight."""
+    """Yield the rates of a fused layer's kernels per element, and of kernels per weight."""
     hidden = TOKENS * HIDDEN * LAYERS
     per = 1e12
     yield Rate("norm", None, profiled("norm") / (hidden * (2 + 1 / LAYERS)) * per, "ps", f"{PROFILE}: norm", PROFILED)
@@ -152,7 +152,7 @@ def elements() -> Iterator[Rate]:
 
 
 def whole_steps() -> Iterator[Rate]:
-    """What differs between two whole steps, or is left of one."""
+    """Yield the rates that are a difference between two whole steps, or a remainder of one."""
     per, hidden, operands = 1e12, TOKENS * HIDDEN * LAYERS, 16 * TOKENS * HIDDEN * LAYERS
     scaled_weights, fp8_weights = optimizer("O2"), optimizer("O3")
     weight = step(STEP, PROFILED, "O2") - step(STEP, PROFILED, "O3") - (scaled_weights - fp8_weights)
@@ -167,7 +167,7 @@ def whole_steps() -> Iterator[Rate]:
     yield Rate("unfused byte", None, byte * per, "ps", f"{STEP}: O0, micro-batch 8 less 4, less GEMMs and attention", ROTATED)
     gap = LAYERS * 1e-6 * next(rate.value for rate in elements() if rate.name == "gap")
     fp8, head = 6 * LINEAR * TOKENS / (603 / 722 * 6 * LINEAR * TOKENS / profiled("GEMM FP8")), profiled("GEMM") + profiled("loss")
-    # What layers that are not fused took at the commit of the blocks.
+    # Time of unfused layers at the commit of the block-scaling measurements.
     unfused = step(COAT_MEMORY, "de29eee", "bf16", 8) - step(COAT_MEMORY, "de29eee", "bf16") - others
     known = fp8 + head + profiled("attention") + unfused + scaled_weights + gap
     known += (
@@ -198,12 +198,12 @@ def whole_steps() -> Iterator[Rate]:
 
 
 def optimizer(level: str) -> float:
-    """Seconds of a level's update in a graph."""
+    """Return the seconds of a level's update in a graph."""
     return float(one(OPTIMIZER, commit=PROFILED, case="step in a graph", level=level)["ms"]) * 1e-3
 
 
 def text() -> str:
-    """The file."""
+    """Return the content of the file."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -214,16 +214,16 @@ def text() -> str:
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Command line; 0, or 1 where --check finds another file."""
+    """Command line; exit code 1 if --check finds a different file."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing: say whether the file is what the rows give")
+    parser.add_argument("--check", action="store_true", help="write nothing, and report whether the file matches the measurements")
     options = parser.parse_args(arguments)
     file, new = root / FILE, text()
     same = file.is_file() and file.read_text(encoding="utf-8") == new
     if not options.check and not same:
         with written_aside(file) as stream:
             stream.write(new.encode())
-    print(f"{FILE} {'is' if same else 'was not' if not options.check else 'is not'} what the rows give")
+    print(f"{FILE} {'matches' if same else 'did not match' if not options.check else 'does not match'} the measurements")
     return int(options.check and not same)
 
 

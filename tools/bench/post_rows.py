@@ -1,16 +1,16 @@
-"""Rows of fine-tuning, RLHF, encoders and evaluation, out of what their runs left in one folder.
+"""Collect results of fine-tuning, RLHF, encoders and evaluation from a folder of their runs.
 
     python -m tools.bench.post_rows --runs runs/post --out tools/bench/results [--commit HASH]
 
-reads below --runs what is there of
+reads below --runs whichever of these exist
 
     KIND/RECIPE/metrics.jsonl      of examples/sft and examples/rlhf, KIND being sft, dpo or ppo   -> post_curves.csv
     encoders/RECIPE/PHASE.jsonl    of examples/bert/pretrain_bert_base.sh                          -> encoders.csv
     boolq/RECIPE.json              of examples/bert/finetune_boolq.py --output                     -> boolq.csv
     evaluation/NAME.json           of megatron.lm.tools.evaluate --output                                   -> evaluation.csv
 
-and appends to files of these names in --out. The loops' own --rows hold the rest. It is run on the machine of the runs: each row names
-its GPU.
+and appends to files of these names in --out. The --rows files of the loops contain the rest. Run it on the machine of the runs: each row
+names its GPU.
 """
 
 import json
@@ -25,23 +25,23 @@ from megatron.lm.tools.report import read_run
 from tools.bench import rows
 
 LOOPS = ("sft", "dpo", "ppo")
-QUANTITIES = ("loss", "valid_loss", "margin", "accuracy", "reward", "kl", "value_loss")  # of a step, that make a curve
+QUANTITIES = ("loss", "valid_loss", "margin", "accuracy", "reward", "kl", "value_loss")  # of a step, plotted as curves
 Row = dict[str, Any]
 
 
 def curves(runs: Path) -> Iterator[Row]:
-    """A row for each step and quantity of the loops."""
+    """Yield a row for each step and quantity of the loops."""
     for kind in LOOPS:
         for file in sorted((runs / kind).glob("*/metrics.jsonl")):
             for line in file.read_text(encoding="utf-8").splitlines():
                 step = json.loads(line)
-                told = {each: step[each] for each in QUANTITIES if step.get(each) is not None}
-                for quantity, value in told.items():
+                quantities = {name: step[name] for name in QUANTITIES if step.get(name) is not None}
+                for quantity, value in quantities.items():
                     yield {"run": kind, "recipe": file.parent.name, "step": step["step"], "quantity": quantity, "value": f"{value:.6g}"}
 
 
 def encoders(runs: Path) -> Iterator[Row]:
-    """A row for each precision and phase of the pre-training: where it ended."""
+    """Yield a row for each precision and phase of the pre-training, with its final losses."""
     for file in sorted((runs / "encoders").glob("*/phase*.jsonl")):
         run = read_run(str(file), file)
         if not run.valid:
@@ -55,26 +55,26 @@ def encoders(runs: Path) -> Iterator[Row]:
 
 
 def boolq(runs: Path) -> Iterator[Row]:
-    """A row for each precision and seed of the fine-tuning."""
+    """Yield a row for each precision and seed of the fine-tuning."""
     for file in sorted((runs / "boolq").glob("*.json")):
-        found = _json(file)
-        for seed in found["seeds"]:
+        result = _json(file)
+        for seed in result["seeds"]:
             yield {
-                "precision": file.stem, "tuned_at": found["precision"], "seed": seed["seed"], "steps": found["steps"],
-                "accuracy": f"{seed['accuracy']:.4f}", "majority": f"{found['majority']:.4f}",
+                "precision": file.stem, "tuned_at": result["precision"], "seed": seed["seed"], "steps": result["steps"],
+                "accuracy": f"{seed['accuracy']:.4f}", "majority": f"{result['majority']:.4f}",
                 "answered_yes": f"{seed['answered_yes']:.4f}", "loss_first": f"{seed['loss_first']:.4f}",
-                "loss_last": f"{seed['loss_last']:.4f}", "dev_rows": found["rows"]["dev"],
+                "loss_last": f"{seed['loss_last']:.4f}", "dev_rows": result["rows"]["dev"],
             }  # fmt: skip
 
 
 def evaluation(runs: Path) -> Iterator[Row]:
-    """A row for each model, task and metric."""
+    """Yield a row for each model, task and metric."""
     for file in sorted((runs / "evaluation").glob("*.json")):
-        for model, found in _json(file).items():
-            about = found["about"]
-            for task, values in found["results"].items():
+        for model, evaluated in _json(file).items():
+            about = evaluated["about"]
+            for task, values in evaluated["results"].items():
                 samples = values.get("samples", values.get("documents", ""))
-                for metric in (each for each in values if not each.endswith("_stderr") and each not in ("samples", "documents")):
+                for metric in (key for key in values if not key.endswith("_stderr") and key not in ("samples", "documents")):
                     error = values.get(f"{metric}_stderr")
                     yield {
                         "model": model, "kind": about["kind"], "precision": about["precision"], "task": task, "metric": metric,
@@ -85,12 +85,12 @@ def evaluation(runs: Path) -> Iterator[Row]:
 
 def _json(file: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}): run what writes it again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object: give what --output wrote")
-    return found
+        raise ValueError(f"{file} is not valid JSON ({error}): run the command that writes it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} contains no JSON object: give the file that --output wrote")
+    return content
 
 
 FILES = {"post_curves": curves, "encoders": encoders, "boolq": boolq, "evaluation": evaluation}
@@ -101,19 +101,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("--runs", required=True, type=path, help="folder of the runs")
-    parser.add_argument("--out", required=True, type=path, help="folder of the CSV files, which grow")
-    parser.add_argument("--commit", type=name, help="hash to record where the tree is not a git checkout")
+    parser.add_argument("--out", required=True, type=path, help="folder of the CSV files to append to")
+    parser.add_argument("--commit", type=name, help="hash to record if the tree is not a git checkout")
     options = parser.parse_args(argv)
     if not options.runs.is_dir():
-        raise ValueError(f"--runs {options.runs} is no folder: name the one that holds sft, ppo, encoders or evaluation")
-    found = {file: list(make(options.runs)) for file, make in FILES.items()}
-    if not any(found.values()):
-        raise ValueError(f"--runs {options.runs} holds nothing of these runs: its folders are those that --help names")
+        raise ValueError(f"--runs {options.runs} is not a folder: give the one that contains sft, ppo, encoders or evaluation")
+    results = {file: list(make(options.runs)) for file, make in FILES.items()}
+    if not any(results.values()):
+        raise ValueError(f"--runs {options.runs} contains none of these runs: --help lists the expected folders")
     where = rows.machine(options.commit)
-    for file, fresh in found.items():
+    for file, fresh in results.items():
         if fresh:
             rows.append(options.out / f"{file}.csv", [where | row for row in fresh])
-            print(f"{options.out / file}.csv: {len(fresh)} rows more")
+            print(f"{options.out / file}.csv: {len(fresh)} rows added")
     return 0
 
 

@@ -1,12 +1,11 @@
-"""Where the time of a training step goes on a GPU: the kernels of one step by kind, from torch's profiler.
+"""Show where the time of a training step goes on a GPU: the kernels of one step by kind, from torch's profiler.
 
     python tools/bench/profile_step.py --level O3                     GPT-1.3B, micro-batch 4
     python tools/bench/profile_step.py --level O2 --preset 7b --micro-batch-size 2 --csv profile.csv
     torchrun --nproc-per-node 2 tools/bench/profile_step.py --flags "--tensor-model-parallel-size 2 --sequence-parallel"
 
-Of several processes the first tells what ran on its GPU.
-Prints the share of each kind and the longest kernels, and appends one row a kind to --csv. "idle" is the time between the first and
-the last kernel of the step in which none ran: what the host or a dependency costs.
+Of several processes, the first one reports its GPU. Prints the time of each kind and the longest kernels, and appends one row per kind to
+--csv. "idle" is the time between the first and the last kernel of the step in which none ran: the cost of the host or of a dependency.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision
 
-# The first match names the kind; kernels of ours are named after their files.
+# The first match determines the kind; our kernels are named after their files.
 KINDS = (
     ("attention", ("fmha", "flash", "attention", "sdpa")),
     ("optimizer", ("adamw", "grad_stats", "square_sum")),
@@ -46,13 +45,13 @@ KINDS = (
 
 
 def kind(name: str) -> str:
-    """The kind of a kernel by its name."""
+    """Return the kind of a kernel, from its name."""
     lower = name.lower()
     return next((label for label, words in KINDS if any(word in lower for word in words)), "other")
 
 
 def kernels(options: argparse.Namespace) -> list[tuple[str, float, float]]:
-    """(name, start, duration) in microseconds of every kernel of one step; needs `process_groups.initialize`."""
+    """Return (name, start, duration) in microseconds of every kernel of one step; needs `process_groups.initialize`."""
     training = build_training(configuration(options.level, options), options.vocab_size)
     batches = random_batches(training.config, options.vocab_size, process_groups.device())
     graphs = step_graph.build(training)
@@ -68,29 +67,29 @@ def kernels(options: argparse.Namespace) -> list[tuple[str, float, float]]:
     return [(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]
 
 
-def idle(found: Sequence[tuple[str, float, float]]) -> float:
-    """Microseconds between the first start and the last end that no kernel covers."""
+def idle(kernels: Sequence[tuple[str, float, float]]) -> float:
+    """Return the microseconds between the first start and the last end that no kernel covers."""
     gaps = end = 0.0
-    for i, (_, start, duration) in enumerate(sorted(found, key=lambda kernel: kernel[1])):
+    for i, (_, start, duration) in enumerate(sorted(kernels, key=lambda kernel: kernel[1])):
         gaps += max(0.0, start - end) if i else 0.0
         end = max(end, start + duration)
     return gaps
 
 
-def by_kind(found: Sequence[tuple[str, float, float]]) -> list[dict[str, Any]]:
-    """One row a kind, the longest first: milliseconds and launches."""
+def by_kind(kernels: Sequence[tuple[str, float, float]]) -> list[dict[str, Any]]:
+    """Return one row per kind, the longest first: milliseconds and launches."""
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for name, _, duration in found:
+    for name, _, duration in kernels:
         total[kind(name)][0] += duration / 1e3
         total[kind(name)][1] += 1
     listed = sorted(total.items(), key=lambda item: -item[1][0])
     return [{"kind": label, "ms": round(ms, 2), "launches": count} for label, (ms, count) in listed]
 
 
-def longest(found: Sequence[tuple[str, float, float]], count: int) -> list[str]:
-    """The kernels that take longest in all, one line each."""
+def longest(kernels: Sequence[tuple[str, float, float]], count: int) -> list[str]:
+    """Return the kernels with the longest total time, one line each."""
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for name, _, duration in found:
+    for name, _, duration in kernels:
         total[name][0] += duration / 1e3
         total[name][1] += 1
     listed = sorted(total.items(), key=lambda item: -item[1][0])[:count]
@@ -108,21 +107,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
     parser.add_argument("--top", type=count(1), default=25, help="kernels listed by name")
-    parser.add_argument("--csv", type=output_file, help="append one row a kind here")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--csv", type=output_file, help="append one row per kind to this file")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("there is no GPU here; a profile of kernels needs one")
+        parser.error("no GPU is available; a profile of kernels needs one")
     rank = process_groups.launch_from_environment().rank
     process_groups.initialize(configuration(options.level, options))
     try:
-        found = kernels(options)
+        measured = kernels(options)
     finally:
         process_groups.shutdown()
     if rank:
         return 0
-    listed = [*by_kind(found), {"kind": "idle", "ms": round(idle(found) / 1e3, 2), "launches": ""}]
-    print(*longest(found, options.top), sep="\n")
+    listed = [*by_kind(measured), {"kind": "idle", "ms": round(idle(measured) / 1e3, 2), "launches": ""}]
+    print(*longest(measured, options.top), sep="\n")
     for row in listed:
         print(f"{row['ms']:9.2f} ms {row['launches']:>6}  {row['kind']}")
     if options.csv is not None:

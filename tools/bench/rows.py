@@ -1,4 +1,5 @@
-"""One measurement, one CSV row: every speed or memory figure of the project stands in `tools/bench/results/`, with what it was taken on."""
+"""One CSV row per measurement: every speed or memory number of the project is in `tools/bench/results/`, with the machine it was measured
+on."""
 
 import csv
 import datetime
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commit() -> str:
-    """Short hash of the tree that is measured, with `+` where it has uncommitted changes; `unknown` outside git."""
+    """Return the short hash of the measured tree, with `+` if it has uncommitted changes; `unknown` outside git."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -26,7 +27,7 @@ def commit() -> str:
 
 
 def driver() -> str:
-    """Version of the NVIDIA driver, empty without one."""
+    """Return the version of the NVIDIA driver; empty without one."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
@@ -35,7 +36,7 @@ def driver() -> str:
 
 
 def machine(tree: str | None = None) -> dict[str, str]:
-    """The columns that say where and when; `tree` names the commit where git is not at hand."""
+    """Return the columns for machine and date; `tree` is the commit if git is not available."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": tree or commit(),
@@ -46,16 +47,16 @@ def machine(tree: str | None = None) -> dict[str, str]:
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """20th, 50th and 80th percentile of at least two times."""
+    """Return the 20th, 50th and 80th percentile of at least two times."""
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     return cuts[1], statistics.median(times), cuts[7]
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a CSV, writing the header first where the file is new.
+    """Append rows to a CSV, writing the header first if the file is new.
 
     Raises:
-        ValueError: where the file has other columns than the rows.
+        ValueError: the file has other columns than the rows.
     """
     if not rows:
         return
@@ -63,9 +64,9 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     new = not path.exists()
     if not new:
         with path.open(encoding="utf-8", newline="") as stream:
-            found = next(csv.reader(stream), [])
-        if found != columns:
-            raise ValueError(f"{path} has columns {found}, the rows have {columns}; write to another file")
+            header = next(csv.reader(stream), [])
+        if header != columns:
+            raise ValueError(f"{path} has columns {header}, the rows have {columns}; write to another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns)

@@ -1,4 +1,5 @@
-"""Training steps of several cases and several trees on one GPU, round by round: how much slower is a change than what was there before?
+"""Time training steps of several cases and several trees on one GPU, in alternating rounds: how much slower is a change than the tree
+before?
 
     git worktree add ../before 7f90861; git -C ../before checkout 0fe148f -- tools/bench/side_by_side.py
     python tools/bench/side_by_side.py --tree before=../before --cases 'before O2' 'now O2' 'now O2 --moment-rounding stochastic'
@@ -12,8 +13,8 @@ In a round each case takes --steps steps while the others wait. Every round begi
 the same for all. The first case is the baseline: `from_first` is the median over the rounds of the ratio of medians within a round, in
 percent; `least` and `most` are the extremes.
 
-`step` is a whole step by the host's clock, with the device synchronised before and after. `update` is the optimizer's part of the same
-step, from the norm of the gradients to the new scales, between two events on the device. Rows are appended to --csv.
+`step` is a whole step by the host's clock, with the device synchronized before and after. `update` is the optimizer's part of the same
+step, from the norm of the gradients to the new scales, between two events on the device. Measurements are appended to --csv.
 """
 
 import argparse
@@ -47,10 +48,10 @@ Times = Mapping[str, Sequence[float]]  # of each quantity, ms
 
 
 class Clock:
-    """Times of the calls of one method of an object: on a GPU between two events, elsewhere by the host's clock.
+    """Record the times of calls of one method of an object: on a GPU between two events, elsewhere by the host's clock.
 
     Args:
-        owner, method: what is called; the instance gets a method of its own.
+        owner, method: the method to time; it is replaced on this instance.
         cuda: whether the calls launch work on a GPU.
     """
 
@@ -76,13 +77,14 @@ class Clock:
     def take(self) -> list[float]:
         """Return the ms of the calls since the last `take`; all of them have finished on the device."""
         pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
-        found = [begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin) for begin, end in pairs]
+        times = [begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin) for begin, end in pairs]
         self.marks.clear()
-        return found
+        return times
 
 
 def serve(case: str, options: argparse.Namespace) -> None:
-    """Build and warm up a case at the first line of stdin, then take as many steps as each line says, and print a line of JSON for each."""
+    """Build and warm up a case at the first line of stdin, then run as many steps as each line requests, and print a line of JSON for
+    each."""
     sys.stdin.readline()
     with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
         config = bench_step.configuration(case, options)
@@ -105,7 +107,7 @@ def serve(case: str, options: argparse.Namespace) -> None:
 
         steps(options.warm_up)
         if cuda:
-            torch.cuda.empty_cache()  # what the eager steps left is for the next case
+            torch.cuda.empty_cache()  # memory of the eager steps is for the next case
     ready = {"captured": captured, "gib": torch.cuda.memory_reserved() / 2**30 if cuda else 0.0, "trainer": bench_step.__file__}
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
@@ -208,8 +210,8 @@ def trees_of(texts: Sequence[str]) -> dict[str, Path]:
             raise ValueError(f"--tree {text}: give NAME=FOLDER, a folder with a tree of this repository")
         if not (Path(folder) / PROGRAM).is_file():
             raise ValueError(
-                f"--tree {text}: it has no {PROGRAM}, which runs its cases: it is older than that; give it the first one by "
-                f"git -C {folder} checkout 0fe148f -- {PROGRAM}"
+                f"--tree {text}: {PROGRAM} is missing there because the tree is older; add its first version with git -C {folder} checkout "
+                f"0fe148f -- {PROGRAM}"
             )
         found[label] = Path(folder).resolve()
     return found
@@ -217,7 +219,7 @@ def trees_of(texts: Sequence[str]) -> dict[str, Path]:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append rows."""
+    """Measure, print and append the results."""
     parser = Parser(description=__doc__)
     parser.add_argument("--tree", nargs="*", default=[], metavar="NAME=FOLDER", help="other trees")
     parser.add_argument("--cases", nargs="+", default=["now O2", "now O3"], type=name, metavar="'TREE PRECISION FLAGS'")
@@ -229,8 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=count(2), default=10, help="of each case in a round")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/side_by_side.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
-    parser.add_argument("--serve", metavar="CASE", help="be the process of a case, which other processes start")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    parser.add_argument("--serve", metavar="CASE", help="run as the process of a case; started by other processes")
     options = parser.parse_args(argv)
     if options.serve is not None:
         serve(options.serve, options)
@@ -240,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if case.partition(" ")[0] not in trees or not shlex.split(case)[1:]:
             parser.error(f"case {case!r}: begin with a tree, one of {', '.join(trees)}, and a precision")
     if len(set(options.cases)) < len(options.cases):
-        parser.error(f"--cases names a case twice: {', '.join(map(repr, options.cases))}")
+        parser.error(f"--cases lists a case twice: {', '.join(map(repr, options.cases))}")
     workers = [Worker(case, trees[case.partition(" ")[0]], options) for case in options.cases]
     try:
         for worker in workers:

@@ -1,4 +1,4 @@
-"""Cells and tables: how a row becomes a line of Markdown, and what stands below a table."""
+"""Cells and tables: convert rows to lines of Markdown, and write what is below a table."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -24,45 +24,45 @@ MARK = " †"
 
 @dataclass(frozen=True)
 class Table:
-    """A table to publish: its cells, and the rows they were made of by file.
+    """A table to publish: its cells, and the rows that they come from, by file.
 
     Attributes:
         columns, cells: as Markdown.
         sources: file and rows; their commits are proven.
-        told: what is below the table; derived from the sources where it is empty.
+        footer: text below the table; derived from the sources if empty.
         note: a sentence after it.
     """
 
     columns: Sequence[str]
     cells: Sequence[Sequence[str]]
     sources: Sequence[tuple[str, Sequence[Row]]]
-    told: str = ""
+    footer: str = ""
     note: str = ""
 
     def markdown(self) -> str:
-        """The table, and below it where its numbers were measured."""
+        """Return the table, and below it where its numbers were measured."""
         lines = [self.columns, ["---"] * len(self.columns), *self.cells]
-        told = " ".join(part for part in (self.told or self._told(), self.note) if part)
-        return "\n".join([*("| " + " | ".join(cells) + " |" for cells in lines), "", *textwrap.wrap(told, 118)])
+        below = " ".join(part for part in (self.footer or self._provenance(), self.note) if part)
+        return "\n".join([*("| " + " | ".join(cells) + " |" for cells in lines), "", *textwrap.wrap(below, 118)])
 
-    def _told(self) -> str:
-        told = []
+    def _provenance(self) -> str:
+        sentences = []
         for name, rows in self.sources:
             facts = [sorted({row[key] for row in rows if row.get(key)}) for key in ("commit", "gpu", "torch", "date")]
             commits, *rest = (", ".join(values) for values in facts)
             computed = "predicted" if name == PREDICTED else "computed from shapes"
             where = [f"commit {commits}" if commits else computed, *(fact for fact in rest if fact)]
-            told.append(f"`{name}`, {', '.join(where)}.")
+            sentences.append(f"`{name}`, {', '.join(where)}.")
             if any(marked(row) for row in rows):
-                told.append("† Measured on a tree that the history does not have.")
-        return " ".join(told)
+                sentences.append("† Measured on a tree that is not in the history.")
+        return " ".join(sentences)
 
 
 Cell = Callable[[Row], str]
 
 
 def column(key: str, digits: int | None = None, scale: float = 1.0, unit: str = "") -> Cell:
-    """The value under `key`, as it stands or with so many digits; empty where there is none."""
+    """Return a cell with the value under `key`, unchanged or with `digits` digits; empty if there is none."""
 
     def cell(row: Row) -> str:
         value = row.get(key, "")
@@ -72,34 +72,34 @@ def column(key: str, digits: int | None = None, scale: float = 1.0, unit: str = 
 
 
 def kilo(key: str) -> Cell:
-    """Thousands with one digit."""
+    """Return a cell in thousands with one digit."""
     return column(key, 1, 1e-3, "k")
 
 
 def code(key: str) -> Cell:
-    """The value under `key` as code."""
+    """Return a cell with the value under `key` as code."""
     return lambda row: f"`{row[key]}`" if row[key] else ""
 
 
 def case(row: Row) -> str:
-    """What was measured: a peer by its name, ours as the flags say it."""
+    """Return what was measured: the name of a baseline, or our flags."""
     return PEERS.get(row["case"]) or f"`{row['case']}`"
 
 
 def pick(name: str, keep: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """The rows of a file that `keep` admits.
+    """Return the rows of a file that `keep` accepts.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
     rows = [row for row in read(name) if keep(row)]
     if not rows:
-        raise ValueError(f"{name} has no row for a published table: tools/docs names a run that is not there")
+        raise ValueError(f"{name} has no row for a published table: tools/docs names a run that does not exist")
     return rows
 
 
 def of(name: str, rows: Sequence[Row], columns: dict[str, Cell]) -> Table:
-    """One line a row; a row on which no tree can be had again has a mark."""
+    """Return a table with a line per row; rows whose tree is not available are marked."""
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     for line, row in zip(cells, rows, strict=True):
         line[0] += MARK if marked(row) else ""
@@ -108,39 +108,39 @@ def of(name: str, rows: Sequence[Row], columns: dict[str, Cell]) -> Table:
 
 @dataclass(frozen=True)
 class Listing:
-    """Lines that a command prints, to publish as a block of text."""
+    """Lines printed by a command, published as a block of text."""
 
     lines: Sequence[str]
     sources: Sequence[tuple[str, Sequence[Row]]] = ()
 
     def markdown(self) -> str:
-        """The block."""
+        """Return the block."""
         return "\n".join(["```text", *self.lines, "```"])
 
 
 @dataclass(frozen=True)
 class Absent:
-    """What stands in the place of a table as long as its file is not there.
+    """A placeholder for a table whose file does not exist yet.
 
     Attributes:
-        file: that the table is made of.
+        file: source of the table.
     """
 
     file: str
     sources: Sequence[tuple[str, Sequence[Row]]] = ()
 
     def markdown(self) -> str:
-        """One line."""
+        """Return one line."""
         return f"No GPU measurement is recorded for the table of {self.file.rpartition('/')[2].removesuffix('.csv').replace('_', ' ')}."
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """A paragraph with numbers from rows, and below it where they were measured, as below a table."""
+    """A paragraph with numbers from rows, followed by where they were measured, as below a table."""
 
     text: str
     sources: Sequence[tuple[str, Sequence[Row]]]
 
     def markdown(self) -> str:
-        """The paragraph."""
-        return "\n".join(textwrap.wrap(f"{self.text} {Table((), (), self.sources)._told()}", 118))
+        """Return the paragraph."""
+        return "\n".join(textwrap.wrap(f"{self.text} {Table((), (), self.sources)._provenance()}", 118))

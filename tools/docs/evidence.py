@@ -1,4 +1,4 @@
-"""Measured rows, and whether they may be published: each names the commit it was measured at, and the history must know it."""
+"""Read measurements and check that they may be published: each names the commit it was measured at, which must be in the history."""
 
 import csv
 import functools
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What follows from shapes, the planner's also from its rates, and names no commit; a test computes each anew.
+# Files computed from shapes (the planner's also from its rates), which name no commit; a test recomputes each.
 COMPUTED = tuple(f"tools/reproduce/results/{name}.csv" for name in ("table7", "table8", "planner"))
 PREDICTED = COMPUTED[2]
-DIRTY, UNKNOWN = "+", "?"  # behind a commit: its tree had uncommitted changes; it is not in the history
+DIRTY, UNKNOWN = "+", "?"  # after a commit: its tree had uncommitted changes; it is not in the history
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class History:
-    """The commits that git has. Of a shallow clone, or outside git, `whole` is False and a commit that is missing proves nothing."""
+    """The commits that git knows. In a shallow clone, or outside git, `whole` is False and a missing commit proves nothing."""
 
     commits: frozenset[str]
     whole: bool
 
     @classmethod
     def of(cls, root: Path) -> "History":
-        """The history of the checkout in `root`."""
+        """Return the history of the checkout in `root`."""
 
         def git(*words: str) -> str:
             return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
@@ -36,20 +36,20 @@ class History:
             return cls(frozenset(), False)
 
     def knows(self, commit: str) -> bool:
-        """Whether a commit of the history begins with this hash."""
+        """Return whether a commit of the history begins with this hash."""
         return len(commit) >= 7 and any(known.startswith(commit) for known in self.commits)
 
 
 def marked(row: Row) -> bool:
-    """Whether the row itself says that its tree cannot be had again."""
+    """Return whether the row is marked as measured on a tree that is not available."""
     return row.get("commit", "").endswith((DIRTY, UNKNOWN))
 
 
 def unproven(rows: Iterable[Row], name: str, history: History) -> list[str]:
-    """The commits that this clone cannot check.
+    """Return the commits that this clone cannot check.
 
     Raises:
-        ValueError: a row without a commit, or one with a commit that a whole history lacks and that does not say so.
+        ValueError: a row without a commit, or with an unmarked commit that is missing from a complete history.
     """
     missing = []
     for commit in sorted({row.get("commit", "") for row in rows}):
@@ -59,7 +59,7 @@ def unproven(rows: Iterable[Row], name: str, history: History) -> list[str]:
             continue
         if history.whole:
             raise ValueError(
-                f"{name} names the commit {commit}, which the history does not have: measure its rows again, or mark them by "
+                f"{name} names the commit {commit}, which the history does not have: measure its rows again, or mark them as "
                 f"{commit}{UNKNOWN}, and they are published with a mark"
             )
         missing.append(f"{name}: {commit}")
@@ -73,5 +73,5 @@ def _read(path: Path) -> tuple[Row, ...]:
 
 
 def read(name: str, root: Path = ROOT) -> tuple[Row, ...]:
-    """The rows of a file of results, by its path in the repository."""
+    """Read the rows of a results file, by its path in the repository."""
     return _read(root / name)

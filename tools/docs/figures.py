@@ -1,4 +1,4 @@
-"""The published figures: the numbers of each, which are kept beside it as JSON, and how they are drawn."""
+"""The published figures: the numbers of each, which are stored next to it as JSON, and how they are drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Numbers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure to publish: its numbers, how they are drawn, and the rows they were made of by file."""
+    """A figure to publish: its numbers, how they are drawn, and the rows that they come from, by file."""
 
     numbers: Numbers
     draw: Callable[[Numbers, Path], None]
@@ -25,7 +25,7 @@ class Figure:
 
 
 def speed_and_memory() -> Figure:
-    """The best measured step of each level and peer: tokens a second, and peak memory."""
+    """The fastest measured step of each level and baseline: tokens/s and peak memory."""
     rows = [best for best, _ in best_and_same_run()]
     names = [PEERS.get(row["case"], row["case"]) for row in rows]
     numbers = {"names": names, "tokens_s": [int(row["tokens_s_gpu"]) for row in rows], "peak_gib": [float(row["peak_gib"]) for row in rows]}
@@ -41,7 +41,7 @@ def precisions() -> Figure:
 
 
 def fig7() -> Figure:
-    """SNR of the averaged gradient by the number of ranks, for each way to make room for the sum."""
+    """SNR of the averaged gradient by the number of ranks, for each scaling that prevents overflow of the sum."""
     rows = pick(gradient_sums.FIG7, lambda row: row["order"] == CHAIN)
     ranks = sorted({int(row["dp"]) for row in rows})
     numbers: Numbers = {"ranks": ranks, "snr_db": {}}
@@ -56,13 +56,13 @@ def curves() -> Figure:
     tokens, apart = losses.differences()
     numbers: Numbers = {
         "tokens": tokens,
-        "against_bf16": {name: [[round(x, 8) for x in each] for each in found] for name, found in apart.items()},
+        "against_bf16": {name: [[round(x, 8) for x in triple] for triple in triples] for name, triples in apart.items()},
     }
     return Figure(numbers, _draw_curves, [(PRECISIONS, losses.rows_of_precisions([losses.BASE, *apart]))])
 
 
 def axes_of(rows: int, height: float) -> tuple[Any, Any]:
-    """Axes above each other: letters of 10 points in a figure of this width are read on a phone."""
+    """Return axes above each other; letters of 10 points in a figure of this width are readable on a phone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -76,7 +76,7 @@ def _draw_bars(numbers: Numbers, path: Path) -> None:
     places = range(len(numbers["names"]))
     colors = [OURS if name.startswith("O") else THEIRS for name in numbers["names"]]
     for axes, values, title, text in (
-        (speed, [value / 1000 for value in numbers["tokens_s"]], "thousand tokens a second", "{:.0f}k"),
+        (speed, [value / 1000 for value in numbers["tokens_s"]], "thousand tokens/s", "{:.0f}k"),
         (memory, numbers["peak_gib"], "peak memory, GiB", "{:.1f}"),
     ):
         bars = axes.barh(places, values, color=colors)
@@ -113,8 +113,8 @@ def _draw_lines(numbers: Numbers, path: Path) -> None:
 def _draw_curves(numbers: Numbers, path: Path) -> None:
     figure, (axes,) = axes_of(1, 3.8)
     tokens = [count / 1e6 for count in numbers["tokens"]]
-    for name, found in numbers["against_bf16"].items():
-        means, least, most = ([100 * each[place] for each in found] for place in range(3))
+    for name, triples in numbers["against_bf16"].items():
+        means, least, most = ([100 * triple[place] for triple in triples] for place in range(3))
         (line,) = axes.plot(tokens, means, marker="o", label=name)
         axes.fill_between(tokens, least, most, color=line.get_color(), alpha=0.12, linewidth=0)
     axes.axhline(0, color=THEIRS, linewidth=0.8)

@@ -19,24 +19,24 @@ def over_ranks(dp: str = "128") -> Table:
 
 
 def by_order() -> Table:
-    """SNR of the average over 128 ranks by the order of the additions, on a small GPT: a row of the entry's small size for each way."""
+    """SNR of the average over 128 ranks by the order of the additions, on a small GPT: one row of the entry's small size per scaling."""
     rows = pick(
         FIG7_ENTRY, lambda row: row["size"] == "small" and row["quantity"].endswith(": SNR") and row["quantity"].startswith("DP 128, ")
     )
-    found = {row["quantity"].removeprefix("DP 128, ").removesuffix(": SNR"): row for row in rows}
-    strategies = [name for name in found if ", added as " not in name]
+    by_name = {row["quantity"].removeprefix("DP 128, ").removesuffix(": SNR"): row for row in rows}
+    strategies = [name for name in by_name if ", added as " not in name]
     orders = {CHAIN: "", **{order: f", added as {order}" for order in ORDERS if order != CHAIN}}
     cells = []
     for name in strategies:
-        values = (found.get(name + told) for told in orders.values())
+        values = (by_name.get(name + suffix) for suffix in orders.values())
         cells.append(
-            [name + (MARK if marked(found[name]) else ""), *("" if row is None else f"{float(row['ours']):.1f}" for row in values)]
+            [name + (MARK if marked(by_name[name]) else ""), *("" if row is None else f"{float(row['ours']):.1f}" for row in values)]
         )
-    return Table(["SNR dB, DP 128", *orders], cells, [(FIG7_ENTRY, list(found.values()))])
+    return Table(["SNR dB, DP 128", *orders], cells, [(FIG7_ENTRY, list(by_name.values()))])
 
 
 def means(rows: Sequence[Row], strategy: str) -> Iterable[tuple[str, float]]:
-    """Of each measure the mean over the blocks, as text and as a number."""
+    """Yield the mean of each measure over the blocks, as text and as a number."""
     keys = (
         ("snr_db", 1.0, 1),
         ("underflow", 100.0, 3),

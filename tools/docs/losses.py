@@ -8,7 +8,7 @@ from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Table, column, 
 from tools.docs.evidence import Row, read
 from tools.reproduce.compare_precisions import FIRST_SEED, folder_of
 
-CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of the rows of PRECISIONS, which name their commit
+CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of PRECISIONS, whose rows name their commit
 OPTIONS, SUMS = f"{REPRODUCE}/fp8_options", f"{REPRODUCE}/fp8_sums"  # folders of FP8's options, their files in the same form
 LARGE = f"{REPRODUCE}/precisions_1.3b"  # likewise, of GPT-1.3B
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
@@ -18,7 +18,7 @@ Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: 
 
 
 def evaluations(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str, dict[int, dict[str, float]]]:
-    """Validation losses of every precision that has several seeds: precision -> tokens -> number of the run -> loss."""
+    """Return the validation losses of every precision with several seeds: precision -> tokens -> number of the run -> loss."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     several = {folder_of(row["precision"]): row["precision"] for row in read(precisions) if int(row["seeds"]) > 1}
     for row in read(curves):
@@ -29,7 +29,7 @@ def evaluations(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str,
 
 
 def differences(precisions: str = PRECISIONS, curves: str = CURVES) -> tuple[list[int], Differences]:
-    """Tokens of the evaluations, and the relative differences from BF16 there: each run from the one of the same seed."""
+    """Return the tokens of the evaluations, and the relative differences from BF16: each run from the one of the same seed."""
     losses = evaluations(precisions, curves)
     base = losses.pop(BASE)
     found: Differences = {}
@@ -41,7 +41,7 @@ def differences(precisions: str = PRECISIONS, curves: str = CURVES) -> tuple[lis
 
 
 def final_losses(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str, dict[int, float]]:
-    """Last validation loss of every precision by seed, in nats per token; of those with one seed too."""
+    """Return the last validation loss of every precision by seed, in nats per token, including those with one seed."""
     names = {folder_of(row["precision"]): row["precision"] for row in read(precisions)}
     last = _last([row for row in read(curves) if row["kind"] == "valid"])
     found: dict[str, dict[int, float]] = {}
@@ -53,7 +53,7 @@ def final_losses(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str
 
 
 def paired(precision: str, base: str = BASE, precisions: str = PRECISIONS, curves: str = CURVES) -> PairedDifference:
-    """The last validation losses of a precision against those of another, of the seeds that both have.
+    """Compare the last validation losses of two precisions, over the seeds that both have.
 
     Raises:
         ValueError: they have no seed in common, or one has no run.
@@ -61,48 +61,48 @@ def paired(precision: str, base: str = BASE, precisions: str = PRECISIONS, curve
     losses = final_losses(precisions, curves)
     missing = [name for name in (precision, base) if name not in losses]
     if missing:
-        raise ValueError(f"{curves} has no run of {missing[0]}, but of {', '.join(losses)}: compare_precisions.py makes it")
+        raise ValueError(f"{curves} has no run of {missing[0]}, only of {', '.join(losses)}: compare_precisions.py creates it")
     common = {seed: loss for seed, loss in losses[precision].items() if seed in losses[base]}
     return paired_difference(losses[base], common)
 
 
 def shown(relative: Interval) -> str:
-    """A relative difference in percent with its 95 % interval; a single seed has none, and the text says so."""
+    """Format a relative difference in percent with its 95 % interval, or "one seed" if there is no interval."""
     mean = f"{100 * relative.mean:+.2f}"
     low, high = (100 * end for end in relative.ends)
     return f"{mean} (one seed)" if relative.half_width is None else f"{mean} ({low:+.2f} to {high:+.2f})"
 
 
 def files(folder: str) -> tuple[str, str]:
-    """What a comparison of precisions left in a folder: its rows, and its curves."""
+    """Return the files of a comparison of precisions in a folder: rows and curves."""
     return f"{folder}/precisions.csv", f"{folder}/curves.csv"
 
 
 def by_precision(file: str = PRECISIONS) -> dict[str, Row]:
-    """The rows of a comparison of precisions."""
+    """Return the rows of a comparison of precisions."""
     return {row["precision"]: row for row in read(file)}
 
 
 def row_of(precision: str) -> Row:
-    """The row of a precision in the comparison of all.
+    """Return the row of a precision in the comparison of all.
 
     Raises:
         ValueError: there is none.
     """
     rows = by_precision()
     if precision not in rows:
-        raise ValueError(f"{PRECISIONS} has no row of {precision}, but of {', '.join(rows)}: compare_precisions.py makes it")
+        raise ValueError(f"{PRECISIONS} has no row of {precision}, only of {', '.join(rows)}: compare_precisions.py creates it")
     return rows[precision]
 
 
 def rows_of_precisions(precisions: Iterable[str]) -> Sequence[Row]:
-    """The rows that name the commit of these precisions' runs."""
-    wanted = set(precisions)
-    return pick(PRECISIONS, lambda row: row["precision"] in wanted)
+    """Return the rows that name the commit of these precisions' runs."""
+    names = set(precisions)
+    return pick(PRECISIONS, lambda row: row["precision"] in names)
 
 
 def against_bf16() -> Table:
-    """Validation loss of each precision against BF16 of the same seeds, at each evaluation: mean and 95 % interval."""
+    """Validation loss of each precision relative to BF16 with the same seeds, at each evaluation: mean and 95 % interval."""
     losses = evaluations()
     cells = [[f"`{BASE}`, nats per token", *(f"{statistics.fmean(by_run.values()):.4f}" for by_run in losses[BASE].values())]]
     for precision in (name for name in losses if name != BASE):
@@ -113,7 +113,7 @@ def against_bf16() -> Table:
 
 
 def options(folder: str = OPTIONS) -> Table:
-    """Last validation losses with each of FP8's options, and the differences from BF16 of the same seeds."""
+    """Last validation losses with each FP8 option, and the differences from BF16 with the same seeds."""
     precisions, curves = files(folder)
     last = differences(precisions, curves)[0][-1]
     losses, rows = evaluations(precisions, curves), read(precisions)
@@ -128,7 +128,7 @@ def options(folder: str = OPTIONS) -> Table:
 
 
 def _last(rows: Sequence[Row]) -> dict[str, Row]:
-    """By run, the row of the last iteration."""
+    """Return the row of the last iteration of each run."""
     return {row["run"]: row for row in sorted(rows, key=lambda row: int(row["iteration"]))}
 
 
@@ -145,10 +145,10 @@ def two_seeds() -> Table:
 
 
 def graphs() -> Table:
-    """Last validation losses with CUDA graphs and without, and of the same commands started again."""
+    """Last validation losses with and without CUDA graphs, and of repetitions of the same commands."""
     rows = pick(GRAPHS, lambda row: row["kind"] == "valid")
     last = {(row["level"], row["run"], row["cuda_graph"]): row for row in sorted(rows, key=lambda row: int(row["iteration"]))}
     used = [{**row, "eager": last[level, run, "none"]["loss"]} for (level, run, kind), row in last.items() if kind == "step"]
-    level: Cell = lambda row: f"`{row['level']}`"  # noqa: E731 - a column like the others
+    level: Cell = lambda row: f"`{row['level']}`"  # noqa: E731 - defined like the other columns
     columns = {"level": level, "start": column("run"), "with graphs": column("loss", 4), "eager": column("eager", 4)}
     return of(GRAPHS, used, columns)

@@ -1,4 +1,4 @@
-"""The planner's published tables and figure: its predictions beside what was measured, and beside FP8-LM's clusters."""
+"""The planner's published tables and figure: predictions compared with measurements and with FP8-LM's clusters."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,11 +13,14 @@ from tools.docs.figures import OURS, THEIRS, Figure, Numbers
 
 PAPER = PREDICTED
 SIZES = {"125m": "GPT-125M", "7b": "GPT-7B", "13b": "GPT-13B", "175b": "GPT-175B"}
-CAUSES = {  # of a row outside a limit: commit, case -> why
-    ("cec76f9", "O3"): "the row recomputed the MLP (`selective mlp`), which its case does not say: its peak is that of the row that does",
+CAUSES = {  # causes of rows outside a limit: (commit, case) -> reason
+    (
+        "cec76f9",
+        "O3",
+    ): "the run recomputed the MLP (`selective mlp`), which its case does not name: its peak equals that of the row that does",
     ("d2fde52", "O3 --cuda-graph none"): "eager: the host launches the kernels, and this run's steps went from 199 to 274 ms",
-    ("0463af1", "coat"): "the rate of COAT's update is of a later kernel, which takes half of the time",
-    ("e3da096", "O3"): "eager, with micro-batches of one sequence: the host launches the kernels, and lent hosts differ by a factor",
+    ("0463af1", "coat"): "the rate of COAT's update comes from a later kernel, which takes half the time",
+    ("e3da096", "O3"): "eager, with micro-batches of one sequence: the host launches the kernels, and rented hosts differ by a factor",
 }
 EARLIER = "the tree ran eagerly, and its FP8 layers were unfused"
 
@@ -37,7 +40,7 @@ def _worst(errors: Sequence[float]) -> str:
 
 
 def rows(*kinds: str) -> Table:
-    """Predicted and measured, a line for each case; rows of one case that were measured again stand together."""
+    """Predicted and measured, one line per case; repeated measurements of a case are combined."""
     some = [one for one in check_plan.compared() if one.kind in kinds]
     cells = []
 
@@ -60,7 +63,7 @@ def rows(*kinds: str) -> Table:
 
 
 def summary() -> Table:
-    """How many rows of each kind lie within the limits."""
+    """The number of rows of each kind within the limits."""
     everything = check_plan.compared()
     cells = []
     for kind, name in check_plan.KINDS.items():
@@ -71,7 +74,7 @@ def summary() -> Table:
 
 
 def outside() -> Table:
-    """Every row outside a limit, with the likely cause; those of one earlier tree and case together."""
+    """Every row outside a limit, with the likely cause."""
     cells, some = [], []
     for one in check_plan.compared():
         memory = one.memory_error
@@ -80,13 +83,13 @@ def outside() -> Table:
         some.append(one)
         cause = CAUSES.get((one.row["commit"], one.row["case"]), "not known")
         if one.row["commit"] in check_plan.EARLIER:
-            cause = "the tree ran eagerly, on a host of a speed that differed from day to day" if one.configured_bf16 else EARLIER
+            cause = "the tree ran eagerly, on hosts whose speed differed from day to day" if one.configured_bf16 else EARLIER
         elif one.rotated_by_torch:
             cause = "torch's operations rotated queries and keys where layers are not fused"
         if one.row["commit"] in check_plan.FORMER_HEAD:
-            cause = "a rank held all its logits, also in FP32; since then the loss is taken in chunks"
-        found = [f"`{one.row['case']}`", one.row["preset"], one.row.get("gpus") or "1", one.row["commit"], f"{one.time_error:+.1f}"]
-        cells.append([*found, "" if memory is None else f"{memory:+.1f}", cause])
+            cause = "a rank stored all its logits, also in FP32; later trees compute the loss in chunks"
+        shown = [f"`{one.row['case']}`", one.row["preset"], one.row.get("gpus") or "1", one.row["commit"], f"{one.time_error:+.1f}"]
+        cells.append([*shown, "" if memory is None else f"{memory:+.1f}", cause])
     return Table(["case", "model", "GPUs", "commit", "time %", "memory %", "likely cause"], cells, _sources(some))
 
 

@@ -1,4 +1,4 @@
-"""Tables of what comes after pre-training: fine-tuning, RLHF, encoders, evaluation. Where no row is on file, a table says that alone."""
+"""Tables of post-training: fine-tuning, RLHF, encoders, evaluation. A table without recorded measurements says only that."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,19 +10,19 @@ SFT, DPO, PPO, ENCODERS, BOOLQ, EVALUATION, CURVES = (
 )
 
 
-BASE = "O0"  # what the other levels stand beside
+BASE = "O0"  # the level that others are compared with
 
 
 def rows_of(name: str) -> Sequence[Row]:
-    """The rows of a file; none where it is not there yet."""
+    """Return the rows of a file; none if it does not exist yet."""
     return read(name) if (ROOT / name).is_file() else ()
 
 
 def _gain(rows: Sequence[Row], key: str, same: Sequence[str]) -> Cell:
-    """A value over that of O0 in the same setting, in percent."""
+    """Return a cell with the difference of a value from O0's in the same setting, in percent."""
 
     def cell(row: Row) -> str:
-        base = next((each for each in rows if each["recipe"] == BASE and all(each[name] == row[name] for name in same)), None)
+        base = next((other for other in rows if other["recipe"] == BASE and all(other[name] == row[name] for name in same)), None)
         if base is None or base is row or not row[key] or not base[key]:
             return ""
         return f"{100 * (float(row[key]) / float(base[key]) - 1):+.0f} %"
@@ -31,7 +31,7 @@ def _gain(rows: Sequence[Row], key: str, same: Sequence[str]) -> Cell:
 
 
 def _peak(row: Row) -> str:
-    """GiB, of bytes per parameter."""
+    """Return GiB from bytes per parameter."""
     return f"{float(row['peak_bytes']) * int(row['parameters']) / 2**30:.2f}" if row["peak_bytes"] else ""
 
 
@@ -40,7 +40,7 @@ def _states(row: Row) -> str:
 
 
 def sft() -> Table | Absent:
-    """FP8-LM, Table 3: loss, memory and throughput of each level, beside O0."""
+    """FP8-LM, Table 3: loss, memory and throughput of each level, compared with O0."""
     rows = rows_of(SFT)
     same = ("model", "seq_length", "global_batch_size", "steps", "seed", "commit", "gpu")
     columns: dict[str, Cell] = {
@@ -54,7 +54,7 @@ def sft() -> Table | Absent:
 
 
 def dpo() -> Table | Absent:
-    """Direct preference optimisation of each level."""
+    """Direct preference optimization at each level."""
     rows = rows_of(DPO)
     same = ("model", "global_batch_size", "steps", "seed", "commit", "gpu")
     columns: dict[str, Cell] = {
@@ -95,13 +95,13 @@ def boolq() -> Table | Absent:
     columns: dict[str, Cell] = {
         "pre-trained at": code("precision"), "tuned at": code("tuned_at"), "seed": column("seed"), "steps": column("steps"),
         "loss, first tenth": column("loss_first", 3), "last tenth": column("loss_last", 3), "accuracy %": column("accuracy", 1, 100),
-        "the commoner answer alone %": column("majority", 1, 100),
+        "always the more common answer %": column("majority", 1, 100),
     }  # fmt: skip
     return of(BOOLQ, rows, columns) if rows else Absent(BOOLQ)
 
 
 def evaluation() -> Table | Absent:
-    """A line for each task and metric, a column for each model: of several rows the last."""
+    """A line per task and metric, a column per model; of several rows the last."""
     rows = rows_of(EVALUATION)
     if not rows:
         return Absent(EVALUATION)

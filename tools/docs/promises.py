@@ -1,6 +1,6 @@
-"""The page of promises, generated from the marker on the tests that hold them.
+"""Generate the page of promises from the markers on the tests that verify them.
 
-A test says what it promises by `@pytest.mark.promise("Data", "Data that was moved or renamed is the same data.")`. `make tables` lists all
+A test declares its promise with `@pytest.mark.promise("Data", "Data that was moved or renamed is the same data.")`. `make tables` lists all
 promises by section, each with the test's path, in `docs/reference/promises.md`.
 """
 
@@ -12,13 +12,13 @@ from typing import NamedTuple
 PAGE = "docs/reference/promises.md"
 HEAD = """# Promises and their tests
 
-What this project promises, by subject, and the test that holds each promise. `make tables` generates this page from the marker `promise` on
-the tests. [Which host supports what](hosts_matrix.md) has the hosts in one table.
+What this project promises, by subject, and the test that verifies each promise. `make tables` generates this page from the marker `promise`
+on the tests. [Which host supports what](hosts_matrix.md) lists the hosts in one table.
 """
 
 
 class Promise(NamedTuple):
-    """A sentence for users, the section that lists it, and its test as pytest names it."""
+    """A sentence for users, its section, and its test in pytest's notation."""
 
     section: str
     text: str
@@ -26,7 +26,7 @@ class Promise(NamedTuple):
 
 
 def promises(root: Path) -> list[Promise]:
-    """All promises below `root/tests`, in the order of their files and lines.
+    """Return all promises below `root/tests`, in the order of their files and lines.
 
     Raises:
         ValueError: a marker without exactly two literal strings, or a sentence that two tests promise.
@@ -38,7 +38,7 @@ def promises(root: Path) -> list[Promise]:
     texts = [promise.text for promise in found]
     for promise in found:
         if texts.count(promise.text) > 1:
-            raise ValueError(f"{promise.test} promises {promise.text!r}, as another test does: mark one of them")
+            raise ValueError(f"{promise.test} promises {promise.text!r}, and so does another test: mark only one of them")
     return found
 
 
@@ -56,7 +56,7 @@ def _marked(file: Path, name: str) -> Iterator[Promise]:
 
 
 def page(root: Path) -> str:
-    """The whole page; sections in alphabetical order."""
+    """Return the whole page, with sections in alphabetical order."""
     by_section: dict[str, list[Promise]] = {}
     for promise in promises(root):
         by_section.setdefault(promise.section, []).append(promise)

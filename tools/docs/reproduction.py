@@ -1,4 +1,4 @@
-"""The pages of `python -m tools.reproduce`: of each entry that has rows, and the overview of all; from rows, and words that are data."""
+"""Generate the pages of `python -m tools.reproduce`, one per entry with results and an overview, from results and from `verdicts.toml`."""
 
 import functools
 import json
@@ -20,20 +20,19 @@ from tools.reproduce.registry import ENTRIES
 WORDS = "tools/reproduce/verdicts.toml"
 PAGES = "docs/reproduction"
 NOT_RUN = "not run"
-# How a claim fared. All but the last are results as much as the first; "not comparable": what was run differs from the claim in a condition
-# that decides the number.
+# Outcome of a claim. All but the last are results; "not comparable": the run differs from the claim in a condition that decides the number.
 VERDICTS = ("holds", "holds in part", "does not hold", "too small to say", "not comparable", NOT_RUN)
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a reader is told of an entry beside its numbers.
+    """What a page says about an entry in addition to its numbers.
 
     Attributes:
         verdict: one of `VERDICTS`.
-        size: of the rows that the words were written for; other rows want them read again.
-        agree: where ours and the paper's agree, and where not.
-        cause: of the difference, as far as it is known.
+        size: size of the results that the words describe; for others they must be revised.
+        agree: where our results and the paper's agree, and where not.
+        cause: cause of the difference, as far as known.
     """
 
     verdict: str
@@ -44,26 +43,26 @@ class Words:
 
 @functools.cache
 def words(root: Path = ROOT) -> Mapping[str, Words]:
-    """The words of each entry.
+    """Return the words of each entry.
 
     Raises:
-        ValueError: an entry without words, words without an entry, or a verdict that is none.
+        ValueError: an entry without words, words without an entry, or an invalid verdict.
     """
-    found = {name: Words(**one) for name, one in tomllib.loads((root / WORDS).read_text(encoding="utf-8")).items()}
-    if found.keys() != ENTRIES.keys():
-        differ = ", ".join(sorted(found.keys() ^ ENTRIES.keys()))
-        raise ValueError(f"{WORDS} and the registry differ in {differ}: give each entry its verdict, and each verdict its entry")
-    for name, one in found.items():
+    by_name = {name: Words(**entry) for name, entry in tomllib.loads((root / WORDS).read_text(encoding="utf-8")).items()}
+    if by_name.keys() != ENTRIES.keys():
+        differ = ", ".join(sorted(by_name.keys() ^ ENTRIES.keys()))
+        raise ValueError(f"{WORDS} and the registry differ in {differ}: each entry needs a verdict, and each verdict an entry")
+    for name, one in by_name.items():
         if one.verdict not in VERDICTS:
-            raise ValueError(f"{WORDS}: the verdict {one.verdict!r} of {name} is none; choose one of {', '.join(VERDICTS)}")
-    return found
+            raise ValueError(f"{WORDS}: the verdict {one.verdict!r} of {name} is invalid; choose one of {', '.join(VERDICTS)}")
+    return by_name
 
 
 def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]:
-    """The largest size of an entry that has rows, these, and the pieces that are missing; ("", [], []) where none has.
+    """Return the largest size of an entry that has results, its rows, and the missing pieces; ("", [], []) without results.
 
     Raises:
-        ValueError: there are rows and no words for that size, or words for rows that are not there.
+        ValueError: there are rows without words for their size, or words without rows.
     """
     found = keep.read(root / keep.RESULTS / f"{one.name}.csv")
     size = next((size for size in reversed(list(one.sizes)) if any(row["size"] == size for row in found)), "")
@@ -71,7 +70,7 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
     if told.size != size or (told.verdict == NOT_RUN) != (not size):
         raise ValueError(
             f"{WORDS}: the words of {one.name} are {told.verdict!r} for size {told.size!r}, and its rows are of size {size!r}: "
-            "read them beside the rows, and name the size"
+            "compare them with the rows, and set the size"
         )
     rows = [row for row in found if row["size"] == size]
     if told.verdict == HOLDS:
@@ -86,7 +85,7 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
 
 
 def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, PairedDifference]]:
-    """(baseline, other, paired difference) of each pair of `Entry.same_loss` with a seed in common in the rows, by these seeds."""
+    """Return (baseline, other, paired difference) for each pair of `Entry.same_loss` with common seeds in the rows."""
     losses: dict[str, dict[Any, float]] = {}
     for row in rows:
         if not row["x"] and any(row["quantity"] in pair for pair in one.same_loss):
@@ -100,8 +99,8 @@ def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, Pa
 
 
 def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
-    """A sentence on each pair of losses: difference, 95 % interval, seeds, and what the interval allows to say."""
-    return [found.sentence(_run_of(base), _run_of(other)) for base, other, found in loss_differences(one, rows)]
+    """Return a sentence on each pair of losses: difference, 95 % interval, seeds, and the conclusion that the interval allows."""
+    return [paired.sentence(_run_of(base), _run_of(other)) for base, other, paired in loss_differences(one, rows)]
 
 
 def _run_of(quantity: str) -> str:
@@ -109,7 +108,8 @@ def _run_of(quantity: str) -> str:
 
 
 def difference(row: Row) -> str:
-    """Ours from the paper's: percent of two numbers, `same` or `differs` of words; empty where the paper, or what was run, says nothing."""
+    """Return how ours differs from the paper's: percent for numbers, `same` or `differs` for words; empty if the paper or the run gives no
+    value."""
     if not row["paper"] or row["ours"] == NOT_MEASURED:
         return ""
     try:
@@ -132,12 +132,12 @@ def _short(text: str) -> str:
 
 
 def source(one: Entry) -> str:
-    """The path of its rows."""
+    """Return the path of an entry's rows."""
     return f"{keep.RESULTS}/{one.name}.csv"
 
 
 def table(one: Entry, rows: Sequence[Row]) -> Table:
-    """Ours, the paper's and the difference, a line a quantity."""
+    """Return a table of ours, the paper's and the difference, a line per quantity."""
     lines = [row for row in rows if not row["x"]]
     cells = [
         [
@@ -154,7 +154,7 @@ def table(one: Entry, rows: Sequence[Row]) -> Table:
 
 
 def page(one: Entry, root: Path = ROOT) -> str:
-    """The page of an entry that has rows; empty where it has none."""
+    """Return the page of an entry with rows; empty without rows."""
     size, rows, missing = published(one, root)
     if not size:
         return ""
@@ -170,19 +170,22 @@ def page(one: Entry, root: Path = ROOT) -> str:
         lines += [*textwrap.wrap(f"What this does not cover: {one.reason}", 118), ""]
     lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {seconds:.0f} s.", ""]
     if missing:
-        lines += [*textwrap.wrap(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command goes on with them.", 118), ""]
+        lines += [
+            *textwrap.wrap(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command continues with them.", 118),
+            "",
+        ]
     if curves(rows):
         lines += [f"![{one.title}](../results/figures/{one.name}.png)", ""]
     return "\n".join([*lines, table(one, rows).markdown(), ""])
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
-    """The generated pages, by path from the root."""
+    """Return the generated pages, by path from the root."""
     return {f"{PAGES}/{name}.md": text for name, one in ENTRIES.items() if (text := page(one, root))}
 
 
 def overview() -> Table:
-    """Every entry: claim, the paper's number, ours, and the verdict."""
+    """Return the overview of all entries: claim, the paper's number, ours, and the verdict."""
     cells, sources = [], []
     for name, one in ENTRIES.items():
         size, rows, missing = published(one)
@@ -197,15 +200,15 @@ def overview() -> Table:
         cells.append([link, one.claim, what, paper, ours, size, verdict])
         if rows:
             sources.append((source(one), rows))
-    # The commits of so many files would be a paragraph: each page has its own.
+    # The commits of so many files would fill a paragraph: each page lists its own.
     return Overview(["table or figure", "claim", "quantity, or why not", "paper", "ours", "size", "verdict"], cells, sources)
 
 
 class Overview(Table):
-    """A table with lines that name their sources themselves."""
+    """A table without a list of sources: each line links to a page that names them."""
 
     def markdown(self) -> str:
-        """The table alone."""
+        """Return only the table."""
         lines = [self.columns, ["---"] * len(self.columns), *self.cells]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -214,7 +217,7 @@ class Overview(Table):
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
-    """The curves of an entry: name -> x and y; of several seeds the first."""
+    """Return the curves of an entry: name -> x and y, of the first seed."""
     found: dict[str, list[list[float]]] = {}
     for row in rows:
         if row["x"]:
@@ -232,24 +235,24 @@ MANY = 8  # curves in one panel, at most
 
 def _draw(numbers: Numbers, path: Path) -> None:
     panels = numbers["panels"]
-    figure, every = axes_of(len(panels), 3.8 if len(panels) == 1 else 2.7 * len(panels))
-    for axes, (told, drawn) in zip(every, panels.items(), strict=True):
+    figure, all_axes = axes_of(len(panels), 3.8 if len(panels) == 1 else 2.7 * len(panels))
+    for axes, (label_y, drawn) in zip(all_axes, panels.items(), strict=True):
         for name, (xs, ys) in drawn.items():
             axes.plot(xs, ys, label=name, linewidth=1.4)
-        if len(panels) > 1:  # the first tenth of a training would take most of a low panel
+        if len(panels) > 1:  # the first tenth of a training run would take most of a low panel
             late = [y for xs, ys in drawn.values() for x, y in zip(xs, ys, strict=True) if x > xs[-1] / 10]
             margin = (max(late) - min(late)) / 20
             axes.set(ylim=(min(late) - margin, max(late) + margin))
-        axes.set(ylabel=told.replace(", ", "\n") + "\nfrom a tenth on" if len(panels) > 1 else told)
+        axes.set(ylabel=label_y.replace(", ", "\n") + "\nfrom a tenth on" if len(panels) > 1 else label_y)
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
 def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, list[list[float]]]]:
-    """Curves, `LABEL, WHAT` -> by panel, its ordinate and its curves by label.
+    """Split curves named `LABEL, WHAT` into panels: WHAT -> its curves by label.
 
-    They share a panel, with their whole names where they are of different things. More than `MANY` have a panel for each thing.
+    Up to `MANY` curves share a panel, under their whole names if they show different quantities. More have a panel per quantity.
     """
     found: dict[str, dict[str, list[list[float]]]] = {}
     for name, curve in drawn.items():
@@ -259,7 +262,7 @@ def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, lis
 
 
 def figures() -> dict[str, Any]:
-    """Of each entry with curves in its rows, what makes its figure."""
+    """Return, for each entry with curves in its rows, the function that makes its figure."""
     found = {}
     for name, one in ENTRIES.items():
         _, rows, _ = published(one)

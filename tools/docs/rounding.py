@@ -18,30 +18,30 @@ LEVELS = ("O2", "O3")  # the levels that were trained and timed
 
 
 def flags(masters: str, moments: str = "") -> str:
-    """The flags of a rounding of masters, and of moments where it is another."""
+    """Return the flags for a rounding of masters, and of moments if it differs."""
     return f"--master-rounding {masters} --moment-rounding {moments or masters}"
 
 
 def roundings(case: str) -> tuple[str, str]:
-    """How masters and moments are rounded in a case: as its flags say, or else as the recipe's default.
+    """Return how masters and moments are rounded in a case: by its flags, or else by the recipe's default.
 
     Args:
-        case: a recipe and perhaps the flags of both roundings.
+        case: a recipe, optionally with the flags of both roundings.
     """
-    found = re.search(r"--master-rounding (\w+) --moment-rounding (\w+)", case)
-    if found is not None:
-        return found[1], found[2]
+    match = re.search(r"--master-rounding (\w+) --moment-rounding (\w+)", case)
+    if match is not None:
+        return match[1], match[2]
     states = by_name(case.split()[0]).states
     return states.master_rounding, states.moment_rounding
 
 
 def difference(case: str, base: str) -> Interval:
-    """Relative difference of the last validation losses of two cases of the folder, over the seeds that both have."""
+    """Return the relative difference of the last validation losses of two cases of the folder, over the seeds that both have."""
     return losses.paired(case, base, *losses.files(FOLDER)).relative
 
 
 def loss() -> Table:
-    """Last validation losses with each rounding, from BF16 and from nearest rounding of the same seeds."""
+    """Last validation losses with each rounding, and their differences from BF16 and from nearest rounding with the same seeds."""
     precisions, curves = losses.files(FOLDER)
     final, rows = losses.final_losses(precisions, curves), pick(precisions)
     cells = []
@@ -68,7 +68,7 @@ def default_loss() -> Table:
 
 
 def tree_before(row: Row) -> str:
-    """The commit of the tree that a row is compared with, from its command.
+    """Return the commit of the tree that a row is compared with, from its command.
 
     Raises:
         ValueError: the command names no such tree.
@@ -76,19 +76,21 @@ def tree_before(row: Row) -> str:
     words = shlex.split(row["command"])
     named = next((word for word in words if word.startswith("before=")), "")
     if not named:
-        raise ValueError(f"{TIMES} has the command {row['command']!r} without --tree before=FOLDER: name the tree's folder by its commit")
+        raise ValueError(
+            f"{TIMES} has the command {row['command']!r} without --tree before=FOLDER: name the tree's folder after its commit"
+        )
     return named.rpartition("/")[2]
 
 
 def slower(level: str, quantity: str) -> float:
-    """Change of the median `step` or `update` of a level's default from that of the tree before, in percent."""
+    """Return the change of the median `step` or `update` of a level's default from the previous tree, in percent."""
     rows = pick(TIMES, lambda row: row["quantity"] == quantity)
     before, now = ([row for row in rows if row["case"] == f"{tree} {level}"][-1] for tree in ("before", "now"))
     return 100 * (float(now["ms"]) / float(before["ms"]) - 1)
 
 
 def speed() -> Table:
-    """Update and whole step of each level's default, and the change from the tree before, side by side in one call."""
+    """Update and whole step of each level's default, and the change from the previous tree, measured in alternation in one run."""
     rows = pick(TIMES)
     by_case: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -107,7 +109,7 @@ def speed() -> Table:
 
 
 def cost() -> Sentence:
-    """What the default costs, for the pages that state speeds of O1 to O3."""
+    """The cost of the default, for the pages that state speeds of O1 to O3."""
     rows = pick(TIMES, lambda row: row["quantity"] == "step")
     costs = " and ".join(f"{slower(level, 'step'):+.1f} % at {level}" for level in LEVELS)
     text = f"""The default of O1 to O3 is stochastic rounding, which changes the time of a GPT-1.3B step by {costs}, with micro-batch 4.
@@ -127,8 +129,8 @@ def small_updates() -> Table:
 
 
 def tuning() -> Table:
-    """SmolLM2 fine-tuned and aligned with each rounding: held-out loss of the layers that were trained, and of the export to BF16, with the
-    paired differences of the exports from O0's and from nearest rounding's."""
+    """SmolLM2 fine-tuned and aligned with each rounding: held-out loss of the trained layers and of the export to BF16, with the paired
+    differences of the exports from O0's and from nearest rounding's."""
     rows = sorted(pick(TUNING), key=lambda row: (row["task"] != "sft", row["case"] != "start", row["case"]))
     cells = []
     for task, case in dict.fromkeys((row["task"], row["case"]) for row in rows):
@@ -144,13 +146,13 @@ def tuning() -> Table:
 
 
 def of_seeds(task: str, case: str, name: str) -> dict[str, float]:
-    """A column of a task's case by seed, without the seeds that have no number."""
+    """Return a column of a task's case by seed, without seeds that have no number."""
     rows = pick(TUNING, lambda row: (row["task"], row["case"]) == (task, case))
     return {row["seed"]: float(row[name]) for row in rows if row[name]}
 
 
 def tuned(task: str, case: str, base: str, name: str = "bf16_loss") -> Interval:
-    """Relative difference of a loss of two cases of a task, over the seeds that both have."""
+    """Return the relative difference of a loss of two cases of a task, over the seeds that both have."""
     return paired_difference(of_seeds(task, base, name), of_seeds(task, case, name)).relative
 
 

@@ -1,4 +1,4 @@
-"""Tables that follow from shapes and formats alone: bytes of a parameter, and what the dry run says of 7B on 8 GPUs."""
+"""Tables computed only from shapes and formats: bytes per parameter, and the dry run of 7B on 8 GPUs."""
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
@@ -24,12 +24,12 @@ LEVELS = (
 
 
 def config_7b(*flags: str) -> Config:
-    """The trainer's configuration of GPT-7B for a dry run with these flags."""
+    """Return the trainer's configuration of GPT-7B for a dry run with these flags."""
     return parse_args(["--preset", "7b", "--dry-run", *flags])
 
 
 def bytes_a_parameter() -> Table:
-    """Bytes of an element of a linear weight, and of what stands beside it."""
+    """Bytes per element of a linear weight and of its gradient and states."""
     cells = []
     for name, flags in LEVELS:
         weight, states = state_formats(config_7b(*flags))["linear"]
@@ -49,7 +49,7 @@ def bytes_a_parameter() -> Table:
 
 
 def memory_7b() -> Table:
-    """GiB that the fullest of 8 processes holds of GPT-7B under ZeRO, by level."""
+    """GiB on the fullest of 8 processes of GPT-7B under ZeRO, by level."""
     cells = []
     for name, flags in LEVELS[:5]:
         rank = max(plan(config_7b(*flags, "--use-distributed-optimizer"), GPUS), key=lambda rank: rank.total)
@@ -60,12 +60,12 @@ def memory_7b() -> Table:
 
 
 def dry_run_7b() -> Listing:
-    """What the dry run of GPT-7B at O3 on 8 processes prints of grid and memory."""
+    """The grid and memory that the dry run of GPT-7B at O3 on 8 processes prints."""
     return Listing(report(config_7b("--opt-level", "O3"), GPUS).splitlines())
 
 
 def refused_7b() -> Listing:
-    """How the dry run of GPT-7B at O0 without ZeRO ends on 8 H100s.
+    """The error of the dry run of GPT-7B at O0 without ZeRO on 8 H100s.
 
     Raises:
         ValueError: it fits.

@@ -1,12 +1,13 @@
 """Tables of which share of an update arrives: through moments of each format at each beta, and through masters of each format.
 
-Both are computed with the optimizer's reference kernels on the CPU, from numbers alone, when a page is made: no run is behind them.
+Both are computed with the optimizer's reference kernels on the CPU when a page is generated, without a training run.
 
-Moments: every element has a constant gradient. In FP32 Adam then moves each by lr per step, whatever the gradient's size. One tensor holds
-gradients of the largest size and of sizes down to 2^-40 of it, 16 mantissas in each binade, mixed so that each of COAT's groups has all
+Moments: every element has a constant gradient. In FP32 Adam then moves each by lr per step, whatever the gradient's size. One tensor
+    contains
+gradients of the largest size and of sizes down to 2^-40 of it, 16 mantissas in each binade, shuffled so that each of COAT's groups has all
 sizes. The share of a size is the mean displacement of its elements after 200 steps, divided by 200 lr.
 
-Masters: every weight lies between 1 and 1.5 and moves by the same part of a code per step, for as many steps as two codes take.
+Masters: every weight lies between 1 and 1.5 and moves by the same fraction of a code per step, until it has moved by two codes.
 """
 
 import functools
@@ -37,7 +38,7 @@ MOMENTS: tuple[tuple[Format, Format, str], ...] = (
     (COAT_E5M2, COAT_E5M2, NEAREST),
 )
 STEPS, BINADES, MANTISSAS = 200, 41, 16
-COLUMNS = (0, 7, 13, 17, 20)  # binades below the largest that hold 1, 1e-2, 1e-4, 1e-5 and 1e-6
+COLUMNS = (0, 7, 13, 17, 20)  # binades below the largest that contain 1, 1e-2, 1e-4, 1e-5 and 1e-6
 DELIVERED = 0.9
 MASTERS = (FP16, BF16, E4M3)
 PARTS = (2, 8, 32, 128)
@@ -47,8 +48,8 @@ LR = 2.0**-10  # a power of two, so that no displacement is rounded
 
 @functools.cache
 def moment_shares(m: Format, v: Format, rounding: str, betas: tuple[float, float]) -> tuple[float, ...]:
-    """Share of FP32's displacement that arrives for gradients of each binade: place i has those from 2^-i down to 2^-(i + 1), exclusive,
-    of the tensor's largest."""
+    """Return the share of FP32's displacement that arrives for gradients of each binade: entry i is for those from 2^-i down to 2^-(i + 1),
+    exclusive, of the tensor's largest."""
     sizes = 2.0 ** -(torch.arange(BINADES)[:, None] + torch.arange(MANTISSAS) / MANTISSAS)
     copies = 1 if rounding == NEAREST else 2
     order = torch.randperm(copies * sizes.numel(), generator=torch.Generator().manual_seed(0))
@@ -79,8 +80,8 @@ def moment_shares(m: Format, v: Format, rounding: str, betas: tuple[float, float
 
 
 def smallest_delivered(shares: Sequence[float]) -> int | None:
-    """The last binade down to which, from the largest on, at least DELIVERED of each displacement arrives; None where not even the first's
-    does."""
+    """Return the last binade, counted from the largest, down to which at least DELIVERED of each displacement arrives; None if it does not
+    for the largest."""
     lost = next((place for place, share in enumerate(shares) if share < DELIVERED), len(shares))
     return lost - 1 if lost else None
 
@@ -95,14 +96,17 @@ def moments() -> Table:
             least = "no gradient" if last is None else "all" if last == BINADES - 1 else f"2^-{last + 1}"
             cells.append([f"{m}, {v}", rounding, "{} / {}".format(*betas), *(f"{shares[place]:.2f}" for place in COLUMNS), least])
     columns = ["m, v", "rounding", "betas", "1", "1e-2", "1e-4", "1e-5", "1e-6", f"at least {DELIVERED:g} down to"]
-    told = "Computed by `tools/docs/state_formats.py`; each column is the mean over the gradients of one binade, the last a bound of it."
-    return Table(columns, cells, (), told)
+    footer = (
+        "Computed by `tools/docs/state_formats.py`; each column is the mean over the gradients of one binade, "
+        "the last column is the bound of the smallest one."
+    )
+    return Table(columns, cells, (), footer)
 
 
 @functools.cache
 def master_share(fmt: Format, part: int, rounding: str) -> float:
-    """Share that arrives of an update of 1 / `part` of a code per step, the mean over weights in [1, 1.5) and over the steps that two codes
-    take."""
+    """Return the share that arrives of an update of 1 / `part` of a code per step, the mean over weights in [1, 1.5) and over the steps of
+    two codes."""
     master = make_master(1.0 + torch.arange(WEIGHTS) / (2 * WEIGHTS), fmt)
     start, step_size = load([master])[0].clone(), 2.0**-fmt.mantissa_bits / part
     for step in range(1, CODES * part + 1):

@@ -1,4 +1,4 @@
-"""The published tables: which rows each takes, and what its columns say. No number in them is typed."""
+"""The published tables: which rows each one selects, and its columns. No number in them is typed by hand."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +12,9 @@ from tools.reproduce import throughput
 STEP, GRID, PARALLEL, KERNELS, MEMORY = (f"{BENCH}/{name}.csv" for name in ("step", "grid", "data_parallel", "kernels", "memory"))
 COAT_MEMORY = f"{REPRODUCE}/coat_memory.csv"
 BASE, ALIAS = "O0", "bf16"  # one precision, under its two names
-RUN = "d77a990"  # of whole steps, ours and the peers' together
+RUN = "d77a990"  # of whole steps, ours and the baselines' together
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-FASTER = 1.05  # of two trees: by so much a step is faster for a table of the older to say so
+FASTER = 1.05  # a table with an older tree says so if a newer one is faster by this factor
 PEAKS = (989.0, 1979.0)  # TFLOP/s of an H100 or H200, dense: BF16 and FP8
 
 
@@ -23,14 +23,14 @@ LARGER = ("llama2-7b", "7b", "llama3-8b", "qwen3-8b", "13b", "175b")
 
 
 def whole_step(row: Row) -> bool:
-    """A step of GPT-1.3B with micro-batch 4 on one H200."""
+    """Return whether a row is a step of GPT-1.3B with micro-batch 4 on one H200."""
     return (row["gpu"], row["preset"], row["micro_batch"], row["gpus"]) == (H200, "1.3b", "4", "1")
 
 
 def same_case(case: str, preset: str = "") -> tuple[str, ...]:
-    """A case and its model as one key for what is computed: `bf16` is O0, in which no trial of FP8 GEMMs changes anything.
+    """Return a case and its model as one key of what is computed: `bf16` is O0, which a trial of FP8 GEMMs does not change.
 
-    Flags are with the case or with the model, as they were given.
+    Flags may be part of the case or of the model.
     """
     words = [BASE if word == ALIAS else word for word in f"{case} {preset}".split()]
     text = " ".join(words)
@@ -38,7 +38,7 @@ def same_case(case: str, preset: str = "") -> tuple[str, ...]:
 
 
 def newer_o0(rows: Iterable[Row]) -> str:
-    """A sentence for a table with rows of O0 that are older than its newest measured step, where that is faster; else empty."""
+    """Return a sentence for a table with rows of O0 that are older than a faster, newest measured step; else empty."""
     steps = [row for row in pick(STEP, whole_step) if row["case"] == BASE]
     newest = steps[-1]
     before = next((row for row in reversed(steps) if row["commit"] != newest["commit"]), newest)
@@ -46,29 +46,29 @@ def newer_o0(rows: Iterable[Row]) -> str:
     if not older or float(before["ms"]) < FASTER * float(newest["ms"]):
         return ""
     return (
-        f"BF16 (`O0`) is of an older tree here: since {newest['commit']} its step of GPT-1.3B takes {float(newest['ms']):.0f} ms on one "
-        f"H200, before {float(before['ms']):.0f}. Multiples of BF16's speed that are read off this table are too large."
+        f"BF16 (`O0`) was measured on an older tree here: since {newest['commit']} its step of GPT-1.3B takes {float(newest['ms']):.0f} ms "
+        f"on one H200, and {float(before['ms']):.0f} ms before. Speedups over BF16 that are read off this table are too large."
     )
 
 
 def mfu(row: Row) -> str:
-    """Model FLOPs utilisation of the BF16 peak and of the FP8 peak; empty for a peer that does not tell its FLOPs."""
+    """Return the model FLOPs utilization of the BF16 peak and of the FP8 peak; empty for a baseline without FLOPs."""
     return "" if not row["tflops"] else " / ".join(f"{100 * float(row['tflops']) / peak:.0f} %" for peak in PEAKS)
 
 
 def best_and_same_run() -> list[tuple[Row, Row | None]]:
-    """Of each level and peer its fastest row on file, and that of the run in which all were measured."""
+    """Return for each level and baseline the fastest recorded row, and the row of the run in which all were measured back to back."""
     order = ["O0", "O1", "O2", "O3", *(peer for peer in PEERS if peer in SUMMED_UP)]
-    found: list[tuple[Row, Row | None]] = []
+    pairs: list[tuple[Row, Row | None]] = []
     for name in order:
         rows = [row for row in pick(STEP, whole_step) if row["case"] == name]
         best = min(rows, key=lambda row: float(row["ms"]))
-        found.append((best, next((row for row in rows if row["commit"] == RUN), None)))
-    return found
+        pairs.append((best, next((row for row in rows if row["commit"] == RUN), None)))
+    return pairs
 
 
 def summary() -> Table:
-    """Whole steps of GPT-1.3B: the best measured row of each, beside the row of one run."""
+    """Whole steps of GPT-1.3B: the fastest run recorded for each system, and the run in which all were measured back to back."""
     pairs = best_and_same_run()
     cells = [
         [case(best), column("ms", 0)(same) if same else "not measured", column("ms", 0)(best), kilo("tokens_s_gpu")(best), mfu(best),
@@ -81,12 +81,12 @@ def summary() -> Table:
 
 
 def steps(commit: str, keep: Callable[[Row], bool] = lambda row: True, gpu: str = H200) -> Table:
-    """The whole steps of one commit on one sort of GPU."""
+    """The whole steps of one commit on one kind of GPU."""
     return _steps(pick(STEP, lambda row: (row["commit"], row["gpu"]) == (commit, gpu) and keep(row)))
 
 
 def larger_steps() -> Table:
-    """Whole steps of models of 7B and more, or of layers as wide, on one H200: of each case the newest row."""
+    """Whole steps of models of 7B and more, or of layers as wide, on one H200: the newest row of each case."""
     rows = pick(STEP, lambda row: (row["gpu"], row["gpus"]) == (H200, "1") and row["preset"].split()[0] in LARGER)
     newest = {(*same_case(row["case"], row["preset"]), row["micro_batch"]): row for row in rows}
     return _steps(sorted(newest.values(), key=lambda row: (row["preset"], row["case"], int(row["micro_batch"]))))
@@ -102,14 +102,14 @@ def _steps(rows: Sequence[Row]) -> Table:
 
 
 def coat_parts() -> Table:
-    """COAT's two parts at other levels, each commit's plain O3 beside them."""
+    """COAT's two parts at other levels, compared with each commit's plain O3."""
     columns = {"case": case, "commit": column("commit"), "ms/step": column("ms", 1), "peak GiB": column("peak_gib", 1)}
     rows = pick(STEP, lambda row: row["commit"] in ("484bfc7", "849bdfd"))
     return replace(of(STEP, rows, columns), note=newer_o0(rows))
 
 
 def coat_memory() -> Table:
-    """Speed and memory of BF16, O3 and COAT: at micro-batch 4 the newest steps, and the largest micro-batches of an older search."""
+    """Speed and memory of BF16, O3 and COAT: the newest steps at micro-batch 4, and the largest micro-batches of an older search."""
     names = throughput.CASES
     newest = throughput.together(f"1.3b {throughput.NO_TRIAL}", 4, names)
     rows = pick(COAT_MEMORY, lambda row: bool(row["ms"]))
@@ -124,8 +124,8 @@ def coat_memory() -> Table:
                           f"{float(row['peak_gib']):.1f}", *times, row["commit"]])  # fmt: skip
     base, earlier = newest[names[0]], next(row for row in rows if (row["case"], row["micro_batch"]) == (names[0], "4"))
     note = (
-        f"The largest micro-batches are of {earlier['commit']}, where BF16 took {float(earlier['ms']):.0f} ms per step at micro-batch 4, "
-        f"and {float(base['ms']):.0f} at {base['commit']}: their multiples are of the slower BF16, and were not measured since."
+        f"The largest micro-batches were measured at {earlier['commit']}, where BF16 took {float(earlier['ms']):.0f} ms per step at "
+        f"micro-batch 4, and {float(base['ms']):.0f} at {base['commit']}: their speedups are over the slower BF16, not measured since."
     )
     columns = ["", "micro-batch", "ms/step", "tokens/s", "peak GiB", "times BF16's speed", "times less memory", "commit"]
     return Table(columns, cells, [(STEP, list(newest.values())), (COAT_MEMORY, list(largest.values()))], note=note)
@@ -147,12 +147,12 @@ def data_parallel(commit: str) -> Table:
 
 
 def best_data_parallel() -> Table:
-    """Two H200s: each case by the best of its rows, beside the slowest."""
+    """Two H200s: the fastest and the slowest row of each case."""
     rows = pick(PARALLEL, lambda row: row["gpus"] == "2" and row["p2p"] == "on")
     cells, used = [], []
     for name in ("O0 --use-distributed-optimizer", "O1", "O2", "O3", "megatron bf16", "megatron te-delayed"):
-        mine = sorted((row for row in rows if row["case"] == name), key=lambda row: float(row["ms"]))
-        best, worst = mine[0], mine[-1]
+        measured = sorted((row for row in rows if row["case"] == name), key=lambda row: float(row["ms"]))
+        best, worst = measured[0], measured[-1]
         used += [best, worst]
         cells.append([case(best), f"{float(best['ms']):.0f}", f"{float(worst['ms']):.0f}", kilo("tokens_s_gpu")(best), best["commit"]])
     columns = ["", "best ms/step", "slowest recorded", "tokens/s/GPU at best", "commit of the best"]
@@ -171,7 +171,7 @@ def grid() -> Table:
 
 
 def optimizer() -> Table:
-    """The update alone, in a CUDA graph: of each precision the newest row."""
+    """The update alone, in a CUDA graph: the newest row of each precision."""
     columns = {
         "precision": column("level"), "state": lambda row: "COAT" if "coat" in row["case"] else "", "ms": column("ms", 2),
         "bytes per parameter": column("bytes_a_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
@@ -182,7 +182,7 @@ def optimizer() -> Table:
 
 
 def memory() -> Table:
-    """What the memory report predicts, and what was measured."""
+    """Predictions of the memory report, and measurements."""
     columns = {
         "level": code("case"), "saved activations": column("save_activations"), "what": column("what"), "unit": column("unit"),
         "predicted": column("predicted"), "measured": column("measured"), "difference %": column("difference_percent", 1),
@@ -191,7 +191,7 @@ def memory() -> Table:
 
 
 def newest_memory() -> list[Row]:
-    """Of each precision, way to save activations and quantity the newest row; `bf16` and O0 are one precision."""
+    """Return the newest row of each precision, way to save activations and quantity; `bf16` and O0 are one precision."""
     keys = ("recompute", "bf16_linears", "save_activations", "what")
     return list({(same_case(row["case"]), *(row[key] for key in keys)): row for row in pick(MEMORY)}.values())
 
@@ -208,7 +208,7 @@ def memory_error() -> Table:
 
 
 def kernels(rate: str) -> Table:
-    """Kernels bound by arithmetic (`tflops`) or by memory (`tb_s`), of each the last measurement."""
+    """Kernels bound by arithmetic (`tflops`) or by memory (`tb_s`): the last measurement of each."""
     columns = {
         "kernel": column("kernel"), "tokens": column("tokens"), "hidden": column("hidden"), "us": column("us", 1),
         {"tflops": "TFLOP/s", "tb_s": "TB/s"}[rate]: column(rate), "share of the peak": column("share", 2), "commit": column("commit"),
@@ -218,7 +218,7 @@ def kernels(rate: str) -> Table:
 
 
 def in_both(kind: str) -> Table:
-    """Kernels of one kind, "GEMM" or "linear", in FP8 and BF16, of each the last measurement."""
+    """Kernels of one kind, "GEMM" or "linear", in FP8 and BF16: the last measurement of each."""
     last = {row["kernel"]: row for row in pick(KERNELS, lambda row: f" {kind}, " in row["kernel"])}
     cells, used = [], []
     for name in dict.fromkeys(kernel.split(", ")[1] for kernel in last):
@@ -231,7 +231,7 @@ def in_both(kind: str) -> Table:
 
 
 def saved_activations() -> Table:
-    """MiB that one layer saves for backward, by its parts, as measured."""
+    """Measured MiB that one layer saves for backward, by part."""
     rows = [row for row in newest_memory() if row["what"].startswith("activations, ") and not row["recompute"] and not row["bf16_linears"]]
     parts = list(dict.fromkeys(row["what"] for row in rows))
     by = {(row["case"], row["save_activations"], row["what"]): row["measured"] for row in rows}
@@ -250,7 +250,7 @@ def table7() -> Table:
     """Activations that a rank sends, from shapes: the paper's Table 7."""
     name = COMPUTED[0]
     columns = {
-        "model": column("model"), "TP": column("tp"), "case": column("case"), "GiB a micro-batch": column("scope_gib", 2),
+        "model": column("model"), "TP": column("tp"), "case": column("case"), "GiB per micro-batch": column("scope_gib", 2),
         "change": column("scope_change"), "paper GB": column("paper_gb"), "paper change": column("paper_change"),
         "all transfers GiB": column("all_gib", 2),
     }  # fmt: skip
@@ -258,12 +258,12 @@ def table7() -> Table:
 
 
 def table7_measured() -> Table:
-    """Activations that a rank sent, counted while it trained: Table 7 beside the shapes' prediction."""
+    """Activations that a rank sent, counted during training: Table 7 compared with the prediction from shapes."""
     name = COMPUTED[0]
     rows = measured_of_table7()
     columns = {
         "model": column("model"), "TP x PP x DP": lambda row: f"{row['tp']} x {row['pp']} x {row['dp']}", "case": case,
-        "GiB a micro-batch, counted": column("scope_gib", 2), "from shapes": column("shapes_scope_gib", 2),
+        "GiB per micro-batch, counted": column("scope_gib", 2), "from shapes": column("shapes_scope_gib", 2),
         "change": column("scope_change"),
         "all transfers GiB, counted": column("all_gib", 2), "all from shapes": column("shapes_all_gib", 2),
     }  # fmt: skip
@@ -271,7 +271,7 @@ def table7_measured() -> Table:
 
 
 def measured_of_table7() -> list[Row]:
-    """The rows that were counted; `source` holds their date and commit, `gpu` the number of GPUs too."""
+    """Return the rows that were counted, with date and commit from `source`; `gpu` includes the number of GPUs."""
     found: list[Row] = []
     for row in pick(COMPUTED[0], lambda row: row["source"] != "computed"):
         date, commit = row["source"].split()
@@ -339,7 +339,7 @@ def coat_activations() -> Table:
 
 
 def generation() -> Table:
-    """Tokens a second of generation, ours and transformers'."""
+    """Tokens/s of generation, ours and transformers'."""
     name = f"{BENCH}/generate.csv"
     columns = {
         "case": code("case"), "model": column("preset"), "prompts": column("batch"), "tokens of a prompt": column("prompt"),
@@ -350,7 +350,7 @@ def generation() -> Table:
 
 
 def attention() -> Table:
-    """Attention in FP8 and BF16: microseconds of both, by what is timed, and what FP8 loses."""
+    """Attention in FP8 and BF16: microseconds of both, and FP8's error."""
     name, keys = f"{BENCH}/attention.csv", ("batch", "heads", "groups", "tokens", "inputs")
     found: dict[tuple[str, ...], dict[tuple[str, str, str], Row]] = {}
     for row in pick(name):
@@ -361,7 +361,16 @@ def attention() -> Table:
         times = [" / ".join(f"{float(of_shape[*what, precision]['us']):.0f}" for precision in ("bf16", "fp8")) for what in timed]
         lost = of_shape["kernel", "forward", "fp8"]
         cells.append([*shape, *times, " / ".join(lost[key] for key in ("sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv"))])
-    columns = ["batch", "heads", "groups", "tokens", "inputs", "kernel forward, us BF16 / FP8", "kernel, both ways", "layer, both ways"]
+    columns = [
+        "batch",
+        "heads",
+        "groups",
+        "tokens",
+        "inputs",
+        "kernel forward, us BF16 / FP8",
+        "kernel, forward and backward",
+        "layer, forward and backward",
+    ]
     return Table([*columns, "SQNR of O / dQ / dK / dV, dB"], cells, [(name, pick(name))])
 
 

@@ -1,13 +1,13 @@
-"""Every table and figure of FP8-LM, Collage, COAT and the slides on mixed precision, again.
+"""Reproduce the tables and figures of FP8-LM, Collage, COAT and the slides on mixed precision.
 
-    python -m tools.reproduce --list                       what there is, what it needs, and where it stands
-    python -m tools.reproduce fp8lm-table9                 one, at the largest size that this machine can take
+    python -m tools.reproduce --list                       all entries, what each needs, and its results so far
+    python -m tools.reproduce fp8lm-table9                 one entry, at the largest size that fits this machine
     python -m tools.reproduce collage-table6 --size toy    in seconds on a CPU
 
     python -m tools.reproduce fp8lm-table6 --size full --pieces '#4 seed 1234' '#2a seed 1234' --at-once 2
 
-Each piece that was run is in tools/reproduce/results/entries/NAME.csv at once, so that a call that was cut off goes on; --again forgets the
-rows of the size. `make tables` makes the page of the documentation from the rows, with the words of tools/reproduce/verdicts.toml.
+The results of each piece are written to tools/reproduce/results/entries/NAME.csv at once, so that an interrupted call resumes; --again
+discards the results of the size. `make tables` generates the page of the documentation from them and from tools/reproduce/verdicts.toml.
 """
 
 import sys
@@ -23,18 +23,18 @@ from tools.reproduce.registry import ENTRIES
 
 
 def status(one: Entry, folder: Path) -> str:
-    """Where an entry stands: results by size, or why there are none."""
-    found = keep.read(folder / f"{one.name}.csv")
-    told = []
+    """Return which sizes of an entry have results."""
+    rows = keep.read(folder / f"{one.name}.csv")
+    sizes = []
     for size in one.sizes:
-        left, whole = len(keep.missing(one, size, found)), len(one.pieces(size))
+        left, whole = len(keep.missing(one, size, rows)), len(one.pieces(size))
         if left < whole:
-            told.append(f"{size} done" if not left else f"{size}: {whole - left} of {whole} pieces")
-    return ", ".join(told) or "no result yet"
+            sizes.append(f"{size} done" if not left else f"{size}: {whole - left} of {whole} pieces")
+    return ", ".join(sizes) or "no result yet"
 
 
 def listing(folder: Path) -> list[str]:
-    """The lines of --list."""
+    """Return the lines of --list."""
     lines = []
     for one in ENTRIES.values():
         sizes = "; ".join(f"{size} ({needs})" for size, needs in one.sizes.items()) or "-"
@@ -44,25 +44,25 @@ def listing(folder: Path) -> list[str]:
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 for bad input."""
+    """Run the command line; return 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="an entry of --list")
-    parser.add_argument("--list", action="store_true", help="name every table and figure")
-    parser.add_argument("--size", default="auto", help="auto, or a size of the entry (default: the largest that this machine can take)")
-    parser.add_argument("--text", type=path, help=f"what small trainings read (default: {texts.SPEECHES}; toy sizes: these pages)")
+    parser.add_argument("--list", action="store_true", help="list every table and figure")
+    parser.add_argument("--size", default="auto", help="auto, or a size of the entry (default: the largest that fits this machine)")
+    parser.add_argument("--text", type=path, help=f"text for small trainings (default: {texts.SPEECHES}; toy sizes: this documentation)")
     parser.add_argument("--out", type=path, default=ROOT / keep.RESULTS, help="folder of the CSV files")
-    parser.add_argument("--again", action="store_true", help="forget the rows of this size and the kept files, and run it anew")
-    parser.add_argument("--pieces", nargs="+", default=[], metavar="PIECE", help="run these pieces of the size alone")
-    parser.add_argument("--at-once", type=count(1), default=1, help="trainings beside each other (default: %(default)s)")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--again", action="store_true", help="discard the results of this size and the cached files, and rerun it")
+    parser.add_argument("--pieces", nargs="+", default=[], metavar="PIECE", help="run only these pieces of the size")
+    parser.add_argument("--at-once", type=count(1), default=1, help="trainings that run at the same time (default: %(default)s)")
+    parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(arguments)
     if options.list == (options.name is not None):
-        parser.error("give the NAME of an entry, or --list, which names them")
+        parser.error("give the NAME of an entry, or --list to see them")
     if options.list:
         print(*listing(options.out), sep="\n")
         return 0
     if options.name not in ENTRIES:
-        raise ValueError(f"{options.name!r} is no entry: choose one of {', '.join(ENTRIES)}")
+        raise ValueError(f"{options.name!r} is not an entry: choose one of {', '.join(ENTRIES)}")
     one = ENTRIES[options.name]
     size = one.largest() if options.size == "auto" else options.size
     if size not in one.sizes:

@@ -1,4 +1,4 @@
-"""COAT's tables and figures: errors of the moments, kept activations, their share of memory, memory and speed."""
+"""Reproduce COAT's tables and figures: errors of the moments, saved activations, their share of memory, memory and speed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,14 +21,16 @@ SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the traine
 }
 MEMORY = "tools/reproduce/results/coat_memory.csv"
 KERNELS = "tools/bench/results/kernels.csv"
-CASTS = ("just-in-time cast", "norm backward, just-in-time cast")  # alone, and behind the kernel that leaves the maxima
+CASTS = ("just-in-time cast", "norm backward, just-in-time cast")  # alone, and after the kernel that writes the maxima
 LLAMA = {"7b": "--preset 7b", "13b": "--preset 13b --tensor-model-parallel-size 1 --no-sequence-parallel"}
 ONE_CARD = f"llama2-7b --seq-length 2048 {throughput.NO_TRIAL}"
 THIRTEEN = (
     f"llama2-7b --num-layers 40 --hidden-size 5120 --num-attention-heads 40 --ffn-hidden-size 13824 --seq-length 2048 {throughput.NO_TRIAL}"
 )
-ALL_FP8 = "--attention-precision fp8 --output-layer-precision fp8-all"  # what of a layer and of the head the recipes leave in BF16
-TWO_GPUS = {"bf16": 6130.0, "coat": 11351.0}  # tokens/s and GPU of COAT's table at 2,048 tokens, each at its largest micro-batch
+ALL_FP8 = (
+    "--attention-precision fp8 --output-layer-precision fp8-all"  # the parts of a layer and of the head that the recipes leave in BF16
+)
+TWO_GPUS = {"bf16": 6130.0, "coat": 11351.0}  # tokens/s per GPU in COAT's table at 2,048 tokens, each at its largest micro-batch
 LIKE_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
 SMOLLM2 = "data/smollm2"
 GROUPS = "groups of 16 channels"
@@ -37,7 +39,7 @@ GAIN = "norm input: groups of 16 channels above one scale, worst token"
 
 
 def states(task: Task) -> Iterator[Finding]:
-    """Ranges of the moments, and the error of the update from stored ones, by `tools/reproduce/coat_states.py`."""
+    """Measure the ranges of the moments, and the error of the update from stored moments, with `tools/reproduce/coat_states.py`."""
     steps, shape = SHAPES[task.size]
     data = ROOT / ENWIK8 if task.size == "full" else byte_data(task.text, task.folder / "bytes")
     saved = checkpoint("bf16", steps, shape, data, task.folder)
@@ -55,7 +57,7 @@ def states(task: Task) -> Iterator[Finding]:
 
 
 def activations(task: Task) -> Iterator[Finding]:
-    """What kept activations lose by granularity, by `tools/reproduce/coat_activations.py`."""
+    """Measure the error of saved activations by granularity, with `tools/reproduce/coat_activations.py`."""
     if task.size == "smollm2":
         file = task.folder / "outliers.csv"
         yield from of_layers(rows_of("coat_activations", ["--hf-model", SMOLLM2, "--text", str(task.text), "--csv", str(file)], file))
@@ -75,11 +77,11 @@ def activations(task: Task) -> Iterator[Finding]:
 
 
 def of_layers(found: Sequence[Row]) -> Iterator[Finding]:
-    """Of the rows of --hf-model: what the layer with the largest peak holds, the worst layer of each measure, and the groups' gain."""
+    """Summarize the rows of --hf-model: the layer with the largest peak, the worst layer of each measure, and the gain of groups."""
     gains = {}
     for what in (*KEPT, SWIGLU):
-        mine = [row for row in found if row["what"] == what]
-        most = max((row for row in mine if row["kept"] == "BF16"), key=lambda row: float(row["peak_over_rms"]))
+        of_input = [row for row in found if row["what"] == what]
+        most = max((row for row in of_input if row["kept"] == "BF16"), key=lambda row: float(row["peak_over_rms"]))
         told = f"{what}, layer {most['layer']}, which has the largest peak"
         yield Finding(f"{told}: largest magnitude over the rms", float(most["peak_over_rms"]))
         for key, name in (("outlier_tokens", "tokens"), ("outlier_channels", "channels")):
@@ -89,7 +91,7 @@ def of_layers(found: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(f"{told}: largest channel over the median one, rms, first tokens aside", float(most["channel_spread"]))
         worst = {}
         for kept in ("tensor", "token", GROUPS, "groups of 16 tokens"):
-            rows = [row for row in mine if row["kept"] == kept]
+            rows = [row for row in of_input if row["kept"] == kept]
             for key, name in (("sqnr_db", "SQNR"), ("token_db", "SQNR of the median token"), ("worst_token_db", "SQNR of the worst token")):
                 worst[kept, key] = min(float(row[key]) for row in rows)
                 yield Finding(f"{what}, {kept}: {name}, worst layer", worst[kept, key], unit="dB")
@@ -104,20 +106,20 @@ def of_layers(found: Sequence[Row]) -> Iterator[Finding]:
 
 
 def share(task: Task) -> Iterator[Finding]:
-    """Share of a layer's activations that norms and SwiGLU keep, of Llama's shapes, by the dry run."""
+    """Compute the share of a layer's activations that norms and SwiGLU save, for Llama's shapes, with the dry run."""
     for model, flags in LLAMA.items():
         config = parse_args([*flags.split(), *LIKE_LLAMA.split(), "--opt-level", "O0"])
         config = replace(config, precision=replace(config.precision, opt_level="O0"))
-        for row in list(bytes_rows(config))[:2]:  # those of BF16 come first
+        for row in list(bytes_rows(config))[:2]:  # the rows of BF16 come first
             kept, other = float(row["non_linear"]), float(row["other"])
             paper = 50.0 if row["kept"] == "compute" else None
             yield Finding(f"{model}, activations kept as {row['kept']}: norms and SwiGLU", 100 * kept / (kept + other), paper, "%")
 
 
 def memory(task: Task) -> Iterator[Finding]:
-    """Speed and memory at 1.3B by the steps on file, at the largest micro-batches by an older search.
+    """Report speed and memory at 1.3B from the recorded steps, and at the largest micro-batches from an older search.
 
-    At full size a model anew, by `tools/reproduce/coat_memory.py`.
+    At full size, measure a model with `tools/reproduce/coat_memory.py`.
     """
     if task.piece != WHOLE:
         yield from throughput.coat(task)
@@ -145,7 +147,7 @@ def memory(task: Task) -> Iterator[Finding]:
 
 
 def loss(task: Task) -> Iterator[Finding]:
-    """GPT-125M with COAT against BF16, by the rows of `compare_precisions.py`: last validation losses of the same seeds."""
+    """Compare the last validation losses of GPT-125M with COAT and BF16 at the same seeds, from the rows of `compare_precisions.py`."""
     final = losses.final_losses()
     for name in (losses.BASE, "coat"):
         for seed, value in final[name].items():
@@ -157,7 +159,7 @@ def loss(task: Task) -> Iterator[Finding]:
 
 
 def llama(task: Task) -> Iterator[Finding]:
-    """Llama-2 7B and 13B, whole on one card, by the steps on file; the paper's speeds are those of two GPUs with half of 7B each."""
+    """Report Llama-2 7B and 13B, whole on one GPU, from the recorded steps; the paper's speeds are of two GPUs with half of 7B each."""
     cases = throughput.by_case([row for row in read(throughput.STEP) if row["preset"] == ONE_CARD])
     base = cases["bf16"][max(cases["bf16"])]
     for case, trials in cases.items():
@@ -172,17 +174,17 @@ def llama(task: Task) -> Iterator[Finding]:
         yield from of_trials(f"13B, {case}", trials)
 
 
-def of_trials(told: str, trials: Mapping[int, Row]) -> Iterator[Finding]:
-    """Speed and memory of a case at each micro-batch on file."""
+def of_trials(name: str, trials: Mapping[int, Row]) -> Iterator[Finding]:
+    """Yield speed and memory of a case at each recorded micro-batch."""
     for micro_batch, row in trials.items():
-        yield Finding(f"{told}, micro-batch {micro_batch}: tokens a second", float(row["tokens_s_gpu"]), where=row)
-        yield Finding(f"{told}, micro-batch {micro_batch}: peak memory", float(row["peak_gib"]), unit="GiB", where=row)
+        yield Finding(f"{name}, micro-batch {micro_batch}: tokens a second", float(row["tokens_s_gpu"]), where=row)
+        yield Finding(f"{name}, micro-batch {micro_batch}: peak memory", float(row["peak_gib"]), unit="GiB", where=row)
 
 
 def group_scaling(task: Task) -> Iterator[Finding]:
-    """Times of a cast by the maxima of its producer, of a cast that reads its tensor twice, and of the maxima themselves.
+    """Compare a cast that uses its producer's maxima with one that reads its tensor twice, and report the cost of the maxima.
 
-    The rows on file are those of `tools/bench/bench_kernels.py --only just-in-time`; the newest of each kernel counts.
+    The measurements come from `tools/bench/bench_kernels.py --only just-in-time`; the newest of each kernel counts.
     """
     newest = {row["kernel"]: row for row in read(KERNELS)}
     for width in sorted({int(kernel.split()[-2]) for kernel in newest if kernel.startswith(CASTS[0])}):
@@ -202,28 +204,28 @@ ENTRIES = (
         run=states,
         sizes={"toy": Needs(), "small": Needs(minutes=10, text=True), "full": Needs(gpus=1, gib=40, minutes=5, files=(ENWIK8,))},
         headline="expansion divides the error by, least of the four pairs",
-        reason="GPT-125M after 1,000 steps on enwik8. The paper does not say of which models its ranges are, nor after how many steps.",
+        reason="GPT-125M after 1,000 steps on enwik8. The paper does not say which models its ranges are from, nor after how many steps.",
         slow=True,
     ),
     Entry(
         name="coat-activations",
         title="COAT, mixed-granularity activations",
-        claim="Quantizing the input of a norm across several tokens is detrimental, so that norms keep groups of channels.",
+        claim="Quantizing the input of a norm across several tokens is detrimental, so norms save it in groups of channels.",
         run=activations,
         sizes={
             "toy": Needs(),
             "small": Needs(minutes=10, text=True),
-            "smollm2": Needs(minutes=5, files=(SMOLLM2,), maker="examples/smollm2.py makes it", text=True),
+            "smollm2": Needs(minutes=5, files=(SMOLLM2,), maker="examples/smollm2.py creates it", text=True),
         },
         headline=GAIN,
-        reason="The toy and small sizes are a GPT without outliers. SmolLM2 was looked at in forward alone: what either way does to "
-        "the loss of a training was not measured. BF16 goes between the layers here, where COAT keeps FP8.",
+        reason="The toy and small sizes are a GPT without outliers. SmolLM2 was run forward only: the effect on the loss of a training "
+        "run was not measured. Layers exchange BF16 here; in COAT they exchange FP8.",
         slow=True,
     ),
     Entry(
         name="coat-share",
         title="COAT, share of the activations",
-        claim="Non-linear layers keep about half of a Llama's activations.",
+        claim="Non-linear layers save about half of a Llama's activations.",
         run=share,
         sizes={"toy": Needs()},
         headline="7b, activations kept as compute: norms and SwiGLU",
@@ -237,36 +239,36 @@ ENTRIES = (
         sizes={"kept": Needs(files=(MEMORY, throughput.STEP)), "full": Needs(gpus=1, gib=139, minutes=40, files=(MEMORY, throughput.STEP))},
         pieces=lambda size: [WHOLE, *throughput.MODELS_COAT] if size == "full" else one_piece(size),
         headline="coat, micro-batch 4: times less memory",
-        reason="GPT-1.3B on one H200; Llama-2 7B is under coat-llama. BF16 goes between the layers here, where COAT keeps FP8: speed and "
-        "error of that flow were not measured. Doubled micro-batches, 2.25 times the speed at 13B on four GPUs, were not measured either.",
+        reason="GPT-1.3B on one H200; Llama-2 7B is under coat-llama. Layers exchange BF16 here; in COAT they exchange FP8, whose speed "
+        "and error were not measured. Doubled micro-batches, 2.25 times the speed at 13B on four GPUs, were not measured either.",
     ),
     Entry(
         name="coat-loss",
         title="COAT, loss of pre-training",
-        claim="The training curve with COAT is that of BF16, for OLMo-1B and OLMo-7B.",
+        claim="COAT's training curve matches BF16's, for OLMo-1B and OLMo-7B.",
         run=loss,
         sizes={"kept": Needs(files=(PRECISIONS, losses.CURVES))},
         headline=ABOVE,
-        reason="GPT-125M and 16 million tokens on one rank, where the paper has 300 and 160 billion tokens. Image captioning was not run.",
+        reason="GPT-125M and 16 million tokens on one rank; the paper trains on 300 and 160 billion tokens. Image captioning was not run.",
         same_loss=(("bf16: validation loss", "coat: validation loss"),),
     ),
     Entry(
         name="coat-llama",
         title="COAT, its table of memory and speed",
-        claim="Llama-2 7B on two GPUs: 11,351 tokens/s and GPU at 52.8 GB, against BF16's 6,130.",
+        claim="Llama-2 7B on two GPUs: 11,351 tokens/s per GPU at 52.8 GB, against BF16's 6,130.",
         run=llama,
         sizes={"kept": Needs(files=(throughput.STEP,))},
         headline="coat, each at its largest: times BF16's speed",
-        reason="The claim's numbers are quoted: the text of the paper that was at hand does not have them. Two GPUs were not at hand, and "
-        "BF16 does not fit at the micro-batch of COAT. Transformer Engine was not measured on Llama: fp8lm-table5 has it at GPT-7B.",
+        reason="The claim's numbers are quoted: our copy of the paper does not contain them. Two GPUs were not available, and BF16 does "
+        "not fit at COAT's micro-batch. Transformer Engine was not measured on Llama; fp8lm-table5 measures it on GPT-7B.",
     ),
     Entry(
         name="coat-group-scaling",
         title="COAT, group scaling",
-        claim="A maximum in two stages costs next to nothing, and a just-in-time cast no longer reads its tensor twice.",
+        claim="A maximum in two stages costs almost nothing, and a just-in-time cast no longer reads its tensor twice.",
         run=group_scaling,
         sizes={"kept": Needs(files=(KERNELS,))},
         headline="2048 wide, norm backward, just-in-time cast: one stage over two",
-        reason="Kernels alone, on one H200; whole steps take most scales from the last steps, and need no amax beforehand.",
+        reason="Only kernels, on one H200; whole steps take most scales from earlier steps and need no amax beforehand.",
     ),
 )

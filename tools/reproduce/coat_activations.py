@@ -1,27 +1,27 @@
-"""COAT, part 2: what keeping the inputs of norms and GELU/SwiGLU in FP8 loses and saves, by granularity; on a checkpoint.
+"""Measure what saving the inputs of norms and GELU/SwiGLU in FP8 loses and saves, by granularity, on a checkpoint (COAT, part 2).
 
     python -m megatron.lm.pretrain --opt-level O2 --save checkpoints ...
     python tools/reproduce/coat_activations.py --load checkpoints --text FILE --csv tools/reproduce/results/coat_activations.csv
     python tools/reproduce/coat_activations.py --hf-model FOLDER --text FILE --csv tools/reproduce/results/coat_outliers.csv
 
 With --load the model reads the beginning of FILE. Its layers' norm inputs and activation inputs, all layers together, and its norm inputs
-with every 32nd channel 50 times as large and with every 64th token 100,000 times as large, are kept in E4M3 with one power-of-two scale for
-groups of 16, 32 and 64 channels, for the tensor, and for groups of 16 tokens, which the page warns of at a norm's input:
+with every 32nd channel 50 times as large and with every 64th token 100,000 times as large, are saved in E4M3 with one power-of-two scale
+per group of 16, 32 or 64 channels, per tensor, or per group of 16 tokens, which COAT warns against at a norm's input:
 
-- bytes: of an element, scale included (BF16 has 2). sqnr_db, underflow, saturation: of what is kept. worst_token_db: the least SQNR of
-  one token's channels, which the large tokens do not hide.
-- weight_kept_db, weight_again_db: of the gradient of the next linear layer's weight, for a random grad_output in E5M2: with the layer's
-  FP8 input kept beside, one byte an element more, and with it made again from what is kept here, as the fused blocks do.
+- bytes: bytes per element, scale included (2 for BF16). sqnr_db, underflow, saturation: of what is saved. worst_token_db: the smallest
+  SQNR over one token's channels, which large tokens do not hide.
+- weight_kept_db, weight_again_db: SQNR of the gradient of the next linear layer's weight, for a random grad_output in E5M2: with the
+  layer's FP8 input saved as well (one byte per element more), and with it recomputed from what is saved here, as the fused blocks do.
 
-And the bytes that a layer keeps of a token, for norm and activation inputs (non-linear) and for all else, as the dry run predicts them.
+And the bytes that a layer saves per token, for norm and activation inputs (non-linear) and for everything else, predicted by the dry run.
 
-With --hf-model a Llama of transformers reads it in BF16, and each input of a norm, of SwiGLU and of a linear layer has rows of its own for
-each layer, with one scale for each token besides; without the gradients, and with these measures more:
+With --hf-model a Llama of transformers reads it in BF16, and each input of a norm, of SwiGLU and of a linear layer has its own rows for
+each layer, also with one scale per token; without the gradients, and with these additional measures:
 
-- token_db: the SQNR of the median token's channels, where sqnr_db is that of the largest values.
-- of what the model computes, in the rows "BF16": peak_over_rms; the shares of tokens and of channels that hold an outlier, a magnitude of
-  more than 100 times the median; the share of the outliers that lie in the first token of a sequence; token_spread, the rms of the largest
-  token over that of the median one; channel_spread, the same of channels, without the first tokens.
+- token_db: the SQNR of the median token's channels; sqnr_db is dominated by the largest values.
+- for what the model computes, in the rows "BF16": peak_over_rms; the shares of tokens and of channels that contain an outlier, a magnitude
+  of more than 100 times the median; the share of the outliers that lie in the first token of a sequence; token_spread, the rms of the
+  largest token over that of the median one; channel_spread, the same of channels, without the first tokens.
 """
 
 import argparse
@@ -51,11 +51,11 @@ MEASURES = ("bytes", "sqnr_db", "worst_token_db", "underflow", "saturation", "we
 COLUMNS = ("what", "kept", *MEASURES, "non_linear", "other")
 OUTLIERS = ("peak_over_rms", "outlier_tokens", "outlier_channels", "outlier_first", "token_spread", "channel_spread")
 LAYER_COLUMNS = ("what", "layer", "kept", "bytes", "sqnr_db", "token_db", "worst_token_db", "underflow", "saturation", *OUTLIERS)
-OUTPUTS = 256  # of the linear layer with the weight gradient that is looked at
+OUTPUTS = 256  # of the linear layer whose weight gradient is measured
 EPS = 1e-5
-FAR = 100  # times the median magnitude: an outlier. Of a million normal values the largest is 7 times the median.
+FAR = 100  # outlier: more than so many times the median magnitude; the largest of a million normal values is 7 times it
 LENGTH = 128
-# What a layer of a Llama keeps, and the module that has it as first argument.
+# What a layer of a Llama saves, and the module whose first argument it is.
 KEPT: Mapping[str, str] = {
     "attention norm input": "input_layernorm",
     "QKV input": "self_attn.q_proj",
@@ -69,42 +69,44 @@ SWIGLU = "SwiGLU input"
 
 @dataclass(frozen=True)
 class OneScale:
-    """E4M3 with one scale for the tensor, as a linear layer's input has."""
+    """E4M3 with one scale per tensor, as for a linear layer's input."""
 
     def element_bytes(self, wide: int) -> float:
-        """1."""
+        """Return 1."""
         return 1.0
 
     def keep(self, x: Tensor) -> Parts:
-        """(payload, scale_inv)"""
+        """Return (payload, scale_inv)."""
         return ops.cast_transpose(x, None, None, E4M3.dtype, row=True)[0::2][:2]
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """The values kept."""
+        """Return the dequantized values."""
         return dequantize(parts[0], parts[1], dtype)
 
 
 @dataclass(frozen=True)
 class OneScaleAToken:
-    """E4M3 with one power-of-two scale for the `channels` of a token."""
+    """E4M3 with one power-of-two scale per token of `channels` channels."""
 
     channels: int
 
     def element_bytes(self, wide: int) -> float:
-        """One, and its share of the exponent."""
+        """Return 1 plus the element's share of the exponent."""
         return 1 + 1 / self.channels
 
     def keep(self, x: Tensor) -> Parts:
-        """(payload, exponents)"""
+        """Return (payload, exponents)."""
         return self._group.keep(x)
 
     def restore(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """The values kept."""
+        """Return the dequantized values."""
         return self._group.restore(parts, dtype)
 
     @property
     def _group(self) -> GroupedFP8:
-        return GroupedFP8(size=1 << (self.channels - 1).bit_length())  # groups have powers of two, and the last of a row may be short
+        return GroupedFP8(
+            size=1 << (self.channels - 1).bit_length()
+        )  # group sizes are powers of two; the last group of a row may be shorter
 
 
 WAYS: Mapping[str, Saved] = {f"groups of {size} channels": GroupedFP8(size=size) for size in (16, 32, 64)} | {
@@ -114,7 +116,7 @@ WAYS: Mapping[str, Saved] = {f"groups of {size} channels": GroupedFP8(size=size)
 
 
 def inputs(model: torch.nn.Module, tokens: Tensor) -> dict[str, list[Tensor]]:
-    """Inputs [tokens, channels] of the norms and of the activation of every layer, for `tokens` [b, s]."""
+    """Return the inputs [tokens, channels] of the norms and of the activation of every layer, for `tokens` [b, s]."""
     from megatron.lm.model.layer import Layer
 
     found: dict[str, list[Tensor]] = {"norm input": [], "activation input": []}
@@ -127,7 +129,7 @@ def inputs(model: torch.nn.Module, tokens: Tensor) -> dict[str, list[Tensor]]:
             y, bias = output
             found["activation input"].append((y if bias is None else y + bias).flatten(0, 1))
 
-        handles.append(layer.mlp.linear_fc1.register_forward_hook(activated))  # which also keeps the layer from being fused
+        handles.append(layer.mlp.linear_fc1.register_forward_hook(activated))  # the hook also prevents fusion of the layer
     with torch.no_grad():
         model(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None)
     for handle in handles:
@@ -136,26 +138,27 @@ def inputs(model: torch.nn.Module, tokens: Tensor) -> dict[str, list[Tensor]]:
 
 
 def weight_gradients(x: Tensor, again: Tensor, what: str, kind: str) -> tuple[float, float]:
-    """SQNR of the gradient of the next linear layer's weight: with its FP8 input kept, and made again from `again`, what is kept of `x`."""
+    """Return the SQNR of the next linear layer's weight gradient: with its FP8 input saved, and recomputed from `again`, the saved `x`."""
     if what == "activation input":
         exact = ops.activate(x, kind, None, None, torch.float32)[0]
         scale_inv = ops.activate(x, kind, None, None, E4M3.dtype)[1]
-        kept, made = (dequantize(ops.activate(y, kind, scale_inv.reciprocal(), None, E4M3.dtype)[0], scale_inv) for y in (x, again))
+        kept, recomputed = (dequantize(ops.activate(y, kind, scale_inv.reciprocal(), None, E4M3.dtype)[0], scale_inv) for y in (x, again))
     else:
         one = torch.ones(x.shape[1], device=x.device)
         _, exact, _, mean, rstd = ops.normalize(x, None, one, None, EPS, None, None, torch.float32, rms=False)
         scale_inv = ops.normalize(x, None, one, None, EPS, None, None, E4M3.dtype, rms=False)[2]
         operands = (ops.normalize_transposed(y, mean, rstd, one, None, scale_inv, E4M3.dtype, rms=False) for y in (x, again))
-        kept, made = (dequantize(operand, scale_inv).t() for operand in operands)
+        kept, recomputed = (dequantize(operand, scale_inv).t() for operand in operands)
     grad = torch.randn(x.shape[0], OUTPUTS, generator=torch.Generator().manual_seed(0)).to(x.device)
     payload, _, grad_scale_inv, _ = ops.cast_transpose(grad, None, None, E5M2.dtype, row=True)
     rounded = dequantize(payload, grad_scale_inv)
-    wanted = grad.t() @ exact
-    return sqnr_db(wanted, rounded.t() @ kept), sqnr_db(wanted, rounded.t() @ made)
+    reference = grad.t() @ exact
+    return sqnr_db(reference, rounded.t() @ kept), sqnr_db(reference, rounded.t() @ recomputed)
 
 
 def error_row(xs: Sequence[Tensor], way: Saved, what: str, kind: str) -> dict[str, Any]:
-    """The measures of one way to keep all of `xs`: SQNR and shares over all of their elements, of weight gradients the least."""
+    """Return the measures of one format for all of `xs`: SQNR and shares over all elements, and the smallest SQNR of the weight
+    gradients."""
     parts = [way.keep(x) for x in xs]
     backs = [way.restore(part, x.dtype) for part, x in zip(parts, xs, strict=True)]
     x, back, payload = (torch.cat([t.flatten() for t in of]) for of in (xs, backs, [part[0].float() for part in parts]))
@@ -174,7 +177,7 @@ def error_row(xs: Sequence[Tensor], way: Saved, what: str, kind: str) -> dict[st
 
 
 def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
-    """The bytes that a layer keeps of a token at O0 and O2, with both values of --save-activations."""
+    """Yield the bytes that a layer saves per token at O0 and O2, with both values of --save-activations."""
     from megatron.lm.config import PrecisionConfig
     from megatron.lm.config.precision import saved_activations
     from megatron.lm.planning import memory
@@ -196,7 +199,7 @@ def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
 
 
 def table(found: Mapping[str, Sequence[Tensor]], kind: str) -> Iterator[dict[str, Any]]:
-    """Rows of the errors; `kind` of the activation."""
+    """Yield the rows of the errors; `kind` is the activation function."""
     norms = found["norm input"]
     channels, tokens = (torch.ones(norms[0].shape[i], device=norms[0].device, dtype=norms[0].dtype) for i in (1, 0))
     channels[::32], tokens[::64] = 50.0, 1e5
@@ -210,7 +213,7 @@ def table(found: Mapping[str, Sequence[Tensor]], kind: str) -> Iterator[dict[str
 
 
 def losses(x: Tensor, way: Saved) -> dict[str, Any]:
-    """What one way to keep `x` [tokens, channels] loses: see the top of this file."""
+    """Return the errors of one format for `x` [tokens, channels]: see the top of this file."""
     parts = way.keep(x)
     back = way.restore(parts, x.dtype)
     wide = x.float()
@@ -227,7 +230,7 @@ def losses(x: Tensor, way: Saved) -> dict[str, Any]:
 
 
 def outliers(x: Tensor, length: int) -> dict[str, Any]:
-    """How large the largest values of `x` [tokens, channels] are, and where: see the top of this file; sequences have `length` tokens."""
+    """Measure the outliers of `x` [tokens, channels]: see the top of this file; sequences have `length` tokens."""
     size = x.float().abs()
     far = size > FAR * size[size > 0].median()
     first = torch.arange(x.shape[0], device=x.device) % length == 0
@@ -244,14 +247,14 @@ def outliers(x: Tensor, length: int) -> dict[str, Any]:
 
 
 def watch(model: Any, tokens: Tensor, seen: Callable[[str, int, Tensor], None]) -> None:
-    """Give `seen` what each layer of a Llama of transformers would keep, as it comes: (what, layer, [tokens, channels]).
+    """Call `seen` with each tensor that a layer of a Llama of transformers would save: (what, layer, [tokens, channels]).
 
     Args:
-        model: its layers have the parts of `KEPT`, and SwiGLU.
+        model: its layers contain the modules of `KEPT`, and SwiGLU.
         tokens: int64 [b, s].
 
     Raises:
-        ValueError: the model is another one.
+        ValueError: the model has another structure.
     """
     handles = []
     try:
@@ -260,9 +263,11 @@ def watch(model: Any, tokens: Tensor, seen: Callable[[str, int, Tensor], None]) 
         ups = [layer.get_submodule("mlp.up_proj") for layer in layers]
         swiglu = model.config.hidden_act == "silu"
     except AttributeError as error:
-        raise ValueError(f"{type(model).__name__} has other layers than a Llama ({error}): give a Llama, Mistral or Qwen3") from None
+        raise ValueError(
+            f"the layers of {type(model).__name__} are not those of a Llama ({error}): give a Llama, Mistral or Qwen3"
+        ) from None
     if not swiglu:
-        raise ValueError(f"{type(model).__name__} has the activation {model.config.hidden_act!r}: give a model with 'silu', that of SwiGLU")
+        raise ValueError(f"{type(model).__name__} uses the activation {model.config.hidden_act!r}: give a model with 'silu', as in SwiGLU")
     for layer, part in enumerate(parts):
         for what, module in part.items():
 
@@ -290,14 +295,15 @@ def watch(model: Any, tokens: Tensor, seen: Callable[[str, int, Tensor], None]) 
 
 
 def layer_rows(model: Any, tokens: Tensor) -> list[dict[str, Any]]:
-    """The rows of a Llama of transformers that reads `tokens` [b, s]: of each layer and input, what BF16 holds and what each way loses."""
+    """Return the rows of a Llama of transformers that reads `tokens` [b, s]: by layer and input, the outliers and the errors of each
+    format."""
     lines: list[dict[str, Any]] = []
 
     def seen(what: str, layer: int, x: Tensor) -> None:
-        place = {"what": what, "layer": layer}
-        lines.append(place | {"kept": "BF16"} | outliers(x, tokens.shape[1]))
+        where = {"what": what, "layer": layer}
+        lines.append(where | {"kept": "BF16"} | outliers(x, tokens.shape[1]))
         for name, way in {**WAYS, "token": OneScaleAToken(x.shape[1])}.items():
-            lines.append(place | {"kept": name} | losses(x, way))
+            lines.append(where | {"kept": name} | losses(x, way))
 
     watch(model, tokens, seen)
     order = [*KEPT, SWIGLU]
@@ -305,19 +311,19 @@ def layer_rows(model: Any, tokens: Tensor) -> list[dict[str, Any]]:
 
 
 def needed(read: Sequence[int], sequences: int, length: int, text: Path) -> Tensor:
-    """The first `sequences` of `length` of the tokens that were read, int64 [sequences, length].
+    """Return the first tokens of `read` as sequences, int64 [sequences, length].
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: `read` is too short.
     """
     wanted = sequences * length
     if len(read) < wanted:
-        raise ValueError(f"--text {text} has {len(read)} tokens, and {wanted} are needed: give a longer one")
+        raise ValueError(f"--text {text} has {len(read)} tokens, but {wanted} are needed: give a longer one")
     return torch.tensor(read[:wanted]).view(sequences, length)
 
 
 def of_checkpoint(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """(model, rows) of --load."""
+    """Return (model, rows) for --load."""
     from megatron.lm.checkpoint import load_for_inference
 
     model, config, tokenizer = load_for_inference(options.load)
@@ -329,14 +335,14 @@ def of_checkpoint(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]
 
 
 def of_transformers(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """(model, rows) of --hf-model."""
+    """Return (model, rows) for --hf-model."""
     from megatron.lm.post.models import check_positions, check_vocabulary, load_model, load_tokenizer
 
     length = options.length or LENGTH
     tokenizer = load_tokenizer(options.hf_model)
     text = read_text(options.text, "a text in UTF-8")
     wanted = options.sequences * length
-    for end in (16 * wanted, None):  # a large text has no need to be read whole
+    for end in (16 * wanted, None):  # a large text need not be tokenized whole
         read = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
         if len(read) > wanted:
             break
@@ -352,18 +358,20 @@ def of_transformers(options: argparse.Namespace) -> tuple[str, list[dict[str, An
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 for bad input."""
+    """Run the command line; return 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load", type=path, help="folder of checkpoints (the newest is taken), or of one")
     source.add_argument("--hf-model", type=path, help="folder of a Llama of transformers, with its tokenizer")
-    parser.add_argument("--text", type=path, required=True, help="text; the model reads its beginning")
-    parser.add_argument("--sequences", type=count(1), default=4, help="how many (default: %(default)s)")
-    parser.add_argument("--length", type=count(2), help=f"tokens of a sequence for --hf-model (default: {LENGTH}); --load has its own")
+    parser.add_argument("--text", type=path, required=True, help="text file; the model reads its beginning")
+    parser.add_argument("--sequences", type=count(1), default=4, help="number of sequences (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=count(2), help=f"tokens per sequence for --hf-model (default: {LENGTH}); --load uses the checkpoint's"
+    )
     parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)
     if options.load and options.length:
-        raise ValueError(f"--length {options.length} goes with --hf-model; a checkpoint of --load has its own length: leave it out")
+        raise ValueError(f"--length {options.length} is for --hf-model; --load uses the checkpoint's length: omit --length")
     from megatron.lm.processes.process_groups import shutdown
 
     try:

@@ -1,16 +1,16 @@
-"""COAT's claim on one GPU: speed and memory at one micro-batch, and the largest micro-batch that fits, with the speed that it gives.
+"""Measure COAT's claim on one GPU: speed and memory at one micro-batch, and the largest micro-batch that fits, with its speed.
 
     python tools/reproduce/coat_memory.py                                   GPT-1.3B at bf16, O3 and coat
     python tools/reproduce/coat_memory.py --preset 7b --micro-batch-size 1 --cases bf16 coat "O3 --save-activations coat"
 
-A case is a level or precision and further flags of megatron.lm.pretrain. Every trial is a `tools/bench/bench_step.py` of its own; one that
-runs out of memory ends without harm to the others. From --micro-batch-size the micro-batch is doubled while it fits, then what lies between
-is halved until the last that fits and the first that does not are an eighth apart, or neighbours.
+A case is a level or precision and further flags of megatron.lm.pretrain. Every trial runs `tools/bench/bench_step.py` in its own process,
+so that one that runs out of memory does not affect the others. From --micro-batch-size the micro-batch is doubled while it fits; a
+bisection then narrows the limit to an eighth, or to 1.
 
-A trial is a row of --csv as soon as it is over, with no times where it did not fit. Rows of the same case, preset, steps, further flags,
-GPU, driver, torch and commit (give --commit, since a new row makes the tree another) are not measured again, so that a call that was cut
-off goes on where it was. The paper's figures are 1.54 times less memory and 1.43
-times the speed of BF16 (COAT, abstract); the table has ours, against the first case.
+Each trial is written to --csv when it ends, without times if it did not fit. Trials with the same case, preset, steps, further flags, GPU,
+driver, torch and commit (give --commit, since a new row changes the tree) are not repeated, so that an interrupted call resumes. The
+paper's figures are 1.54 times less memory and 1.43 times the speed of BF16 (COAT, abstract); the table shows ours, relative to the first
+case.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tools.precisions import precision_flags
 
 CASES = ("bf16", "O3", "coat")
 MEASURED = ("ms", "tokens_s_gpu", "peak_gib", "rest_gib")
-TRIAL_SECONDS = 300  # one that hangs after running out of memory must not take the others' time
+TRIAL_SECONDS = 300  # a trial that hangs after running out of memory must not block the others
 MEMORY_ERRORS = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED")  # of torch and CUDA, and of cuBLAS and cuDNN
 TABLE = ("case", "micro_batch", "ms", "tokens_s", "peak_gib", "speed", "less_memory", "largest", "its_tokens_s", "its_speed")
 
@@ -42,7 +42,7 @@ Row = Mapping[str, Any]
 
 
 def command(case: str, micro_batch: int, options: argparse.Namespace, folder: str) -> list[str]:
-    """What measures a case."""
+    """Return the command that measures a case."""
     level, *flags = shlex.split(case)
     flags += shlex.split(options.flags)
     words = (
@@ -52,10 +52,10 @@ def command(case: str, micro_batch: int, options: argparse.Namespace, folder: st
 
 
 def measure(case: str, micro_batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """`MEASURED` of one trial; empty strings where it ran out of memory.
+    """Run one trial and return its `MEASURED` values; empty strings if it ran out of memory.
 
     Raises:
-        RuntimeError: where it fails otherwise, with the end of what it printed.
+        RuntimeError: it fails otherwise; with the end of its stderr.
         subprocess.TimeoutExpired: after `TRIAL_SECONDS`.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +70,7 @@ def measure(case: str, micro_batch: int, options: argparse.Namespace) -> dict[st
 
 
 def largest(fits: Callable[[int], bool], start: int) -> int:
-    """A micro-batch that fits while one by an eighth, or by 1, larger does not; 0 where `start` does not fit."""
+    """Return a micro-batch that fits while one larger by an eighth, or by 1, does not; 0 if `start` does not fit."""
     if not fits(start):
         return 0
     low, high = start, 2 * start
@@ -83,7 +83,7 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
 
 
 def table(cases: Mapping[str, Mapping[int, Row]], at: int) -> list[dict[str, Any]]:
-    """A line for each case: its trials at micro-batch `at` and at the largest that fits, and both against the first case's."""
+    """Return a line per case: its trials at micro-batch `at` and at the largest that fits, and both relative to the first case."""
 
     def both(trials: Mapping[int, Row]) -> tuple[Row, int, Row]:
         held = max((size for size, row in trials.items() if row["ms"] != ""), default=0)
@@ -102,7 +102,7 @@ def table(cases: Mapping[str, Mapping[int, Row]], at: int) -> list[dict[str, Any
 
 
 def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]:
-    """The trials of a case by micro-batch: those that stand in --csv, and those that are missing, appended there."""
+    """Return the trials of a case by micro-batch: those in --csv, and the missing ones, which are run and appended."""
     kept = {key: str(value) for key, value in vars(options).items() if key in ("preset", "flags", "warm_up", "steps")}
     same = {**where, "case": case, **kept}
     del same["date"]
@@ -125,24 +125,24 @@ def search(case: str, options: argparse.Namespace, where: Row) -> dict[int, Row]
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is missing and print the table."""
+    """Run the missing trials and print the table."""
     parser = Parser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="'LEVEL FLAGS'")
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    parser.add_argument("--micro-batch-size", type=count(1), default=4, help="where all are compared, and where the search starts")
+    parser.add_argument("--micro-batch-size", type=count(1), default=4, help="micro-batch of the comparison, and start of the search")
     parser.add_argument("--warm-up", type=count(1), default=WARM_UP, help="steps that are not measured")
     parser.add_argument("--steps", type=count(2), default=5, help="measured steps")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/reproduce/results/coat_memory.csv")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     for case in options.cases:
         try:
             precision_flags(case.split(" ")[0])
         except ValueError as error:
-            parser.error(f"--cases {case!r}: begin with a precision, and flags follow it in the same quotes; {error}")
+            parser.error(f"--cases {case!r}: give a precision, then its flags, in the same quotes; {error}")
     if not torch.cuda.is_available():
-        parser.error("there is no GPU here; what fits is tried on one")
+        parser.error("no GPU is available: this tool requires one")
     where = rows.machine(options.commit)
     lines = table({case: search(case, options, where) for case in options.cases}, options.micro_batch_size)
     print("| " + " | ".join(TABLE) + " |", "|" + " --- |" * len(TABLE), sep="\n")

@@ -1,4 +1,4 @@
-"""COAT, part 1: how much of FP8's range Adam's moments use, and what storing them in FP8 does to the update; on a checkpoint.
+"""Measure how much of FP8's range Adam's moments use, and the error of the update when they are stored in FP8 (COAT, part 1).
 
     python -m megatron.lm.pretrain --opt-level O0 --save checkpoints ...      # FP32 moments, at O0 and O1
     python tools/reproduce/coat_states.py --load checkpoints --csv tools/reproduce/results/coat_states.csv
@@ -7,12 +7,12 @@ Over all groups of 128 of the moments m and v, for linear weights, embeddings (a
 
 - range: largest over smallest non-zero magnitude of a group; 10th percentile, median and 90th percentile over the groups. The page's
   figures (page_range) are about 1e3 for m and 1e1 for v; E4M3 spans 2.3e5, E5M2 3.8e9.
-- error: of the update u = m / (sqrt(v) + eps), eps being the run's, m and v quantised group by group in each pair of formats, with and
-  without expansion. mse: mean of squares; sqnr_db: the same against the mean of u^2; group_error: |error| / |u| of a group, median over
-  the groups; underflow: share of the non-zero elements of m and of v that became zero. Where v became zero and m did not, u is divided by
-  eps alone: mse and sqnr_db are then of a few elements, which is why the median stands beside them.
+- error: error of the update u = m / (sqrt(v) + eps), with the run's eps and m and v quantized group by group in each pair of formats, with
+  and without expansion. mse: mean of squares; sqnr_db: the same relative to the mean of u^2; group_error: |error| / |u| of a group, median
+  over the groups; underflow: share of the non-zero elements of m and of v that became zero. Where v became zero and m did not, u is divided
+  by eps alone; a few such elements then determine mse and sqnr_db, which is why the median is reported too.
 
-No bias correction, which is one factor for all elements. Rows are appended to the CSV.
+Bias correction is omitted, since it is one factor for all elements. Rows are appended to the CSV.
 """
 
 import sys
@@ -44,17 +44,17 @@ Moments = Sequence[tuple[Tensor, Tensor]]
 
 
 def kind(name: str, x: Tensor) -> str:
-    """Which of the kinds of weights a moment `x` of the weight `name` belongs to."""
+    """Return the kind of the weight `name`, whose moment is `x`."""
     if name.endswith(EMBEDDINGS):
         return "embedding"
     return "linear" if x.dim() > 1 else "vector"
 
 
 def moments(saved: "CheckpointReader") -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """(m, v) of every weight, FP32, by kind of weight, `all` last; on a GPU where there is one, since a CPU takes minutes for 125M.
+    """Read (m, v) of every weight, FP32, by kind of weight, `all` last; on a GPU if there is one, since a CPU takes minutes for 125M.
 
     Raises:
-        ValueError: the checkpoint holds no moments, or not in FP32.
+        ValueError: the checkpoint contains no moments, or not in FP32.
     """
     tensors, device = saved.stored.tensors, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("linear", "embedding", "vector", "all")}
@@ -62,17 +62,19 @@ def moments(saved: "CheckpointReader") -> dict[str, list[tuple[Tensor, Tensor]]]
         keys = (f"exp_avg/{name}", f"exp_avg_sq/{name}")
         other = [tensors[key].dtype for key in keys if tensors[key].dtype != torch.float32]
         if other:
-            raise ValueError(f"{saved.folder}: the moments of {name} are {other[0]}, which has rounded them: give a run at O0 or O1 (FP32)")
+            raise ValueError(
+                f"{saved.folder}: the moments of {name} are {other[0]}, so they are already rounded: give a run at O0 or O1 (FP32)"
+            )
         m, v = (saved.stored.tensor(key).to(device) for key in keys)
         found[kind(name, m)].append((m, v))
         found["all"].append((m, v))
     if not found["all"]:
-        raise ValueError(f"{saved.folder} holds no moments (exp_avg); name a checkpoint that training has written")
+        raise ValueError(f"{saved.folder} contains no moments (exp_avg); give a checkpoint that a training run has written")
     return {name: pairs for name, pairs in found.items() if pairs}
 
 
 def range_row(pairs: Moments, moment: str) -> dict[str, Any]:
-    """The columns of the ranges of `m` or `v`; groups of zeros do not count."""
+    """Return the columns of the ranges of `m` or `v`; groups of zeros are skipped."""
     ranges = torch.cat([dynamic_range(pair["mv".index(moment)]).flatten() for pair in pairs])
     ranges = ranges[~ranges.isnan()].sort().values
     row: dict[str, Any] = {"what": f"range of {moment}", "page_range": f"{PAGE_RANGE[moment]:g}"}
@@ -80,7 +82,7 @@ def range_row(pairs: Moments, moment: str) -> dict[str, Any]:
 
 
 def error_row(pairs: Moments, formats: tuple[Format, Format], expand: bool, eps: float) -> dict[str, Any]:
-    """The columns of the errors of the updates with m and v in `formats`."""
+    """Return the columns of the errors of the updates with m and v in `formats`."""
     stored = [[quantize_expanded(x, fmt, expand=expand).dequantize() for x, fmt in zip(pair, formats, strict=True)] for pair in pairs]
     exact, rounded = ([m / (v.sqrt() + eps) for m, v in of] for of in (pairs, stored))
     shares = [_norms(e - r) / _norms(e) for e, r in zip(exact, rounded, strict=True)]
@@ -104,7 +106,7 @@ def _flat(xs: Iterable[Tensor]) -> Tensor:
 
 
 def table(by_kind: Mapping[str, Moments], eps: float) -> list[dict[str, Any]]:
-    """All rows, each with all of COLUMNS."""
+    """Return all rows, each with all of COLUMNS."""
     found = []
     for weights, pairs in by_kind.items():
         common = dict.fromkeys(COLUMNS, "") | {"weights": weights, "elements": sum(m.numel() for m, _ in pairs)}
@@ -115,7 +117,7 @@ def table(by_kind: Mapping[str, Moments], eps: float) -> list[dict[str, Any]]:
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 for bad input."""
+    """Run the command line; return 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("--load", type=path, required=True, help="folder of checkpoints (the newest is taken), or of one")
     parser.add_argument("--csv", type=output_file, help="file to append the rows to")

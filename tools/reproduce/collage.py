@@ -1,6 +1,6 @@
-"""Collage's trainings and steps: Tables 5 and 6, Figures 2 and 3, what of an update arrives, and Table 7 with Figure 4, speed and memory.
+"""Reproduce Collage's Tables 5 and 6, Figures 2 and 3 (the share of updates that arrives), and Table 7 with Figure 4 (speed and memory).
 
-The options by the paper's names: A is BF16 alone, light and plus keep multi-component floats, D has FP32 states and master weights. Tables
+Options have the paper's names: A is BF16 only, light and plus use multi-component floats, D has FP32 states and master weights. Tables
 1 and 2 are in exact.py, 3 and 4 in post.py, 8 in grids.py.
 """
 
@@ -20,8 +20,8 @@ from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
 
-# Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 lies below the training perplexity
-# that the paper prints beside it, 17.64: one of the two may be a misprint.
+# Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 is below the training perplexity
+# that the paper prints next to it, 17.64: one of the two may be a misprint.
 TABLE6 = {
     "a": {0.95: 15.64, 0.99: 15.80, 0.999: 18.17},
     "light": {0.95: 15.03, 0.99: 15.03, 0.999: 15.80},
@@ -34,41 +34,42 @@ DOUBLED6 = {
     "plus": {0.95: 14.44, 0.99: 14.44, 0.999: 14.59},
     "d": {0.95: 14.44, 0.99: 14.44, 0.999: 14.59},
 }
-TWICE = ", twice the batch"  # of a piece: the batch of the paper's second half, in half of the steps
+TWICE = ", twice the batch"  # suffix of a piece: the batch of the paper's second half, in half the steps
 LOOPS = {
     "toy": Loop(width=32, layers=1, length=16, batch=8, steps=30),
     "small": Loop(width=64, layers=2, length=32, batch=16, steps=400),
 }
 NAMES = {"a": "bf16-a", "light": "collage-light", "plus": "collage-plus", "d": "bf16-d"}
 COURSE6 = {"d": "bf16-d", "plus": "collage-plus", "light": "collage-light", "a": "bf16-a", "d-mw": "bf16-dmw"}  # GPT-125M, Table 6
-# GPT-125M, one epoch of enwik8. Its trainings take batch and steps from here, and the rest from the preset, which is the same.
+# GPT-125M, one epoch of enwik8. Its runs take batch and steps from here, and the rest from the preset, which agrees.
 FULL6 = Loop(width=768, layers=12, length=2048, batch=4, steps=2000)
-AT_ONCE, RECORDS = 3, 10  # trainings beside each other, and steps that are recorded
-KEPT_BETA2 = 0.95  # that of the comparison of all precisions, which Table 5 reads too
+AT_ONCE, RECORDS = 3, 10  # concurrent training runs, and recorded steps
+KEPT_BETA2 = 0.95  # beta2 of the comparison of all precisions, which Table 5 reads too
 
 
 def table5(task: Task) -> Iterator[Finding]:
-    """GPT-125M with beta2 0.95: the rows of compare_precisions."""
+    """Report GPT-125M with beta2 0.95 from the rows of compare_precisions."""
     yield from _kept_perplexities("125M")
     final = final_losses()
     for variant, name in NAMES.items():
-        for seed in (each for each in final[name] if each in final[NAMES["d"]]):
+        for seed in (seed for seed in final[name] if seed in final[NAMES["d"]]):
             yield Finding(f"{variant}, 125M: validation loss", final[name][seed], unit="nats per token", seed=seed, where=row_of(name))
 
 
-def _kept_perplexities(told: str) -> Iterator[Finding]:
-    """Perplexity over D's, of each seed that the option has in common with D: seeds differ by more than these options do."""
+def _kept_perplexities(model: str) -> Iterator[Finding]:
+    """Yield perplexity over D's at each seed that the option shares with D: seeds differ by more than these options do."""
     final = final_losses()
     base = final[NAMES["d"]]
     for variant, name in NAMES.items():
         ratio = TABLE6[variant][KEPT_BETA2] / TABLE6["d"][KEPT_BETA2]
-        for seed in (each for each in final[name] if each in base):
+        for seed in (seed for seed in final[name] if seed in base):
             ours = math.exp(final[name][seed] - base[seed])
-            yield Finding(f"{variant}, {told}: validation perplexity over D's", ours, ratio, seed=seed, where=row_of(name))
+            yield Finding(f"{variant}, {model}: validation perplexity over D's", ours, ratio, seed=seed, where=row_of(name))
 
 
 def table6(task: Task) -> Iterator[Finding]:
-    """All options at one beta2: perplexity over that of D; but for rows on file also lost arithmetic, and what of the update arrives."""
+    """Report all options at one beta2: perplexity over D's; for runs made here, also lost arithmetic and the share of the update that
+    arrives."""
     if task.size == "full":
         yield from _table6_at_125m(task)
         return
@@ -86,7 +87,7 @@ def table6(task: Task) -> Iterator[Finding]:
 
 
 def setting6(piece: str, loop: Loop) -> tuple[float, Loop, Mapping[str, Mapping[float, float]]]:
-    """A piece of Collage's Table 6 -> its beta2, the loop, of as many tokens with either batch, and the paper's half of the table."""
+    """Return the beta2 of a piece of Table 6, its loop (as many tokens with either batch), and the paper's half of the table."""
     beta2 = float(piece.removesuffix(TWICE).removeprefix("beta2 "))
     if piece.endswith(TWICE):
         return beta2, replace(loop, batch=2 * loop.batch, steps=loop.steps // 2), DOUBLED6
@@ -94,7 +95,7 @@ def setting6(piece: str, loop: Loop) -> tuple[float, Loop, Mapping[str, Mapping[
 
 
 def _table6_at_125m(task: Task) -> Iterator[Finding]:
-    """Perplexity over D's; lost arithmetic, and the share of the update that arrives, means over the recorded steps."""
+    """Yield perplexity over D's; lost arithmetic and the share of the update that arrives, means over the recorded steps."""
     beta2, loop, papers = setting6(task.piece, FULL6)
     if task.piece == f"beta2 {KEPT_BETA2}":
         yield from _kept_perplexities(task.piece)
@@ -109,13 +110,15 @@ def _table6_at_125m(task: Task) -> Iterator[Finding]:
             yield Finding(told + "validation perplexity over D's", ours, paper, seed=1234)
         totals = [step["total"] for step in run.steps if step["total"] is not None]
         yield Finding(told + "lost arithmetic, mean", 100 * _mean(total["lost"] for total in totals), unit="%", seed=1234)
-        yield Finding(told + "share of the update that arrives, mean", 100 * _mean(each["arrived"] for each in totals), unit="%", seed=1234)
+        yield Finding(
+            told + "share of the update that arrives, mean", 100 * _mean(total["arrived"] for total in totals), unit="%", seed=1234
+        )
         for line in run.train:
             yield Finding(f"{variant}, {task.piece}, training loss", line["loss"], x=line["iteration"], seed=1234)
 
 
 def _recorded(precision: str, beta2: float, loop: Loop, folder: Path) -> Run:
-    """A training of GPT-125M with its precision record, of the loop's batch and steps."""
+    """Train GPT-125M with the loop's batch and steps, and return the run with its precision record."""
     folder = folder / f"batch{loop.batch}"
     record = folder / f"{precision}_{beta2}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +134,7 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def figures(task: Task) -> Iterator[Finding]:
-    """The course of one option at beta2 0.999: EDQ, lost arithmetic, norms of weights and update."""
+    """Report the course of one option at beta2 0.999: EDQ, lost arithmetic, norms of weights and update."""
     variant = task.piece.removeprefix("option ")
     course = list(collage(variant, 0.999, LOOPS[task.size], bytes_of(task.text), seed=1234))
     for row in course:
@@ -148,7 +151,7 @@ def figures(task: Task) -> Iterator[Finding]:
 
 
 def table7(task: Task) -> Iterator[Finding]:
-    """Speed over option D's on one card: the paper's models by recorded steps, at full size measured now; 125M by its trainings."""
+    """Report speed over option D's on one GPU: the paper's models from recorded steps, or measured now at full size; 125M from its runs."""
     if task.piece != WHOLE:
         yield from (throughput.collage if task.size == "full" else throughput.collage_on_file)(task)
         return
@@ -160,13 +163,13 @@ def table7(task: Task) -> Iterator[Finding]:
 
 
 def steps_of(model: str) -> dict[str, Row]:
-    """The newest whole steps on file of a model of `throughput.MODELS7` in which all options were measured together, by precision."""
+    """Return the newest recorded steps of a model of `throughput.MODELS7` in which all options were measured together, by precision."""
     preset, micro_batch, flags = throughput.MODELS7[model]
     return throughput.together(f"{preset} {flags}".strip(), micro_batch, tuple(NAMES.values()))
 
 
 def figure4(task: Task) -> Iterator[Finding]:
-    """Peak memory saved against option D: of 125M in training, and of the paper's larger models in measured whole steps."""
+    """Report peak memory saved against option D: 125M in training, and the paper's larger models in measured whole steps."""
     found = [{name: row_of(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
     for rows in found:
         base = rows[NAMES["d"]]
@@ -190,17 +193,17 @@ ENTRIES = (
     Entry(
         name="collage-table5",
         title="Collage, Table 5",
-        claim="With beta2 0.95 light and plus reach option D, and A does not.",
+        claim="At beta2 0.95 light and plus match option D, and A does not.",
         run=table5,
         sizes={"kept": KEPT},
         headline="a, 125M: validation perplexity over D's",
-        reason="Measured were GPT-125M and one seed of D; 1.3B to 7B need days of a GPU, and OpenLLaMA was not trained.",
+        reason="Only GPT-125M and one seed of D were measured; 1.3B to 7B need days of a GPU, and OpenLLaMA was not trained.",
         same_loss=tuple(("d, 125M: validation loss", f"{variant}, 125M: validation loss") for variant in ("light", "plus")),
     ),
     Entry(
         name="collage-table6",
         title="Collage, Table 6",
-        claim="With beta2 0.999 A falls far behind, light a little, plus hardly.",
+        claim="At beta2 0.999 A ends at a much higher loss, light at a slightly higher one, plus at almost the same.",
         run=table6,
         sizes={"toy": Needs(), "small": Needs(minutes=10, text=True), "full": Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))},
         pieces=lambda size: [f"beta2 {beta2}{batch}" for batch in ("", TWICE) for beta2 in (0.999, 0.99, 0.95)],
@@ -209,22 +212,23 @@ ENTRIES = (
     Entry(
         name="collage-figure3",
         title="Collage, Figures 2 and 3",
-        claim="A loses most updates, light and plus hardly any; EDQ orders A, light, plus, D. Weights are 900 times their update.",
+        claim="A loses most updates, light and plus almost none; EDQ rises from A over light and plus to D. Weights are 900 times their "
+        "update.",
         run=figures,
         sizes={"toy": Needs(), "small": Needs(minutes=10, text=True)},
         pieces=lambda size: [f"option {variant}" for variant in ("a", "light", "kahan", "plus", "d")],
         headline="a, lost arithmetic, mean",
-        reason="The paper trains BERT; here it is a GPT on bytes.",
+        reason="The paper trains BERT; ours is a GPT on bytes.",
     ),
     Entry(
         name="collage-table7",
         title="Collage, Table 7",
-        claim="Plus is 1.67 times as fast as option D at 1.3B, and more above.",
+        claim="Plus is 1.67 times as fast as option D at 1.3B, and gains more on larger models.",
         run=table7,
         sizes={"kept": Needs(files=(PRECISIONS, throughput.STEP)), "full": Needs(gpus=1, gib=139, minutes=8, files=(PRECISIONS,))},
         pieces=lambda size: [WHOLE, *throughput.MODELS7],
-        reason="One H200 without tensor parallelism. The four options of a model were measured on one tree, the models on different ones: "
-        "125M and 2.7B before the layers of all options became faster.",
+        reason="One H200 without tensor parallelism. The four options of a model were measured at one commit, the models at different "
+        "ones: 125M and 2.7B before the layers of all options became faster.",
         headline="1.3b, collage-plus: speed over D's",
     ),
     Entry(
@@ -234,7 +238,7 @@ ENTRIES = (
         run=figure4,
         sizes={"kept": Needs(files=(PRECISIONS, throughput.STEP))},
         headline="plus: saved against D, mean of the models",
-        reason="OpenLLaMA-7B, where the paper's options save most, was not run. The four options of a model were measured on one tree, the "
-        "models on different ones.",
+        reason="OpenLLaMA-7B, where the options save most in the paper, was not run. The four options of a model were measured at one "
+        "commit, the models at different ones.",
     ),
 )

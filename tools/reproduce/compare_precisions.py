@@ -1,4 +1,4 @@
-"""Every precision on one model, one text and one seed: final validation loss, speed and memory in one table, and the curves.
+"""Compare all precisions on one model, text and seed: final validation loss, speed and memory in one table, and the curves.
 
     python tools/reproduce/compare_precisions.py --data data/enwik8 --out runs/precisions
     ... --precisions bf16 collage-plus O2+blockwise 'O2 --master-format bf16' --seeds bf16=3 --at-once 3 --flags "--adam-beta2 0.999"
@@ -12,10 +12,10 @@ the first seed of each precision, then the second. --no-speed skips the short ru
 
     ... --precisions bf16 O2 --seeds bf16=8 O2=8 --steps 1000 --flags "--min-lr 0" --at-once 4 --no-speed
 
-With --minutes the work may be spread over several sessions on a machine: give the same --out again. Nothing is started in less time than
-the last run of as many steps took; what still runs at the end is stopped, and run anew next time.
+With --minutes the work may be spread over several sessions on a machine: give the same --out again. No run starts if less time is left than
+the last run of as many steps took; a run that is unfinished at the end is stopped, and restarted next time.
 
-Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) to --out, of the runs that are complete, and names the others.
+Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) of the complete runs to --out, and lists the others.
 """
 
 import argparse
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
-BASE = "bf16"  # which the others are compared with
+BASE = "bf16"  # the baseline of the comparisons
 LR_WARM_UP = 150
-SMOOTHED = 20  # logged losses, each of one batch
-STYLES = {"fp": "dashdot", "bf16": "dotted", "collage": "dashed"}  # by how a name begins; the FP8 precisions are solid lines
+SMOOTHED = 20  # logged losses per point of the curves, each of one batch
+STYLES = {"fp": "dashdot", "bf16": "dotted", "collage": "dashed"}  # by prefix of the name; the FP8 precisions are solid lines
 SHAPE = "--preset 125m --micro-batch-size 4 --global-batch-size 4"
 COURSE = "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --fp8-min-gain 0 --log-interval 10 --eval-iters 40"
 COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", "half_width", "tokens_s", "peak_gib", "state_bytes_param")
@@ -61,7 +61,7 @@ COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training: of which precision and flags, with which seed, for how many steps, and into which folder of --out."""
+    """One training run: precision with flags, seed, steps, and its folder in --out."""
 
     precision: str
     seed: int
@@ -71,11 +71,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The time there is.
+    """Time limits of this call.
 
     Attributes:
-        end: the reading of `time.monotonic` at which what still runs is stopped.
-        took: seconds of the last training of so many steps.
+        end: value of `time.monotonic` at which running jobs are stopped.
+        took: seconds of the last run, by its number of steps.
     """
 
     end: float = math.inf
@@ -83,10 +83,10 @@ class Session:
 
 
 def seeds_of(texts: Sequence[str]) -> dict[str, int]:
-    """`PRECISION=N` flags -> how many seeds each precision gets.
+    """Parse `PRECISION=N` flags into the number of seeds per precision.
 
     Raises:
-        ValueError: for another form, an unknown precision or a number below 1.
+        ValueError: the form is wrong, the precision unknown, or the number below 1.
     """
     found = {}
     for text in texts:
@@ -99,33 +99,33 @@ def seeds_of(texts: Sequence[str]) -> dict[str, int]:
 
 
 def command(job: Job, options: argparse.Namespace) -> list[str]:
-    """What trains a job."""
+    """Return the command that trains a job."""
     data, out = Path(options.data), options.out / job.name
     text = f"--train-data-path {data}/train_text_document --valid-data-path {data}/valid_text_document"
     words = f"--tokenizer-type GPT2BPETokenizer --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
-    mine = f"{shlex.join(case_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
-    mine += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
-    flags = f"{SHAPE} {COURSE} {text} {words} {mine} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
+    course = f"{shlex.join(case_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
+    course += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
+    flags = f"{SHAPE} {COURSE} {text} {words} {course} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
     return [sys.executable, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
 
 
 def complete(job: Job, options: argparse.Namespace) -> bool:
-    """Whether a job was run to its end before: its last evaluation is there."""
+    """Return whether a job has already finished: its last evaluation is recorded."""
     try:
         run = read_run(job.name, options.out / job.name / "metrics.jsonl")
-    except ValueError:  # there is none, or it was stopped before its first line
+    except ValueError:  # no file, or the run was stopped before its first line
         return False
     return any(line["iteration"] == job.steps for line in run.valid)
 
 
 def cards() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES says to give a training one GPU: each that is visible here, or "" where there is none."""
+    """Return a value of CUDA_VISIBLE_DEVICES per visible GPU; "" if there is none."""
     named = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
     return named or [str(card) for card in range(torch.cuda.device_count())] or [""]
 
 
 def train(job: Job, options: argparse.Namespace, session: Session, card: str = "") -> None:
-    """Run a job on a card unless it is complete or the time is too short. What it prints goes to log.txt beside its metrics."""
+    """Run a job on a GPU unless it is complete or too little time is left. Its output goes to log.txt next to its metrics."""
     if complete(job, options):
         return
     start = time.monotonic()
@@ -134,7 +134,7 @@ def train(job: Job, options: argparse.Namespace, session: Session, card: str = "
         return
     folder = options.out / job.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of a run that was broken off
+    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of an interrupted run
     limit = None if math.isinf(session.end) else session.end - start
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         try:
@@ -151,7 +151,7 @@ def train(job: Job, options: argparse.Namespace, session: Session, card: str = "
 
 
 def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session, at_once: int) -> None:
-    """Run jobs in their order, `at_once` on each card; the next goes to the card that is free first."""
+    """Run jobs in order, `at_once` per GPU; the next goes to the first free GPU."""
     free: SimpleQueue[str] = SimpleQueue()
     for card in cards() * at_once:
         free.put(card)
@@ -168,7 +168,7 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session
 
 
 def against_base(runs: Mapping[int, Run], base: Mapping[int, Run]) -> PairedDifference | None:
-    """The last validation losses of runs against those of the baseline, by seed; None where the baseline lacks one of the seeds."""
+    """Compare the last validation losses with the baseline's, by seed; None if the baseline lacks one of the seeds."""
     if not runs.keys() <= base.keys():
         return None
     ours, theirs = ({seed: some[seed].valid[-1]["loss"] for seed in runs} for some in (runs, base))
@@ -176,10 +176,10 @@ def against_base(runs: Mapping[int, Run], base: Mapping[int, Run]) -> PairedDiff
 
 
 def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[int, Run], *, timed: bool = True) -> dict[str, Any]:
-    """A line of the table from a precision's runs by seed; `base`: those of bf16; `timed`: whether `speed` had the GPU to itself.
+    """Return a line of the table from a precision's runs by seed; `base`: BF16's runs; `timed`: whether `speed` had the GPU to itself.
 
-    Seeds differ by more than most precisions do, so that only runs of the same seeds are compared; the comparison stays empty where bf16
-    lacks one.
+    Seeds differ by more than most precisions do, so that only runs of the same seeds are compared; the comparison is empty if bf16 lacks
+    one.
     """
     losses = [run.valid[-1]["loss"] for run in runs.values()]
     mean = statistics.fmean(losses)
@@ -203,25 +203,25 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is missing, then write table and figure of what is complete; 1 where something is not."""
+    """Train what is missing, then write table and figure of the complete runs; return 1 if some are incomplete."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--data", default="data/enwik8", help="folder that megatron.lm.tools.prepare_text made")
+    parser.add_argument("--data", default="data/enwik8", help="folder that megatron.lm.tools.prepare_text wrote")
     parser.add_argument("--out", type=path, default=Path("runs/precisions"))
     parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_case, metavar="'PRECISION FLAGS'")
     parser.add_argument(
         "--seeds", nargs="*", default=["bf16=3", "O2=3"], metavar="PRECISION=N", help="more than one seed (default: %(default)s)"
     )
     parser.add_argument("--steps", type=count(4), default=STEPS)
-    parser.add_argument("--speed-steps", type=count(4), default=SPEED_STEPS, help="of the short runs beside --at-once")
-    parser.add_argument("--no-speed", action="store_true", help="no short runs beside --at-once: the table has no speed then")
+    parser.add_argument("--speed-steps", type=count(4), default=SPEED_STEPS, help="steps of the short runs with --at-once")
+    parser.add_argument("--no-speed", action="store_true", help="no short runs with --at-once: leave the speed empty")
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, with what is complete (default: no limit)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many minutes (default: no limit)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     seeds = seeds_of(options.seeds)
     if not options.minutes > 0:
-        parser.error(f"--minutes {options.minutes:g}: give a number above 0, or leave it out for no limit")
+        parser.error(f"--minutes {options.minutes:g}: give a number above 0, or omit it for no limit")
     session = Session(end=time.monotonic() + 60 * options.minutes)
     jobs = {p: [job_of(p, number, options.steps) for number in range(seeds.get(p, 1))] for p in options.precisions}
     alone = alone_of(jobs, options)
@@ -240,24 +240,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def job_of(precision: str, number: int | str, steps: int) -> Job:
-    """A numbered training with a seed that follows from the number, or the one that runs alone, with the first seed."""
+    """Return a numbered run, whose seed follows from the number, or the run that has the GPU to itself, with the first seed."""
     seed = FIRST_SEED + number if isinstance(number, int) else FIRST_SEED
     return Job(precision=precision, seed=seed, steps=steps, name=f"{folder_of(precision)}_{number}")
 
 
 def alone_of(jobs: Mapping[str, Sequence[Job]], options: argparse.Namespace) -> dict[str, Job]:
-    """Of each precision the training that has the GPU for itself, whose speed is told: a short one where the others share it."""
+    """Return, by precision, the run that has the GPU to itself, whose speed is reported: a short one if the others share the GPU."""
     short = options.at_once > 1 and not options.no_speed
     return {p: job_of(p, "alone", options.speed_steps) if short else found[0] for p, found in jobs.items()}
 
 
 def folder_of(precision: str) -> str:
-    """A precision, with its flags, as it begins the name of a run's folder."""
+    """Return the prefix of a run's folder for a precision with its flags."""
     return re.sub(r"[\s-]+", "-", precision)
 
 
 def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: argparse.Namespace) -> None:
-    """precisions.csv, curves.csv, loss.png, and the table on stdout."""
+    """Write precisions.csv, curves.csv and loss.png, and print the table."""
 
     def read(job: Job) -> Run:
         return read_run(job.name, options.out / job.name / "metrics.jsonl")
@@ -282,31 +282,31 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     try:
         figure(runs).savefig(options.out / "loss.png")
     except ImportError:
-        print("no loss.png: pip install matplotlib")
+        print("loss.png is not drawn: pip install matplotlib")
 
 
 def figure(runs: Mapping[str, Mapping[int, Run]]) -> "Figure":
-    """Left the training loss of each precision's first seed from BF16's of that seed (or the first precision's), right the last validation
-    loss of every seed."""
+    """Plot, on the left, the training loss of each precision's first seed relative to BF16's (or the first precision's) at that seed; on
+    the right, the last validation loss of every seed."""
     from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
 
     drawn = Figure(figsize=(11, 5.2), dpi=110, layout="constrained")
     left, right = drawn.subplots(1, 2, width_ratios=(3, 2))
     base = runs.get("bf16", next(iter(runs.values())))
     families: dict[str, int] = {}
-    for place, (precision, found) in enumerate(runs.items()):
+    for position, (precision, found) in enumerate(runs.items()):
         style = next((style for start, style in STYLES.items() if precision.startswith(start)), "solid")
         color = COLORS[families.setdefault(style, 0) % len(COLORS)]
         families[style] += 1
         seed, run = next(iter(found.items()))
         iterations, relative = differences(base.get(seed, next(iter(base.values()))), run, SMOOTHED)
-        left.plot(iterations, [100 * each for each in relative], color=color, linestyle=style, linewidth=1.6, label=precision)
-        right.plot([run.valid[-1]["loss"] for run in found.values()], [place] * len(found), "o", color=color, alpha=0.8)
+        left.plot(iterations, [100 * difference for difference in relative], color=color, linestyle=style, linewidth=1.6, label=precision)
+        right.plot([run.valid[-1]["loss"] for run in found.values()], [position] * len(found), "o", color=color, alpha=0.8)
     left.set(xlabel="iteration", ylabel=f"training loss from {next(iter(base.values())).name} (%), smoothed over {SMOOTHED} lines")
     left.legend(frameon=False, ncols=2, fontsize=9)
     right.set_yticks(range(len(runs)), list(runs))
     right.invert_yaxis()
-    right.set_xlabel("last validation loss of each seed (nats a token)")
+    right.set_xlabel("last validation loss of each seed (nats per token)")
     for axis in (left, right):
         plain(axis)
     return drawn

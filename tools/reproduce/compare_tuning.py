@@ -1,15 +1,15 @@
-"""Fine-tuning and DPO of one chat model at several precisions: held-out loss of the trained layers, and of the BF16 export.
+"""Fine-tune one chat model, with SFT and DPO, at several precisions: held-out loss of the trained layers, and of the BF16 export.
 
     python tools/reproduce/compare_tuning.py --load smollm2 --sft alpaca_en_demo.json --dpo dpo_en_demo.json --out runs/tuning \
         --cases O0 O2 'O2 --moment-rounding stochastic' --seeds 3 --at-once 4
 
 A run is one `examples/sft/train.py` (learning rate 1e-5) or one `examples/rlhf/dpo.py` (5e-6) with the flags of a case. FP8 layers move the
-loss before the first step, because they cast every operand. That hides what the optimizer did, so each run is judged twice on the rows that
-were held out: `own` by the layers that were trained, and `bf16` by the exported weights in plain BF16 layers. DPO compares with the
+loss before the first step, because they cast every operand. That hides what the optimizer did, so each run is evaluated twice on the
+held-out rows: `own` with the layers that were trained, and `bf16` with the exported weights in plain BF16 layers. DPO compares with the
 reference model in the same layers. The row `start` is the model before any training.
 
 Every visible GPU is used; --at-once runs share one. Each run writes result.json to its folder in --out and is not repeated once that file
-exists, so that the same command continues after --minutes. Models and checkpoints are removed after the judgement. tuning.csv has one row
+exists, so that the same command continues after --minutes. Models and checkpoints are removed after the evaluation. tuning.csv has one row
 per run (`COLUMNS`).
 """
 
@@ -63,12 +63,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of the run's folder."""
+        """Name of the run's folder."""
         return f"{self.task}_{folder_of(self.case)}_{self.seed}"
 
 
 def case(text: str) -> str:
-    """Return `text`, a recipe with flags of the examples, where it is one; an argparse type.
+    """Return `text` if it is a recipe with flags of the examples; an argparse type.
 
     Raises:
         argparse.ArgumentTypeError: the text is empty or begins with a flag.
@@ -88,7 +88,7 @@ def words_of(job: Job, options: argparse.Namespace) -> list[str]:
 
 
 def perform(job: Job, options: argparse.Namespace) -> None:
-    """Train, judge the trained layers and the BF16 export, and write result.json.
+    """Train, evaluate the trained layers and the BF16 export, and write result.json.
 
     Raises:
         RuntimeError: the training fails.
@@ -110,7 +110,7 @@ def perform(job: Job, options: argparse.Namespace) -> None:
 
 
 def judge(task: str, script: Any, words: Sequence[str], folder: Path) -> dict[str, float | None]:
-    """Return held-out `loss` and, of DPO, `accuracy` of the model in a folder, in BF16 layers of transformers."""
+    """Return the held-out `loss` and, for DPO, `accuracy` of the model in a folder, in BF16 layers of transformers."""
     args = script.parse(words)
     tokenizer = models.load_tokenizer(args.load)
     chat.use_template(tokenizer, args.chat_template)
@@ -124,12 +124,12 @@ def judge(task: str, script: Any, words: Sequence[str], folder: Path) -> dict[st
 
 
 def complete(job: Job, options: argparse.Namespace) -> bool:
-    """Whether a job's result is there."""
+    """Return whether a job's result exists."""
     return (options.out / job.name / "result.json").is_file()
 
 
 def run_all(jobs: Sequence[Job], options: argparse.Namespace, argv: Sequence[str], end: float) -> None:
-    """Run each job in a process of its own, `--at-once` on each GPU, until `end`, a reading of `time.monotonic`."""
+    """Run each job in its own process, `--at-once` per GPU, until `end`, a value of `time.monotonic`."""
     free: SimpleQueue[str] = SimpleQueue()
     for card in cards() * options.at_once:
         free.put(card)
@@ -140,7 +140,7 @@ def run_all(jobs: Sequence[Job], options: argparse.Namespace, argv: Sequence[str
             if complete(job, options) or time.monotonic() >= end:
                 return
             folder = options.out / job.name
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run
             folder.mkdir(parents=True)
             command = [sys.executable, "-m", "tools.reproduce.compare_tuning", *argv, "--only", job.task, job.case, str(job.seed)]
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
@@ -171,36 +171,36 @@ def write(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         writer.writerows(where | {key: "" if result[key] is None else result[key] for key in COLUMNS} for result in results)
     print("| task | case | seeds | " + " | ".join(MEASURES) + " |", "|" + " --- |" * (3 + len(MEASURES)), sep="\n")
     for task, name in dict.fromkeys((result["task"], result["case"]) for result in results):
-        mine = [result for result in results if (result["task"], result["case"]) == (task, name)]
-        means = ["" if mine[0][key] is None else f"{statistics.fmean(result[key] for result in mine):.4f}" for key in MEASURES]
-        print(f"| {task} | {name} | {len(mine)} | " + " | ".join(means) + " |")
+        group = [result for result in results if (result["task"], result["case"]) == (task, name)]
+        means = ["" if group[0][key] is None else f"{statistics.fmean(result[key] for result in group):.4f}" for key in MEASURES]
+        print(f"| {task} | {name} | {len(group)} | " + " | ".join(means) + " |")
 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing, then write the table of what is complete; 1 where something is not."""
+    """Run what is missing, then write the table of the complete runs; return 1 if some are incomplete."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--load", required=True, type=path, help="chat model, a folder as save_pretrained writes it")
-    parser.add_argument("--sft", type=path, help="conversations; without them there is no fine-tuning")
-    parser.add_argument("--dpo", type=path, help="preferences; without them there is no DPO")
+    parser.add_argument("--load", required=True, type=path, help="chat model, a folder written by save_pretrained")
+    parser.add_argument("--sft", type=path, help="conversations; without them no fine-tuning")
+    parser.add_argument("--dpo", type=path, help="preferences; without them no DPO")
     parser.add_argument("--out", type=path, default=Path("runs/tuning"))
     parser.add_argument("--cases", nargs="+", type=case, default=["O0", "O2", "O3"], metavar="'RECIPE FLAGS'")
-    parser.add_argument("--seeds", type=count(1), default=3, help="of every case (default: %(default)s)")
+    parser.add_argument("--seeds", type=count(1), default=3, help="seeds per case (default: %(default)s)")
     parser.add_argument("--at-once", type=count(1), default=1, help="runs that share a GPU (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after these, with what is complete (default: no limit)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many minutes (default: no limit)")
     parser.add_argument("--sft-flags", default="", help="more flags of examples/sft/train.py, for every run")
     parser.add_argument("--dpo-flags", default="", help="more flags of examples/rlhf/dpo.py, for every run")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
-    parser.add_argument("--only", nargs=3, metavar=("TASK", "CASE", "SEED"), help="one run in this process, which other runs start")
+    parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
+    parser.add_argument("--only", nargs=3, metavar=("TASK", "CASE", "SEED"), help="internal: perform one run in this process")
     options = parser.parse_args(argv)
-    for name in ("load", "sft", "dpo", "out"):  # the runs start in the root of the tree
+    for name in ("load", "sft", "dpo", "out"):  # the runs start in the root of the repository
         if (given := getattr(options, name)) is not None:
             setattr(options, name, given.resolve())
     tasks = [task for task in SCRIPTS if getattr(options, task) is not None]
     if not tasks:
         parser.error("neither --sft nor --dpo is given: name the data of at least one")
     if not options.minutes > 0:
-        parser.error(f"--minutes {options.minutes:g}: give a number above 0, or leave it out for no limit")
+        parser.error(f"--minutes {options.minutes:g}: give a number above 0, or omit it for no limit")
     if options.only:
         task, name, seed = options.only
         perform(Job(task=task, case=name, seed=int(seed)), options)

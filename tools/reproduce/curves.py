@@ -1,4 +1,4 @@
-"""FP8-LM's curves of loss: Table 6 with Figure 8, formats of the optimizer against BF16, and Figure 4, the levels against BF16."""
+"""Reproduce FP8-LM's loss curves: Table 6 with Figure 8 (optimizer formats against BF16) and Figure 4 (levels against BF16)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,7 +9,7 @@ from tools.reproduce.compare_precisions import FIRST_SEED
 from tools.reproduce.entry import Entry, Finding, Needs, Task
 from tools.reproduce.trainings import ENWIK8, byte_data, trained
 
-# FP8-LM Table 6. Ours: the level with its four formats, of which the rows change one.
+# FP8-LM Table 6. Ours: the level with its four formats; each row changes one.
 TABLE6 = {
     "#0": "fp32",
     "#1": "bf16",
@@ -24,24 +24,24 @@ COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
     "small": (1, 300, "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 20"),
     "full": (3, 2000, ""),
 }
-MODELS4 = {"125M": f"{REPRODUCE}/precisions", "1.3B": losses.LARGE}  # model -> the folder that `compare_precisions.py` left of it
+MODELS4 = {"125M": f"{REPRODUCE}/precisions", "1.3B": losses.LARGE}  # model -> folder that `compare_precisions.py` wrote
 LEVELS4 = ("O1", "O2", "O3")
 ONE_RANK = (
-    "Every training had one data-parallel rank and one micro-batch per step: gradients were cast to FP8 and never summed in FP8. The loss "
+    "Every run had one data-parallel rank and one micro-batch per step: gradients were cast to FP8 and never summed in FP8. The loss "
     "with the FP8 all-reduce, with mu, with ZeRO, with tensor parallelism or with several micro-batches was not measured."
 )
 
 
 def table6_pieces(size: str) -> Sequence[str]:
-    """A training of each row and seed; the first seed of all rows comes first. FP32 has one seed at full size: that on file."""
+    """Return one piece per row and seed, the first seed of all rows first. FP32 has one seed at full size, the recorded one."""
     seeds = range(1234, 1234 + COURSES[size][0])
     return [f"{row} seed {seed}" for seed in seeds for row in TABLE6 if row != "#0" or seed == seeds[0]]
 
 
 def table6(task: Task) -> Iterator[Finding]:
-    """The curve and the last validation loss of one row and seed."""
+    """Yield the curve and the last validation loss of one row and seed."""
     name, _, seed = task.piece.split()
-    if task.size == "full" and name == "#0":  # the same course stands among all precisions: FP32 takes longer than all other rows
+    if task.size == "full" and name == "#0":  # recorded in the comparison of all precisions: FP32 takes longer than all other rows
         row = losses.row_of(TABLE6[name])
         yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats a token", seed=int(seed), where=row)
         return
@@ -54,12 +54,13 @@ def table6(task: Task) -> Iterator[Finding]:
 
 
 def figure4(task: Task) -> Iterator[Finding]:
-    """O0 against the levels of each model on file: the last validation losses of the same seeds, and the training losses of the first."""
+    """Compare O0 with the levels of each recorded model: last validation losses at the same seeds, and training losses of the first
+    seed."""
     for model, folder in MODELS4.items():
         precisions, curves = losses.files(folder)
         rows = losses.by_precision(precisions)
         final = losses.final_losses(precisions, curves)
-        for level in (losses.BASE, *(each for each in LEVELS4 if each in rows)):
+        for level in (losses.BASE, *(level for level in LEVELS4 if level in rows)):
             for seed, loss in final[level].items():
                 yield Finding(f"{level} at {model}: validation loss", loss, unit="nats per token", seed=seed, where=rows[level])
             if level != losses.BASE:
@@ -71,7 +72,7 @@ def figure4(task: Task) -> Iterator[Finding]:
         base = rows[losses.BASE]
         seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
         yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
-        if folder == losses.LARGE:  # 125M's curves stand among those of all precisions
+        if folder == losses.LARGE:  # 125M's curves are in the comparison of all precisions
             for row in (row for row in read(curves) if row["kind"] == "train" and row["run"].endswith("_0")):
                 level = row["run"].removesuffix("_0")
                 told = f"{level}, {model}, training loss by tokens"
@@ -83,11 +84,11 @@ ENTRIES = (
     Entry(
         name="fp8lm-table6",
         title="FP8-LM, Table 6 and Figure 8",
-        claim="The master weight needs 16 bits and the second moment FP16: #2a follows #0 and #1, and #4 diverges.",
+        claim="The master weight needs 16 bits and the second moment FP16: #2a matches #0 and #1, and #4 diverges.",
         run=table6,
         sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20, text=True), "full": GPU},
         pieces=table6_pieces,
-        reason=f"#0, FP32, has one seed, of an earlier tree: it takes longer than all others together. {ONE_RANK}",
+        reason=f"#0, FP32, has one seed, from an earlier commit: it takes longer than all others together. {ONE_RANK}",
         headline="#4, validation loss",
         same_loss=(("#1, validation loss", "#2a, validation loss"),),
         apart=True,
@@ -96,11 +97,11 @@ ENTRIES = (
     Entry(
         name="fp8lm-figure4",
         title="FP8-LM, Figure 4",
-        claim="The training loss in FP8 is that of BF16, from 7B to 175B.",
+        claim="The training loss in FP8 matches BF16's, from 7B to 175B.",
         run=figure4,
         sizes={"kept": Needs(files=tuple(file for folder in MODELS4.values() for file in losses.files(folder)))},
         headline="O3, 1.3B: validation loss above BF16's, mean of the seeds",
-        reason=f"Measured were GPT-125M and 300 steps of GPT-1.3B; 7B and more need a cluster. {ONE_RANK}",
+        reason=f"Only GPT-125M and 300 steps of GPT-1.3B were measured; 7B and more need a cluster. {ONE_RANK}",
         same_loss=tuple(
             (f"bf16 at {model}: validation loss", f"{level} at {model}: validation loss")
             for model, level in (*(("125M", level) for level in LEVELS4), ("1.3B", "O3"))

@@ -1,4 +1,4 @@
-"""What a reproduced table or figure is: a row of the registry, and a function that gives its findings."""
+"""Types of a reproduced table or figure: an entry of the registry, what it needs, and the findings that its function returns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,22 +8,23 @@ import torch
 
 from tools.bench.rows import ROOT
 
-NOT_MEASURED = "not measured"  # ours, next to a number of the paper's that no run here can be compared with
-WHOLE = "whole"  # the piece of an entry that is not cut
+NOT_MEASURED = "not measured"  # `ours` next to a number of the paper that no run here can be compared with
+WHOLE = "whole"  # the piece of an entry that is not divided
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One number or word that was found.
+    """One result, a number or a word.
 
     Attributes:
         quantity: what it is. With `x` it names a curve.
-        ours: what was found here.
-        paper: what the paper says; None where it says nothing of this quantity.
-        unit: of both.
-        x: where it lies on the curve; None: it is a line of the table.
-        seed: of the training behind it.
-        where: columns of the row that this was taken from (date, commit, gpu, driver, torch); empty: it was measured now and here.
+        ours: our result.
+        paper: the paper's value; None if it gives none.
+        unit: unit of both.
+        x: position on the curve; None for a line of the table.
+        seed: seed of the training run.
+        where: columns of the result that this was taken from (date, commit, gpu, driver, torch); empty if it was measured now, on this
+            machine.
     """
 
     quantity: str
@@ -37,15 +38,16 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a size of an entry takes.
+    """What a size of an entry requires.
 
     Attributes:
-        gpus: on one host; 0: none.
-        gib: of memory on each of them.
-        minutes: about, of the whole entry.
-        files: folders or files, from the root of the checkout, that have to be there.
-        maker: what makes them.
-        text: it trains on the text of --text, and its measurements are published: the default text must be one that later trees have too.
+        gpus: number of GPUs on one host; 0 for a CPU.
+        gib: memory of each GPU.
+        minutes: approximate time of the whole entry.
+        files: required folders or files, relative to the root of the checkout.
+        maker: what creates them.
+        text: it trains on the text of --text and its results are published, so that the default text must be one that later trees contain
+            too.
     """
 
     gpus: int = 0
@@ -56,11 +58,13 @@ class Needs:
     text: bool = False
 
     def lacking(self, root: Path = ROOT) -> str:
-        """What this machine has not; empty where it has all."""
+        """Return what this machine lacks; an empty string if it lacks nothing."""
         have = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if have < self.gpus:
-            return f"{self.gpus} GPU(s), and {have} are here"
-        if self.gpus and torch.cuda.get_device_properties(0).total_memory < self.gib * 2**30 * 0.95:  # what a card of so many GiB shows
+            return f"{self.gpus} GPU(s); this machine has {have}"
+        if (
+            self.gpus and torch.cuda.get_device_properties(0).total_memory < self.gib * 2**30 * 0.95
+        ):  # a card reports a little less than its nominal memory
             return f"GPUs of {self.gib} GiB"
         missing = [name for name in self.files if not (root / name).exists()]
         return f"{', '.join(missing)} ({self.maker})" if missing else ""
@@ -73,14 +77,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of an entry to be run.
+    """One piece of an entry, to be run.
 
     Attributes:
         size: a key of the entry's `sizes`.
         piece: one of its `pieces(size)`.
-        text: file that small trainings read, byte by byte; UTF-8.
-        folder: for files that take long to make, kept from piece to piece and from call to call.
-        commit: hash to record where the tree is not a git checkout.
+        text: UTF-8 file that small trainings read, byte by byte.
+        folder: cache for files that take long to create, kept between pieces and calls.
+        commit: hash to record if the tree is not a git checkout.
     """
 
     size: str
@@ -91,7 +95,7 @@ class Task:
 
 
 def one_piece(size: str) -> Sequence[str]:
-    """The pieces of an entry that is not cut."""
+    """Return the pieces of an entry that is not divided."""
     return (WHOLE,)
 
 
@@ -100,17 +104,17 @@ class Entry:
     """A table or figure of a paper.
 
     Attributes:
-        name: on the command line, of its CSV and of its page.
-        title: the paper, and which table or figure.
-        claim: what the paper says with it, in a sentence.
-        run: gives the findings of a piece.
-        sizes: from the smallest to the largest, with what each needs; `toy`, where there is one, takes seconds on a CPU.
-        pieces: of a size, each of which is kept as soon as it is there.
-        headline: the quantity that stands for all in the overview.
+        name: its name on the command line, and of its CSV and page.
+        title: the paper, and the table or figure.
+        claim: what the paper concludes from it, in a sentence.
+        run: function that returns the findings of a piece.
+        sizes: from the smallest to the largest, with what each requires; `toy`, if defined, takes seconds on a CPU.
+        pieces: function that returns the pieces of a size; the results of each are written when it ends.
+        headline: the quantity shown in the overview.
         reason: why there is no result at a larger size.
-        apart: every piece is a process of its own, and what else runs does not change its figures.
+        apart: every piece runs in its own process, and other work on the machine does not change its results.
         slow: `toy` takes too long for the default tests.
-        same_loss: pairs of quantities, (baseline, other), of which the claim says that their losses are equal; compared by seed. Where the
+        same_loss: pairs of quantities, (baseline, other), whose losses are equal according to the claim; compared by seed. If the
             95 % interval is wider than `megatron.lm.evaluation.paired_difference.EFFECT`, the verdict cannot be "holds".
     """
 
@@ -128,13 +132,13 @@ class Entry:
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            raise ValueError(f"{self.name} has no size: give one, with what it needs")
+            raise ValueError(f"{self.name} has no size: define one, with what it requires")
 
     def largest(self) -> str:
-        """The largest size that this machine can take.
+        """Return the largest size that fits this machine.
 
         Raises:
-            ValueError: it can take none.
+            ValueError: none fits.
         """
         for size, needs in reversed(list(self.sizes.items())):
             if not needs.lacking():

@@ -1,4 +1,4 @@
-"""What follows from definitions alone: FP8-LM Tables 1, 9 and 10, Collage Tables 1 and 2."""
+"""Reproduce what follows from definitions alone: FP8-LM Tables 1, 9 and 10, Collage Tables 1 and 2."""
 
 from collections.abc import Iterator
 
@@ -53,7 +53,7 @@ COLLAGE2 = {"a": 8, "light": 10, "plus": 12, "d": 16}
 
 
 def table1(task: Task) -> Iterator[Finding]:
-    """The presets beside the paper's table."""
+    """Compare the presets with the paper's table."""
     wrong = 0
     for name, paper in TABLE1.items():
         size = PRESETS[name]
@@ -61,17 +61,18 @@ def table1(task: Task) -> Iterator[Finding]:
         keys = ("hidden_size", "num_attention_heads", "num_layers", "tensor_model_parallel_size", "pipeline_model_parallel_size", "lr")
         ours = (*(size[key] for key in keys), round(tokens / 2**20, 3), round(size["train_iters"] * tokens / 1e9, 1))
         labels = ("width", "heads", "layers", "TP", "PP", "learning rate", "batch, M tokens", "training, B tokens")
-        for label, mine, theirs in zip(labels, ours, paper, strict=True):
-            wrong += mine != theirs
-            yield Finding(f"{name}: {label}", float(mine), float(theirs))
+        for label, value, theirs in zip(labels, ours, paper, strict=True):
+            wrong += value != theirs
+            yield Finding(f"{name}: {label}", float(value), float(theirs))
     yield Finding("settings that differ", float(wrong), 0.0)
 
 
 def positive_codes(fmt: formats.Format) -> list[tuple[bool, float]]:
-    """Every positive finite number of a format of 8 or 16 bits in order, from its codes; of FP32 those beside the ends of its ranges.
+    """Return the positive finite numbers of a format in order, from their codes: all for 8 and 16 bits, those at the ends of the ranges for
+    FP32.
 
     Returns:
-        (normal, value) of each.
+        (normal, value) per number.
     """
     bits = 8 * fmt.dtype.itemsize
     integer = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits]
@@ -86,10 +87,10 @@ def positive_codes(fmt: formats.Format) -> list[tuple[bool, float]]:
 
 
 def range_and_error(fmt: formats.Format) -> tuple[float, ...]:
-    """The columns of Table 9: ends of the ranges, and there the gap to the neighbour, relative to the larger of the two at the smallest
-    number of a range and to the smaller at the largest."""
-    found = positive_codes(fmt)
-    normal, subnormal = ([value for is_normal, value in found if is_normal == kind] for kind in (True, False))
+    """Return the columns of Table 9: the ends of the ranges, and the gap to the neighbour there, relative to the larger of the two at the
+    smallest number of a range and to the smaller at the largest."""
+    codes = positive_codes(fmt)
+    normal, subnormal = ([value for is_normal, value in codes if is_normal == kind] for kind in (True, False))
 
     def at_start(values: list[float]) -> float:
         return (values[1] - values[0]) / values[1]
@@ -101,7 +102,7 @@ def range_and_error(fmt: formats.Format) -> tuple[float, ...]:
 
 
 def table9(task: Task) -> Iterator[Finding]:
-    """Ranges and errors of the formats by walking their codes."""
+    """Compute ranges and errors of the formats from their codes."""
     worst = 0.0
     for fmt in formats.ALL:
         for label, ours, paper in zip(COLUMNS9, range_and_error(fmt), TABLE9[fmt.name], strict=True):
@@ -111,7 +112,7 @@ def table9(task: Task) -> Iterator[Finding]:
 
 
 def table10(task: Task) -> Iterator[Finding]:
-    """The mixture as weights of a blend."""
+    """Compare the mixture with its normalized weights."""
     total = sum(TABLE10.values())
     yield Finding("sum of the sampling proportions", total, 100.0, "%")
     for name, share in TABLE10.items():
@@ -119,30 +120,30 @@ def table10(task: Task) -> Iterator[Finding]:
 
 
 def blend() -> list[str]:
-    """The mixture for `--data-path`: weights that add up to 1, and the prefix of each part."""
+    """Return the mixture for `--data-path`: weights that sum to 1, and the prefix of each part."""
     total = sum(TABLE10.values())
     return [word for name, share in TABLE10.items() for word in (f"{share / total:.6f}", f"data/{name.lower().replace(' ', '-')}")]
 
 
 def collage_table1(task: Task) -> Iterator[Finding]:
-    """beta2 as a pair of BF16."""
+    """Represent beta2 as a pair of BF16 numbers."""
     for beta2, paper in COLLAGE1.items():
-        for place, ours, theirs in zip(("first", "second"), mcf.expansion(beta2), paper, strict=True):
-            yield Finding(f"beta2 {beta2}, {place} component", float(ours), float(theirs))
+        for position, ours, theirs in zip(("first", "second"), mcf.expansion(beta2), paper, strict=True):
+            yield Finding(f"beta2 {beta2}, {position} component", float(ours), float(theirs))
     far = max(abs(sum(float(x) for x in mcf.expansion(beta2)) / beta2 - 1) for beta2 in COLLAGE1)
     yield Finding("largest relative error of a pair", far)
 
 
 def collage_table2(task: Task) -> Iterator[Finding]:
-    """Bytes a parameter, counted in the states of an optimizer that has made a step."""
+    """Count the bytes per parameter of weight, gradient and optimizer states after a step."""
     for variant, paper in COLLAGE2.items():
         weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         weight.grad = torch.ones_like(weight)
         optimizer = collage_adamw([weight], variant=variant)
         optimizer.step()
         states: list[Tensor] = [x for x in optimizer.state[weight].values() if x.dim()]
-        held = sum(x.numel() * x.element_size() for x in (weight, weight.grad, *states))
-        yield Finding(f"option {variant}", held / weight.numel(), float(paper), "bytes a parameter")
+        total = sum(x.numel() * x.element_size() for x in (weight, weight.grad, *states))
+        yield Finding(f"option {variant}", total / weight.numel(), float(paper), "bytes per parameter")
     assert set(COLLAGE2) <= set(VARIANTS)
 
 
@@ -167,7 +168,7 @@ ENTRIES = (
     Entry(
         name="fp8lm-table10",
         title="FP8-LM, Table 10",
-        claim="The mixture of the pre-training data adds up to 100 %.",
+        claim="The proportions of the pre-training data sum to 100 %.",
         run=table10,
         sizes=SECONDS,
         headline="sum of the sampling proportions",
@@ -175,7 +176,7 @@ ENTRIES = (
     Entry(
         name="collage-table1",
         title="Collage, Table 1",
-        claim="A pair of BF16 holds each beta2.",
+        claim="A pair of BF16 numbers represents each beta2.",
         run=collage_table1,
         sizes=SECONDS,
         headline="beta2 0.99, first component",
@@ -183,7 +184,7 @@ ENTRIES = (
     Entry(
         name="collage-table2",
         title="Collage, Table 2",
-        claim="Bytes a parameter of the precision options.",
+        claim="Bytes per parameter of the precision options.",
         run=collage_table2,
         sizes=SECONDS,
         headline="option plus",

@@ -1,4 +1,4 @@
-"""FP8-LM Figures 7 and 9: gradients of a model that was trained a little, summed over ranks, and against FP8's range."""
+"""Reproduce FP8-LM Figures 7 and 9: gradients of a briefly trained model, summed over ranks, and relative to FP8's range."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ LOWEST, HIGHEST = -48, 16  # powers of two of the histogram
 
 
 def figure7(task: Task) -> Iterator[Finding]:
-    """SNR, underflow and overflow of each strategy, means over the blocks, by `tools/reproduce/fig7.py`."""
+    """Measure SNR, underflow and overflow of each strategy, means over the blocks, with `tools/reproduce/fig7.py`."""
     ranks, flags = SHAPES[task.size]
     if task.size == "full":
         data = f"--train-data-path {ENWIK8}/train_text_document --tokenizer-type GPT2BPETokenizer"
@@ -42,26 +42,26 @@ def figure7(task: Task) -> Iterator[Finding]:
     seed = int(found[0]["seed"])
     for dp in ranks.split():
         for strategy in PAPER:
-            mine = _chosen(found, dp, strategy)
+            blocks = _chosen(found, dp, strategy)
             for key, quantity, scale, unit in (
                 ("snr_db", "SNR", 1.0, "dB"),
                 ("underflow_local", "underflow, sent", 100.0, "%"),
                 ("overflow", "overflow, reduced", 100.0, "%"),
             ):
-                mean = scale * statistics.fmean(float(row[key]) for row in mine)
+                mean = scale * statistics.fmean(float(row[key]) for row in blocks)
                 yield Finding(f"DP {dp}, {strategy}: {quantity}", mean, unit=unit, seed=seed)
-            yield Finding(f"{strategy}, SNR (dB)", statistics.fmean(float(row["snr_db"]) for row in mine), x=float(dp), seed=seed)
+            yield Finding(f"{strategy}, SNR (dB)", statistics.fmean(float(row["snr_db"]) for row in blocks), x=float(dp), seed=seed)
     most = ranks.split()[-1]
     for order in ORDERS:
         strategies = [strategy for strategy in PAPER if _chosen(found, most, strategy, order)]
         last = {name: statistics.fmean(float(row["snr_db"]) for row in _chosen(found, most, name, order)) for name in strategies}
-        told = "" if order == CHAIN else f", added as {order}"
+        suffix = "" if order == CHAIN else f", added as {order}"
         for strategy, snr in last.items() if order != CHAIN else ():
-            yield Finding(f"DP {most}, {strategy}{told}: SNR", snr, unit="dB", seed=seed)
+            yield Finding(f"DP {most}, {strategy}{suffix}: SNR", snr, unit="dB", seed=seed)
         for rule in ("auto-paper", "auto-halve"):
             paper = "much better" if rule == "auto-paper" else None
             gain = last[rule] - max(last["pre"], last["post"])
-            yield Finding(f"{rule}{told}: SNR above the better of pre and post", gain, paper, "dB", seed=seed)
+            yield Finding(f"{rule}{suffix}: SNR above the better of pre and post", gain, paper, "dB", seed=seed)
 
 
 def _chosen(found: Sequence[Row], dp: str, strategy: str, order: str = CHAIN) -> list[Row]:
@@ -69,7 +69,7 @@ def _chosen(found: Sequence[Row], dp: str, strategy: str, order: str = CHAIN) ->
 
 
 def shares(values: Tensor, fmt: Format) -> dict[str, float]:
-    """Of the elements that are not zero, the share that is lost below a format, subnormal, normal, and above it."""
+    """Return the shares of non-zero elements that are lost below a format's range, subnormal, normal, and above the range."""
     size = values[values != 0].abs().double()
     edges = {"lost": size <= fmt.smallest / 2, "above": size > fmt.max}
     edges["subnormal"] = ~edges["lost"] & (size < fmt.tiny)
@@ -78,7 +78,7 @@ def shares(values: Tensor, fmt: Format) -> dict[str, float]:
 
 
 def figure9(task: Task) -> Iterator[Finding]:
-    """Gradients of all matrices, before scaling and scaled tensor by tensor, against E4M3."""
+    """Compare the gradients of all matrices, unscaled and scaled per tensor, with the range of E4M3."""
     loop = LOOPS[task.size]
     gradients = trained_gradients(loop, bytes_of(task.text))
     scaled = torch.cat([(g / float(ScalingTensor.quantize(g, E4M3).scale_inv)).flatten() for g in gradients])
@@ -93,12 +93,12 @@ def figure9(task: Task) -> Iterator[Finding]:
 
 
 def trained_gradients(loop: Loop, text: Tensor) -> list[Tensor]:
-    """Gradients of the matrices of a GPT on bytes after `loop.steps` steps of AdamW in FP32."""
+    """Return the gradients of the matrices of a GPT on bytes after `loop.steps` steps of AdamW in FP32."""
     torch.manual_seed(1234)
     model = Bytes(loop)
     optimizer = torch.optim.AdamW(model.parameters(), lr=loop.lr, betas=(0.9, 0.95))
     for tokens in pieces(text, loop, loop.steps + 1, 1234):
-        optimizer.step()  # of the gradients of the last piece; nothing in the first
+        optimizer.step()  # with the gradients of the previous piece; a no-op the first time
         optimizer.zero_grad()
         loss_of(model, dict(model.named_parameters()), tokens).backward()
     return [p.grad for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("layers") and p.grad is not None]
@@ -117,13 +117,13 @@ ENTRIES = (
         },
         headline="auto-paper: SNR above the better of pre and post",
         reason="The paper's model is a GPT-7B; ours is GPT-125M on simulated ranks. The paper does not say in which order NCCL added. At "
-        "125M only the chain in rank order was measured; the other orders were measured on a small GPT, in the overview's table.",
+        "125M only the chain in rank order was measured; the other orders were measured on a small GPT (the overview's table).",
         slow=True,
     ),
     Entry(
         name="fp8lm-figure9",
         title="FP8-LM, Figure 9",
-        claim="Gradients lie below FP8's range, and scaling brings them into it.",
+        claim="Gradients are below FP8's range, and scaling brings them into it.",
         run=figure9,
         sizes={"toy": Needs(), "small": Needs(minutes=3, text=True)},
         headline="before scaling: lost in E4M3",

@@ -1,6 +1,6 @@
-"""What follows from shapes: memory and volume of FP8-LM's Table 5, Figure 1, Tables 7 and 8; and the memory of Collage's Table 8.
+"""Reproduce what follows from shapes: memory and volume of FP8-LM's Tables 5, 7 and 8 and Figure 1, and the memory of Collage's Table 8.
 
-Tables 7 and 8 also have what was counted on several GPUs, by rows on file.
+Tables 7 and 8 also report measurements on several GPUs, from recorded results.
 """
 
 import re
@@ -15,7 +15,7 @@ from tools.reproduce import table7, table8, throughput
 from tools.reproduce.entry import NOT_MEASURED, WHOLE, Entry, Finding, Needs, Task, one_piece
 
 GIB = 2**30
-CARD = 80.0  # GiB of the paper's H100s, of which the dry run leaves 3 to CUDA and NCCL
+CARD = 80.0  # GiB of the paper's H100s; the dry run reserves 3 for CUDA and NCCL
 GRIDS = {"7b": 32, "13b": 32, "175b": 128}  # GPUs of Table 5: TP x PP x DP
 MEMORY5 = {
     ("7b", "BF16"): 69.6,
@@ -33,7 +33,7 @@ VOLUME5 = {
     ("175b", "BF16"): 23.4,
     ("175b", "FP8"): 8.2,
 }
-PRECISIONS5 = {"bf16": "BF16", "O3": "FP8"}  # of the planner's rows -> the paper's names
+PRECISIONS5 = {"bf16": "BF16", "O3": "FP8"}  # name in the planner's rows -> the paper's name
 MICRO_BATCH5 = {"7b": 2, "13b": 2, "175b": 1}  # at which Table 5 compares BF16 and FP8
 TE5 = {"7b": 77.3, "13b": 76.4, "175b": 69.6}
 UNMEASURED5 = {  # row of Table 5 -> micro-batch, MFU (%), Rate (%)
@@ -42,8 +42,8 @@ UNMEASURED5 = {  # row of Table 5 -> micro-batch, MFU (%), Rate (%)
     "175b": {"BF16": (1, 39.0, 8.8), "TE": (1, 24.9, 3.9), "FP8": (1, 23.9, 2.5)},
 }
 GRID, DATA_PARALLEL = (f"tools/bench/results/{name}.csv" for name in ("grid", "data_parallel"))
-MEASURED = "counted"  # the piece of rows on file
-# Flags that the grid's own columns tell, and the division over data-parallel ranks.
+MEASURED = "counted"  # the piece that reports recorded results
+# Flags that the columns of the grid already give, and the sharding over data-parallel ranks.
 OF_THE_GRID = re.compile(
     r" --(sequence-parallel|use-distributed-optimizer|(tensor-model-parallel|pipeline-model-parallel|micro-batch)-size \d+)\b"
 )
@@ -52,19 +52,19 @@ LEVELS = {"BF16": "O0", "FP8": "O3"}
 
 
 def configuration(model: str, level: str, flags: str = "") -> Config:
-    """A preset at a level, with ZeRO as in the paper."""
+    """Return a preset at a level, with ZeRO as in the paper."""
     return parse_args(["--preset", model, "--opt-level", level, ZERO, *flags.split()])
 
 
 def fullest(config: Config, gpus: int) -> float:
-    """GiB of the process that holds most."""
+    """Return the memory of the process that uses most, in GiB."""
     return max(rank.total for rank in memory.plan(config, gpus)) / GIB
 
 
 def weight_volume(config: Config, gpus: int) -> float:
-    """GiB that a rank sends per step for its weights under ZeRO: gradients to their owners, and weights from them.
+    """Return the GiB that a rank sends per step for its weights under ZeRO: gradients to their owners, and weights from them.
 
-    FP8-LM's "GB" are read as GiB throughout, since those of its Table 7 agree with shapes to the printed digit only so. BF16 sends FP32
+    FP8-LM's "GB" are read as GiB throughout, since only then does its Table 7 agree with the shapes to the printed digit. BF16 sends FP32
     gradients and BF16 weights; FP8 one byte each for linear weights, two for other matrices, and FP32 for vectors.
     """
     ranks = config.data_parallel_size(gpus)
@@ -76,7 +76,8 @@ def weight_volume(config: Config, gpus: int) -> float:
 
 
 def table5(task: Task) -> Iterator[Finding]:
-    """Memory by the dry run and volume by shapes, at the paper's grids; beside it models on one card, by rows on file or measured."""
+    """Report memory by the dry run and volume from shapes, on the paper's grids; and models on one GPU, from recorded results or
+    measured."""
     if task.piece == throughput.LAYERS5:
         yield from throughput.layers_on_file(task)
         return
@@ -97,7 +98,8 @@ def table5(task: Task) -> Iterator[Finding]:
 
 
 def _beside5(model: str) -> Iterator[Finding]:
-    """What else Table 5 has of a model's grid: speeds by the planner, and the paper's numbers that no run here can be compared with."""
+    """Report the rest of Table 5 for a model's grid: the planner's speeds, and the paper's numbers that no run here can be compared
+    with."""
     for row in (row for row in read(PREDICTED) if (row["what"], row["model"]) == ("table5", model)):
         told = f"{model}, {PRECISIONS5[row['precision']]}, micro-batch {row['micro_batch']}"
         if row["micro_batch"] != str(MICRO_BATCH5[model]):
@@ -115,7 +117,7 @@ def _pieces5(size: str) -> Sequence[str]:
 
 
 def figure1(task: Task) -> Iterator[Finding]:
-    """175B on 32 cards by context, and the largest GPT of 175B's width that fits so many cards."""
+    """Report whether 175B fits 32 GPUs, by context, and the largest GPT of 175B's width by number of GPUs."""
     for length in (2048, 4096):
         for name, level in LEVELS.items():
             held = fullest(configuration("175b", level, f"--seq-length {length}"), 32)
@@ -132,7 +134,7 @@ def figure1(task: Task) -> Iterator[Finding]:
 
 
 def largest(level: str, gpus: int) -> int:
-    """Most layers, in steps of 4, of a GPT of 175B's width that fits at TP 8 x PP 4, by halving."""
+    """Find the most layers, in steps of 4, of a GPT of 175B's width that fits at TP 8 x PP 4, by bisection."""
     low, high = 0, 128
     while high - low > 1:
         middle = (low + high) // 2
@@ -142,7 +144,7 @@ def largest(level: str, gpus: int) -> int:
 
 
 def activations(task: Task) -> Iterator[Finding]:
-    """FP8-LM Table 7: a rank's volume for a micro-batch."""
+    """FP8-LM Table 7: a rank's communication volume per micro-batch."""
     if task.piece == MEASURED:
         yield from counted(read(GRID))
         return
@@ -153,22 +155,22 @@ def activations(task: Task) -> Iterator[Finding]:
 
 
 def counted(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Rows of `bench_grid.py` with tensor parallelism: the volume over that of shapes, and the share of a step in which only NCCL ran.
+    """Report `bench_grid.py` runs with tensor parallelism: volume relative to shapes, and the share of a step in which only NCCL ran.
 
-    The newest row of each case counts. For the share it is the newest that was profiled, so that the two can be of different days.
+    The newest row of each case counts; for the share, the newest that was profiled, so the two can be from different days.
     """
-    mine = [row for row in rows if int(row["tp"] or 1) > 1]
-    for row in table7.latest(mine).values():
+    parallel = [row for row in rows if int(row["tp"] or 1) > 1]
+    for row in table7.latest(parallel).values():
         scope, _ = table7.counted(row)
         yield Finding(f"{_on_grid(row)}: volume counted over shapes", scope / table7.shapes_of(row)[0], where=_on_gpus(row))
-    for row in table7.latest([row for row in mine if row["exposed_share"]]).values():
+    for row in table7.latest([row for row in parallel if row["exposed_share"]]).values():
         share = 100 * float(row["exposed_share"])
         yield Finding(f"{_on_grid(row)}: share of a step in which only NCCL ran", share, unit="%", where=_on_gpus(row))
         yield Finding(f"{_on_grid(row)}: that step", float(row["ms"]), unit="ms", where=_on_gpus(row))
 
 
 def _on_gpus(row: Row) -> Row:
-    """The row, its GPU with their number."""
+    """Return the row with the number of GPUs in its GPU column."""
     return {**row, "gpu": f"{row['gpus']} x {row['gpu']}"}
 
 
@@ -177,7 +179,7 @@ def _on_grid(row: Row) -> str:
 
 
 def spread(task: Task) -> Iterator[Finding]:
-    """FP8-LM Table 8: most less least of the model state over all ranks."""
+    """FP8-LM Table 8: maximum minus minimum of the model state over all ranks."""
     if task.piece == MEASURED:
         yield from at_rest(read(DATA_PARALLEL))
         return
@@ -187,7 +189,7 @@ def spread(task: Task) -> Iterator[Finding]:
 
 
 def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Rows of `bench_data_parallel.py` with ZeRO: memory of a rank between two steps, and the state that shapes say of FP8's ranks.
+    """Report `bench_data_parallel.py` runs with ZeRO: memory of a rank between two steps, and FP8's state computed from shapes.
 
     The newest row of each case and number of GPUs counts.
     """
@@ -209,7 +211,7 @@ def _pieces_counted(size: str) -> Sequence[str]:
 
 
 def neox(task: Task) -> Iterator[Finding]:
-    """Collage Table 8: GPT-NeoX-30B at TP 8 x PP 2 on 16 cards of 40 GB, by option, micro-batch and sequence."""
+    """Collage Table 8: whether GPT-NeoX-30B fits at TP 8 x PP 2 on 16 GPUs of 40 GB, by option, micro-batch and sequence length."""
     paper = {"bf16-a": "yyyy", "collage-light": "yyyn", "collage-plus": "yyyn", "bf16-d": "ynnn"}
     cases: Sequence[tuple[int, int]] = ((1, 1024), (1, 2048), (2, 1024), (2, 2048))
     shape = "--num-layers 56 --hidden-size 6656 --num-attention-heads 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2"
@@ -237,9 +239,9 @@ ENTRIES = (
         sizes=SECONDS | {"kept": Needs(files=(throughput.STEP,)), "full": Needs(gpus=1, gib=139, minutes=40)},
         pieces=_pieces5,
         headline="7b, memory saved by FP8",
-        reason="Memory of the clusters is the dry run's and was counted on no grid of the paper's, volume that of shapes, speed that of "
-        "one card without ZeRO or network, or the planner's prediction. Of 175B only O3 was run, 8 layers of it: neither BF16 nor "
-        "Transformer Engine was measured at that shape, so that FP8's speed over theirs was not measured.",
+        reason="Cluster memory is predicted by the dry run and was measured on none of the paper's grids; volume is computed from shapes; "
+        "speed is that of one GPU without ZeRO or network, or the planner's prediction. Of 175B only 8 layers at O3 were run: neither "
+        "BF16 nor Transformer Engine was measured at that shape, so FP8's speed relative to theirs was not measured.",
     ),
     Entry(
         name="fp8lm-figure1",
@@ -259,25 +261,26 @@ ENTRIES = (
         sizes=SECONDS | {"kept": Needs(files=(GRID,))},
         pieces=_pieces_counted,
         headline="13b, the paper's FP8",
-        reason="Counted on two and four GPUs of one host, the paper's grids have 32 and 128; 13B was not profiled.",
+        reason="Measured on two and four GPUs of one host; the paper's grids have 32 and 128. 13B was not profiled.",
     ),
     Entry(
         name="fp8lm-table8",
         title="FP8-LM, Table 8",
-        claim="FP8 ZeRO loads the ranks evenly.",
+        claim="FP8 ZeRO balances the ranks.",
         run=spread,
         sizes=SECONDS | {"kept": Needs(files=(DATA_PARALLEL,))},
         pieces=_pieces_counted,
         headline="7b, greedy-cut: spread",
-        reason="The paper's grids by shapes, of model state alone; counted is 1.3B on two and four GPUs, between two steps.",
+        reason="The paper's grids are computed from shapes, model state only; 1.3B was measured on two and four GPUs, between two steps.",
     ),
     Entry(
         name="collage-table8",
         title="Collage, Table 8",
-        claim="Of GPT-NeoX-30B plus trains longer sequences and larger micro-batches than option D.",
+        claim="Plus trains GPT-NeoX-30B with longer sequences and larger micro-batches than option D.",
         run=neox,
         sizes=SECONDS,
         headline="cells that agree",
-        reason="By the dry run; A100s of 40 GB are not at hand, and the paper does not tell the shape: 56 layers of 6,656 are taken.",
+        reason="By the dry run; A100s of 40 GB were not available. The paper does not give the shape: 56 layers of width 6,656 are "
+        "assumed.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The rows of an entry: a CSV that holds each piece as soon as it was run, so that a run that was cut off goes on."""
+"""Store the results of an entry in a CSV, piece by piece as they are run, so that an interrupted run resumes."""
 
 import csv
 import fcntl
@@ -24,7 +24,7 @@ Row = Mapping[str, str]
 
 
 def read(file: Path) -> list[Row]:
-    """The rows of a file; none where there is no file.
+    """Read the rows of a file; a missing file reads as empty.
 
     Raises:
         ValueError: it has other columns.
@@ -35,12 +35,12 @@ def read(file: Path) -> list[Row]:
         reader = csv.DictReader(stream)
         found: list[Row] = list(reader)
     if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise ValueError(f"{file} has other columns than {', '.join(COLUMNS)}: it is no file of tools.reproduce; move it away")
+        raise ValueError(f"{file} is not a results file of tools.reproduce: its columns are not {', '.join(COLUMNS)}; move it away")
     return found
 
 
 def write(file: Path, found: Sequence[Row]) -> None:
-    """All rows, in one go: a kill leaves the old file or the new one."""
+    """Write all rows atomically: a kill leaves the old file or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -51,13 +51,13 @@ def write(file: Path, found: Sequence[Row]) -> None:
 
 
 def missing(entry: Entry, size: str, found: Iterable[Row]) -> list[str]:
-    """The pieces of a size that have no row."""
-    there = {row["piece"] for row in found if row["size"] == size}
-    return [piece for piece in entry.pieces(size) if piece not in there]
+    """Return the pieces of a size that have no row."""
+    done = {row["piece"] for row in found if row["size"] == size}
+    return [piece for piece in entry.pieces(size) if piece not in done]
 
 
 def shown(value: float | str | None) -> str:
-    """A value as the file has it: six digits of a number."""
+    """Format a value as in the file: numbers with six digits."""
     return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
@@ -71,20 +71,20 @@ def run(
     pieces: Sequence[str] = (),
     at_once: int = 1,
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Run the pieces that are missing, of `again` all, and keep each; (piece, its rows) as they come.
+    """Run the missing pieces, or all with `again`, and store each; yield (piece, its rows) as they finish.
 
     Args:
-        entry: what to run; its CSV lies in `folder`.
+        entry: what to run; its CSV is in `folder`.
         size: a key of its sizes.
         text: see `Task`.
-        folder: of the CSV, and of files that are kept from piece to piece, in a folder of their own.
-        commit: hash to record where the tree is not a git checkout.
-        again: forget the rows of this size, and the files that were kept; with `pieces` their rows alone, and no file.
-        pieces: these of the size alone; none named: all.
-        at_once: pieces that run beside each other, for those that spend their time in processes of their own.
+        folder: folder of the CSV, with a subfolder for files that are cached between pieces.
+        commit: hash to record if the tree is not a git checkout.
+        again: discard the rows of this size and the cached files; with `pieces`, only the rows of those pieces.
+        pieces: pieces of the size to run; empty for all.
+        at_once: pieces that run at the same time, for entries whose pieces run in their own processes.
 
     Raises:
-        ValueError: the size has no such piece, or its pieces do not run beside each other.
+        ValueError: the size has no such piece, or its pieces cannot run at the same time.
     """
     unknown = [piece for piece in pieces if piece not in entry.pieces(size)]
     if unknown:
@@ -99,8 +99,8 @@ def run(
     found = [row for row in read(file) if not (row["size"] == size and row["piece"] in forgotten)]
     read_text = ["--text", text.name] if text.name != OWN_TEXT else []
     command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
-    wanted = [piece for piece in missing(entry, size, found) if not pieces or piece in pieces]
-    tasks = [Task(size, piece, text, kept, commit) for piece in wanted]
+    remaining = [piece for piece in missing(entry, size, found) if not pieces or piece in pieces]
+    tasks = [Task(size, piece, text, kept, commit) for piece in remaining]
     for task, fresh in _outcomes(functools.partial(_rows_of, entry, command), tasks, at_once):
         _add(file, size, {*forgotten, task.piece}, fresh)
         forgotten = ()
@@ -108,7 +108,7 @@ def run(
 
 
 def _add(file: Path, size: str, instead: Collection[str], fresh: Sequence[Row]) -> None:
-    """Rows in place of those of these pieces, beside what another call has written meanwhile."""
+    """Replace the rows of these pieces; keep what another call has written meanwhile."""
     lock = file.parent / "kept" / f"{file.stem}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as held:
@@ -117,7 +117,7 @@ def _add(file: Path, size: str, instead: Collection[str], fresh: Sequence[Row]) 
 
 
 def _outcomes(run: Callable[[Task], list[Row]], tasks: Sequence[Task], at_once: int) -> Iterator[tuple[Task, list[Row]]]:
-    """What tasks come to, as they come to it. Where one fails, no other begins, and those that have begun come before its error."""
+    """Yield tasks with their rows as they finish. If one fails, no other starts, and those that have started finish before its error."""
     if at_once == 1:
         yield from ((task, run(task)) for task in tasks)
         return
@@ -143,15 +143,17 @@ def _rows_of(entry: Entry, command: str, task: Task) -> list[Row]:
     start = time.perf_counter()
     findings = list(entry.run(task))
     if not findings:
-        raise ValueError(f"{entry.name}, piece {task.piece}, found nothing: its function has to give a finding")
+        raise ValueError(f"{entry.name}, piece {task.piece}, has no results: its function must return at least one finding")
     common = {"size": task.size, "piece": task.piece, "command": command, "seconds": f"{time.perf_counter() - start:.1f}"}
     return [row_of(finding, common | rows.machine(task.commit)) for finding in findings]
 
 
 def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:
-    """A line of the file."""
+    """Return a finding as a line of the file."""
     values = {"quantity": finding.quantity, "unit": finding.unit, "seed": "" if finding.seed is None else str(finding.seed)}
     values |= {"x": shown(finding.x), "ours": shown(finding.ours), "paper": shown(finding.paper)}
     elsewhere = any(name in finding.where for name in PLACE)
-    measured = {name: finding.where.get(name, "") for name in PLACE} if elsewhere else {}  # never part of it there and part here
+    measured = (
+        {name: finding.where.get(name, "") for name in PLACE} if elsewhere else {}
+    )  # all of it from that result, or all from this machine
     return {name: {**common, **values, **measured}[name] for name in COLUMNS}

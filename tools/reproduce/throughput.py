@@ -1,7 +1,7 @@
-"""Speed and memory of whole steps on one GPU: FP8-LM's Table 5, Collage's Table 7 and Figure 4, COAT's table.
+"""Measure speed and memory of whole steps on one GPU: FP8-LM's Table 5, Collage's Table 7 and Figure 4, COAT's table.
 
-The papers measured clusters with ZeRO. Here a model stands whole on one card, so that memory is told without a figure of the paper beside
-it, and speed as a multiple of the baseline's, which is what the papers claim.
+The papers measured clusters with ZeRO. Here a whole model runs on one GPU, so memory is reported without the paper's figure, and speed as
+a multiple of the baseline's, which is what the papers claim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ from tools.reproduce.coat_memory import CASES, table
 from tools.reproduce.entry import Finding, Task
 from tools.reproduce.run_tool import rows_of
 
-NO_TRIAL = "--fp8-min-gain 0"  # of the GEMMs at the start: every layer in FP8, as the papers have it
+NO_TRIAL = "--fp8-min-gain 0"  # no GEMM trial at the start: every layer in FP8, as in the papers
 
 # FP8-LM Table 5, samples/s with BF16's micro-batch and with the largest.
 SAMPLES5 = {"7b": {"O0": (159.2, 159.2), "O3": (219.8, 230.5)}, "13b": {"O0": (79.3, 79.3), "O3": (109.5, 121.5)}}
-START5 = {"7b": 2, "13b": 1}  # micro-batch where the levels are compared and where the search begins
+START5 = {"7b": 2, "13b": 1}  # micro-batch of the comparison, and start of the search
 LEVELS5 = ("O0", "O1", "O2", "O3")
 CARDS5 = {"7b": {"O0": (445.0, 45.0), "O3": (615.0, 31.1)}}  # the paper's TFLOP/s and MFU (%) at START5's micro-batch, on 32 cards
-LAYERS5, PAPER5 = "175b", (677.0, 34.2)  # a model of which layers stand on file; the paper's TFLOP/s and MFU (%) of its FP8
+LAYERS5, PAPER5 = "175b", (677.0, 34.2)  # a model of which some layers were measured; the paper's TFLOP/s and MFU (%) in FP8
 PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
 STEP = "tools/bench/results/step.csv"
 BASE7 = "bf16-d"  # option D
@@ -31,21 +31,21 @@ SPEEDS7 = {
     "2.7b": {"bf16-a": 2.59, "collage-light": 2.57, "collage-plus": 2.48},
     "6.7b": {"bf16-a": 3.82, "collage-light": 3.74, "collage-plus": 3.57},
 }
-# %, Collage section 1: mean over its GPTs of 125M to 6.7B. Figure 4's 23.8 and 15.6 have OpenLLaMA-7B in the mean, which was not run here.
+# %, Collage section 1: mean over its GPTs of 125M to 6.7B. Figure 4's 23.8 and 15.6 include OpenLLaMA-7B, which was not run here.
 SAVED4 = {"collage-light": 22.8, "collage-plus": 14.9}
 MODELS7 = {  # preset, micro-batch, flags
     "1.3b": ("1.3b", 4, ""),
     "2.7b": ("1.3b", 2, "--num-layers 32 --hidden-size 2560 --num-attention-heads 32"),
     "6.7b": ("7b", 1, ""),
 }
-CLAIMS_COAT = {"coat": (1.43, 1.54)}  # speed and times less memory, of its abstract
+CLAIMS_COAT = {"coat": (1.43, 1.54)}  # speed and memory ratio, from its abstract
 MODELS_COAT = {"1.3b": ("1.3b", 4), "llama2-7b": ("llama2-7b", 1)}
 
 
 def searched(task: Task, preset: str, at: int, cases: Sequence[str]) -> list[dict[str, Any]]:
-    """Lines of `coat_memory.table`: each case at micro-batch `at` and at the largest that fits, beside the first case.
+    """Return lines of `coat_memory.table`: each case at micro-batch `at` and at the largest that fits, relative to the first case.
 
-    A search takes minutes a case: one that was cut off goes on at its last trial, where it ran on the same tree and GPU.
+    A search takes minutes per case: an interrupted one resumes at its last trial on the same commit and GPU.
     """
     file, where = task.folder / f"{task.piece}.csv", machine(task.commit)
     words = ["--preset", preset, "--micro-batch-size", str(at), "--cases", *cases, f"--flags={NO_TRIAL}"]
@@ -55,7 +55,7 @@ def searched(task: Task, preset: str, at: int, cases: Sequence[str]) -> list[dic
 
 
 def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
-    """Rows of `coat_memory.py` by case and micro-batch."""
+    """Group rows of `coat_memory.py` by case and micro-batch."""
     cases: dict[str, dict[int, Row]] = {}
     for row in found:
         cases.setdefault(row["case"], {})[int(row["micro_batch"])] = row
@@ -63,12 +63,12 @@ def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
 
 
 def together(preset: str, micro_batch: int, cases: Sequence[str]) -> dict[str, Row]:
-    """The newest whole steps on file in which these cases were measured on one tree and kind of GPU, by case; empty where there are none.
+    """Return the newest recorded steps in which these cases were measured at one commit on one kind of GPU, by case; empty if none.
 
-    A tree is as new as its first row. Of a case that it has twice the first row counts, which was measured beside the others.
+    A commit is as new as its first row. If a case was measured twice, the first row counts, measured together with the others.
 
     Args:
-        preset: with its flags, as the file has it.
+        preset: preset with its flags, as in the file.
     """
     runs: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(STEP):
@@ -78,7 +78,7 @@ def together(preset: str, micro_batch: int, cases: Sequence[str]) -> dict[str, R
 
 
 def told(model: str, line: Mapping[str, Any], base: str, same: float | None, largest: float | None) -> Iterator[Finding]:
-    """What a line of `searched` says of a case: memory, and speed over the base's with its micro-batch and with the largest.
+    """Yield the findings of a line of `searched`: memory, and speed relative to the base at its micro-batch and at the largest.
 
     same, largest: the paper's figures for the two speeds.
     """
@@ -96,19 +96,19 @@ def told(model: str, line: Mapping[str, Any], base: str, same: float | None, lar
 
 
 def table5(task: Task) -> Iterator[Finding]:
-    """A model of FP8-LM's Table 5 on one card at the levels; O0 of 13B does not fit any."""
+    """Measure a model of FP8-LM's Table 5 on one GPU at all levels; 13B does not fit at O0."""
     model, base = task.piece, LEVELS5[0]
     samples = SAMPLES5[model]
     for line in searched(task, model, START5[model], LEVELS5):
-        told_there = samples.get(line["case"])
-        same, largest = (mine / of for mine, of in zip(told_there, samples[base], strict=True)) if told_there else (None, None)
+        printed = samples.get(line["case"])
+        same, largest = (value / of for value, of in zip(printed, samples[base], strict=True)) if printed else (None, None)
         yield from told(model, line, base, same, largest)
 
 
 def on_file(task: Task) -> Iterator[Finding]:
-    """A model of Table 5 on one card by the steps on file: the newest of each level and micro-batch, and Transformer Engine's.
+    """Report a model of Table 5 on one GPU from the newest recorded steps of each level and micro-batch, and Transformer Engine's.
 
-    The largest micro-batch is the largest that was measured. What ran out of memory left no row.
+    The largest micro-batch is the largest that was measured. Runs that ran out of memory have no row.
     """
     model, at = task.piece, START5[task.piece]
     rows = {(row["case"], int(row["micro_batch"])): row for row in read(STEP) if row["preset"] == f"{model} {NO_TRIAL}"}
@@ -116,7 +116,7 @@ def on_file(task: Task) -> Iterator[Finding]:
     base = next(iter(cases))
     for line in table(cases, at):
         paper = SAMPLES5[model].get(line["case"]) if base == LEVELS5[0] else None
-        same, largest = (mine / of for mine, of in zip(paper, SAMPLES5[model][base], strict=True)) if paper else (None, None)
+        same, largest = (value / of for value, of in zip(paper, SAMPLES5[model][base], strict=True)) if paper else (None, None)
         trials = cases[line["case"]]
         for finding in told(model, line, base, same, largest):
             yield replace(finding, where=trials[max(trials) if "largest" in finding.quantity else at])
@@ -138,9 +138,9 @@ def on_file(task: Task) -> Iterator[Finding]:
 
 
 def layers_on_file(task: Task) -> Iterator[Finding]:
-    """Layers of 175B on one card, as many as fit, by the newest step on file of each level and number of layers.
+    """Report layers of 175B on one GPU, as many as fit, from the newest recorded step of each level and number of layers.
 
-    A stage of the paper's grid has 24 layers, an eighth of each on a card; these are whole, and send nothing.
+    A stage of the paper's grid has 24 layers, an eighth of each per GPU; these are whole, and send nothing.
     """
     rows = {(row["case"], row["preset"]): row for row in read(STEP) if row["preset"].startswith(f"{LAYERS5} --num-layers ")}
     for (case, preset), row in rows.items():
@@ -151,7 +151,7 @@ def layers_on_file(task: Task) -> Iterator[Finding]:
 
 
 def collage(task: Task) -> Iterator[Finding]:
-    """A model of Collage's Table 7 at options D, A, light and plus, measured: speed over D's, and the peak memory of Figure 4."""
+    """Measure a model of Collage's Table 7 at options D, A, light and plus: speed relative to D, and the peak memory of Figure 4."""
     model, papers = task.piece, SPEEDS7[task.piece]
     preset, micro_batch, flags = MODELS7[model]
     words = ["--levels", BASE7, *papers, "--preset", preset, "--micro-batch-size", str(micro_batch), f"--flags={flags}"]
@@ -162,21 +162,21 @@ def collage(task: Task) -> Iterator[Finding]:
 
 
 def collage_on_file(task: Task) -> Iterator[Finding]:
-    """The same by the newest recorded steps in which all four options were measured on one tree.
+    """Report the same from the newest recorded steps in which all four options were measured at one commit.
 
     Raises:
-        ValueError: no tree has all four.
+        ValueError: no commit has all four.
     """
     preset, micro_batch, flags = MODELS7[task.piece]
     found = together(f"{preset} {flags}".strip(), micro_batch, (BASE7, *SPEEDS7[task.piece]))
     if not found:
-        raise ValueError(f"{STEP} has no tree with all options of {task.piece}: run tools/bench/bench_step.py --levels {BASE7} ...")
+        raise ValueError(f"{STEP} has no commit with all options of {task.piece}: run tools/bench/bench_step.py --levels {BASE7} ...")
     for finding in options_of(task.piece, found):
         yield replace(finding, where=found[finding.quantity.split(", ")[1].split(":")[0]])
 
 
 def options_of(model: str, found: Mapping[str, Row]) -> Iterator[Finding]:
-    """Tokens per second, peak memory and speed over D's of each option, from steps by option; `MODEL, OPTION: QUANTITY`."""
+    """Yield tokens per second, peak memory and speed relative to D of each option, as `MODEL, OPTION: QUANTITY`."""
     papers, base = SPEEDS7[model], found[BASE7]
     for level in (BASE7, *papers):
         yield Finding(f"{model}, {level}: tokens per second", float(found[level]["tokens_s_gpu"]))
@@ -189,7 +189,7 @@ def options_of(model: str, found: Mapping[str, Row]) -> Iterator[Finding]:
 
 
 def coat(task: Task) -> Iterator[Finding]:
-    """A model at BF16, O3 and COAT."""
+    """Measure a model at BF16, O3 and COAT."""
     preset, at = MODELS_COAT[task.piece]
     base, *others = CASES
     for line in searched(task, preset, at, CASES):

@@ -1,4 +1,4 @@
-"""Small trainings for tables that need one: of the trainer on a text byte by byte, and of Collage's optimizer in a loop of its own."""
+"""Small training runs for tables that need one: the trainer on a text byte by byte, and Collage's optimizer in its own loop."""
 
 import argparse
 import json
@@ -20,29 +20,29 @@ from megatron.lm.tools.report import Run, read_run
 from msamp.optim.collage import collage_adamw, update_quality
 from tools.reproduce.compare_precisions import Job, Session, cards, complete, train
 
-ENWIK8 = "data/enwik8"  # of the root: what `megatron.lm.tools.prepare_text enwik8` makes
-# GPT-2's files want a merge: this one is of two bytes that no text in UTF-8 has.
+ENWIK8 = "data/enwik8"  # relative to the root: written by `megatron.lm.tools.prepare_text enwik8`
+# GPT-2's files require a merge: this one joins two bytes that never occur in UTF-8.
 MERGE = ("\u00fe", "\u00ff")
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's vocabulary writes as themselves
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's vocabulary represents by themselves
 
 
 def byte_symbols() -> dict[str, int]:
-    """GPT-2's symbol of each byte, that of `MERGE`, and the end of a text -> id."""
+    """Return the ids of GPT-2's symbols of all bytes, of `MERGE`, and of the end of a text."""
     others = [byte for byte in range(256) if byte not in PRINTABLE]
-    symbols = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    symbols = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + position) for position, byte in enumerate(others)}
     return {symbols[byte]: byte for byte in range(256)} | {"".join(MERGE): 256, END_OF_TEXT: 257}
 
 
 def byte_data(text: Path, folder: Path) -> Path:
-    """A folder as `megatron.lm.tools.prepare_text` makes them, of a text's bytes: the last twentieth is for validation."""
+    """Return a folder like those of `megatron.lm.tools.prepare_text`, of a text's bytes; the last twentieth is for validation."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
-            _write_bytes(text, made := Path(aside) / "bytes")
+            _write_bytes(text, written := Path(aside) / "bytes")
             try:
-                made.rename(folder)
+                written.rename(folder)
             except OSError:
-                if not folder.exists():  # else another training beside this one was first
+                if not folder.exists():  # else another run created it first
                     raise
     return folder
 
@@ -60,16 +60,16 @@ def _write_bytes(text: Path, folder: Path) -> None:
 
 
 def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Path) -> Run:
-    """A training of `megatron.lm.pretrain` in a process of its own, on the first GPU where there is one; one that was made before is read.
+    """Run `megatron.lm.pretrain` in its own process, on the first GPU if there is one; a run that already finished is only read.
 
     Args:
-        case: a precision, and flags behind it.
-        flags: more flags, which win.
-        data: folder as `megatron.lm.tools.prepare_text` makes them.
+        case: a precision, followed by flags.
+        flags: more flags, which take precedence.
+        data: folder that `megatron.lm.tools.prepare_text` wrote.
         folder: for the metrics.
 
     Raises:
-        RuntimeError: it failed; with the end of its log.
+        RuntimeError: the run failed; with the end of its log.
     """
     job = Job(precision=case, seed=seed, steps=steps, name=f"{'-'.join(case.split())}_{seed}_{steps}")
     options = argparse.Namespace(data=str(data), out=folder, flags=flags)
@@ -85,7 +85,7 @@ def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Pa
 
 @dataclass(frozen=True)
 class Loop:
-    """The size of a training with Collage's optimizer: a GPT on bytes."""
+    """Size of a training run with Collage's optimizer: a GPT on bytes."""
 
     width: int
     layers: int
@@ -116,7 +116,7 @@ class Bytes(nn.Module):
 
 
 def pieces(text: Tensor, loop: Loop, count: int, seed: int) -> Iterator[Tensor]:
-    """Random pieces of a text, [batch, length + 1], the same of the same seed."""
+    """Yield random pieces of a text, [batch, length + 1]; the same pieces for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         starts = torch.randint(0, len(text) - loop.length - 1, (loop.batch, 1), generator=generator)
@@ -124,7 +124,7 @@ def pieces(text: Tensor, loop: Loop, count: int, seed: int) -> Iterator[Tensor]:
 
 
 def loss_of(model: Bytes, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Nats a byte of the model with these weights."""
+    """Return the loss of the model with these weights, in nats per byte."""
     scores = torch.func.functional_call(model, dict(weights), (tokens[:, :-1],))
     return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -150,8 +150,8 @@ def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, eve
         loss = loss_of(model, wide, tokens)
         for p, g in zip(weights.values(), torch.autograd.grad(loss, list(wide.values())), strict=True):
             p.grad = g.bfloat16()
-        told = step % every == 0 or step == loop.steps
-        quality = update_quality(optimizer) if told else None
+        report = step % every == 0 or step == loop.steps
+        quality = update_quality(optimizer) if report else None
         optimizer.step()
         losses.append(float(loss.detach()))
         if quality is not None:

@@ -11,7 +11,7 @@ def test_shapes_are_read_and_wrong_ones_refused():
     assert shape("4x16x2048x128") == Shape(4, 16, 2048, 128, 16)
     assert shape("1x32x8192x128/8").groups == 8
     for text in ("4x16", "0x1x1x16", "axbxcxd"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no shape: give BATCHxHEADSxTOKENSxCHANNELS"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a shape: give BATCHxHEADSxTOKENSxCHANNELS"):
             shape(text)
     with pytest.raises(argparse.ArgumentTypeError, match="4 heads in 3 groups: give a divisor"):
         shape("1x4x8x16/3")

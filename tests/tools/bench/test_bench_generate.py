@@ -28,4 +28,4 @@ def test_each_case_has_a_row_and_o0_appends_what_transformers_does(tmp_path):
 
 def test_a_prompt_beyond_the_sequence_is_refused(capsys):
     assert bench_generate.main([*SMALL, "--levels", "O0", f"--flags={TINY}", "--tokens", "25"]) == 2
-    assert "--prompt 8 and --tokens 25 are more than the model's sequence of 32: take fewer" in capsys.readouterr().err
+    assert "--prompt 8 and --tokens 25 are more than the model's sequence of 32: give fewer" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def test_a_level_may_have_flags_of_its_own(monkeypatch):
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_optimizer.main([]) == 1
-    assert "measures a GPU" in capsys.readouterr().err
+    assert "requires a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -58,12 +58,12 @@ def test_each_run_gives_its_rows(runs):
 
 def test_what_holds_nothing_or_is_damaged_is_refused(runs, capsys):
     (runs / "empty").mkdir()
-    for folder, part in (("none", "is no folder"), ("empty", "holds nothing of these runs")):
+    for folder, part in (("none", "is not a folder"), ("empty", "contains none of these runs")):
         assert post_rows.main(["--runs", str(runs / folder), "--out", str(runs / "out")]) == 2
         assert part in capsys.readouterr().err
     (runs / "runs/evaluation/before.json").write_text("{")
     assert post_rows.main(["--runs", str(runs / "runs"), "--out", str(runs / "out")]) == 2
-    assert "is no JSON" in capsys.readouterr().err
+    assert "is not valid JSON" in capsys.readouterr().err
     assert not (runs / "out").exists()
 
 

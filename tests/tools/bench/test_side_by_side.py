@@ -105,7 +105,7 @@ def test_a_case_runs_its_tree_s_own_copy(tmp_path, capfd):
     ]
     assert side_by_side.main(words) == 2
     fix = f"git -C {tmp_path} checkout 0fe148f -- tools/bench/side_by_side.py"
-    assert f"it has no tools/bench/side_by_side.py, which runs its cases: it is older than that; give it the first one by {fix}" in (
+    assert f"tools/bench/side_by_side.py is missing there because the tree is older; add its first version with {fix}" in (
         capfd.readouterr().err
     )
     (tmp_path / "tools/bench/side_by_side.py").write_text(OTHER_TREE)
@@ -128,7 +128,7 @@ for line in sys.stdin:
     [
         (["--cases", "before O2"], "begin with a tree, one of now"),
         (["--cases", "now"], "begin with a tree, one of now"),
-        (["--cases", "now O2", "now O2"], "names a case twice"),
+        (["--cases", "now O2", "now O2"], "lists a case twice"),
         (["--tree", "before=/nowhere", "--cases", "now O2"], "--tree before=/nowhere: give NAME=FOLDER"),
     ],
 )

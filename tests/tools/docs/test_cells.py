@@ -11,7 +11,7 @@ def test_a_row_on_no_known_tree_is_marked():
     rows = [{"case": "a", "ms": "1.6", "commit": "0123456"}, {"case": "b", "ms": "", "commit": "0123456+"}]
     table = cells.of("x.csv", rows, columns)
     assert table.cells == [["a", "2"], ["b" + cells.MARK, ""]]
-    assert "Measured on a tree that the history does not have" in table.markdown()
+    assert "Measured on a tree that is not in the history" in table.markdown()
 
 
 def test_a_sentence_names_where_its_numbers_were_measured():

@@ -18,7 +18,7 @@ def test_a_known_commit_and_a_marked_row_are_published(commit):
 
 @pytest.mark.parametrize("commit", ["fffffff", "unknown", "0"])
 def test_an_unknown_commit_is_refused_by_name(commit):
-    with pytest.raises(ValueError, match=f"step.csv names the commit {commit}, which the history does not have.*mark them by"):
+    with pytest.raises(ValueError, match=f"step.csv names the commit {commit}, which the history does not have.*mark them as"):
         unproven([{"commit": commit}], "step.csv", WHOLE)
 
 

@@ -31,5 +31,5 @@ def test_the_table_has_every_device_and_the_builds_of_the_measured():
     table = hardware.support()
     assert [cells[0] for cells in table.cells] == [device.name for device in hardware.DEVICES]
     assert {row["torch"] for row in hardware.measured_rows() if row["gpu"] == "NVIDIA H200" and row.get("torch")} <= {
-        word.rstrip(".,;") for word in table.told.split()
+        word.rstrip(".,;") for word in table.footer.split()
     }

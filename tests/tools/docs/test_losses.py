@@ -30,7 +30,7 @@ def test_a_run_is_compared_with_bf16_of_its_seed():
 def test_a_precision_that_was_not_compared_is_named(monkeypatch):
     monkeypatch.setattr(losses, "read", lambda file: [{"precision": "bf16"}, {"precision": "O3"}])
     assert losses.row_of("O3") == {"precision": "O3"}
-    with pytest.raises(ValueError, match=r"has no row of O9, but of bf16, O3: compare_precisions\.py makes it"):
+    with pytest.raises(ValueError, match=r"has no row of O9, only of bf16, O3: compare_precisions\.py creates it"):
         losses.row_of("O9")
 
 
@@ -41,5 +41,5 @@ def test_a_difference_is_shown_with_its_interval_or_as_of_one_seed():
 
 
 def test_runs_that_are_not_on_file_are_named():
-    with pytest.raises(ValueError, match="has no run of O9, but of fp32"):
+    with pytest.raises(ValueError, match="has no run of O9, only of fp32"):
         losses.paired("O9")

@@ -35,5 +35,5 @@ def test_a_marker_of_another_form_is_refused_with_its_line(tmp_path, marker):
 
 def test_one_sentence_on_two_tests_is_refused(tmp_path):
     write(tmp_path, "test_a.py", '"Data", "It is read."', '"Data", "It is read."')
-    with pytest.raises(ValueError, match="as another test does"):
+    with pytest.raises(ValueError, match="and so does another test"):
         promises.promises(tmp_path)

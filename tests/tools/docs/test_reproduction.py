@@ -93,12 +93,12 @@ def test_words_of_another_size_and_words_without_rows_are_refused(root):
     for words in ('verdict = "holds"\nsize = "small"', 'verdict = "not run"\nsize = "toy"', 'verdict = "holds"'):
         write_words(root, {"collage-table6": words})
         reproduction.words.cache_clear()
-        with pytest.raises(ValueError, match="read them beside the rows, and name the size"):
+        with pytest.raises(ValueError, match="compare them with the rows, and set the size"):
             reproduction.pages(root)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [('[nothing]\nverdict = "holds"\n', "differ in"), (None, "the verdict 'perhaps' of collage-table6 is none")]
+    ("text", "told"), [('[nothing]\nverdict = "holds"\n', "differ in"), (None, "the verdict 'perhaps' of collage-table6 is invalid")]
 )
 def test_words_that_are_none_are_refused(root, text, told):
     write_words(root, {"collage-table6": 'verdict = "perhaps"'})

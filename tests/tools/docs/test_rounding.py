@@ -55,7 +55,7 @@ def test_nearest_ends_above_bf16_and_stochastic_below_nearest_by_less_than_the_e
 
 
 def test_a_tree_without_a_name_is_refused_and_a_case_without_flags_has_the_default():
-    with pytest.raises(ValueError, match="without --tree before=FOLDER: name the tree's folder by its commit"):
+    with pytest.raises(ValueError, match="without --tree before=FOLDER: name the tree's folder after its commit"):
         rounding.tree_before({"command": "side_by_side.py --cases 'now O2'"})
     assert rounding.roundings("O2") == ("stochastic", "stochastic")
     assert rounding.roundings("O2 --master-rounding nearest --moment-rounding stochastic") == ("nearest", "stochastic")

@@ -21,7 +21,7 @@ def test_every_table_is_whole_and_names_its_source(name):
     assert table.cells
     assert {len(cells) for cells in table.cells} == {len(table.columns)}
     assert all(f"`{file}`" in text.replace("\n", " ") for file, _ in table.sources)
-    assert table.sources or table.told in text.replace("\n", " ")
+    assert table.sources or table.footer in text.replace("\n", " ")
 
 
 def test_utilisation_is_that_of_both_peaks():

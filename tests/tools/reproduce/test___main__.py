@@ -32,10 +32,10 @@ def test_a_toy_is_kept_told_and_listed(tmp_path, capsys):
     [
         ([], "give the NAME of an entry, or --list"),
         (["fp8lm-table1", "--list"], "give the NAME of an entry, or --list"),
-        (["fp8lm-table11"], "'fp8lm-table11' is no entry: choose one of fp8lm-figure1"),
+        (["fp8lm-table11"], "'fp8lm-table11' is not an entry: choose one of fp8lm-figure1"),
         (["fp8lm-table1", "--size", "huge"], "--size huge: fp8lm-table1 has toy"),
-        (["slides-tensor-cores"], "slides-tensor-cores needs 1 GPU(s), and 0 are here: run it there"),
-        (["slides-lstm", "--size", "full"], "--size full of slides-lstm needs 1 GPU(s), and 0 are here"),
+        (["slides-tensor-cores"], "slides-tensor-cores needs 1 GPU(s); this machine has 0: run it there"),
+        (["slides-lstm", "--size", "full"], "--size full of slides-lstm needs 1 GPU(s); this machine has 0"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(arguments, told, tmp_path, capsys, monkeypatch):

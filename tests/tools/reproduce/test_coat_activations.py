@@ -81,7 +81,7 @@ def test_the_command_reads_a_checkpoint(tmp_path, capsys):
     assert any('"O2, bytes a token and layer",coat' in line for line in written)
     with cpu_home():
         assert coat_activations.main([*command, "--sequences", "50"]) == 2
-    assert "has 90 tokens, and 800 are needed" in capsys.readouterr().err
+    assert "has 90 tokens, but 800 are needed" in capsys.readouterr().err
     assert torch.distributed.is_initialized() is False
 
 
@@ -180,8 +180,8 @@ def test_the_command_reads_a_model_of_transformers_and_refuses_what_does_not_ser
 
     for words, told in (
         ((("text",), {"model": "none"}), "has no config.json: give the folder of a transformers model"),
-        ((("empty",), {}), "has 0 tokens, and 512 are needed: give a longer one"),
-        ((("short", "--sequences", "1", "--length", "8"), {}), "has 3 tokens, and 8 are needed: give a longer one"),
+        ((("empty",), {}), "has 0 tokens, but 512 are needed: give a longer one"),
+        ((("short", "--sequences", "1", "--length", "8"), {}), "has 3 tokens, but 8 are needed: give a longer one"),
         ((("text", "--sequences", "1", "--length", "80"), {}), "--length is 80, but LlamaForCausalLM has positions for 64 tokens"),
     ):
         assert command(*words[0], **words[1]) == 2
@@ -193,13 +193,13 @@ def test_the_command_reads_a_model_of_transformers_and_refuses_what_does_not_ser
     assert all("model 2x32" in line for line in written[1:])
     with cpu_home():
         assert coat_activations.main(["--load", str(tmp_path), "--text", str(tmp_path / "text"), "--length", "8"]) == 2
-    assert "--length 8 goes with --hf-model" in capsys.readouterr().err
+    assert "--length 8 is for --hf-model" in capsys.readouterr().err
 
 
 def test_another_model_than_a_llama_with_swiglu_is_refused():
     transformers = pytest.importorskip("transformers")
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has other layers than a Llama"):
+    with pytest.raises(ValueError, match="the layers of GPT2LMHeadModel are not those of a Llama"):
         layer_rows(gpt2, tokens())
-    with pytest.raises(ValueError, match="has the activation 'gelu': give a model with 'silu'"):
+    with pytest.raises(ValueError, match="uses the activation 'gelu': give a model with 'silu'"):
         layer_rows(llama(hidden_act="gelu"), tokens())

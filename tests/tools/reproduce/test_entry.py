@@ -15,7 +15,7 @@ def made(**changes):
 
 
 def test_an_entry_without_a_size_is_refused():
-    with pytest.raises(ValueError, match="a-b has no size: give one, with what it needs"):
+    with pytest.raises(ValueError, match="a-b has no size: define one, with what it requires"):
         made(sizes={})
 
 
@@ -34,7 +34,7 @@ def test_the_largest_size_is_the_last_that_the_machine_has_all_for(monkeypatch, 
 
 def test_what_cannot_be_run_says_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"a-b needs 2 GPU\(s\), and 0 are here: run it there"):
+    with pytest.raises(ValueError, match=r"a-b needs 2 GPU\(s\); this machine has 0: run it there"):
         made(run=found, sizes={"full": Needs(gpus=2)}).largest()
 
 

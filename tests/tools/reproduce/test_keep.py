@@ -95,10 +95,10 @@ def test_a_row_on_file_keeps_its_place():
 
 def test_a_piece_without_findings_and_a_foreign_file_are_refused(tmp_path):
     empty = Entry(name="a-b", title="A", claim="C.", run=lambda task: [], sizes={"toy": Needs()})
-    with pytest.raises(ValueError, match="a-b, piece whole, found nothing"):
+    with pytest.raises(ValueError, match="a-b, piece whole, has no results"):
         rows(empty, "toy", tmp_path)
     (tmp_path / "a-b.csv").write_text("x,y\n1,2\n")
-    with pytest.raises(ValueError, match=r"is no file of tools\.reproduce; move it away"):
+    with pytest.raises(ValueError, match=r"is not a results file of tools\.reproduce"):
         rows(entry([]), "toy", tmp_path)
 
 

@@ -42,7 +42,7 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
     assert lines[f"O3, small: {own}"].ours == pytest.approx(5)
     assert f"O3: {own}" not in lines
     assert [(each.quantity, each.x, each.ours) for each in found if each.x is not None] == [("O3, training loss", 2.0, 1.5)]
-    with pytest.raises(ValueError, match="no row of fine-tuning is of O0"):
+    with pytest.raises(ValueError, match="no fine-tuning result at O0"):
         list(post.sft_findings([SFT | {"recipe": "O3"}]))
 
 
@@ -62,7 +62,7 @@ def test_zero_shot_scores_differ_by_so_many_standard_errors():
     found = by_name(post.zero_shot([*scores, *text, *exported]))
     assert found["held-out text: bits per byte, O3 over O0, both exported to BF16"].ours == pytest.approx(1.0125)
     assert not any(name.startswith("c") for name in found)
-    with pytest.raises(ValueError, match="no task was answered by the checkpoints of both O0 and O3"):
+    with pytest.raises(ValueError, match="no task has results of both O0 and O3"):
         list(post.zero_shot(text))
 
 
@@ -72,7 +72,7 @@ def test_rlhf_counts_gradients_with_the_states_as_the_paper_does():
         one = found[f"O3: {name} from O0's"]
         assert (one.ours, one.paper) == (pytest.approx(ours), paper)
     assert found["O0: reward of the last 10 steps"].ours == 0.5
-    with pytest.raises(ValueError, match="the rows of PPO are of O0"):
+    with pytest.raises(ValueError, match="the PPO results cover O0"):
         list(post.ppo_findings([PPO]))
 
 
@@ -112,7 +112,7 @@ def test_boolq_tells_each_seed():
     row = {"precision": "bf16-d", "seed": "1", "accuracy": "0.62", "majority": "0.6"}
     found = list(post.boolq_findings([row, row | {"precision": "collage-plus", "seed": "2", "accuracy": "0.7"}]))
     assert [(each.quantity, each.ours, each.seed) for each in found] == [
-        ("d: accuracy on BoolQ", 62, 1), ("plus: accuracy on BoolQ", 70, 2), ("the commoner answer alone", 60, None)
+        ("d: accuracy on BoolQ", 62, 1), ("plus: accuracy on BoolQ", 70, 2), ("majority answer", 60, None)
     ]  # fmt: skip
 
 

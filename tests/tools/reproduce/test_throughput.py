@@ -93,7 +93,7 @@ def test_collages_speeds_on_file_are_of_the_newest_tree_with_all_options():
 
 def test_a_model_of_collages_table_7_without_steps_is_refused(monkeypatch):
     monkeypatch.setattr(throughput, "read", lambda file: [])
-    with pytest.raises(ValueError, match=r"has no tree with all options of 1\.3b: run tools/bench/bench_step\.py"):
+    with pytest.raises(ValueError, match=r"has no commit with all options of 1\.3b: run tools/bench/bench_step\.py"):
         list(throughput.collage_on_file(task("1.3b", Path("folder"))))
 
 
