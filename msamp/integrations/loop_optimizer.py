@@ -33,6 +33,7 @@ from msamp.optim.updates import formats_of
 from msamp.parallel.data_parallel import grad_sync
 
 _MARK = "_msamp_taken"  # attribute of a gradient
+_ON_FIRST_RANK = "states_on_first_rank"  # a key of the state dicts of other ranks under ZeRO
 
 _LIVE: "weakref.WeakSet[LoopOptimizer]" = weakref.WeakSet()  # where clipping and hosts find an optimizer by its parameters
 
@@ -350,10 +351,20 @@ class LoopOptimizer(FP8AdamW):
     def state_dict(self) -> dict[str, Any]:
         """Like FP8AdamW's; COAT's payloads have keys of their own (`msamp.optim.foreign_states`)."""
         packed = super().state_dict()
-        return {**packed, "state": packed_names(packed["state"])}
+        elsewhere = {_ON_FIRST_RANK: True} if any(self.state.values()) and not packed["state"] else {}
+        return {**packed, **elsewhere, "state": packed_names(packed["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to this optimizer's formats."""
+        """Like FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to this optimizer's formats.
+
+        Raises:
+            ValueError: as FP8AdamW's, and for what `state_dict` returned under ZeRO on another rank than the first.
+        """
+        if state_dict.get(_ON_FIRST_RANK):
+            raise ValueError(
+                "this state dict has no states, since under ZeRO only that of the group's first rank has them; load the first rank's on "
+                "every rank"
+            )
         super().load_state_dict(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import torch
 from msamp.kernels.reference.adamw import GRAD
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import FP32, by_name
+from msamp.numerics.pickled_float8 import packed, unpacked
 from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
@@ -218,10 +219,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("clip_grad", "combine_norms", "loss_scale", "seed", "shard", "_norm", "_skips", "_usable")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        return {**packed(super().__getstate__()), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(unpacked(state))
         self._forget()
 
     def init_master(self, p: torch.Tensor, values: torch.Tensor) -> None:
