@@ -361,16 +361,8 @@ def attention() -> Table:
         times = [" / ".join(f"{float(of_shape[*what, precision]['us']):.0f}" for precision in ("bf16", "fp8")) for what in timed]
         lost = of_shape["kernel", "forward", "fp8"]
         cells.append([*shape, *times, " / ".join(lost[key] for key in ("sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv"))])
-    columns = [
-        "batch",
-        "heads",
-        "groups",
-        "tokens",
-        "inputs",
-        "kernel forward, us BF16 / FP8",
-        "kernel, forward and backward",
-        "layer, forward and backward",
-    ]
+    times = ["kernel forward, us BF16 / FP8", "kernel, forward and backward", "layer, forward and backward"]
+    columns = ["batch", "heads", "groups", "tokens", "inputs", *times]
     return Table([*columns, "SQNR of O / dQ / dK / dV, dB"], cells, [(name, pick(name))])
 
 
