@@ -78,7 +78,7 @@ def batches(
 
     Returns:
         An iterator over tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32, and documents [b, s] int32 if the samples
-        have them. It draws no random number.
+        have them. It draws no random number. It raises a ValueError if a sample cannot be read.
 
     Raises:
         ValueError: as MicroBatchSampler; at the call, not at the first batch.
@@ -92,7 +92,7 @@ def batches(
         data_parallel_size=data_parallel_size,
     )
     loader = DataLoader(
-        dataset,
+        _Guarded(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_collate,
@@ -111,11 +111,41 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class _Unreadable:
+    """What a worker sends in place of a sample that cannot be read: an exception would arrive as a traceback of many lines."""
+
+    problem: str
+
+
+class _Guarded(Dataset):
+    """A dataset that returns `_Unreadable` where it would raise an OSError or a ValueError."""
+
+    def __init__(self, samples: Dataset) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self.samples))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor] | _Unreadable:
+        try:
+            return self.samples[index]  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            return _Unreadable(str(error))
+
+
+def _collate(samples: list[dict[str, Tensor] | _Unreadable]) -> dict[str, Tensor] | _Unreadable:
     """Stack the model's inputs; a blend's `dataset_id` is dropped."""
-    return default_collate([{key: sample[key] for key in BATCH_KEYS if key in sample} for sample in samples])
+    readable: list[dict[str, Tensor]] = []
+    for sample in samples:
+        if isinstance(sample, _Unreadable):
+            return sample
+        readable.append(sample)
+    return default_collate([{key: sample[key] for key in BATCH_KEYS if key in sample} for sample in readable])
 
 
 def _on_device(loader: DataLoader, device: torch.device) -> Iterator[dict[str, Tensor]]:
     for batch in loader:
+        if isinstance(batch, _Unreadable):
+            raise ValueError(batch.problem)
         yield {key: tensor.to(device, non_blocking=device.type == "cuda") for key, tensor in batch.items()}

@@ -146,21 +146,23 @@ def read_index(prefix: str) -> IndexedFile:
 
 
 def check_token_range(prefix: str, dtype: np.dtype, vocab_size: int) -> None:
-    """Check all ids in one memory-mapped pass over `prefix.bin`; ValueError if an id is outside [0, vocab_size)."""
+    """Check all ids in one pass over `prefix.bin`; ValueError if an id is outside [0, vocab_size)."""
     if dtype.kind == "u" and np.iinfo(dtype).max < vocab_size:
         return
     try:
-        tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
+        with Path(f"{prefix}.bin").open("rb") as stream:
+            while len(part := np.fromfile(stream, dtype, _SCAN)):
+                low, high = int(part.min()), int(part.max())
+                if low < 0 or high >= vocab_size:
+                    break
+            else:
+                return
     except OSError as error:
         raise ValueError(f"dataset {prefix}: {prefix}.bin cannot be read ({error.strerror})") from None
-    for start in range(0, len(tokens), _SCAN):
-        part = tokens[start : start + _SCAN]
-        low, high = int(part.min()), int(part.max())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"dataset {prefix}: token id {low if low < 0 else high} is outside the tokenizer's [0, {vocab_size}): "
-                "train with the tokenizer that the data was tokenized with, or rebuild the data with megatron.lm.tools.preprocess_data"
-            )
+    raise ValueError(
+        f"dataset {prefix}: token id {low if low < 0 else high} is outside the tokenizer's [0, {vocab_size}): "
+        "train with the tokenizer that the data was tokenized with, or rebuild the data with megatron.lm.tools.preprocess_data"
+    )
 
 
 def _check_size(prefix: str, data: Path, expected: int) -> None:
@@ -242,7 +244,8 @@ def _cache_folder(data: DataConfig, files: dict[str, IndexedFile]) -> Path:
 
 
 def _prepare_cache(config: DataConfig, cache: Path, files: dict[str, IndexedFile], tokenizer: Tokenizer) -> None:
-    """On rank 0, check the token ids and create the cache folder. A note there records checked data by its size and time."""
+    """On rank 0, check the token ids and create the cache folder. A note there records checked data by its inode, size
+    and times."""
     if dist.get_rank() != 0 or not files:
         return
     note = cache / "token_range.json"
@@ -250,7 +253,7 @@ def _prepare_cache(config: DataConfig, cache: Path, files: dict[str, IndexedFile
     found = {}
     for prefix, file in files.items():
         state = os.stat(f"{prefix}.bin")
-        found[prefix] = [state.st_size, state.st_mtime_ns, tokenizer.vocab_size]
+        found[prefix] = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns, tokenizer.vocab_size]
         if seen.get(prefix) != found[prefix]:
             check_token_range(prefix, file.dtype, tokenizer.vocab_size)
     try:
@@ -287,7 +290,6 @@ def _gpt_config(
         blend_per_split=None if shared else used,
         split=config.data.split if shared else None,
         path_to_cache=str(cache) if cache else None,
-        mmap_bin_files=True,
         tokenizer=tokenizer,
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=False,  # see `documents`: no mask is built on the host

@@ -24,13 +24,14 @@ import torch.distributed as dist
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.data.cache import kept
+from megatron.lm.data.token_files import TokenDataset, check_ids
 
 MOCK = "--mock-data"  # used in place of a prefix
 ORDER = "epochs apart"  # every other way to draw it has another name
@@ -40,6 +41,15 @@ _SURPLUS = 1.005  # megatron-core builds this multiple of the samples that a ble
 
 class EpochDataset(GPTDataset):
     """megatron-core's dataset, in an order that later epochs do not change. `cache` stores its indices."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> TokenDataset:
+        return TokenDataset(dataset_path)
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
+        check_ids(tokens, self.config.tokenizer.vocab_size, self.dataset_path)
+        return tokens, documents
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
         arrays = ("document_index", "sample_index", "shuffle_index")
@@ -67,6 +77,8 @@ class EpochDataset(GPTDataset):
 class MockDataset(EpochDataset, MockGPTDataset):
     """megatron-core's mock documents in the order of `EpochDataset`: 100,000 documents of 1 to 4095 tokens, each 1, 2, 3, ... modulo the
     vocabulary size up to the end-of-document token. Their lengths are drawn from a fixed seed; no file is read or written."""
+
+    build_low_level_dataset = staticmethod(MockGPTDataset.build_low_level_dataset)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
         return self._order()

@@ -241,7 +241,7 @@ def test_files_that_may_not_be_read(prefix, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as only_the_tokens:
-        only_the_tokens.setattr(np, "memmap", denied)
+        only_the_tokens.setattr(np, "fromfile", denied)
         refused(r"p\.bin cannot be read \(Permission denied\)", tokenizer=NullTokenizer(300), data_path=(prefix,))
     monkeypatch.setattr(Path, "read_bytes", denied)
     refused(r"p\.idx cannot be read \(Permission denied\)", data_path=(prefix,))
