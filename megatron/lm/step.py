@@ -47,6 +47,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megatron.lm.data.documents import DOCUMENTS
+from megatron.lm.errors import RunStopped
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.training.gradients import chunks, count_pipeline_traffic
@@ -131,13 +132,22 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(training: Training, batches: Batches, iterations: int) -> float:
-    """Return the mean loss, in nats per token, over `iterations` global batches of all ranks. Scales and histories do not change."""
+    """Return the mean loss, in nats per token, over `iterations` global batches of all ranks. Scales and histories do not change.
+
+    Raises:
+        RunStopped: on every rank, if no token counts.
+    """
     training.model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=next(training.model.parameters()).device)
     with training.grad_sync.sent.uncounted():
         for _ in range(iterations):
             total += torch.stack(forward_backward(training, batches, forward_only=True)).double()
     torch.distributed.all_reduce(total)  # tensor-parallel ranks have the same values, so the ratio is unchanged
+    if not total[1]:
+        raise RunStopped(
+            f"the evaluation of {iterations} iterations has no token that counts in the loss: all are masked, for example end-of-document "
+            "tokens by --eod-mask-loss. Check the data, or train without it"
+        )
     return float(total[0] / total[1])
 
 

@@ -120,10 +120,13 @@ class StepWatch:
             health.skipped(step.iteration, searches_scale=self._least is not None and math.isfinite(loss_sum))
             self._skipped(step)
             return StepVerdict(save=bool(save), leave=leave)
+        if not tokens:
+            health.empty(step.iteration)
+            self._empty(step)
+            return StepVerdict(save=bool(save), leave=leave)
         self.in_a_row = 0
-        loss = loss_sum / tokens if tokens else math.nan
-        if tokens:
-            health.stepped(step.iteration, loss)
+        loss = loss_sum / tokens
+        health.stepped(step.iteration, loss)
         mean = self.spikes.mean_before(loss) if math.isfinite(loss) else None
         if mean is not None:
             self._say(
@@ -152,6 +155,21 @@ class StepWatch:
                 f"{limit} steps in a row were skipped, the last one at iteration {step.iteration}; not finite: {what}. Nothing was saved "
                 "at the end. If it is always the same rank, remove its machine. If it is all ranks, resume from an older checkpoint with a "
                 "lower --lr, or check the data there. To continue longer, raise --max-skipped-steps"
+            )
+
+    def _empty(self, step: _StepReport) -> None:
+        """Report a step in which no token counted, so that the weights learned nothing."""
+        self.in_a_row += 1
+        limit = self.config.max_skipped_steps
+        why = "all its tokens are masked, for example end-of-document tokens by --eod-mask-loss"
+        self._say(
+            f"iteration {step.iteration} has no token that counts in the loss ({self.in_a_row} in a row, the run stops at {limit}): {why}",
+            {"kind": "empty", "iteration": step.iteration},
+        )
+        if self.in_a_row >= limit or step.iteration >= self.metrics.iterations:
+            raise RunStopped(
+                f"{self.in_a_row} steps in a row, the last one at iteration {step.iteration}, had no token that counts in the loss: {why}. "
+                "Nothing was saved at the end. Check the data, or train without --eod-mask-loss"
             )
 
     def _overflowed(self, step: _StepReport, what: str, row: dict[str, Any]) -> None:

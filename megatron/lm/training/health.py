@@ -6,7 +6,8 @@ resume would continue from a bad one. So every checkpoint records whether it is 
 1. a load would refuse it: it contains NaN, a negative mean of squares, an impossible scale or step count (`checkpoint.judging`);
 2. the last step was skipped, other than in the search for a loss scale. In that search, a step overflows under FP16's dynamic loss scale
    although its loss is finite, and a smaller scale fixes it. No scale fixes a non-finite loss;
-3. the last step's loss was more than `FACTOR` times the running mean of earlier losses. The mean covers about the last `WINDOW` healthy
+3. no token counted in the last step;
+4. the last step's loss was more than `FACTOR` times the running mean of earlier losses. The mean covers about the last `WINDOW` healthy
    losses, so that a run that stays at a high loss after diverging does not become healthy again. A mean below `LEAST` nats counts as
    `LEAST`, since a loss near 0 doubles by chance. Checkpoints save the mean.
 
@@ -62,6 +63,11 @@ class Health:
     def skipped(self, iteration: int, searches_scale: bool) -> None:
         """Record a skipped step; `searches_scale`: a smaller loss scale may fix it."""
         self.problem = None if searches_scale else f"iteration {iteration} was skipped: its loss or gradient was non-finite"
+        self._count(iteration)
+
+    def empty(self, iteration: int) -> None:
+        """Record a step in which no token counted: it has no loss."""
+        self.problem = f"iteration {iteration} has no token that counts in the loss"
         self._count(iteration)
 
     def _count(self, iteration: int) -> None:

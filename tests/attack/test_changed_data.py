@@ -1,0 +1,65 @@
+"""Data that change under a run, or of which no token counts: each ends the run with a line, and nothing broken is saved."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers import tiny
+from megatron.lm.config.training import DEFAULT_SPLIT
+from megatron.lm.errors import RunStopped
+
+EOD = tiny.VOCABULARY - 1
+SHORT = {"save_interval": 2, "max_skipped_steps": 5}
+
+
+def filled(prefix: Path, token: int) -> None:
+    """Every token of a dataset becomes `token`, in place."""
+    size = os.path.getsize(f"{prefix}.bin")
+    with open(f"{prefix}.bin", "r+b") as stream:
+        stream.write(np.full(size // 2, token, np.uint16).tobytes())
+
+
+@pytest.mark.promise("Data", "A dataset that is truncated or gets invalid token ids while a run reads it ends the run with one line.")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly(10))])
+@pytest.mark.parametrize("change", ["truncated", "other ids"])
+def test_files_that_change_under_a_run_are_named(tmp_path: Path, change: str, workers: int):
+    prefix = tiny.write_data(tmp_path)
+    words = {"truncated": r"corpus\.bin has 0 bytes, but the run reads to byte", "other ids": r"token id 4000 is outside .*\[0, 60\)"}
+    settings = tiny.config(prefix, train_iters=200, num_workers=workers, save=str(tmp_path / "save"))
+    with tiny.trainer(settings) as made:
+        os.truncate(f"{prefix}.bin", 0) if change == "truncated" else filled(prefix, 4000)
+        with pytest.raises(ValueError, match=words[change]) as caught:
+            made.run()
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "save").glob("iter_*"))
+
+
+@pytest.mark.promise("Data", "A run in which no token counts in the loss says so at each step, stops, and saves nothing as healthy.")
+@pytest.mark.parametrize("iterations", [3, 30])
+def test_no_token_counts(tmp_path: Path, iterations: int, capsys: pytest.CaptureFixture[str]):
+    prefix = tiny.write_data(tmp_path)
+    filled(prefix, EOD)
+    settings = {
+        "train_iters": iterations,
+        "eod_mask_loss": True,
+        "save": str(tmp_path / "save"),
+        "save_interval": 2,
+        "max_skipped_steps": 5,
+    }
+    with pytest.raises(RunStopped, match=rf"{min(iterations, 5)} steps in a row, the last one at iteration .* without --eod-mask-loss"):
+        tiny.run(tiny.config(prefix, **settings))
+    said = capsys.readouterr().out
+    assert "iteration 1 has no token that counts in the loss (1 in a row, the run stops at 5)" in said
+    assert "iter_0000002, which is unhealthy: iteration 2 has no token that counts in the loss" in said
+    assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_no_token_counts_in_an_evaluation(tmp_path: Path):
+    prefix, other = tiny.write_data(tmp_path), tiny.write_data(tmp_path, "other")
+    filled(other, EOD)
+    paths = {"data_path": [], "train_data_path": [str(prefix)], "valid_data_path": [str(other)], "split": DEFAULT_SPLIT}
+    settings = tiny.config(prefix, train_iters=2, eval_iters=1, eod_mask_loss=True, **paths)
+    with pytest.raises(RunStopped, match="the evaluation of 1 iterations has no token that counts in the loss"):
+        tiny.run(settings)
