@@ -60,6 +60,7 @@ setup(
         "torch>=2.8",
         "megatron-core==0.16.1",
         "numpy",
+        "pyyaml",
         "psutil",  # megatron-core's dist_checkpointing imports it without declaring it
         "rich",
         "safetensors",

@@ -106,6 +106,7 @@ LINES = {
 --tensorboard-dir x
 --profile
 --record-memory-history
+--yaml-cfg x.yaml
 --wandb-project p
 --wandb-exp-name e
 --wandb-save-dir d
@@ -244,7 +245,6 @@ LINES = {
 --spec megatron.core.models.gpt x
 --standalone-embedding-stage
 --skip-train
---yaml-cfg x.yaml
 --nccl-communicator-config-path x
 """,
 }

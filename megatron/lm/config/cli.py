@@ -19,6 +19,7 @@ from megatron.lm.config.megatron_flags.apply import apply, given_by
 from megatron.lm.config.megatron_flags.defaults import described, differing, megatron_settings, null_vocabulary
 from megatron.lm.config.megatron_flags.in_context import Given
 from megatron.lm.config.megatron_flags.listing import help_sections
+from megatron.lm.config.megatron_flags.yaml_file import words_of
 from megatron.lm.config.outputs import CheckpointConfig
 from megatron.lm.config.presets import PRESETS, in_other_units, preset, published_vocabulary
 from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     Raises:
         ValueError: from `saved`, for an unreadable checkpoint.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, lines_of_file = _with_yaml(list(sys.argv[1:] if argv is None else argv))
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
     settings = in_other_units(preset(chosen), given_by(argv).flags) if chosen else {}
     given = given_by(argv, settings)
@@ -87,7 +88,7 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     except ValueError as error:
         parser.error(str(error))
     argv = list(applied.argv)
-    values, lines = vars(parser.parse_args(argv)), [*applied.lines]
+    values, lines = vars(parser.parse_args(argv)), [*lines_of_file, *applied.lines]
     if from_checkpoint is not None:
         lines += filter(None, (from_checkpoint.line, from_checkpoint.override(values, frozenset(given.flags))))
     if megatron_defaults and (from_checkpoint is None or "vocab_size" not in from_checkpoint.settings):
@@ -100,6 +101,26 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
         values["vocab_size"] = published_vocabulary(chosen)  # a dry run has no tokenizer to determine it
     config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
     return Parsed(config, tuple(lines) if megatron_defaults or not defaults else (*lines, described(defaults)))
+
+
+def _with_yaml(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Put the words of the file of `--yaml-cfg` before a command line; flags of the command line replace those of the file.
+
+    Returns:
+        The words, and log lines.
+    """
+    given = given_by(argv).flags
+    if "--yaml-cfg" not in given:
+        return argv, []
+    path = next(iter(given["--yaml-cfg"]), "")
+    try:
+        words = words_of(path, known_flags())
+    except ValueError as error:
+        _preset_parser(add_help=False).error(str(error))
+    of_file = given_by(words).flags
+    replaced = [name for name in of_file if name in given]
+    kept = [word for name, values in of_file.items() if name not in given for word in (name, *values)]
+    return [*kept, *argv], [f"--yaml-cfg {path}: the command line replaces {', '.join(replaced)}"] if replaced else []
 
 
 def _read_blends(values: dict[str, Any]) -> None:
@@ -267,6 +288,9 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
         help="use Megatron-LM's default for each absent flag; docs/reference/megatron_flags.md lists those that differ",
     )
     parser.add_argument("--data-args-path", metavar="FILE", help="file with the arguments of --data-path, a weight and a prefix per line")
+    parser.add_argument(
+        "--yaml-cfg", metavar="FILE", help="Megatron-LM's YAML of arguments; flags on the command line replace those of the file"
+    )
     parser.add_argument(
         "--per-split-data-args-path",
         metavar="FILE",

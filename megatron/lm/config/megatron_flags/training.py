@@ -11,6 +11,7 @@ SFT = "this command only pre-trains: use examples/sft to fine-tune"
 
 FLAGS = (
     *accepted(
+        "--yaml-cfg FILE",
         "--lr X",
         "--min-lr X",
         "--lr-warmup-iters N",
@@ -139,7 +140,6 @@ FLAGS = (
         RESTART, "--inprocess-*", "--enable-ft-package", "--calc-ft-timeouts", "--ft-*", "--adlr-autoresume", "--adlr-autoresume-interval N"
     ),
     *refused(RL, "--perform-rl-step", "--rl-*", "--no-rl-*", "--grpo-*", "--langrl-*", "--no-langrl-*", "--refit-method TEXT"),
-    *refused("settings are given as flags here: write the file's settings on the command line", "--yaml-cfg FILE"),
     *refused(SFT, "--sft", "--sft-tokenizer-prompt-format TEXT"),
     *refused(
         "this command only trains: use `python -m megatron.lm.tools.generate`",
