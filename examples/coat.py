@@ -1,6 +1,7 @@
-"""COAT: moments in FP8 with range expansion, and what norms and activations keep for backward in FP8: python examples/coat.py
+"""COAT: FP8 moments with range expansion, and FP8 inputs of norms and activations saved for backward: python examples/coat.py
 
-The recipe brings the moments and the FP8 layers. `msamp.LayerNorm` and `msamp.Activation` keep their inputs in E4M3, groups of 16 channels.
+The recipe sets the moments and the FP8 layers. `msamp.LayerNorm` and `msamp.Activation` save their inputs in E4M3, in groups of 16
+channels.
 """
 
 import torch

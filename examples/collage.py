@@ -1,6 +1,6 @@
-"""A BF16 model without FP32 copies, by Collage-plus: python examples/collage.py
+"""A BF16 model without FP32 copies, with Collage-plus: python examples/collage.py
 
-A second BF16 beside the weight and the second moment keeps what BF16 rounds away: 12 bytes a parameter, where masters take 16.
+A second BF16 number per weight and second moment stores what BF16 rounds away: 12 bytes per parameter; with FP32 masters, 16.
 """
 
 import torch
@@ -18,7 +18,7 @@ for step in range(61):
     loss = (model(x) - torch.tanh(x[:, :16] - x[:, 16:32])).float().square().mean()
     loss.backward()
     if step and step % 10 == 0:
-        lost = msamp.update_quality(optimizer).lost_frac  # share of the weights that lose their update to rounding
+        lost = msamp.update_quality(optimizer).lost_frac  # share of weights whose update is lost to rounding
         print(f"step {step:2}  loss {loss.item():.4f}  updates lost {100 * lost:.1f} %")
     optimizer.step()
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
-"""A small convolution net at O2: python examples/convolution.py
+"""A small convolutional network at O2: python examples/convolution.py
 
-Convolutions stay as they are, and the linear layers behind them are FP8. `msamp.survey` says how much of the net that is.
+Convolutions stay as they are, and the linear layers after them run in FP8. `msamp.survey` reports how much of the network that is.
 """
 
 import torch
@@ -20,7 +20,7 @@ print(msamp.survey(model))
 for step in range(61):
     labels = torch.randint(16, (64,), device=device)
     images = 0.5 * torch.randn(64, 1, 16, 16, device=device)
-    images[torch.arange(64), 0, :, labels] += 1  # the column that is brighter is the class
+    images[torch.arange(64), 0, :, labels] += 1  # the class is the brighter column
     loss = nn.functional.cross_entropy(model(images), labels)
     loss.backward()
     optimizer.step()

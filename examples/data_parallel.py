@@ -1,4 +1,4 @@
-"""A loop like DistributedDataParallel's at O2, gradients averaged in FP8: torchrun --nproc-per-node 2 examples/data_parallel.py"""
+"""A data-parallel loop at O2, with gradients averaged in FP8: torchrun --nproc-per-node 2 examples/data_parallel.py"""
 
 import os
 
@@ -18,16 +18,16 @@ weights, rest = ([p for p in model.parameters() if isinstance(p, msamp.ScalingTe
 optimizer = msamp.FP8AdamW([{"params": weights, "formats": recipes.O2.states}, {"params": rest, "formats": recipes.FP32_STATES}], lr=2e-3)
 formats = dict.fromkeys(weights, recipes.O2.states.grad) | dict.fromkeys(rest, recipes.FP32_STATES.grad)
 sync = msamp.grad_sync(model, formats, dist.group.WORLD if ranks > 1 else None)
-scales, generator = msamp.ScalingState(model), torch.Generator().manual_seed(rank)  # other data on every rank
+scales, generator = msamp.ScalingState(model), torch.Generator().manual_seed(rank)  # different data on every rank
 for step in range(61):
     data = torch.randn(2, 64, 64, generator=generator).to(device)  # two micro-batches
     losses = [(model(x) - torch.tanh(x[:, :16] - x[:, 16:32])).square().mean() / 2 for x in data]
     with sync.no_sync():
         losses[0].backward()
-    losses[1].backward()  # the gradients of both leave during this one
+    losses[1].backward()  # reduces the accumulated gradients of both during this backward
     sync.finish()
     optimizer.step()
-    scales.roll(sync.peers.group, optimizer.usable)  # not by the amaxes of a step that was skipped
+    scales.roll(sync.peers.group, optimizer.usable)  # without the amaxes of a skipped step
     sync.clear()
     if rank == 0 and step % 10 == 0:
         print(f"step {step:2}  loss {sum(losses).item():.4f}  bytes sent {sync.sent.total('weight')}")

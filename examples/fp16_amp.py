@@ -1,6 +1,6 @@
-"""FP16 with loss scaling, for GPUs without FP8, in the two lines of Apex: python examples/fp16_amp.py
+"""FP16 with loss scaling, for GPUs without FP8, with Apex's two lines: python examples/fp16_amp.py
 
-O0 to O3 are Apex's here: FP32; FP16 GEMMs by autocast; FP16 weights with FP32 masters; FP16 throughout.
+O0 to O3 are those of Apex here: FP32; FP16 GEMMs by autocast; FP16 weights with FP32 masters; FP16 throughout.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A transformer at O3, its optimizer spread over the ranks by greedy ZeRO: torchrun --nproc-per-node 2 examples/greedy_zero.py"""
+"""A transformer at O3, its optimizer sharded over the ranks by greedy ZeRO: torchrun --nproc-per-node 2 examples/greedy_zero.py"""
 
 import os
 
@@ -18,7 +18,7 @@ layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
 model = nn.Sequential(nn.Embedding(64, 64), nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(64, 64)).to(device)
 # Every rank starts from rank 0's weights; at O3 ZeRO is the default.
 model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), opt_level="O3", clip_grad=1.0)
-generator = torch.Generator().manual_seed(rank)  # other data on every rank
+generator = torch.Generator().manual_seed(rank)  # different data on every rank
 for step in range(31):
     tokens = torch.randint(64, (32, 16), generator=generator).to(device)
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens * 5 + 3).flatten() % 64)
@@ -29,7 +29,7 @@ for step in range(31):
         sent = optimizer.grad_sync.sent.total("weight") if optimizer.grad_sync else 0
         print(f"step {step:2}  loss {loss.item():.4f}  bytes sent {sent}")
 stored = sum(getattr(state, "payload", state).nbytes for states in optimizer.state.values() for state in states.values())
-print(f"rank {rank} of {ranks} keeps {stored} bytes of optimizer states")
+print(f"rank {rank} of {ranks} stores {stored} bytes of optimizer states")
 if ranks > 1:
     for p in model.parameters():
         dist.broadcast(first := msamp.fp32_values(p).clone(), 0)

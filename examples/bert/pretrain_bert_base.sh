@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# BERT-base by masked language modelling in BERT's two phases: 128 tokens, then 512 over the same table of positions.
+# BERT-base with masked language modeling in BERT's two phases: 128 tokens, then 512 with the same position embedding.
 #   DATA=data/enwik8/train_text_document VALID=data/enwik8/valid_text_document PRECISION=collage-plus bash examples/bert/pretrain_bert_base.sh
-# PRECISION is any recipe of --precision, so that BF16, Collage's options and FP8 differ by one flag. TOY=1 is a small model on a CPU.
-# Run again after an interruption: a phase that has ended is passed over, one that has not goes on from its newest checkpoint.
+# PRECISION is any recipe of --precision, so BF16, Collage's options and FP8 differ in one flag. TOY=1 trains a small model on a CPU.
+# Rerun after an interruption: a finished phase is skipped, an unfinished one resumes from its newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/preamble.sh
@@ -13,7 +13,7 @@ VALID=${VALID:-${DATA/train/valid}}
 OUT=${OUT:-runs/bert_base/${PRECISION}_seed${SEED}}
 GPUS_PER_NODE=${GPUS_PER_NODE:-1}
 STEPS_1=${STEPS_1:-2000} STEPS_2=${STEPS_2:-500}
-BATCH_1=${BATCH_1:-256} BATCH_2=${BATCH_2:-64} # sequences: 32k tokens a step in both
+BATCH_1=${BATCH_1:-256} BATCH_2=${BATCH_2:-64} # sequences: 32k tokens per step in both
 TOY=${TOY:-0}
 whole GPUS_PER_NODE 1 8
 whole SEED 0 2147483647

@@ -1,21 +1,20 @@
 # shellcheck shell=bash
 # Sourced by the scripts of this folder and of ../llama, each of which sets the numbers of one model size; starts megatron.lm.pretrain
-# with them. Beside those that every script sets, a script may set SEQUENCE (2048), FFN, KV_HEADS, MODEL (further flags of the model) and
+# with them. In addition, a script may set SEQUENCE (2048), FFN, KV_HEADS, MODEL (further flags of the model) and
 # VOCABULARY (of the published tokenizer, for DRY_RUN=1).
 #
 #   OPT_LEVEL       O0, O1, O2, O3 (default O3)
 #   DATA            a folder made by megatron.lm.tools.prepare_text, or the prefix of a dataset made by megatron.lm.tools.preprocess_data
-#   TOKENIZER       folder with encoder.json and vocab.bpe, or tokenizer.json (default: where the data lies)
-#   GPUS_PER_NODE   processes on a machine (default 8)
-#   NNODES          machines (default: the script's); by hand, start it on each with NODE_RANK, MASTER_ADDR and MASTER_PORT
-#   DRY_RUN=1       print the grid, and parameters and bytes of a process; exit with 2 where they do not fit
-#   GPU_MEMORY_GIB  into which DRY_RUN=1 has to fit (default: that of the GPU here, without one an H100's 79)
+#   TOKENIZER       folder with encoder.json and vocab.bpe, or tokenizer.json (default: the folder of the data)
+#   GPUS_PER_NODE   processes per machine (default 8)
+#   NNODES          machines (default: the script's); without Slurm, start it on each with NODE_RANK, MASTER_ADDR and MASTER_PORT
+#   DRY_RUN=1       print the grid, and parameters and bytes per process; exit with 2 if they do not fit
+#   GPU_MEMORY_GIB  memory limit of DRY_RUN=1 (default: that of this machine's GPU, else an H100's 79)
 #   TOY=1           the same grid and flags on a few CPU processes: a small model, three steps, generated data
-#   ON_CPU=1        train at full size without a GPU too, which takes days
-#   PYTHON          interpreter (default: that of .venv here, else python3)
-#
-# Under srun either one task a GPU, or one task a machine; MASTER_ADDR is then the first host of the job. Flags of
-# megatron.lm.pretrain may follow and override what stands here: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
+#   ON_CPU=1        train at full size without a GPU, which takes days
+#   PYTHON          interpreter (default: .venv of the checkout, else python3)
+# Under srun: one task per GPU or one task per machine; MASTER_ADDR is then the first host of the job. Flags of
+# megatron.lm.pretrain may follow and override those below: bash pretrain_gpt_13b.sh --save checkpoints --save-interval 500
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # shellcheck source=examples/preamble.sh
@@ -47,8 +46,8 @@ if ((${KV_HEADS:-HEADS} < HEADS)); then
   FLAGS+=(--group-query-attention --num-query-groups "$KV_HEADS")
 fi
 if ((TP > 1)); then
-  # Unlike Megatron-LM's scripts without CUDA_DEVICE_MAX_CONNECTIONS=1: gradients leave on a stream of their own, and with one
-  # connection it waits for the others (GPT-1.3B, O3, TP 2 x DP 2, H200: 368 ms a step, with 8 connections 315).
+  # Unlike Megatron-LM's scripts without CUDA_DEVICE_MAX_CONNECTIONS=1: gradients are reduced on a separate stream, and with one
+  # connection it waits for the others (GPT-1.3B, O3, TP 2 x DP 2, H200: 368 ms/step, with 8 connections 315).
   FLAGS+=(--sequence-parallel)
 fi
 
@@ -95,11 +94,11 @@ data() {
   fi # else --tokenizer-type is among the flags that follow, or is refused as missing
 }
 
-# One task a GPU: each is a process of the run already. One task a machine, or none: torchrun starts the processes of this machine.
+# One task per GPU: each task is a process of the run. One task per machine, or none: torchrun starts the processes of this machine.
 launch() {
   local tasks=1
   if [ -n "${SLURM_STEP_ID:-}" ]; then
-    # Of the step, which may have fewer machines than the job.
+    # The step may have fewer machines than the job.
     tasks=${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-}} NNODES=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-}} NODE_RANK=${SLURM_NODEID:-}
     whole tasks 1 9999999
     whole NNODES 1 65536

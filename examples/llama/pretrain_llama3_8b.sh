@@ -7,7 +7,7 @@ MODEL=(
   --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
   --rotary-base 5e5
 )
-TP=1 PP=1 # data parallelism only; O0 on 80 GB wants --tensor-model-parallel-size 2 --sequence-parallel
+TP=1 PP=1 # data parallelism only; O0 on 80 GB needs --tensor-model-parallel-size 2 --sequence-parallel
 LR=3e-4 MIN_LR=3e-5
 MICRO_BATCH=1 BATCH_TOKENS=$((4 << 20))
 TOKENS=100000000000

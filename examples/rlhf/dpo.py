@@ -1,7 +1,7 @@
-"""Direct preference optimisation at O0 to O3: python examples/rlhf/dpo.py --load MODEL --data FILE --save FOLDER
+"""Direct preference optimization at O0 to O3: python examples/rlhf/dpo.py --load MODEL --data FILE --save FOLDER
 
 The model is a chat model of transformers, the data JSON or JSON lines of prompts with a chosen and a rejected answer. The reference is the
-same model, frozen, at FP8 levels in one byte a weight. The same command goes on where a run was killed; FOLDER/model is the result.
+same model, frozen, at FP8 levels with one byte per weight. The same command resumes an interrupted run; FOLDER/model is the result.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from megatron.lm.post.schedule import drawn, learning_rate
 from megatron.lm.shell import arguments, exit_codes
 from tools.bench import rows
 
-Pair = tuple[chat.Example, chat.Example]  # the chosen and the rejected answer, each behind its prompt
+Pair = tuple[chat.Example, chat.Example]  # the chosen and the rejected answer, each after its prompt
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -31,15 +31,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.common(parser, lr=1e-6, train_iters=100)
     add = parser.add_argument
     add("--data", required=True, type=arguments.path, help="preferences, JSON or JSON lines")
-    add("--beta", type=float, default=0.1, help="how closely the policy is held to the reference (default: %(default)s)")
-    add("--seq-length", type=arguments.count(8), default=1024, help="tokens (default: %(default)s)")
-    add("--long-rows", default="refuse", choices=packing.LONG, help="answers beyond --seq-length (default: %(default)s)")
-    add("--micro-batch-size", type=arguments.count(1), default=2, help="pairs at a time (default: %(default)s)")
-    add("--global-batch-size", type=arguments.count(1), default=8, help="pairs a step (default: %(default)s)")
-    add("--valid-rows", type=arguments.count(0), default=0, help="pairs at the file's end to judge by (default: %(default)s)")
+    add("--beta", type=float, default=0.1, help="strength of the tie to the reference (default: %(default)s)")
+    add("--seq-length", type=arguments.count(8), default=1024, help="tokens per sequence (default: %(default)s)")
+    add(
+        "--long-rows",
+        default="refuse",
+        choices=packing.LONG,
+        help="what to do with answers longer than --seq-length (default: %(default)s)",
+    )
+    add("--micro-batch-size", type=arguments.count(1), default=2, help="pairs per micro-batch (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=8, help="pairs per step (default: %(default)s)")
+    add(
+        "--valid-rows",
+        type=arguments.count(0),
+        default=0,
+        help="pairs at the end of the file held out for validation (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     if args.global_batch_size % args.micro_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
     if not 0 < args.beta < math.inf:
         parser.error(f"--beta {args.beta} is out of range: give more than 0")
     args.device = flags.device(parser)
@@ -50,7 +60,7 @@ def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Pair], list[Pai
     """Return the pairs to train on and the held-out pairs, without those that do not fit a sequence."""
     given = conversations.rows(args.data)
     if args.valid_rows >= len(given):
-        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves nothing to train on: give less than {len(given)}")
+        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves no training data: give less than {len(given)}")
     cut = len(given) - args.valid_rows
     pairs: list[Pair] = []
     held_out: list[Pair] = []
@@ -58,7 +68,7 @@ def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Pair], list[Pai
         where = f"row {number} of {args.data}"
         asked = conversations.preference(row, where)
         examples = [chat.encode_answer(tokenizer, asked.prompt, answer, where) for answer in (asked.chosen, asked.rejected)]
-        if args.long_rows == "drop" and max(len(each.tokens) for each in examples) > args.seq_length:
+        if args.long_rows == "drop" and max(len(example.tokens) for example in examples) > args.seq_length:
             continue
         try:
             chosen, rejected = packing.fitting(examples, args.seq_length, args.long_rows)
@@ -66,12 +76,12 @@ def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Pair], list[Pai
             raise ValueError(f"{where}: {error}") from None
         (pairs if number <= cut else held_out).append((chosen, rejected))
     if not pairs:
-        raise ValueError(f"no pair of {args.data} has at most --seq-length {args.seq_length} tokens: give a longer one")
+        raise ValueError(f"no pair of {args.data} fits --seq-length {args.seq_length}: give a larger one")
     return pairs, held_out
 
 
 def answers(model: Any, pairs: Sequence[Pair], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probabilities of the chosen answers and of the rejected ones, [b] each."""
+    """Return the log probabilities of the chosen and of the rejected answers, [b] each."""
     sequences = [[pair[0]] for pair in pairs] + [[pair[1]] for pair in pairs]
     batch = packing.batch(sequences, max(len(row[0].tokens) for row in sequences), pad, device)
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
@@ -103,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
     settings = flags.settings(args, data=hashlib.sha256(args.data.read_bytes()).hexdigest())
     resumed = saved.load(args.save, settings, args.device)
 
-    torch.manual_seed(args.seed)  # of dropout, where the model has any
+    torch.manual_seed(args.seed)  # seed of dropout, if the model uses any
     recipe, dtype = msamp.recipes.by_name(args.opt_level), models.DTYPES[args.dtype]
     model, reference = (models.load_model(args.load, "AutoModelForCausalLM", dtype, args.device) for _ in range(2))
     models.check_vocabulary(model, tokenizer)
@@ -119,7 +129,7 @@ def train(args: argparse.Namespace) -> None:
         with saved.restoring(args.save):
             model.load_state_dict(resumed["content"]["model"])
             optimizer.load_state_dict(resumed["content"]["optimizer"])
-        print(f"goes on at step {step} of {args.train_iters}")
+        print(f"resuming at step {step} of {args.train_iters}")
     memory.reset_peak([args.device])
     while step < args.train_iters:
         began = time.perf_counter()
@@ -137,7 +147,7 @@ def train(args: argparse.Namespace) -> None:
             loss += mean.item()
             margins += margin.tolist()
         if not math.isfinite(loss):
-            raise RunStopped(f"the loss of step {step + 1} is {loss}: give a lower --lr; the same command goes on from the last checkpoint")
+            raise RunStopped(f"the loss of step {step + 1} is {loss}: give a lower --lr; the same command resumes from the last checkpoint")
         gradients = gradients or memory.stored(model).gradients
         optimizer.step()
         optimizer.zero_grad()
@@ -160,7 +170,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace, policy: memory.Stored, reference: memory.Stored, metrics: list[dict[str, Any]]) -> None:
-    """What the run took: on the screen, and as a row of --rows."""
+    """Print the run's memory, and append memory, speed and loss to --rows."""
     timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up
     tail = metrics[-min(10, len(metrics)) :]
     row = {

@@ -1,9 +1,9 @@
 """PPO at O0 to O3 on a model's own answers: python examples/rlhf/ppo.py --load MODEL --reward arithmetic --save FOLDER
 
-Four models: the policy and the value model are trained; the reference and the reward model, where there is one, are frozen, at FP8 levels
-in one byte a weight. The reward is a task that a program judges (--reward), or a reward model's number for prompts of a file
-(--reward-model and --data). Answers are sampled by the policy as it stands, through its KV cache. The divergence from the reference is
-taken off the reward of each token. The same command goes on where a run was killed; FOLDER/model is the policy.
+Four models: the policy and the value model are trained; the reference and the reward model, if used, are frozen, at FP8 levels with one
+byte per weight. The reward comes from a task that a program judges (--reward), or from a reward model for prompts of a file (--reward-model
+and --data). The current policy samples the answers with a KV cache. The divergence from the reference is subtracted from the reward of each
+token. The same command resumes an interrupted run; FOLDER/model is the policy.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from megatron.lm.post.schedule import drawn, generator, learning_rate
 from megatron.lm.shell import arguments, exit_codes
 from tools.bench import rows
 
-# step -> prompts of the step, and what makes rewards [b] of its rollout
+# step -> prompts of the step, and the function that computes rewards [b] of its rollout
 Prompts = Callable[[int], tuple[list[list[int]], Callable[[rollout.Rollout], torch.Tensor]]]
 RANGES = {"temperature": (1e-3, 100), "gamma": (0, 1), "lam": (0, 1), "clip_range": (1e-6, 1), "clip_range_value": (1e-6, 1e6)}
 
@@ -36,35 +36,35 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__)
     flags.common(parser, lr=1e-6, train_iters=100)
     add = parser.add_argument
-    add("--reward", choices=TASKS, help="a task that a program judges; its questions are made by the seed")
+    add("--reward", choices=TASKS, help="task that a program judges; the seed draws its questions")
     add("--reward-model", type=arguments.path, help="folder of a model for sequence classification with one label")
     add("--data", type=arguments.path, help="prompts for the reward model, JSON or JSON lines of conversations")
     add(
         "--value-load",
         type=arguments.path,
-        help="the model with the layers that the value model starts from (default: --reward-model, or --load)",
+        help="model from which the value model takes its layers (default: --reward-model, or --load)",
     )
-    add("--value-lr", type=float, help="of the value model (default: --lr)")
-    add("--seq-length", type=arguments.count(8), default=512, help="tokens of a prompt and its answer at most (default: %(default)s)")
-    add("--max-new-tokens", type=arguments.count(1), default=32, help="of an answer (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
-    add("--global-batch-size", type=arguments.count(1), default=64, help="answers a step (default: %(default)s)")
-    add("--mini-batch-size", type=arguments.count(1), default=32, help="answers an update (default: %(default)s)")
-    add("--ppo-epochs", type=arguments.count(1), default=2, help="times that the answers of a step are gone through (default: %(default)s)")
-    add("--kl-coef", type=float, default=0.05, help="what a nat of divergence costs (default: %(default)s)")
-    add("--kl-target", type=float, help="nats an answer that the coefficient aims at (default: it is fixed)")
-    add("--kl-horizon", type=arguments.count(1), default=10_000, help="answers over which it adapts (default: %(default)s)")
+    add("--value-lr", type=float, help="learning rate of the value model (default: --lr)")
+    add("--seq-length", type=arguments.count(8), default=512, help="maximum tokens of a prompt and its answer (default: %(default)s)")
+    add("--max-new-tokens", type=arguments.count(1), default=32, help="maximum tokens of an answer (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=64, help="answers per step (default: %(default)s)")
+    add("--mini-batch-size", type=arguments.count(1), default=32, help="answers per update (default: %(default)s)")
+    add("--ppo-epochs", type=arguments.count(1), default=2, help="passes over the answers of a step (default: %(default)s)")
+    add("--kl-coef", type=float, default=0.05, help="penalty per nat of divergence (default: %(default)s)")
+    add("--kl-target", type=float, help="target divergence per answer in nats, to which the penalty adapts (default: fixed penalty)")
+    add("--kl-horizon", type=arguments.count(1), default=10_000, help="answers over which the penalty adapts (default: %(default)s)")
     add("--gamma", type=float, default=1.0, help="discount of rewards (default: %(default)s)")
-    add("--lam", type=float, default=0.95, help="of generalised advantage estimation (default: %(default)s)")
-    add("--clip-range", type=float, default=0.2, help="of the ratio of probabilities (default: %(default)s)")
-    add("--clip-range-value", type=float, default=0.2, help="of values (default: %(default)s)")
+    add("--lam", type=float, default=0.95, help="lambda of generalized advantage estimation (default: %(default)s)")
+    add("--clip-range", type=float, default=0.2, help="clip range of the probability ratio (default: %(default)s)")
+    add("--clip-range-value", type=float, default=0.2, help="clip range of values (default: %(default)s)")
     args = parser.parse_args(argv)
     if (args.reward is None) == (args.reward_model is None):
-        parser.error("give --reward or --reward-model, one of them")
+        parser.error("give either --reward or --reward-model")
     if (args.reward_model is None) != (args.data is None):
-        parser.error("--reward-model and --data go together: the prompts that it judges")
+        parser.error("--reward-model and --data require each other: --data contains the prompts that the reward model judges")
     if args.global_batch_size % args.mini_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --mini-batch-size {args.mini_batch_size}")
+        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --mini-batch-size {args.mini_batch_size}")
     for name, (low, high) in RANGES.items():
         if not low <= getattr(args, name) <= high:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: give {low:g} to {high:g}")
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_lengths(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
-    """ValueError where a prompt leaves no room for its answer."""
+    """Raise a ValueError if a prompt leaves no room for its answer."""
     longest = max(range(len(prompts)), key=lambda row: len(prompts[row]))
     size = len(prompts[longest]) + args.max_new_tokens
     if size > args.seq_length:
@@ -85,7 +85,7 @@ def check_lengths(prompts: Sequence[Sequence[int]], args: argparse.Namespace) ->
 
 
 def judged_by_program(args: argparse.Namespace, tokenizer: Any) -> Prompts:
-    """Questions of the task, and its own judgement of an answer's text."""
+    """Return the prompts of the task, whose program judges the text of each answer."""
 
     def prompts(step: int) -> tuple[list[list[int]], Callable[[rollout.Rollout], torch.Tensor]]:
         task = TASKS[args.reward]
@@ -104,7 +104,7 @@ def judged_by_program(args: argparse.Namespace, tokenizer: Any) -> Prompts:
 
 
 def judged_by_model(args: argparse.Namespace, tokenizer: Any, judge: Any) -> Prompts:
-    """Prompts of the file, and the reward model's number."""
+    """Return the prompts of the file, whose answers the reward model scores."""
     encoded = []
     for number, row in enumerate(conversations.rows(args.data), 1):
         asked = conversations.prompt(row, f"row {number} of {args.data}")
@@ -119,7 +119,7 @@ def judged_by_model(args: argparse.Namespace, tokenizer: Any, judge: Any) -> Pro
 
 
 class Trained:
-    """A model that PPO trains, through the two lines, with its rate."""
+    """A model that PPO trains with `msamp.initialize`, and its learning rate."""
 
     def __init__(self, model: Any, recipe: msamp.recipes.Recipe, peak: float, args: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=args.weight_decay)
@@ -151,15 +151,17 @@ class Trained:
 
 def update(policy: Trained, value: Trained, reference: Any, done: rollout.Rollout, rewards: torch.Tensor, control: gae.KLControl, step: int
            ) -> dict[str, float]:  # fmt: skip
-    """One step of PPO on sampled answers and their rewards [b]; what it was like."""
+    """Do one step of PPO on sampled answers and their rewards [b]; return its statistics."""
     args, mask = policy.args, done.answer
     with torch.no_grad():
         before = rollout.log_probs(policy.model, done, args.temperature)
         divergence = torch.where(mask, before - rollout.log_probs(reference, done, args.temperature), 0)
         expected = rollout.values(value.model, done)
-        each = -control.coefficient * divergence
-        each[torch.arange(len(each), device=each.device), mask.sum(-1) - 1] += rewards.to(each)  # at the last token of each answer
-        gains, returns = gae.advantages(each, expected, mask, args.gamma, args.lam)
+        penalized = -control.coefficient * divergence
+        penalized[torch.arange(len(penalized), device=penalized.device), mask.sum(-1) - 1] += rewards.to(
+            penalized
+        )  # at the last token of each answer
+        gains, returns = gae.advantages(penalized, expected, mask, args.gamma, args.lam)
         gains = gae.whitened(gains, mask)
     draw, sums = generator(args.seed, step), dict.fromkeys(("policy_loss", "value_loss", "clipped"), 0.0)
     updates = args.ppo_epochs * args.global_batch_size // args.mini_batch_size
@@ -194,7 +196,7 @@ def train(args: argparse.Namespace) -> None:
     settings = flags.settings(args, data=digest)
     resumed = saved.load(args.save, settings, args.device)
 
-    torch.manual_seed(args.seed)  # of the value model's head
+    torch.manual_seed(args.seed)  # seed of the value model's head
     policy, reference = (models.load_model(args.load, "AutoModelForCausalLM", dtype, args.device) for _ in range(2))
     models.check_vocabulary(policy, tokenizer)
     models.check_positions(policy, args.seq_length, "--seq-length")
@@ -210,7 +212,7 @@ def train(args: argparse.Namespace) -> None:
             policy.load(resumed["content"]["policy"])
             value.load(resumed["content"]["value"])
             control.coefficient = float(resumed["content"]["kl_coef"])
-        print(f"goes on at step {step} of {args.train_iters}")
+        print(f"resuming at step {step} of {args.train_iters}")
     memory.reset_peak([args.device])
     while step < args.train_iters:
         began = time.perf_counter()
@@ -222,7 +224,7 @@ def train(args: argparse.Namespace) -> None:
         sampled = time.perf_counter()
         row = update(policy, value, reference, done, rewards(done), control, step)
         if not all(map(math.isfinite, row.values())):
-            raise RunStopped(f"step {step + 1} gave {row}: give a lower --lr; the same command goes on from the last checkpoint")
+            raise RunStopped(f"step {step + 1} gave {row}: give a lower --lr; the same command resumes from the last checkpoint")
         step += 1
         metrics.append({"step": step} | row | {"rollout_seconds": sampled - began, "seconds": time.perf_counter() - began})
         if step % args.log_interval == 0 or step == args.train_iters:
@@ -230,14 +232,14 @@ def train(args: argparse.Namespace) -> None:
         if saved.due(args, step):
             state = {"policy": policy.state(), "value": value.state(), "kl_coef": control.coefficient}
             saved.save(args.save, step, state, settings, metrics)
-    told = saved.finish(args, policy.model, tokenizer, metrics, policy.optimizer)
+    done = saved.finish(args, policy.model, tokenizer, metrics, policy.optimizer)
     held = {"policy": policy.stored(), "value": value.stored(), "reference": memory.stored(reference)}
     report(args, held | ({} if judge is None else {"reward_model": memory.stored(judge)}), metrics)
-    print(told)
+    print(done)
 
 
 def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: list[dict[str, Any]]) -> None:
-    """What the run took, weights and states of all models apart (FP8-LM, Table 4): on the screen, and as a row of --rows."""
+    """Print weights and states of all models (FP8-LM, Table 4), and append them with reward and speed to --rows."""
     few = min(10, len(metrics))
     whole = sum(held.values(), memory.Stored())
     timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up

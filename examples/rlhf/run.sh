@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# PPO at O0 and at O3 on the same task and seed, and a CSV row for each: reward, memory of weights and of states, speed.
+# PPO at O0 and at O3 with the same task and seed, and a CSV row for each: reward, memory of weights and states, speed.
 #
 #   MODEL=smollm2 REWARD=arithmetic bash examples/rlhf/run.sh [more flags of examples/rlhf/ppo.py]
-#
-# Without MODEL: a tiny random model that is to write digits, on a CPU in a minute. The same command goes on where it was killed.
+# Without MODEL: a tiny random model learns to write digits, on a CPU in a minute. The same command resumes an interrupted run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/preamble.sh

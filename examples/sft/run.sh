@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# One model fine-tuned at O0 and at O1 to O3 on the same data, order and seed, and a CSV row for each: loss, memory, throughput.
+# Fine-tune one model at O0 to O3 with the same data, order and seed, and write a CSV row for each: loss, memory, throughput.
 #
 #   MODEL=smollm2 DATA=instructions.jsonl bash examples/sft/run.sh [more flags of examples/sft/train.py]
-#
-# Without MODEL and DATA: a tiny random model and sums, on a CPU in a minute. The same command goes on where it was killed.
+# Without MODEL and DATA: a tiny random model learns sums, on a CPU in a minute. The same command resumes an interrupted run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/preamble.sh

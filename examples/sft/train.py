@@ -1,8 +1,8 @@
 """Supervised fine-tuning of a chat model at O0 to O3: python examples/sft/train.py --load MODEL --data FILE --save FOLDER
 
-The model is a folder of transformers, the data JSON or JSON lines of conversations (megatron/lm/post/conversations.py lists the forms).
-The loss is that of the assistant's answers. Conversations are packed into sequences and do not see each other. The same command goes on
-where a run was killed. At its end FOLDER/model is what `from_pretrained` reads.
+The model is a transformers folder, the data JSON or JSON lines of conversations (megatron/lm/post/conversations.py lists the formats). The
+loss covers the assistant's answers. Conversations are packed into sequences and do not attend to each other. The same command resumes an
+interrupted run. At the end `from_pretrained` reads FOLDER/model.
 """
 
 import argparse
@@ -30,27 +30,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.common(parser, lr=2e-5, train_iters=100)
     add = parser.add_argument
     add("--data", required=True, type=arguments.path, help="conversations, JSON or JSON lines")
-    add("--lora-rank", type=arguments.count(0), default=0, help="train adapters of this rank on a frozen base; 0: all weights")
-    add("--seq-length", type=arguments.count(8), default=1024, help="tokens (default: %(default)s)")
-    add("--long-rows", default="refuse", choices=packing.LONG, help="conversations beyond --seq-length (default: %(default)s)")
-    add("--no-packing", action="store_true", help="one conversation a sequence")
-    add("--micro-batch-size", type=arguments.count(1), default=4, help="sequences at a time (default: %(default)s)")
-    add("--global-batch-size", type=arguments.count(1), default=4, help="sequences a step (default: %(default)s)")
-    add("--valid-rows", type=arguments.count(0), default=0, help="conversations at the file's end to judge by (default: %(default)s)")
+    add("--lora-rank", type=arguments.count(0), default=0, help="train adapters of this rank on a frozen base; 0 trains all weights")
+    add("--seq-length", type=arguments.count(8), default=1024, help="tokens per sequence (default: %(default)s)")
+    add(
+        "--long-rows",
+        default="refuse",
+        choices=packing.LONG,
+        help="what to do with conversations longer than --seq-length (default: %(default)s)",
+    )
+    add("--no-packing", action="store_true", help="one conversation per sequence")
+    add("--micro-batch-size", type=arguments.count(1), default=4, help="sequences per micro-batch (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=4, help="sequences per step (default: %(default)s)")
+    add(
+        "--valid-rows",
+        type=arguments.count(0),
+        default=0,
+        help="conversations at the end of the file held out for validation (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     if args.global_batch_size % args.micro_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size {args.micro_batch_size}")
+        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
     if args.lora_rank and args.export_dtype:
-        parser.error("--export-dtype is of whole models; adapters (--lora-rank) keep their own dtype: leave one of the two out")
+        parser.error("--export-dtype is for whole models; adapters (--lora-rank) keep their own dtype: omit one of the two")
     args.device = flags.device(parser)
     return args
 
 
 def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[chat.Example]], list[list[chat.Example]]]:
-    """The sequences to train on, and those to judge by."""
+    """Return the training sequences and the held-out ones."""
     given = conversations.rows(args.data)
     if args.valid_rows >= len(given):
-        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves nothing to train on: give less than {len(given)}")
+        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves no training data: give less than {len(given)}")
     examples = []
     for number, row in enumerate(given, 1):
         where = f"row {number} of {args.data}"
@@ -59,19 +69,19 @@ def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[chat.Examp
     parts = []
     for part in (examples[:cut], examples[cut:]):
         fit = packing.fitting(part, args.seq_length, args.long_rows) if part else []
-        parts.append([[each] for each in fit] if args.no_packing else packing.packed(fit, args.seq_length))
+        parts.append([[example] for example in fit] if args.no_packing else packing.packed(fit, args.seq_length))
     return parts[0], parts[1]
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Summed over the tokens of answers."""
+    """Return the loss, summed over the tokens of the answers."""
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     return answer_loss(logits, batch["input_ids"], batch["answer"])
 
 
 @torch.no_grad()
 def judge(model: Any, sequences: list[list[chat.Example]], args: argparse.Namespace, pad: int) -> float | None:
-    """Mean loss of an answer's token in held-out conversations; None without any."""
+    """Return the mean loss per answer token of the held-out conversations; None if there are none."""
     if not sequences:
         return None
     model.eval()
@@ -91,7 +101,7 @@ def train(args: argparse.Namespace) -> None:
     settings = flags.settings(args, data=hashlib.sha256(args.data.read_bytes()).hexdigest())
     resumed = saved.load(args.save, settings, args.device)
 
-    torch.manual_seed(args.seed)  # of dropout, where the model has any
+    torch.manual_seed(args.seed)  # seed of dropout, if the model uses any
     recipe = msamp.recipes.by_name(args.opt_level)
     model = models.load_model(args.load, "AutoModelForCausalLM", models.DTYPES[args.dtype], args.device)
     models.check_vocabulary(model, tokenizer)
@@ -111,7 +121,7 @@ def train(args: argparse.Namespace) -> None:
         with saved.restoring(args.save):
             model.load_state_dict(resumed["content"]["model"])
             optimizer.load_state_dict(resumed["content"]["optimizer"])
-        print(f"goes on at step {step} of {args.train_iters}")
+        print(f"resuming at step {step} of {args.train_iters}")
     before, gradients = (metrics[0]["valid_loss"] if metrics else judge(model, held_out, args, tokenizer.pad_token_id)), 0
     memory.reset_peak([args.device])
     while step < args.train_iters:
@@ -126,13 +136,13 @@ def train(args: argparse.Namespace) -> None:
             part.backward()
             loss += part.item()
         if not math.isfinite(loss):
-            raise RunStopped(f"the loss of step {step + 1} is {loss}: give a lower --lr; the same command goes on from the last checkpoint")
+            raise RunStopped(f"the loss of step {step + 1} is {loss}: give a lower --lr; the same command resumes from the last checkpoint")
         gradients = gradients or memory.stored(model).gradients
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         metrics.append({"step": step, "loss": loss, "grad_norm": float(optimizer.grad_norm), "valid_loss": None})
-        metrics[-1] |= {"tokens": sum(len(each.tokens) for row in chosen for each in row), "seconds": time.perf_counter() - began}
+        metrics[-1] |= {"tokens": sum(len(example.tokens) for row in chosen for example in row), "seconds": time.perf_counter() - began}
         metrics[0]["valid_loss"] = before
         if step % args.log_interval == 0 or step == args.train_iters:
             print(f"step {step:5}  loss {loss:.4f}  grad norm {metrics[-1]['grad_norm']:.3f}", flush=True)
@@ -147,7 +157,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace, model: Any, held: memory.Stored, metrics: list[dict[str, Any]]) -> None:
-    """What the run took: on the screen, and as a row of --rows."""
+    """Print the run's memory, speed and loss, and append them to --rows."""
     timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up
     speed = sum(row["tokens"] for row in timed) / sum(row["seconds"] for row in timed)
     peak, each = memory.peak(args.device), held.parameters
@@ -160,7 +170,7 @@ def report(args: argparse.Namespace, model: Any, held: memory.Stored, metrics: l
         "master_bytes": f"{held.masters / each:.3f}", "moment_bytes": f"{held.moments / each:.3f}",
         "peak_bytes": "" if peak is None else f"{peak / each:.3f}",
     }  # fmt: skip
-    print("bytes a parameter: " + ", ".join(f"{name.removesuffix('_bytes')} {row[name]}" for name in row if name.endswith("_bytes")))
+    print("bytes per parameter: " + ", ".join(f"{name.removesuffix('_bytes')} {row[name]}" for name in row if name.endswith("_bytes")))
     print(f"{speed:.0f} tokens/s; loss {row['loss_first']} -> {row['loss_last']}")
     if args.rows is not None:
         rows.append(args.rows, [rows.machine(args.commit) | row])

@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# Trains under Slurm, from the first GPU check to the last iteration, over as many time limits as that takes. From the root of the checkout:
+# Train under Slurm, from the first GPU check to the last iteration, across as many time limits as needed. From the root of the checkout:
 #
 #   DATA=corpus_text_document SAVE=checkpoints sbatch examples/slurm/pretrain.sh examples/gpt3/pretrain_gpt_7b.sh --save-interval 500
 #
 # The first argument is a launch script, flags of the trainer may follow. Options of sbatch override the lines below. Beside what
 # examples/gpt3/launch.sh reads from the environment:
 #
-#   SAVE      folder of the checkpoints, which all machines share; the run goes on from there, and the same line goes on by hand
-#   ATTEMPTS  how often training starts within one allocation when a process of it fails (default 3)
-#   REQUEUES  how often the job goes back into the queue at its time limit (default 100)
+#   SAVE      folder of the checkpoints, shared by all machines; the run resumes from it, and so does the same command after the job
+#   ATTEMPTS  how often training starts within one allocation if a process fails (default 3)
+#   REQUEUES  how often the job is requeued at its time limit (default 100)
 #   ROOT      the checkout (default: the folder of submission)
-#
-# Before every start each GPU computes known products and the links carry known sums (megatron.lm.tools.check_cluster). Slurm sends SIGUSR1
-# ten minutes before the limit: every process saves and leaves, and the job is requeued. Choose the minutes longer than a step and a save.
+# Before every start megatron.lm.tools.check_cluster checks the GPUs with known products and the links with known sums. Slurm sends SIGUSR1
+# ten minutes before the limit: every process saves and exits, and the job is requeued. Allow more time than a step and a save take.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
@@ -49,18 +48,18 @@ mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ((${#HOSTS[@]})) || refuse "scontrol does not know the hosts of this job"
 export MASTER_ADDR=${HOSTS[0]}
 
-UNFINISHED=75 # what the trainer ends with when it left before its last iteration
+UNFINISHED=75 # exit code of the trainer if it stops before its last iteration
 leaving=0 interrupted=0
 
 # shellcheck disable=SC2329  # the trap calls it
 leave() {
   leaving=1 interrupted=1
   echo "SIGUSR1, the time limit is near: the processes save and leave"
-  scancel --signal=TERM "$SLURM_JOB_ID" || true # of its steps, not of this script
+  scancel --signal=TERM "$SLURM_JOB_ID" || true # signals the steps, not this script
 }
 trap leave USR1
 
-# step COMMAND...: as a step with one task a GPU; its exit code. When one task has ended the others have five minutes to end too.
+# step COMMAND...: run it as a step with one task per GPU; return its exit code. Once a task has ended, the others have five minutes.
 step() {
   local pid code
   srun --kill-on-bad-exit=0 --wait=300 "$@" &
@@ -68,11 +67,11 @@ step() {
   while :; do
     code=0 interrupted=0
     wait "$pid" || code=$?
-    ((interrupted)) || return "$code" # else it is the trap that ended the wait
+    ((interrupted)) || return "$code" # otherwise the trap ended the wait
   done
 }
 
-# saved: the iteration of the newest checkpoint.
+# saved: print the iteration of the newest checkpoint.
 saved() {
   cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
 }
@@ -91,11 +90,11 @@ requeue() {
 
 before=$(saved)
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
-  # Another port each time: the last one may still be held.
+  # A new port each time: the last one may still be in use.
   port=$((20000 + (SLURM_JOB_ID * 16 + 2 * attempt) % 20000))
   export MASTER_PORT=$port
   code=0
-  # shellcheck disable=SC2016  # of each task
+  # shellcheck disable=SC2016  # expanded in each task
   step bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' check \
     "$PYTHON" -m megatron.lm.tools.check_cluster --hosts "${HOSTS[@]}" || code=$?
   if ((code && !leaving)); then
@@ -114,7 +113,7 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   if ((leaving)); then
     requeue
   fi
-  # Refused, or asked to leave by another than the time limit (scancel, --exit-duration-in-mins): to start again would not be what was meant.
+  # Refused, or stopped for another reason than the time limit (scancel, --exit-duration-in-mins): a restart is not wanted.
   if ((code == 2 || code == UNFINISHED)); then
     exit "$code"
   fi

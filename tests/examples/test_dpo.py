@@ -84,9 +84,9 @@ def test_it_goes_on_bit_for_bit(made, tmp_path):
         ([{"prompt": "a", "chosen": "b"}], {}, "row 1 of .* a preference must have chosen, rejected"),
         ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {}, "row 1 of .*--seq-length is 64: give --seq-length"),
         ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "cut"}, "alone fills --seq-length 64"),
-        ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "drop"}, "no pair of .* has at most"),
+        ([{"prompt": "a" * 80, "chosen": "b", "rejected": "c"}], {"long_rows": "drop"}, "no pair of .* fits --seq-length 64"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"beta": 0}, "--beta 0.0 is out of range"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"valid_rows": 1}, "--valid-rows 1 of 1 rows leaves nothing to train on"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"valid_rows": 1}, "--valid-rows 1 of 1 rows leaves no training data"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(made, tmp_path, capsys, rows, settings, said):

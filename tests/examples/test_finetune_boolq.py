@@ -67,7 +67,7 @@ def test_it_beats_the_commoner_answer(made: Path, tmp_path: Path, level: str, ca
     assert (found["rows"]["train"], found["rows"]["dev"], found["rows"]["unanswered"]) == (128, 64, 1)
     assert (found["steps"], found["standard_deviation"]) == (40, None)
     told = capsys.readouterr().out
-    assert f"accuracy {found['accuracy']:.4f}, the commoner answer alone 0.6250" in told
+    assert f"accuracy {found['accuracy']:.4f}, majority answer 0.6250" in told
 
 
 @pytest.mark.parametrize("precision", ["collage-plus", pytest.param("fp16-amp", marks=pytest.mark.nightly(20))])
@@ -98,11 +98,11 @@ def test_micro_batches_add_up_to_their_batch(made: Path, tmp_path: Path):
         ({"load": "gpt"}, "gpt contains a GPT with causal attention (--objective causal-lm)"),
         ({"load": "BoolQ"}, "holds no checkpoint"),
         ({"data": "gpt"}, "dev.jsonl does not exist: give a BoolQ file"),
-        ({"seq_length": 25}, "--seq-length 25 is more than the 24 positions of the encoder"),
+        ({"seq_length": 25}, "--seq-length 25 exceeds the 24 positions of the encoder"),
         ({"precision": "O9"}, "--precision O9: choose one of"),
         ({"lr": 0}, "--lr 0.0: give a number in"),
-        ({"micro_batch_size": 5}, "--global-batch-size 32 is no multiple of --micro-batch-size 5"),
-        ({"seed": [1, 1]}, "--seed 1 1 names one twice"),
+        ({"micro_batch_size": 5}, "--global-batch-size 32 is not a multiple of --micro-batch-size 5"),
+        ({"seed": [1, 1]}, "--seed 1 1 lists a seed twice"),
         ({"lr_warmup_fraction": 1}, "--lr-warmup-fraction 1 is out of range"),
         ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "BoolQ"}, "does not exist: expected a tokenizer.json"),
     ],

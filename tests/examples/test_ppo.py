@@ -85,12 +85,12 @@ def test_the_same_seed_is_the_same_run_and_another_one_is_not(made, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "give --reward or --reward-model, one of them"),
-        ({"reward": "digits", "data": "a"}, "--reward-model and --data go together"),
+        ({}, "give either --reward or --reward-model"),
+        ({"reward": "digits", "data": "a"}, "--reward-model and --data require each other"),
         ({"reward": "wit"}, "invalid choice: 'wit'"),
         ({"reward": "digits", "seq_length": 12}, r"prompt \d+ has \d+ tokens, and with --max-new-tokens 8 more than --seq-length 12"),
         ({"reward": "digits", "seq_length": 1024}, "has positions for 512 tokens"),
-        ({"reward": "digits", "mini_batch_size": 5}, "is no multiple of --mini-batch-size 5"),
+        ({"reward": "digits", "mini_batch_size": 5}, "is not a multiple of --mini-batch-size 5"),
         ({"reward": "digits", "temperature": 0}, "--temperature 0.0 is out of range"),
         ({"reward": "digits", "lam": 2}, "--lam 2.0 is out of range"),
         ({"reward": "digits", "kl_coef": -1}, "--kl-coef -1.0 is out of range"),

@@ -96,7 +96,7 @@ def test_a_bf16_export_that_loses_small_changes_is_told_and_fp32_keeps_them(made
 def test_the_export_s_dtype_is_refused_with_adapters(made, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(made, tmp_path / "run", lora_rank=4, export_dtype="fp32")
-    assert "--export-dtype is of whole models" in capsys.readouterr().err
+    assert "--export-dtype is for whole models" in capsys.readouterr().err
 
 
 def test_o0_is_a_plain_loop_of_torch_bit_for_bit(made, tmp_path):
@@ -189,9 +189,9 @@ def examples(made):
         ({"seq_length": 16}, "--seq-length is 16: give --seq-length"),
         ({"seq_length": 1024}, "has positions for 512 tokens"),
         ({"opt_level": "O9"}, "precision 'O9' is unknown"),
-        ({"valid_rows": 24}, "leaves nothing to train on"),
+        ({"valid_rows": 24}, "leaves no training data"),
         ({"lr": -1}, "learning rate"),
-        ({"global_batch_size": 3}, "is no multiple of --micro-batch-size 2"),
+        ({"global_batch_size": 3}, "is not a multiple of --micro-batch-size 2"),
         ({"train_iters": 0}, "give 1 to"),
     ],
 )
