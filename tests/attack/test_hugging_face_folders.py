@@ -117,7 +117,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
         _set("config.json", num_hidden_layers=1),
         r"has 9 tensors that a LlamaForCausalLM of its config",
     ),
-    "not finite": (_weights(_not_finite), r"model\.norm\.weight holds 1 values that are NaN or infinite"),
+    "not finite": (_weights(_not_finite), r"model\.norm\.weight contains 1 non-finite values"),
     "cut weights": (_cut("model.safetensors"), r"model\.safetensors cannot be read \(.*\): restore it"),
     "cut configuration": (_cut("config.json"), r"config\.json is not valid JSON"),
     "cut tokenizer": (_cut("tokenizer.json"), r"has no tokenizer that transformers can load"),
@@ -132,7 +132,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
         INVALID,
     ),
     "a word for a number": (_set("config.json", hidden_size="x"), INVALID),
-    "a list of settings": (lambda f: (f / "config.json").write_text("[1]") and None, r"config\.json holds list, not an object"),
+    "a list of settings": (lambda f: (f / "config.json").write_text("[1]") and None, r"config\.json contains list, not an object"),
     "quantized": (_set("config.json", quantization_config={"quant_method": "gptq"}), r"contains quantized weights .*give the model in 16"),
     "odd generation": (
         _set("generation_config.json", max_new_tokens=-1),

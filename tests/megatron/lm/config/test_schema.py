@@ -25,7 +25,8 @@ def test_fields_carry_help_and_legal_defaults(section):
             defaults = setting.default if isinstance(setting.default, tuple) else (setting.default,)
             assert set(defaults) <= set(choices), setting.name
         if numeric:
-            assert setting.default in setting.metadata["legal"], setting.name
+            values = setting.default if isinstance(setting.default, tuple) else (setting.default,)
+            assert all(value in setting.metadata["legal"] for value in values), setting.name
 
 
 def test_flag_names_are_unique_over_the_sections():

@@ -182,7 +182,7 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPa
     recipe = recipe_of(tiny.config("corpus", precision="te-block"))
     monkeypatch.setattr(peer, "installed", lambda: False)
     with pytest.raises(
-        ValueError, match=r"precision te-block requires Transformer Engine, which is not installed: pip install -e '\.\[peers\]'"
+        ValueError, match=r"precision te-block requires Transformer Engine, which is not installed: run `pip install -e '\.\[peers\]'`"
     ):
         peer.check_available(recipe)
     monkeypatch.setattr(peer, "installed", lambda: True)
@@ -203,7 +203,7 @@ def test_a_package_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is imported is gone again after the test
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ValueError, match=r"is installed but cannot be imported \(undefined symbol: x\): pip install"):
+    with pytest.raises(ValueError, match=r"is installed but cannot be imported \(undefined symbol: x\): run `pip install"):
         peer.check_available(recipe)
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
