@@ -104,5 +104,5 @@ def test_a_run_whose_load_is_its_save_starts_anew_and_then_resumes(prefix: Path,
 @pytest.mark.parametrize("settings", [{"save": "other"}, {}, {"save": "missing", "finetune": True}], ids=str)
 def test_any_other_load_must_hold_a_checkpoint(prefix: Path, tmp_path: Path, settings: dict[str, Any]):
     flags = settings | ({"save": str(tmp_path / settings["save"])} if "save" in settings else {})
-    with pytest.raises(ValueError, match=r"--load .*missing is no folder"):
+    with pytest.raises(ValueError, match=r"--load .*missing is not a folder"):
         check(tiny.config(prefix, load=str(tmp_path / "missing"), **flags), 1)
