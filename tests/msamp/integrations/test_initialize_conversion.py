@@ -49,7 +49,10 @@ def test_what_would_cut_or_join_weights_that_are_fp8_already_is_refused_with_the
     from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    way = r"cannot hold this one: use the model of msamp\.initialize as it is.*or msamp\.integrations\.fsdp\.prepare\(model\) before"
+    way = (
+        r"do not support this one: use the model of msamp\.initialize without a wrapper.*"
+        r"or call msamp\.integrations\.fsdp\.prepare\(model\) before"
+    )
     mesh = init_device_mesh("cpu", (1,))
     try:
         for wrap in (
@@ -98,7 +101,10 @@ def refusals() -> dict[str, str]:
 
 
 def test_each_wrapper_is_refused_on_two_processes_in_both_orders():
-    way = r"cannot hold this one: use the model of msamp\.initialize as it is.*or msamp\.integrations\.fsdp\.prepare\(model\) before"
+    way = (
+        r"do not support this one: use the model of msamp\.initialize without a wrapper.*"
+        r"or call msamp\.integrations\.fsdp\.prepare\(model\) before"
+    )
     first, second = dist.run(refusals, 2)
     assert first.keys() == second.keys()
     assert len(first) == 9

@@ -266,7 +266,7 @@ def test_a_weight_is_initialised_anew():
 
 
 def test_an_average_in_fp8_is_warned_of_and_an_initialisation_is_not():
-    with pytest.warns(UserWarning, match=r"lerp_.* stores into fp8-e4m3, with steps of 0\.125 of a value.*msamp\.float_copy"):
+    with pytest.warns(UserWarning, match=r"lerp_.* stores into fp8-e4m3, in steps of 0\.125 of a value.*msamp\.float_copy"):
         tensor(E4M3).lerp_(ONES, 0.001)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

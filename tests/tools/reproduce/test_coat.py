@@ -89,7 +89,7 @@ def test_the_worst_layer_and_the_gain_of_rows_made_by_hand():
 
 def test_a_model_that_is_not_there_is_named_with_what_makes_it(tmp_path):
     needs = next(one for one in coat.ENTRIES if one.name == "coat-activations").sizes["smollm2"]
-    assert needs.lacking(tmp_path) == "data/smollm2 (examples/smollm2.py makes it)"
+    assert needs.lacking(tmp_path) == "data/smollm2 (examples/smollm2.py creates it)"
 
 
 def test_the_gain_of_two_stages_by_hand(monkeypatch):

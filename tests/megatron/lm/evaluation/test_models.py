@@ -85,7 +85,7 @@ def test_what_is_neither_is_refused(tmp_path: Path, made: dict[str, Path]):
     broken = Path(shutil.copytree(made["hf"], tmp_path / "broken"))
     for file in broken.glob("*.safetensors"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"broken holds neither model.safetensors nor model.safetensors.index.json"), opened(broken):
+    with pytest.raises(ValueError, match=r"broken contains neither model.safetensors nor model.safetensors.index.json"), opened(broken):
         pass
 
 

@@ -71,7 +71,7 @@ def test_damaged_and_missing_files_are_told(tmp_path):
     [
         (None, "does not exist: give a folder"),
         ("{", "is not valid JSON"),
-        ("[]", "holds list, not an object"),
+        ("[]", "contains list, not an object"),
         ("[" * 100000, "is not valid JSON"),
     ],
 )

@@ -122,7 +122,7 @@ def test_folders_without_model_or_tokenizer_are_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match=r"has no tokenizer that transformers can load|must be a fast one"):
         models.load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(ValueError, match=r"contains neither model.safetensors nor model.safetensors.index.json"):
         models.load_model(tmp_path, "AutoModelForCausalLM", BF16, CPU)
 
 

@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "a loss scale that counts back": ({"loss_scale": {"loss_scale": 2.0, "unskipped": -1}}, "has the invalid loss scale"),
     "a configuration that is a list": ({"config": []}, "has a configuration that is not sections of settings"),
     "a section that is null": ({"config": {"model": None}}, "has a configuration that is not sections of settings"),
-    "an unknown section": ({"config": {"models": {}}}, "has a configuration that cannot be read: 'models' is no section"),
+    "an unknown section": ({"config": {"models": {}}}, "has a configuration that cannot be read: 'models' is not a known section"),
     "a setting of another type": ({"config": {"model": {"num_layers": "2"}}}, "has a configuration that cannot be read: "),
     "no files": ({"files": None}, "has a checkpoint.json without a table of files"),
     "files that are a list": ({"files": [1]}, "has a checkpoint.json without a table of files"),

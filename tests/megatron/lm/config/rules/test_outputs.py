@@ -27,6 +27,17 @@ REFUSALS = {
         1,
         "--loss-spike-action rollback goes back to checkpoints of this run: add --save FOLDER and --save-interval N, or choose warn",
     ),
+    "empty profile": (
+        "--profile --profile-step-start 5 --profile-step-end 5",
+        1,
+        "--profile-step-start 5 is not below --profile-step-end 5: the iterations 6 to 5 are profiled",
+    ),
+    "profile of no rank": ("--profile --profile-ranks 1", 1, r"--profile-ranks 1: give ranks in \[0, 0\], since there are 1 processes"),
+    "profile without a folder": (
+        "--profile --use-pytorch-profiler",
+        1,
+        "--use-pytorch-profiler needs a folder for its trace: add --tensorboard-dir FOLDER",
+    ),
     "interval": ("--save-interval 2", 1, "--save-interval 2 has no effect without a folder: add --save FOLDER"),
     "elsewhere": ("--emergency-save there", 1, "--emergency-save there has no effect without --save: add --save FOLDER, or drop it"),
     "elsewhere in a file": (
