@@ -26,7 +26,7 @@ from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.grad_cast import GradCast
 
 GROUP_ELEMENTS = 2**28  # 512 MiB of BF16
-GROUPS = 8  # of a large model, per backward
+GROUPS = 8  # groups per backward of a large model
 
 Place = tuple[torch.device, int]  # a device, and the stream on which its gradients arrived
 
