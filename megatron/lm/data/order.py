@@ -8,7 +8,8 @@ different order; for a run of one epoch its order equals this one. A blend draws
 does not depend on the length of the run either.
 
 The entry `data` of a checkpoint has everything that determines the order: the seed, and for each dataset its weight, the documents used
-for training, and digests of its index and of a part of its tokens. Paths and names do not matter.
+for training, and digests of its index and of a part of its tokens. Paths and names do not matter. A resume also compares the settings
+that decide what a sample is, such as `--reset-attention-mask`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
-from megatron.lm.config import Config
+from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import config_from_dict
+from megatron.lm.config.schema import flag
 from megatron.lm.data.cache import kept
 from megatron.lm.data.token_files import TokenDataset, check_ids
 
 MOCK = "--mock-data"  # used in place of a prefix
 ORDER = "epochs apart"  # every other way to draw it has another name
 _PARTS, _PART_BYTES = 64, 4096  # number and size of the parts of a dataset's tokens that its digest covers
+# Settings that decide what a sample is: which tokens see each other, their positions, and which of them count in the loss.
+_OF_SAMPLES = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss", "mask_prob", "mask_whole_words")
 _SURPLUS = 1.005  # megatron-core builds this multiple of the samples that a blend needs from a dataset
 
 
@@ -168,13 +172,14 @@ def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None)
         return None
     saved = info.get("data")
     differing = _differing_from_config(info, config, now) if saved is None else _differing(saved, now)
+    differing += _differing_samples(info, config)
     if differing and not config.data.override_data:
         raise ValueError(
-            f"the checkpoint in {config.checkpoint.load} was trained on data in another order: {'; '.join(differing)}. Use the saved data "
-            f"and values, or --override-data to continue at sample {info['consumed_samples']} of the new order"
+            f"the checkpoint in {config.checkpoint.load} was trained on other data, or in another order: {'; '.join(differing)}. Use the "
+            f"saved data and values, or --override-data to continue at sample {info['consumed_samples']} of this run's data"
         )
     if differing:
-        return f"--override-data: the data continues at sample {info['consumed_samples']} of another order: {'; '.join(differing)}"
+        return f"--override-data: the data continues at sample {info['consumed_samples']} of other data: {'; '.join(differing)}"
     return None if saved is not None else "the checkpoint has no digests of its data: it is assumed to be the data of this run"
 
 
@@ -195,6 +200,13 @@ def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if not math.isclose(old["weight"], new["weight"], rel_tol=1e-9):
             found.append(f"weight {new['weight']:.6g} of {prefix} (saved: {old['weight']:.6g})")
     return found
+
+
+def _differing_samples(info: dict[str, Any], config: Config) -> list[str]:
+    """Return the flags that make other samples of the same tokens, with their values here and in the checkpoint."""
+    saved, default = info["config"].get("data", {}), DataConfig()  # a setting that the checkpoint does not have had its default
+    pairs = [(name, getattr(config.data, name), saved.get(name, getattr(default, name))) for name in _OF_SAMPLES]
+    return [f"{flag(name)} {now} (saved: {then})" for name, now, then in pairs if now != then]
 
 
 def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, Any]) -> list[str]:

@@ -88,7 +88,8 @@ def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Co
     found["precision"] = {"precision": precision}
     found["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
     length = "train_samples" if config.schedule_steps.in_samples else "train_iters"
-    for section, name in (("training", "seed"), ("training", length), ("data", "split")):
+    of_samples = [("data", name) for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")]
+    for section, name in (("training", "seed"), ("training", length), ("data", "split"), *of_samples):
         if type(args.get(name)) is type(found[section].get(name)):
             found[section][name] = args[name]
     try:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,28 @@ def test_other_weights_and_another_way_to_draw_are_refused(prefix, other):
         check_same(info(then), settings, now)
     with pytest.raises(ValueError, match=r"drawn as epochs apart \(saved: all at once\)"):
         check_same(info(now | {"order": "all at once"}), settings, now)
+
+
+@pytest.mark.promise("Data", "A resume with another `--reset-attention-mask`, `--reset-position-ids` or `--eod-mask-loss` is refused.")
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("reset_attention_mask", True), ("reset_position_ids", True), ("eod_mask_loss", True), ("mask_prob", 0.3), ("mask_whole_words", True)],
+)
+def test_other_samples_of_the_same_tokens_are_refused(prefix, setting, value):
+    plain, changed = (config(data_path=(prefix,), load="somewhere", **more) for more in ({}, {setting: value}))
+    now = described(plain)
+    for then, settings in ((plain, changed), (changed, plain)):
+        saved = info(now, settings=then)
+        values = f"--{setting.replace('_', '-')} {getattr(settings.data, setting)} (saved: {getattr(then.data, setting)})"
+        with pytest.raises(ValueError, match=rf"somewhere was trained on other data.*{re.escape(values)}.*--override-data to continue at"):
+            check_same(saved, settings, now)
+        allowed = dataclasses.replace(settings, data=dataclasses.replace(settings.data, override_data=True))
+        assert check_same(saved, allowed, now) == f"--override-data: the data continues at sample 5 of other data: {values}"
+        assert check_same(saved, then, now) is None
+    del saved["config"]["data"]  # written before the setting existed
+    assert check_same(saved, plain, now) is None
+    with pytest.raises(ValueError, match=setting.replace("_", "-")):
+        check_same(saved, changed, now)
 
 
 @pytest.mark.promise("Data", "A checkpoint without digests of its data resumes within one epoch only.")

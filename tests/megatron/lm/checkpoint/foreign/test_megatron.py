@@ -136,6 +136,12 @@ def test_a_warm_up_of_a_fraction_of_the_decay_keeps_its_fraction(tmp_path: Path)
     assert (steps.warmup, steps.decay) == (pytest.approx(0.03 * 20), 20)
 
 
+def test_what_a_sample_was_is_the_checkpoints(tmp_path: Path):
+    common = {"iteration": 10, "args": {"reset_attention_mask": True, "eod_mask_loss": None}}
+    then = configuration(tmp_path, common, settings("corpus", tmp_path, "llama", reset_position_ids=True)).data
+    assert (then.reset_attention_mask, then.eod_mask_loss, then.reset_position_ids) == (True, False, True)
+
+
 def test_a_vocabulary_padded_otherwise_is_cut_and_filled(written: Path, prefix: Path):
     with tiny.trainer(settings(prefix, written, "gpt2", finetune=True, make_vocab_size_divisible_by=60)) as made:
         assert logits(made).shape[-1] == 60
