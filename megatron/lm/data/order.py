@@ -51,6 +51,8 @@ class EpochDataset(GPTDataset):
         return TokenDataset(dataset_path)
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(self.dataset, TokenDataset):
+            self.dataset.index_file.check()
         tokens, documents = super()._query_document_sample_shuffle_indices(idx)
         check_ids(tokens, self.config.tokenizer.vocab_size, self.dataset_path)
         return tokens, documents

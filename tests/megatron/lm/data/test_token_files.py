@@ -35,6 +35,34 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path):
         dataset[0]
 
 
+READS = [
+    lambda dataset: dataset[150],
+    lambda dataset: dataset[3:5],
+    lambda dataset: dataset.sequence_lengths[150],
+    lambda dataset: dataset.document_indices[150],
+]
+
+
+@pytest.mark.parametrize("size", [0, 33, 34, 100, 4041])
+def test_an_index_that_was_truncated_is_not_read(tmp_path: Path, size: int):
+    """Its pages are mapped: a read beyond the end of the file would end the process, and one before it would return zeros."""
+    prefix = tiny.write_data(tmp_path)
+    dataset = TokenDataset(str(prefix))
+    pickled = pickle.dumps(dataset)
+    os.truncate(f"{prefix}.idx", size)
+    for read in READS:
+        with pytest.raises(ValueError, match=rf"{prefix}\.idx has {size} bytes, but its header requires 4042: it was changed"):
+            read(dataset)
+    for opened in (lambda: TokenDataset(str(prefix)), lambda: pickle.loads(pickled)):
+        with pytest.raises(ValueError, match=r"corpus\.idx (has \d+ bytes, but its header requires 4042|is not an index)"):
+            opened()
+
+
+def test_an_index_that_is_gone_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"x\.idx cannot be read \(No such file or directory\)"):
+        TokenDataset(str(tmp_path / "x"))
+
+
 @pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 60), (np.int32, -1), (np.int64, 2**31 - 1)])
 def test_an_id_outside_the_vocabulary_is_named(dtype: type, bad: int):
     check_ids(np.array([5, 59, 0], dtype), 60, "here")
