@@ -1,16 +1,25 @@
 """Numbers behind a valid seal that no run writes: each reader refuses them in one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import checkpoints
+from helpers import checkpoints, tiny
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.tools import convert_checkpoint
 
-NORM = "decoder.final_layernorm.weight"
+NORM, QKV = "decoder.final_layernorm.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
+# Finite values of weights and moments that no run has: the first step after a load would make NaN of them.
+HUGE = {
+    f"exp_avg/{NORM}": torch.full((32,), 1e38),
+    f"exp_avg_sq/{NORM}": torch.full((32,), 1e38),
+    f"master/{NORM}": torch.full((32,), 1e38),
+    f"exp_avg/{QKV}": torch.tensor(2.0**100),  # by its scale
+    f"exp_avg_sq/{QKV}": torch.tensor(2.0**100),
+}
 
 
 @pytest.fixture
@@ -25,6 +34,26 @@ def test_a_step_counter(folder: Path, tmp_path: Path, value: float, capsys: pyte
     err = capsys.readouterr().err
     assert f"step/{NORM}" in err.splitlines()[-1]
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("key", HUGE)
+def test_a_finite_value_that_no_run_has(prefix: Path, folder: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]):
+    by_scale = not HUGE[key].dim()
+    checkpoints.rewrite(folder, {f"{key}.scale_inv@0,0" if by_scale else key: HUGE[key]})
+    said = rf"{key} has the value [-\d.]+e\+3\d; no run can use values above 2\^64"
+    assert convert_checkpoint.main(["to-megatron", "--load", str(folder), "--output", str(tmp_path / "o")]) == 2
+    assert re.search(said, capsys.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "o").exists()
+    with pytest.raises(ValueError, match=said) as refused:
+        checkpoints.resume(prefix, folder.parent)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_finite_maximum_of_coats_groups_that_no_run_has(prefix: Path, tmp_path: Path):
+    folder = checkpoints.saved(prefix, tmp_path / "coat", precision="coat", num_layers=1) / "iter_0000004"
+    checkpoints.rewrite(folder, {f"exp_avg/{QKV}.max@0,0": torch.full((96, 1), 1e38)})
+    with pytest.raises(ValueError, match=rf"exp_avg/{QKV} has groups with a maximum or exponent out of range: maximum 1e\+38"):
+        tiny.run(tiny.config(prefix, precision="coat", num_layers=1, train_iters=6, load=str(folder.parent)))
 
 
 @pytest.mark.parametrize(

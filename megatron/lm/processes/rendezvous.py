@@ -54,8 +54,8 @@ def join(
         with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             if with_agent:  # torchrun's agent has the store, for all its restarts
-                if rank == 0 and _is_loopback(host, port):
-                    _say_open(f"torchrun's port {port}")
+                if rank == 0:  # whatever the host's name: torchrun passes only the port to its store
+                    _say_open(f"torchrun's port {port}", f"the machine {host}")
                 found = torch.distributed.TCPStore(host, port, is_master=False, timeout=left, wait_for_workers=False)
                 store = meet(found, rank, world_size, left)
             else:
@@ -64,7 +64,7 @@ def join(
                     host, port, world_size, is_master=rank == 0, timeout=left, multi_tenant=True, master_listen_fd=inside
                 )
                 if rank == 0 and inside is None:
-                    _say_open(f"port {port}")
+                    _say_open(f"port {port}", "this machine")
         except RuntimeError as error:
             raise RunStopped(_why(error, host, port, world_size, limit)) from error
         store.set_timeout(timeout)
@@ -133,8 +133,8 @@ def _resolve(host: str, port: int, end: float) -> None:
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))
 
 
-def _say_open(what: str) -> None:
-    print(f"rendezvous: {what} listens on every address of this machine: {_INSIDE}", file=sys.stderr, flush=True)
+def _say_open(what: str, machine: str) -> None:
+    print(f"rendezvous: {what} listens on every address of {machine}: {_INSIDE}", file=sys.stderr, flush=True)
 
 
 def listener(host: str, port: int) -> int | None:

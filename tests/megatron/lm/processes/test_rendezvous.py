@@ -163,26 +163,31 @@ def test_a_rendezvous_on_one_machine_stays_there(
     assert "listens on every address" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("agent", [False, True], ids=["its own store", "torchrun's"])
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's list of sockets")
+@pytest.mark.parametrize(("agent", "host"), [(False, "another"), (True, "127.0.0.1"), (True, "another")])
 def test_a_rendezvous_that_others_reach_says_so(
-    agent: bool, master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    agent: bool, host: str, master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    """torchrun's store is open with a loopback address too."""
     port = master.getsockname()[1]
     master.close()
     limit = timedelta(seconds=60)
     if agent:
         store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    else:
+    if host == "another":
         monkeypatch.setattr(rendezvous, "_is_loopback", lambda host, port: False)
+    heard: list[set[str]] = []
     try:
-        rendezvous.join("gloo", 0, 1, limit, limit, lambda store: None)
+        rendezvous.join("gloo", 0, 1, limit, limit, lambda store: heard.append(_listens_at(port)))
     finally:
         torch.distributed.destroy_process_group()
-    which = "torchrun's port" if agent else "port"
-    assert (
-        f"rendezvous: {which} {port} listens on every address of this machine: keep it inside the job's network" in capsys.readouterr().err
-    )
+    what = f"torchrun's port {port} listens on every address of the machine 127.0.0.1"
+    what = what if agent else f"port {port} listens on every address of this machine"
+    line = f"rendezvous: {what}: keep it inside the job's network"
+    assert line in capsys.readouterr().err
+    assert heard[0]
+    assert not heard[0] & _LOOPBACK
     if agent:
         assert store.num_keys() > 0
 
