@@ -5,6 +5,10 @@ limit, and a process whose memory runs out in Rust is aborted. So the growth of 
 before it, in the worst text. Real files replace a space by "\u2581" (a growth of 3) or normalize Unicode (at most 11). ALBERT's bound is
 1100, in a text that nobody writes. If the bound is larger than `UNCHECKED`, `check_text` measures texts before they are tokenized.
 
+A regular expression takes memory and time when it is compiled: 24 KB for a class of characters, and with calls of groups a time that
+doubles with every group. So their length is bounded, and calls are refused (`check_expressions`). In a text, the library gives up a match
+after ten million steps, about half a second.
+
 This module imports neither torch nor the library.
 """
 
@@ -13,8 +17,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,10 @@ from megatron.lm.shell.opening import read_text
 LIMITS = {"normalizer": 4096.0, "pre_tokenizer": 64.0, "decoder": 64.0}  # the largest bound that is accepted
 UNCHECKED = 16.0  # texts are not measured if the bound is at most this
 MEASURED = 64.0  # the largest growth of a piece of text that is accepted
+EXPRESSIONS = 8192  # the most characters of all regular expressions of a file; GPT-4o's has 700, and a class compiles to 24 KB
+# Calls of groups and recursion, conditions and callouts: none is in a published tokenizer. `x` would hide them behind comments.
+_CALLS = re.compile(r"\\[gk]|\(\?(?:[R&({~\d+#]|-\d|P>|[a-wyz-]*x)|\(\*\w+[^)]*\)")
+_ESCAPED = re.compile(r"\\[^gk]")
 _PIECE = 256  # characters that are measured at once, so that the measurement itself needs little memory
 _ADDED_BYTES = 2**26  # the most bytes of added tokens after the library has normalized them, which it does when it loads the file
 # In bytes, over all characters of Unicode: U+1D1C0 in NFC and NFD, U+FDFA in NFKC and NFKD, U+023E in lower case, U+D7A3 without accents. A
@@ -44,7 +53,9 @@ def read_tokenizer_json(path: Path) -> tuple[str, float]:
 
 
 def check_growth(content: Mapping[str, Any]) -> float:
-    """Return the bound of the normalizer in the content of a `tokenizer.json`; raise a ValueError if a bound is larger than `LIMITS`."""
+    """Return the bound of the normalizer in the content of a `tokenizer.json`; raise a ValueError if a bound is larger than `LIMITS`, or
+    `check_expressions` refuses it."""
+    check_expressions(content)
     bounds = {part: growth(content.get(part)) for part in LIMITS}
     for part, bound in bounds.items():
         if bound > LIMITS[part]:
@@ -59,6 +70,33 @@ def check_growth(content: Mapping[str, Any]) -> float:
     if size > _ADDED_BYTES:
         raise ValueError(f"its added tokens can become {size:g} bytes in its normalizer, and at most {_ADDED_BYTES} are accepted")
     return bounds["normalizer"]
+
+
+def check_expressions(content: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the regular expressions in the content of a `tokenizer.json` have more than `EXPRESSIONS` characters, or one
+    has a construct whose time to compile is not bounded by its length."""
+    patterns = [pattern for part in LIMITS for pattern in _expressions(content.get(part))]
+    if (length := sum(map(len, patterns))) > EXPRESSIONS:
+        raise ValueError(f"its regular expressions have {length} characters, and at most {EXPRESSIONS} are accepted: use another tokenizer")
+    for pattern in patterns:
+        if call := _CALLS.search(_ESCAPED.sub("", pattern)):
+            raise ValueError(
+                f"its regular expression {pattern[:40]!r} has {call[0]!r}: calls of groups, conditions, callouts and the option x are not "
+                "accepted, since their time has no bound; use another tokenizer"
+            )
+
+
+def _expressions(step: Any) -> Iterator[str]:
+    """Yield the regular expressions in a part of a `tokenizer.json`."""
+    if isinstance(step, list):
+        for inner in step:
+            yield from _expressions(inner)
+    elif isinstance(step, Mapping):
+        pattern = step.get("pattern")
+        if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):
+            yield pattern["Regex"]
+        for inner in step.values():
+            yield from _expressions(inner)
 
 
 def growth(step: Any) -> float:

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from megatron.lm.data.tokenizer_json import LIMITS, check_text, growth, read_tokenizer_json
+from megatron.lm.data.tokenizer_json import EXPRESSIONS, LIMITS, check_expressions, check_text, growth, read_tokenizer_json
 
 # A character of the largest growth for each step, and ordinary ones.
 TEXTS = [
@@ -166,3 +166,55 @@ def test_a_text_that_grows_is_found_wherever_it_does():
     check_text("b" * 10_000 + "\ufdfa" * 10, normalizers.NFKC().normalize_str)
     with pytest.raises(ValueError, match=r"its normalizer makes \d+ bytes of the \d+ of 'b"):
         check_text("b" * 10_000 + "c" + "b" * 10_000, normalizers.Replace("c", "x" * 20_000).normalize_str)
+
+
+def with_expressions(*patterns: str) -> dict[str, object]:
+    """The content of a tokenizer.json with these expressions in its pre-tokenizer, one inside the other."""
+    step: object = []
+    for pattern in patterns:
+        step = [{"type": "Sequence", "pretokenizers": step}, {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}]
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": step}}
+
+
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def test_expressions_of_published_tokenizers_are_accepted():
+    others = [r"(?:a)(?>b)(?=c)(?<=d)(?<!e)(?<n>f)(?i-m:g)(h)\1", r"\\g\(*\(?R", " ?[^(\\s|[.,!?…。])]+", "a" * (EXPRESSIONS // 2)]
+    check_expressions(with_expressions(GPT_4O, *others))
+    check_expressions({"normalizer": None, "pre_tokenizer": {"type": "Split", "pattern": {"String": r"\g<a>"}}})
+
+
+CALLS = [
+    r"(?<a>x\g<a>?)",
+    r"(?<a>x)\k<a>",
+    "(?R)",
+    "(?1)",
+    "(?-1)",
+    "(?&a)",
+    "(?P>a)",
+    "(?(1)a)",
+    "(?{a})",
+    "(*FAIL)",
+    "(?~a)",
+    "(?x)a",
+    "(?i-x:a)",
+]
+
+
+@pytest.mark.parametrize("pattern", CALLS)
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "decoder"])
+def test_an_expression_without_a_bound_is_refused(pattern: str, part: str):
+    step = with_expressions(GPT_4O, rf"\\\\{pattern}")["pre_tokenizer"]
+    with pytest.raises(ValueError, match=r"its regular expression .* has .*: calls of groups, conditions, callouts and"):
+        check_expressions({part: step})
+    check_expressions({"model": step})
+
+
+def test_expressions_of_any_length_are_refused():
+    check_expressions(with_expressions("a" * EXPRESSIONS))
+    with pytest.raises(ValueError, match=rf"its regular expressions have {EXPRESSIONS + 1} characters, and at most {EXPRESSIONS} are"):
+        check_expressions(with_expressions("a" * EXPRESSIONS, "b"))
