@@ -222,3 +222,12 @@ def test_a_column_of_the_predecessors_names_is_passed_over(tmp_path: Path) -> No
     page = tmp_path / "page.md"
     page.write_text("# Page\n| MS-AMP | here |\n| --- | --- |\n| `msamp.theirs` | `msamp.nothing` |\n\n`msamp.none`\n", encoding="utf-8")
     assert problems(page) == ["msamp.nothing does not exist", "msamp.none does not exist"]
+
+
+def test_every_claim_of_security_names_a_test_that_exists():
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[^`]+)`", text)
+    assert not [path for path in named if not (ROOT / path).exists()]
+    rows = [line for line in text.partition("## What is not trusted")[2].splitlines() if re.match(r"\| (?!---|what )", line)]
+    assert rows
+    assert not [row for row in rows if "`tests/" not in row]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from helpers import tiny
 from megatron.lm.config.training import DEFAULT_SPLIT
@@ -70,3 +72,22 @@ def test_no_token_counts_in_an_evaluation(tmp_path: Path):
     settings = tiny.config(prefix, train_iters=2, eval_iters=1, eod_mask_loss=True, **paths)
     with pytest.raises(RunStopped, match="the evaluation of 1 iterations has no token that counts in the loss"):
         tiny.run(settings)
+
+
+@pytest.mark.parametrize("place", [1, 50_003, 499_998])
+def test_a_changed_token_is_refused_at_resume(tmp_path: Path, place: int):
+    """Wherever it is, also where the samples that a start compares have a gap."""
+    prefix, save = tmp_path / "corpus", str(tmp_path / "save")
+    made = IndexedDatasetBuilder(f"{prefix}.bin", np.uint16)
+    for number in range(500):
+        made.add_document(torch.arange(number, number + 1000) % EOD, [1000])
+    made.finalize(f"{prefix}.idx")
+    settings = {"num_layers": 1, "precision": "bf16", "save": save}
+    tiny.run(tiny.config(prefix, train_iters=1, **settings))
+    tokens = np.memmap(f"{prefix}.bin", np.uint16, "r+")
+    tokens[place] = (tokens[place] + 1) % EOD
+    tokens.flush()
+    with pytest.raises(ValueError, match=r"corpus has other tokens than .*corpus, in documents of the same lengths") as caught:
+        tiny.run(tiny.config(prefix, train_iters=2, load=save, **settings))
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (tmp_path / "save").glob("iter_*")] == ["iter_0000001"]

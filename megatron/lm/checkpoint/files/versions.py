@@ -10,7 +10,7 @@
     bytes of tensors only. The states are those that the update declares, under its own names. `checkpoint.json` may also contain the run
     (`run`) and its health (`health`).
 6   As 5, and the configuration has `precision.master_rounding` and `moment_rounding`: nearest in version 5, whatever the recipe's default
-    is now.
+    is now. A dataset in `data` may also contain the digest of all its tokens (`whole`).
 
 This code reads versions 5 and 6. `upgraded` rewrites the configuration, one step per version, so that the rest of the code knows only the
 current one. Tensors of both versions have the same keys, and a run resumes from either bit for bit. No release wrote version 4 or older;
@@ -158,8 +158,8 @@ def _is_data(entry: Any) -> bool:
 
 def _is_dataset(entry: Any) -> bool:
     match entry:
-        case {"prefix": str(), "weight": weight, "documents": [first, end], "index": str(), "content": str()}:
-            return _natural(first) and _natural(end) and _finite(weight)
+        case {"prefix": str(), "weight": weight, "documents": [first, end], "index": str(), "content": str(), **more}:
+            return _natural(first) and _natural(end) and _finite(weight) and isinstance(more.get("whole"), str | None)
     return False
 
 
