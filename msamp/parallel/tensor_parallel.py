@@ -41,12 +41,12 @@ import torch.distributed as dist
 from msamp.comm.copies import TRANSPORTS, choose_peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.ends import PendingRows, ReadyRows
-from msamp.nn.gemm import LayerGemm
+from msamp.nn.gemm import LayerGemm, RowProduct
 from msamp.nn.linear_fn import LinearFunction, LinearSettings, activation, checked_label
 from msamp.nn.scaling_state import WIRE, LinearScaling
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
-from msamp.parallel.sequence_parallel import shared_amax, start_gather, start_sum
+from msamp.parallel.sequence_parallel import shared_amax, start_gather, start_sum, sum_product
 
 WIRES = ("bf16", "fp8")
 SAVED_INPUTS = ("shard", "gathered")
@@ -111,10 +111,12 @@ class TensorParallel:
         """Start the all-gather of the ranks' rows under sequence parallelism; otherwise return `payload`."""
         return start_gather(payload, self.peers, label) if self.sequence_parallel else ReadyRows(payload)
 
-    def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
-        """Sum the partial outputs of a row-parallel layer, sent in the format of `wire`."""
+    def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
+        """Compute and sum the partial outputs of a row-parallel layer, sent in the format of `wire`."""
+        if self.wire != "fp8" and self.sequence_parallel and self.peers.copies:
+            return sum_product(product, codes, self.peers, "output")
         wire = (layer.sums, layer.gemm.input) if self.wire == "fp8" else None
-        return start_sum(partial, self.peers, "output", scatter=self.sequence_parallel, wire=wire)()
+        return start_sum(product.of(codes), self.peers, "output", scatter=self.sequence_parallel, wire=wire)()
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
         """Start the sum of a column-parallel layer's partial grad_inputs, sent in the format of `grad_wire`."""
