@@ -173,9 +173,7 @@ def scaled_mm_(
     if not (unpadded and fp8_hardware(a.device) and (bias is None or out.dtype != torch.float32)):
         out.copy_(scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, out.dtype, fast_accum=fast_accum))
         return
-    torch.ops.aten._scaled_mm.out(
-        a, b.t(), a_scale_inv, b_scale_inv, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out
-    )
+    torch.ops.aten._scaled_mm.out(a, b.t(), a_scale_inv, b_scale_inv, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
 
 
 def have_product(a: Block, b: Block) -> bool:

@@ -12,8 +12,8 @@ rank computes the heads, or the part of the MLP, of its weight shards. So only t
 
 `Ends` is the interface that a block calls at its ends. `ALONE` implements it for one GPU, without communication, and `msamp.parallel` for a
 tensor-parallel group. Each collective starts as soon as its input is ready and is waited for only when its result is needed, so that weight
-casts and GEMMs overlap with it. A GEMM next to a collective is a `RowProduct`, whose rows may be computed in pieces: a rank's own rows while
-those of the others arrive, or the rows of the others first, which are then sent while its own are computed.
+casts and GEMMs overlap with it. A GEMM next to a collective is a `RowProduct`, whose rows may be computed in pieces: a rank's own rows
+while those of the others arrive, or the rows of the others first, which are then sent while its own are computed.
 """
 
 from collections.abc import Callable

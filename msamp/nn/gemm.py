@@ -309,9 +309,7 @@ class RowProduct(NamedTuple):
 
     def of(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the product [M, N] of all rows, FP8 [M, K]."""
-        return ops.scaled_mm(
-            codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, self.dtype, fast_accum=self.fast
-        )
+        return ops.scaled_mm(codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, self.dtype, fast_accum=self.fast)
 
     def empty(self, codes: torch.Tensor, rows: int) -> torch.Tensor:
         """Return memory for the product of `rows` rows such as `codes`."""

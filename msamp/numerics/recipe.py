@@ -251,8 +251,8 @@ class Recipe:
 
     @property
     def gathers_fp8(self) -> bool:
-        """True where tensor-parallel ranks gather operands in FP8: with one scale per tensor, shared by the ranks, a rank that casts gathered
-        values gets the codes that their owner would send. So the numbers are the same, in half the bytes."""
+        """True where tensor-parallel ranks gather operands in FP8: with one scale per tensor, shared by the ranks, a rank that casts
+        gathered values gets the codes that their owner would send. So the numbers are the same, in half the bytes."""
         return self.gemm is not None and self.gemm.tensorwise
 
     @property
@@ -374,24 +374,8 @@ O1 = Recipe(
     states=StateFormats(FP16, E4M3, FP32_FORMAT, FP32_FORMAT, **_MASTERS),
     accumulator="bf16",
 )
-O2 = Recipe(
-    name="O2",
-    compute=BF16_FORMAT,
-    gemm=_GEMM,
-    weight=FP16,
-    states=StateFormats(FP16, E4M3, E4M3, FP16, **_ALL_STATES),
-    accumulator="bf16",
-)
-O3 = Recipe(
-    name="O3",
-    compute=BF16_FORMAT,
-    gemm=_GEMM,
-    weight=E4M3,
-    states=StateFormats(FP16, E4M3, E4M3, FP16, **_ALL_STATES),
-    fp8_wire=True,
-    shards_optimizer=True,
-    accumulator="bf16",
-)
+O2 = replace(O1, name="O2", states=StateFormats(FP16, E4M3, E4M3, FP16, **_ALL_STATES))
+O3 = replace(O2, name="O3", weight=E4M3, fp8_wire=True, shards_optimizer=True)
 
 # An option of Collage's Table 2, or pairs with E4M3 remainders ("fp8") -> its state formats, which are the same for every parameter.
 COLLAGE_FORMATS = {

@@ -20,8 +20,8 @@ n tokens of width h under sequence parallelism, each rank sends:
     all-gather of the grad_output    (T - 1) / T n h            E5M2
     reduce-scatter of grad_input     (T - 1) / T n h            E5M2; twice of it with `grad_wire="bf16"` (O1 and O2)
 
-For a reduce-scatter in FP8, each rank casts its partial sums with the shared scale and sends every other rank its slice. The receiver adds the T
-payloads in FP32, in rank order; a sum in FP8 at each hop would round T - 1 times.
+For a reduce-scatter in FP8, each rank casts its partial sums with the shared scale and sends every other rank its slice. The receiver
+adds the T payloads in FP32, in rank order; a sum in FP8 at each hop would round T - 1 times.
 
 A tensor is cast before it is gathered, and the gathered payload is the GEMM's operand. So all ranks of the group must cast it with one
 scale. Delayed scaling gives them one for free, because the histories are rolled over the group. Just-in-time scaling costs an all-reduce of

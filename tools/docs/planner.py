@@ -86,6 +86,10 @@ def outside() -> Table:
             cause = "the tree ran eagerly, on hosts whose speed differed from day to day" if one.configured_bf16 else EARLIER
         elif one.rotated_by_torch:
             cause = "torch's operations rotated queries and keys where layers are not fused"
+        elif one.unfused_tp:
+            cause = "the tree sent BF16 between tensor-parallel ranks at O1 and O2, whose layers were not fused there"
+        if one.row["commit"] in check_plan.UNPLANNED_TP:
+            cause = "up to 0.6 GiB more than planned with tensor parallelism; it is not known where"
         if one.row["commit"] in check_plan.FORMER_HEAD:
             cause = "a rank stored all its logits, also in FP32; later trees compute the loss in chunks"
         shown = [f"`{one.row['case']}`", one.row["preset"], one.row.get("gpus") or "1", one.row["commit"], f"{one.time_error:+.1f}"]

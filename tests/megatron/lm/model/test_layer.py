@@ -171,9 +171,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def found_on_a_rank(
-    recipe: Recipe, shape: str, way: str, fuse: bool, convert: bool = True
-) -> tuple[list[bool], Tensor, dict[str, Tensor]]:
+def found_on_a_rank(recipe: Recipe, shape: str, way: str, fuse: bool, convert: bool = True) -> tuple[list[bool], Tensor, dict[str, Tensor]]:
     """Which layers are fused, the losses, and this rank's gradients; without `convert` through megatron-core's collectives."""
     parallel = {"tensor_model_parallel_size": torch.distributed.get_world_size(), **WAYS[way]}
     settings = tiny.config("unread", hidden_size=64, init_method_std=0.1, **SHAPES[shape], **parallel)
