@@ -54,6 +54,7 @@ CASES = {
     "O3 DP owner": "--opt-level O3 --grad-accum-on owner",
     "O3 DP graphs": "--opt-level O3 --cuda-graph step",
     "O0 TP": f"--opt-level O0 {TP}",
+    "O1 TP": f"--opt-level O1 {TP} --tp-transport copies",
     "O2 TP": f"--opt-level O2 {TP}",
     "O3 TP copies": f"--opt-level O3 {TP} --tp-transport copies --cuda-graph none",
     "O3 TP copies graphs": f"--opt-level O3 {TP} --tp-transport copies --cuda-graph step",

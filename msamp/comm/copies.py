@@ -35,7 +35,8 @@ GATHER_WINDOWS = 3  # in backward, two gathers are pending while a GEMM still re
 SUM_WINDOWS = 2
 ARRIVED, COPIED = 0, 1  # channels of the barriers
 PROBE_BYTES = 2**10
-SAMPLE_BYTES, REPEATS = 2**24, 10  # bytes per rank in an all-gather of the 1.3B model, and the repetitions per timing
+# Bytes per rank in an all-gather of the 1.3B model, rows of a GEMM that takes about as long as by NCCL, and the repetitions per timing.
+SAMPLE_BYTES, SAMPLE_ROWS, REPEATS = 2**24, 3072, 20
 TRANSPORTS = ("auto", "nccl", "copies")
 
 
@@ -66,12 +67,13 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
         return Peers(group, sent), f"by NCCL: {why}"
     if transport == "copies" or not measure:
         return copies, "by copies between the GPUs"
-    times = [_time_of_a_gather(peers) for peers in (Peers(group, WireBytes()), CopyPeers(group, WireBytes()))]
+    times = [_time_beside_a_gemm(peers) for peers in (Peers(group, WireBytes()), CopyPeers(group, WireBytes()))]
     slowest = torch.tensor(times, device="cuda", dtype=torch.float32)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     nccl, copied = slowest.tolist()
-    told = f"an all-gather of {SAMPLE_BYTES / 2**20:g} MiB per rank takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"
-    return (copies, f"by copies between the GPUs: {told}") if copied < nccl else (Peers(group, sent), f"by NCCL: {told}")
+    size = f"{SAMPLE_BYTES / 2**20:g} MiB per rank"
+    measured = f"an all-gather of {size} beside a GEMM takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"
+    return (copies, f"by copies between the GPUs: {measured}") if copied < nccl else (Peers(group, sent), f"by NCCL: {measured}")
 
 
 def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
@@ -123,16 +125,27 @@ def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
     return next((f"copies delivered other bytes than NCCL {when} on rank {rank}" for rank, when in enumerate(found) if when), None)
 
 
-def _time_of_a_gather(peers: Peers) -> float:
-    """Return the mean time of `REPEATS` gathers in microseconds."""
+def _time_beside_a_gemm(peers: Peers) -> float:
+    """Return the mean time of a gather and of a GEMM that starts with it, in microseconds, as a training step has them: NCCL's kernels take
+    multiprocessors from the GEMM, and a CUDA graph replays both without the host's time, of which copies need more."""
     payload = torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device="cuda")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(-2, REPEATS):
-        if number == 0:
-            start.record()
+    a, b = (torch.zeros(SAMPLE_ROWS, SAMPLE_ROWS, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def once() -> None:
         gathered = peers.start_all_gather(payload, [SAMPLE_BYTES] * peers.ranks, "a sample", "activation")
+        torch.mm(a, b)
         gathered.wait()
         gathered.done()
+
+    once()  # allocates what a capture cannot
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(REPEATS):
+            once()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()  # raises the clocks
+    start.record()
+    graph.replay()
     end.record()
     end.synchronize()
     return 1e3 * start.elapsed_time(end) / REPEATS

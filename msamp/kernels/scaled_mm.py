@@ -158,6 +158,24 @@ def scaled_mm(
     return out if bias is None or inner_bias is not None else out + bias
 
 
+def scaled_mm_(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    fast_accum: bool,
+) -> None:
+    """Write `scaled_mm` to `out`: contiguous [M, N] BF16, FP16 or FP32, such as some rows of a larger product."""
+    unpadded = not any(size == 0 or size % ALIGNMENT for size in (*a.shape, b.shape[0]))
+    if not (unpadded and fp8_hardware(a.device) and (bias is None or out.dtype != torch.float32)):
+        out.copy_(scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, out.dtype, fast_accum=fast_accum))
+        return
+    torch.ops.aten._scaled_mm.out(a, b.t(), a_scale_inv, b_scale_inv, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
+
+
 def have_product(a: Block, b: Block) -> bool:
     """Whether `block_scaled_mm` supports these blocks: both operands' scales are constant over the same spans of the sum."""
     return a.rows == 1 and b.rows in (1, b.columns) and a.columns == b.columns and not SPAN % a.columns

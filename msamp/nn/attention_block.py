@@ -101,16 +101,15 @@ class AttentionBlock(torch.autograd.Function):
         normed = norm.cast(x2d, None, slot=qkv_gemm.x, cast=qkv_gemm.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w_qkv = qkv_gemm.weight(qkv_weight.payload)
-        n8 = gathered.keep() if ends.keeps_gathered and how.keep else gathered()
-        qkv = qkv_gemm.output(Operand.tensorwise(n8, scale_inv=n_scale_inv), w_qkv, qkv_bias, x.dtype)
+        qkv = gathered.product(qkv_gemm.output_rows(n_scale_inv, w_qkv, qkv_bias, x.dtype))
+        whole = gathered.keep() if ends.keeps_gathered and how.keep else None
         gathered.done()
         attention = (_Wide if how.fp8 is None else _Narrow)(qkv.view(-1, b, qkv.shape[-1]), how)
-        o = attention.operand(o_scale_inv)
-        partial = proj.output(o, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
-        delta = ends.sum_output(partial, proj)
+        o = attention.codes(o_scale_inv)
+        product = proj.output_rows(o_scale_inv, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
+        delta = ends.sum_output(product, o, proj)
         if how.keep:
             weights = (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
-            whole = n8 if ends.keeps_gathered else None
             kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, o_scale_inv, whole, *weights)
             ctx.save_for_backward(*how.saved.keep(x2d), *kept)
             ctx.attention, ctx.how = attention.kept(), how
@@ -164,12 +163,10 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     grad_y = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
     again = start_input_again(how, stream, kept, dtype)
     attention.again()
-    g = grad_y.operand()
-    grad_proj = proj.grad_weight(g, attention.transposed(kept.last_scale_inv), ctx.weight_dtypes[1])
-    grad_o = proj.grad_input(g, proj.weight(kept.last_weight, transpose=True), dtype)
+    grad_o = grad_y.rows.product(proj.grad_input_rows(grad_y.scale_inv, proj.weight(kept.last_weight, transpose=True), dtype))
+    grad_proj = proj.grad_weight(grad_y.transposed(), attention.transposed(kept.last_scale_inv), ctx.weight_dtypes[1])
     dq, dk, dv, scale_invs = attention.gradients(grad_o)
-    grad_y.done()
-    del attention, grad_o, g
+    del attention, grad_o
 
     def rotated_back(**options: Any) -> CastTransposed:
         return CastTransposed(*ops.rotary_backward(dq, dk, dv, how.cos, how.sin, scale_invs=scale_invs, **options))
@@ -200,14 +197,14 @@ class _Wide:
         assert self.attended is not None
         return self.attended.detach().view(self.qkv.shape[0] * self.qkv.shape[1], -1)
 
-    def operand(self, scale_inv: torch.Tensor) -> Operand:
+    def codes(self, scale_inv: torch.Tensor) -> torch.Tensor:
         """Return the projection's input in FP8, with its scale_inv written to the given slot."""
         x, rows = self.how.proj.x, self._rows
         options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": self.how.proj.x_dtype, "scale_inv_slot": scale_inv}
         o8 = CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
         if x.watch is not None:
             x.watch(rows, o8, scale_inv)
-        return Operand.tensorwise(o8, scale_inv=scale_inv)
+        return o8
 
     def kept(self) -> "_Wide":
         """Return this object, without the tensors that backward recomputes."""
@@ -258,14 +255,14 @@ class _Narrow:
         assert self.attended is not None
         return self.attended.o.flatten(0, 1).flatten(1), self.attended
 
-    def operand(self, scale_inv: torch.Tensor) -> Operand:
+    def codes(self, scale_inv: torch.Tensor) -> torch.Tensor:
         x, (rows, attended) = self.how.proj.x, self._rows()
         if x.amax is not None:  # so that a run that resumes with another attention has the projection's history
             raise_amax(x.amax, attended.amax)
         if x.watch is not None:
             x.watch(dequantize(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
         scale_inv.copy_(attended.o_scale_inv)  # cuBLAS requires 16-byte alignment, which a row of the scaling state lacks
-        return Operand.tensorwise(rows, scale_inv=scale_inv)
+        return rows
 
     def kept(self) -> "_Narrow":
         if self.how.recompute:

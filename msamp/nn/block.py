@@ -246,13 +246,16 @@ class GradOutput(NamedTuple):
     """The cast gradient of a block's output, for both GEMMs of the last layer.
 
     Attributes:
-        operand: waits for all rows and returns both layouts.
-        done: call it after the last read of the row layout, see `PendingRows.done`.
+        rows: of all ranks, for grad_input.
+        transposed: waits for all rows, releases them (`PendingRows.done`), and returns their transpose, for grad_weight. Called once, after
+            the last read of `rows`.
+        scale_inv: FP32 0-dim.
         sums: FP32 [parts, N], column sums of this rank's rows; empty if not requested.
     """
 
-    operand: Callable[[], Operand]
-    done: Callable[[], None]
+    rows: PendingRows
+    transposed: Callable[[], Operand]
+    scale_inv: torch.Tensor
     sums: torch.Tensor
 
 
@@ -281,12 +284,12 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
         layer.grad.watch(rows, made.payload, scale_inv)
     gathered = ends.start_gather(made.payload, "grad_output all-gather")
 
-    def operand() -> Operand:
-        codes = gathered()
-        codes_t = ops.transpose(codes) if ends.spread else made.payload_t
-        return Operand.tensorwise(codes, scale_inv=scale_inv, payload_t=codes_t)
+    def transposed() -> Operand:
+        codes_t = ops.transpose(gathered()) if ends.spread else made.payload_t
+        gathered.done()
+        return Operand.tensorwise(scale_inv=scale_inv, payload_t=codes_t)
 
-    return GradOutput(operand, gathered.done, made.sums)
+    return GradOutput(gathered, transposed, scale_inv, made.sums)
 
 
 def start_input_again(

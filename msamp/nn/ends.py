@@ -12,7 +12,8 @@ rank computes the heads, or the part of the MLP, of its weight shards. So only t
 
 `Ends` is the interface that a block calls at its ends. `ALONE` implements it for one GPU, without communication, and `msamp.parallel` for a
 tensor-parallel group. Each collective starts as soon as its input is ready and is waited for only when its result is needed, so that weight
-casts and GEMMs overlap with it.
+casts and GEMMs overlap with it. A GEMM next to a collective is a `RowProduct`, whose rows may be computed in pieces: a rank's own rows
+while those of the others arrive, or the rows of the others first, which are then sent while its own are computed.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from msamp.nn.gemm import LayerGemm
+from msamp.nn.gemm import LayerGemm, RowProduct
 
 
 class PendingRows(Protocol):
@@ -28,6 +29,9 @@ class PendingRows(Protocol):
 
     def __call__(self) -> torch.Tensor:
         """Wait for the rows (on a GPU only the stream waits) and return them; they are valid until `done`."""
+
+    def product(self, product: RowProduct) -> torch.Tensor:
+        """Wait for the rows and return their product; rows that are there already may be multiplied before."""
 
     def keep(self) -> torch.Tensor:
         """Return the rows in memory of their own, as saving them for backward requires; `done` then does nothing."""
@@ -44,6 +48,9 @@ class ReadyRows:
 
     def __call__(self) -> torch.Tensor:
         return self._rows
+
+    def product(self, product: RowProduct) -> torch.Tensor:
+        return product.of(self._rows)
 
     def keep(self) -> torch.Tensor:
         return self._rows
@@ -74,11 +81,13 @@ class Ends(Protocol):
         """Gather [M, N] from every rank's [M / ranks, N] if `spread`; bytes are counted as `label`. The caller releases the rows by `done`
         before its forward or backward returns."""
 
-    def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
-        """Sum the ranks' partial sums [M, N]; return this rank's rows if `spread`. The result may be `partial` itself."""
+    def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
+        """Compute this rank's partial sums [M, N], the product of `codes` [M, K], and sum those of all ranks; return this rank's rows if
+        `spread`."""
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
-        """Start `sum_output` for a grad_input; the returned function waits for the result."""
+        """Start the sum of the ranks' partial grad_inputs [M, K]; the returned function waits for the result, which may be `partial`
+        itself, and returns this rank's rows if `spread`."""
 
 
 class _Alone:
@@ -92,8 +101,8 @@ class _Alone:
     def start_gather(self, payload: torch.Tensor, label: str) -> PendingRows:
         return ReadyRows(payload)
 
-    def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
-        return partial
+    def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
+        return product.of(codes)
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
         return lambda: partial

@@ -289,6 +289,37 @@ def tally_operand_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, sc
     (reference_tally_ if scale_inv.dim() else ops.tally_)(row, x, payload, scale_inv)
 
 
+class RowProduct(NamedTuple):
+    """A GEMM whose left operand comes later, perhaps in pieces: each row of the product depends on one row of that operand. One scale per
+    tensor.
+
+    Attributes:
+        scale_inv: FP32 0-dim, of the left operand.
+        right: [N, K].
+        bias: [N] of `dtype`, or None.
+        dtype: of the product.
+        fast: `Product.fast`.
+    """
+
+    scale_inv: torch.Tensor
+    right: Operand
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    fast: bool
+
+    def of(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the product [M, N] of all rows, FP8 [M, K]."""
+        return ops.scaled_mm(codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, self.dtype, fast_accum=self.fast)
+
+    def empty(self, codes: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return memory for the product of `rows` rows such as `codes`."""
+        return torch.empty(rows, self.right.codes.shape[0], dtype=self.dtype, device=codes.device)
+
+    def write(self, out: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write the product of some rows to `out`, the same rows of `empty`."""
+        ops.scaled_mm_(out, codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, fast_accum=self.fast)
+
+
 class LayerGemm(NamedTuple):
     """One linear layer in this step: how its tensors are cast, the current scales, and its three GEMMs.
 
@@ -339,6 +370,14 @@ class LayerGemm(NamedTuple):
     def output(self, x: Operand, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """`x W^T + b` [M, N] of `dtype` from the input [M, K], the weight [N, K] and the bias [N] or None."""
         return multiply(x, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output)
+
+    def output_rows(self, scale_inv: torch.Tensor, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> RowProduct:
+        """`output` for an input with one scale whose payload comes later."""
+        return RowProduct(scale_inv, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output.fast)
+
+    def grad_input_rows(self, scale_inv: torch.Tensor, w: Operand, dtype: torch.dtype) -> RowProduct:
+        """`grad_input` for a grad_output with one scale whose payload comes later."""
+        return RowProduct(scale_inv, w, None, dtype, self.gemm.grad_input.fast)
 
     def grad_input(self, g: Operand, w: Operand, dtype: torch.dtype) -> torch.Tensor:
         """`g W` [M, K] of `dtype` from the grad_output [M, N] and the weight's transpose [K, N]."""

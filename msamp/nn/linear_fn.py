@@ -53,13 +53,14 @@ class LinearFunction(torch.autograd.Function):
         gathered = ins.start_gather(operand.codes, "input all-gather") if ins.spread else None
         w = layer.weight(weight.payload)
         if gathered is not None:
-            keeps = needs_w and ins.keeps_gathered
-            shard, operand = operand.codes, operand._replace(payload=gathered.keep() if keeps else gathered())
-            saved = (operand.codes if keeps else shard) if needs_w else None
-        partial = layer.output(operand, w, bias, x.dtype)
-        if gathered is not None:
+            y = gathered.product(layer.output_rows(operand.scale_inv, w, bias, x.dtype))
+            if needs_w:
+                saved = gathered.keep() if ins.keeps_gathered else operand.codes
             gathered.done()
-        y = outs.sum_output(partial, layer)
+        elif outs is ALONE:
+            y = layer.output(operand, w, bias, x.dtype)
+        else:
+            y = outs.sum_output(layer.output_rows(operand.scale_inv, w, bias, x.dtype), operand.codes, layer)
         ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload)
         ctx.how, ctx.label, ctx.shape, ctx.weight_dtype = how, label, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -87,14 +88,13 @@ class LinearFunction(torch.autograd.Function):
             gathered = outs.start_gather(g.codes, "grad_output all-gather") if outs.spread else None
         if needs_x:
             w = layer.weight(w_payload, transpose=True)
-        if gathered is not None:
-            g = g._replace(payload=gathered())
         if needs_x:
-            partial = layer.grad_input(g, w, grad_output.dtype)
+            dtype = grad_output.dtype
+            partial = layer.grad_input(g, w, dtype) if gathered is None else gathered.product(layer.grad_input_rows(g.scale_inv, w, dtype))
             del w
             summed = ins.start_sum_grad(partial, layer)  # the collective overlaps with the weight gradient
         if needs_w:
-            g = g if gathered is None else g._replace(payload_t=ops.transpose(g.codes))
+            g = g if gathered is None else g._replace(payload_t=ops.transpose(gathered()))
             x8_t = saved if x8 is None else ops.transpose(x8())
             if x8 is not None:
                 x8.done()

@@ -81,8 +81,8 @@ class MLPBlock(torch.autograd.Function):
         normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w1 = fc1.weight(fc1_weight.payload)
-        n8 = gathered.keep() if ends.keeps_gathered else gathered()
-        y = fc1.output(Operand.tensorwise(n8, scale_inv=n_scale_inv), w1, fc1_bias, x.dtype)
+        y = gathered.product(fc1.output_rows(n_scale_inv, w1, fc1_bias, x.dtype))
+        whole = gathered.keep() if ends.keeps_gathered else None
         gathered.done()
 
         def activated(**options: Any) -> torch.Tensor:
@@ -91,12 +91,10 @@ class MLPBlock(torch.autograd.Function):
         a8 = activated(scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
             fc2.x.watch(activated(scale=None, amax_slot=None, dtype=torch.float32), a8, a_scale_inv)
-        a = Operand.tensorwise(a8, scale_inv=a_scale_inv)
-        partial = fc2.output(a, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
-        out = ends.sum_output(partial, fc2).add_(normed.total)
+        product = fc2.output_rows(a_scale_inv, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
+        out = ends.sum_output(product, a8, fc2).add_(normed.total)
         stream = how.saved.keep(normed.total)
         weights = (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
-        whole = n8 if ends.keeps_gathered else None
         kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
         ctx.save_for_backward(*stream, *(() if how.recompute else how.saved.keep(y)), *kept)
         ctx.how, ctx.weight_dtypes = how, (fc1_weight.dtype, fc2_weight.dtype)
@@ -142,10 +140,8 @@ def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, g
         again = again if ends.spread else None
     else:
         y = how.saved.restore(parts[len(stream) :], dtype)
-    g = grad_y.operand()
-    grad_a = fc2.grad_input(g, fc2.weight(kept.last_weight, transpose=True), dtype)
-    g = g._replace(payload=None)
-    grad_y.done()
+    grad_a = grad_y.rows.product(fc2.grad_input_rows(grad_y.scale_inv, fc2.weight(kept.last_weight, transpose=True), dtype))
+    g = grad_y.transposed()
 
     def through_activation(**options: Any) -> ActivationGradient:
         a: dict[str, Any] = {"kind": how.activation, "a_scale_inv": kept.last_scale_inv, "a_dtype": fc2.x_dtype}

@@ -219,7 +219,8 @@ class Recipe:
         matrices: optimizer formats of other matrices: embeddings, the LM head, linear layers that stay in 16 bits, kernels of convolutions.
             None: those of linear weights, with BF16 gradients where the recipe has FP8 GEMMs.
         vectors: optimizer formats of norms and biases.
-        fp8_wire: whether tensor-parallel ranks send activations and their gradients in FP8; otherwise they send `compute`.
+        fp8_wire: whether tensor-parallel ranks send the partial sums of grad_input in FP8, and with `--tp-wire fp8` those of the output;
+            otherwise they send `compute`. Operands are gathered in FP8 by every recipe with one scale per tensor, see `gathers_fp8`.
         shards_optimizer: whether the optimizer states are sharded over the data-parallel ranks by default (ZeRO).
         accumulator: default dtype for gradient accumulation over micro-batches: "bf16" or "fp32".
         activations: how the inputs of norms and activation functions are saved for backward by default: "compute", in that format, or
@@ -247,6 +248,12 @@ class Recipe:
     def fp8(self) -> bool:
         """True where linear layers run FP8 GEMMs."""
         return self.gemm is not None
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """True where tensor-parallel ranks gather operands in FP8: with one scale per tensor, shared by the ranks, a rank that casts
+        gathered values gets the codes that their owner would send. So the numbers are the same, in half the bytes."""
+        return self.gemm is not None and self.gemm.tensorwise
 
     @property
     def fp8_gradients(self) -> bool:
@@ -367,24 +374,8 @@ O1 = Recipe(
     states=StateFormats(FP16, E4M3, FP32_FORMAT, FP32_FORMAT, **_MASTERS),
     accumulator="bf16",
 )
-O2 = Recipe(
-    name="O2",
-    compute=BF16_FORMAT,
-    gemm=_GEMM,
-    weight=FP16,
-    states=StateFormats(FP16, E4M3, E4M3, FP16, **_ALL_STATES),
-    accumulator="bf16",
-)
-O3 = Recipe(
-    name="O3",
-    compute=BF16_FORMAT,
-    gemm=_GEMM,
-    weight=E4M3,
-    states=StateFormats(FP16, E4M3, E4M3, FP16, **_ALL_STATES),
-    fp8_wire=True,
-    shards_optimizer=True,
-    accumulator="bf16",
-)
+O2 = replace(O1, name="O2", states=StateFormats(FP16, E4M3, E4M3, FP16, **_ALL_STATES))
+O3 = replace(O2, name="O3", weight=E4M3, fp8_wire=True, shards_optimizer=True)
 
 # An option of Collage's Table 2, or pairs with E4M3 remainders ("fp8") -> its state formats, which are the same for every parameter.
 COLLAGE_FORMATS = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from msamp.comm.collectives import Peers, Pending
 from msamp.kernels import ops
 from msamp.nn.cast_scales import CastScales
-from msamp.nn.gemm import cast_operand
+from msamp.nn.gemm import RowProduct, cast_operand
 from msamp.numerics.recipe import Cast
 
 KIND = "activation"
@@ -31,14 +31,27 @@ def gathered_shape(shape: Sequence[int], peers: Peers) -> tuple[int, ...]:
 class GatheredRows:
     """The rows of all ranks while they are gathered: `msamp.nn.ends.PendingRows` for a collective."""
 
-    def __init__(self, pending: Pending, shape: tuple[int, ...]) -> None:
-        self._pending, self._shape = pending, shape
+    def __init__(self, pending: Pending, own: torch.Tensor, peers: Peers) -> None:
+        self._pending, self._own, self._peers = pending, own, peers
 
     def __call__(self) -> torch.Tensor:
-        return self._pending.wait().view(self._shape)
+        return self._pending.wait().view(gathered_shape(self._own.shape, self._peers))
+
+    def product(self, product: RowProduct) -> torch.Tensor:
+        """Return the product of all rows. While copies bring the others, this rank's own rows are multiplied; NCCL's kernels would compete
+        with that GEMM for multiprocessors."""
+        if not self._peers.copies:
+            return product.of(self())
+        rows, rank = self._own.shape[0], self._peers.rank
+        out = product.empty(self._own, rows * self._peers.ranks)
+        product.write(out[rank * rows : (rank + 1) * rows], self._own)
+        whole = self()
+        for others in _others(rows, rank, self._peers.ranks):
+            product.write(out[others], whole[others])
+        return out
 
     def keep(self) -> torch.Tensor:
-        return self._pending.keep().view(self._shape)
+        return self._pending.keep().view(gathered_shape(self._own.shape, self._peers))
 
     def done(self) -> None:
         self._pending.done()
@@ -56,7 +69,34 @@ def start_gather(payload: torch.Tensor, peers: Peers, label: str) -> GatheredRow
         The pending [ranks M, N], in the order of the ranks. On a GPU only the stream waits for it.
     """
     pending = peers.start_all_gather(payload.view(-1), [payload.numel()] * peers.ranks, f"an activation ({label})", KIND, label)
-    return GatheredRows(pending, gathered_shape(payload.shape, peers))
+    return GatheredRows(pending, payload, peers)
+
+
+def _others(rows: int, rank: int, ranks: int) -> list[slice]:
+    """Return the rows of the ranks before and after this one, of which each rank has `rows`."""
+    parts = (slice(0, rank * rows), slice((rank + 1) * rows, ranks * rows))
+    return [part for part in parts if part.stop > part.start]
+
+
+def sum_product(product: RowProduct, codes: torch.Tensor, peers: Peers, role: str) -> torch.Tensor:
+    """Compute this rank's partial sums, the product of `codes` [M, K], and reduce-scatter them as `start_sum` does, in the product's dtype.
+
+    The rows of the other ranks are computed first, and copied to them while this rank computes its own.
+
+    Returns:
+        This rank's block of M / ranks rows.
+    """
+    rows = codes.shape[0] // peers.ranks
+    own, partial = slice(peers.rank * rows, (peers.rank + 1) * rows), product.empty(codes, codes.shape[0])
+    for others in _others(rows, peers.rank, peers.ranks):
+        product.write(partial[others], codes[others])
+    sizes = [rows * partial.shape[1]] * peers.ranks
+    pending = peers.start_all_to_all(partial.view(-1), sizes, f"the partial sums of {role}", KIND, f"{role} reduce-scatter")
+    product.write(partial[own], codes[own])
+    received = pending.wait().view(peers.ranks, sizes[0])
+    summed = ops.sum_payloads(received, None, partial.dtype, partial[own].view(-1), peers.rank)
+    pending.done()
+    return summed.view(rows, partial.shape[1])
 
 
 def start_sum(

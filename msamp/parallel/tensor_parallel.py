@@ -18,10 +18,10 @@ n tokens of width h under sequence parallelism, each rank sends:
     all-gather of the input          (T - 1) / T n h bytes      E4M3; again in backward if only the shard was saved
     reduce-scatter of the output     (T - 1) / T 2 n h          BF16; half of it with `wire="fp8"`
     all-gather of the grad_output    (T - 1) / T n h            E5M2
-    reduce-scatter of grad_input     (T - 1) / T n h            E5M2
+    reduce-scatter of grad_input     (T - 1) / T n h            E5M2; twice of it with `grad_wire="bf16"` (O1 and O2)
 
-For a reduce-scatter, each rank casts its partial sums with the shared scale and sends every other rank its slice. The receiver adds the T
-payloads in FP32, in rank order; a sum in FP8 at each hop would round T - 1 times.
+For a reduce-scatter in FP8, each rank casts its partial sums with the shared scale and sends every other rank its slice. The receiver
+adds the T payloads in FP32, in rank order; a sum in FP8 at each hop would round T - 1 times.
 
 A tensor is cast before it is gathered, and the gathered payload is the GEMM's operand. So all ranks of the group must cast it with one
 scale. Delayed scaling gives them one for free, because the histories are rolled over the group. Just-in-time scaling costs an all-reduce of
@@ -41,12 +41,12 @@ import torch.distributed as dist
 from msamp.comm.copies import TRANSPORTS, choose_peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.ends import PendingRows, ReadyRows
-from msamp.nn.gemm import LayerGemm
+from msamp.nn.gemm import LayerGemm, RowProduct
 from msamp.nn.linear_fn import LinearFunction, LinearSettings, activation, checked_label
 from msamp.nn.scaling_state import WIRE, LinearScaling
 from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor
-from msamp.parallel.sequence_parallel import shared_amax, start_gather, start_sum
+from msamp.parallel.sequence_parallel import shared_amax, start_gather, start_sum, sum_product
 
 WIRES = ("bf16", "fp8")
 SAVED_INPUTS = ("shard", "gathered")
@@ -61,6 +61,7 @@ class TensorParallel:
         sequence_parallel: dim 0 of the activations between layers (column layers' input, row layers' output) is split over the ranks.
         wire: format in which a row-parallel layer's partial outputs are sent in forward: "bf16" (the dtype of the activations, which may be
             FP32) or "fp8".
+        grad_wire: the same for a column-parallel layer's partial grad_inputs in backward.
         saved_input: what a column-parallel layer saves of its FP8 input under sequence parallelism: "shard", gathered again in backward
             while grad_input's GEMM runs, or "gathered", T times as large.
         sent: the counter of sent bytes, kind "activation"; None creates one.
@@ -72,7 +73,7 @@ class TensorParallel:
         travels: the chosen transport and the reason, for logs.
 
     Raises:
-        ValueError: an invalid `wire`, `saved_input` or `transport`, or copies between ranks that cannot copy.
+        ValueError: an invalid `wire`, `grad_wire`, `saved_input` or `transport`, or copies between ranks that cannot copy.
     """
 
     def __init__(
@@ -81,17 +82,20 @@ class TensorParallel:
         *,
         sequence_parallel: bool,
         wire: str = "bf16",
+        grad_wire: str = "fp8",
         saved_input: str = "shard",
         sent: WireBytes | None = None,
         transport: str = "nccl",
         measure: bool = True,
     ) -> None:
-        chosen = (("wire", wire, WIRES), ("saved_input", saved_input, SAVED_INPUTS), ("transport", transport, TRANSPORTS))
+        wires = (("wire", wire, WIRES), ("grad_wire", grad_wire, WIRES))
+        chosen = (*wires, ("saved_input", saved_input, SAVED_INPUTS), ("transport", transport, TRANSPORTS))
         for name, value, legal in chosen:
             if value not in legal:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(legal)}")
         self.sequence_parallel = sequence_parallel
         self.wire = wire
+        self.grad_wire = grad_wire
         self.saved_input = saved_input
         self.sent = WireBytes() if sent is None else sent
         self.peers, self.travels = choose_peers(group, self.sent, transport, measure=measure)
@@ -107,14 +111,16 @@ class TensorParallel:
         """Start the all-gather of the ranks' rows under sequence parallelism; otherwise return `payload`."""
         return start_gather(payload, self.peers, label) if self.sequence_parallel else ReadyRows(payload)
 
-    def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
-        """Sum the partial outputs of a row-parallel layer, sent in the format of `wire`."""
+    def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
+        """Compute and sum the partial outputs of a row-parallel layer, sent in the format of `wire`."""
+        if self.wire != "fp8" and self.sequence_parallel and self.peers.copies:
+            return sum_product(product, codes, self.peers, "output")
         wire = (layer.sums, layer.gemm.input) if self.wire == "fp8" else None
-        return start_sum(partial, self.peers, "output", scatter=self.sequence_parallel, wire=wire)()
+        return start_sum(product.of(codes), self.peers, "output", scatter=self.sequence_parallel, wire=wire)()
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:
-        """Start the sum of a column-parallel layer's partial grad_inputs, sent in FP8."""
-        wire = (layer.sums, layer.gemm.grad_output)
+        """Start the sum of a column-parallel layer's partial grad_inputs, sent in the format of `grad_wire`."""
+        wire = (layer.sums, layer.gemm.grad_output) if self.grad_wire == "fp8" else None
         return start_sum(partial, self.peers, "grad_input", scatter=self.sequence_parallel, wire=wire)
 
 
@@ -128,7 +134,7 @@ def column_linear(
             rank; else [s, ..., K], the same values on every rank.
         weight: [N / ranks, K] scaled FP16 or E4M3, with its own scale.
         bias: [N / ranks] or None.
-        scaling: of the layer, with a row for the partial sums of grad_input (`wire` E5M2).
+        scaling: of the layer, for `tp.grad_wire` "fp8" with a row for the partial sums of grad_input (`wire` E5M2).
         tp: the group.
 
     Returns:
@@ -137,7 +143,7 @@ def column_linear(
     Raises:
         ValueError: a shape that does not fit, another input dtype, or a `scaling` without the third row.
     """
-    x = _prepare(x, weight, scaling, scaling.gemm.grad_output.format)
+    x = _prepare(x, weight, scaling, scaling.gemm.grad_output.format if tp.grad_wire == "fp8" else None)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; this weight shard expects ({weight.shape[0]},)")
     how = LinearSettings(LayerGemm.of(scaling, weight), input_end=tp, label=checked_label(weight, x))

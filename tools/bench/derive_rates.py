@@ -29,7 +29,7 @@ PROFILE, KERNELS, STEP, OPTIMIZER, PARALLEL, GRID = (
 LAYERS, HIDDEN, TOKENS, VOCABULARY = 24, 2048, 8192, 50304  # GPT-1.3B, micro-batch 4
 LINEAR = 12 * HIDDEN**2 * LAYERS  # weights of its linear layers
 TP = "O3 --tensor-model-parallel-size 2 --sequence-parallel"
-PROFILED, PROFILED_TP, COAT_UPDATE, ROTATED = "d77a990", "02ce428?", "e3da096", "2c95adf"
+PROFILED, PROFILED_TP, SPLIT_TP, COAT_UPDATE, ROTATED = "d77a990", "02ce428?", "5fa3333b", "e3da096", "2c95adf"
 # Whole steps that a rate is derived from: file, commit, case, micro-batch.
 FITTED = (
     (STEP, PROFILED, "O3", "4"),
@@ -47,6 +47,8 @@ FITTED = (
     (STEP, ROTATED, "O0", "8"),
     (PARALLEL, "d2fde52", "O3", "4"),
     (GRID, PROFILED_TP, TP, "8"),
+    (GRID, SPLIT_TP, TP, "8"),
+    (GRID, SPLIT_TP, f"{TP} --tp-transport nccl", "8"),
 )
 PROBE = "probe of two H200s outside the repository"
 PROBED = (
@@ -189,9 +191,10 @@ def whole_steps() -> Iterator[Rate]:
     yield Rate("data parallel", None, surcharge / 1311.6e6 * per, "ps", f"{PARALLEL}: O3 on two GPUs less {STEP}: O3 on one", "d2fde52")
     kinds = [row["kind"] for row in read(PROFILE) if row["commit"] == PROFILED_TP and row["kind"] not in ("NCCL", "idle")]
     beside = sum(profiled(kind, PROFILED_TP) for kind in kinds) + gap
-    sent = float(one(GRID, commit=PROFILED_TP, case=TP)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 5) * 45e-6
-    exposed = (step(GRID, PROFILED_TP, TP, 8) - beside) / sent
-    yield Rate("tp exposed", None, exposed, "share", f"{GRID}: {TP}, less its kernels", PROFILED_TP)
+    for name, case in (("tp exposed", f"{TP} --tp-transport nccl"), ("tp exposed, copies", TP)):
+        sent = float(one(GRID, commit=SPLIT_TP, case=case)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
+        exposed = (step(GRID, SPLIT_TP, case, 8) - beside) / sent
+        yield Rate(name, None, exposed, "share", f"{GRID}: {case}, less its kernels", SPLIT_TP)
     for name, case in (("host bf16", "O0"), ("host fp8", "O3")):
         eager = step(STEP, "fb6e7d2", case) / LAYERS * 1e6
         yield Rate(name, None, eager, "us", f"{STEP}: {case}, eager and unfused, a layer", "fb6e7d2")

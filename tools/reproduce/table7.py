@@ -80,11 +80,12 @@ class Scheme(NamedTuple):
 
 
 def scheme(level: str, tp_wire: str = "bf16", saved_input: str = "shard") -> Scheme:
-    """What a level sends; O1 and O2 keep the gathered input in FP8 and send BF16. ValueError for an unknown level."""
+    """Return what a level sends: O1 and O2 gather FP8 and send partial sums in BF16. ValueError for an unknown level."""
     sent = recipe.by_name(level)
-    if sent.fp8_wire:
-        return Scheme(1, int(saved_input == "shard"), 1, 1 if tp_wire == "fp8" else 2, 1)
-    return Scheme(2, 0 if sent.fp8 else 2, 2, 2, 2)
+    if sent.gathers_fp8:
+        partial = 1 if sent.fp8_wire else 2
+        return Scheme(1, int(saved_input == "shard"), partial, 1 if sent.fp8_wire and tp_wire == "fp8" else 2, 1)
+    return Scheme(2, 2, 2, 2, 2)
 
 
 SCHEMES = {

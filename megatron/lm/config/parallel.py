@@ -49,14 +49,14 @@ class ParallelConfig:
         choices=TP_WIRES,
     )
     tp_saved_input: str = setting(
-        "what a column-parallel layer keeps of its gathered FP8 input for backward at O3 with --sequence-parallel: its own shard, which is "
+        "what a column-parallel layer keeps of its gathered FP8 input for backward with --sequence-parallel: its own shard, which is "
         "gathered again in backward, or all of it",
         "shard",
         choices=TP_SAVED_INPUTS,
     )
     tp_transport: str = setting(
-        "transport of activations between tensor-parallel processes at O3: NCCL, copies between the GPUs of one host, or auto, the faster "
-        "of the two, tested and measured at the start; with --deterministic, auto means copies where they are possible",
+        "transport of activations between tensor-parallel processes at O1 to O3: NCCL, copies between the GPUs of one host, or auto, the "
+        "faster of the two, tested and measured at the start; with --deterministic, auto means copies where they are possible",
         "auto",
         choices=TP_TRANSPORTS,
     )

@@ -90,8 +90,8 @@ def _after(x: Tensor, count: Callable[[], None]) -> None:
 class FP8Gemm(Counted):
     """Mixin for a megatron-core linear layer with its weight in the recipe's format and its three GEMMs in FP8.
 
-    With tensor parallelism, O3 also sends activations and their gradients in FP8 (`converter`, FP8-LM Figure 2). O1 and O2 use
-    megatron-core's collectives in the compute dtype.
+    With tensor parallelism, operands are gathered in FP8, and partial sums are sent in the compute dtype, or in FP8 at O3 (`converter`,
+    FP8-LM Figure 2). Block-scaled operands are cast after megatron-core's collectives, which send the compute dtype.
 
     Attributes:
         recipe: set by the subclass.
@@ -229,7 +229,7 @@ def travels(model: nn.Module) -> str | None:
 
 
 def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
-    """Connect the tensor-parallel layers of a model to their shared FP8 converter (O3), or else to the byte counter `sent`.
+    """Connect the tensor-parallel layers of a model to their shared FP8 converter, those without one to the byte counter `sent`.
 
     Raises:
         ValueError: if `--tp-transport copies` is impossible on these ranks.
@@ -240,18 +240,20 @@ def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
     group = Grid.current().tensor.group
     assert group is not None
     converter = None
-    if any(isinstance(layer, FP8Gemm) and layer.recipe.fp8_wire for layer in layers):
+    recipes = [layer.recipe for layer in layers if isinstance(layer, FP8Gemm) and layer.recipe.gathers_fp8]
+    if recipes:
         converter = TensorParallel(
             group,
             sequence_parallel=parallel.sequence_parallel,
             wire=parallel.tp_wire,
+            grad_wire="fp8" if recipes[0].fp8_wire else "bf16",
             saved_input=parallel.tp_saved_input,
             sent=sent,
             transport=parallel.tp_transport,
             measure=not config.training.deterministic,
         )
     for layer in layers:
-        if isinstance(layer, FP8Gemm) and layer.recipe.fp8_wire:
+        if isinstance(layer, FP8Gemm) and layer.recipe.gathers_fp8:
             layer.converter = converter
         elif isinstance(layer, Counted):
             layer.sent = sent

@@ -33,6 +33,13 @@ class Cluster:
             self.gpus > self.per_host and config.data_parallel_size(self.gpus) * config.parallel.tensor_model_parallel_size >= self.per_host
         )
 
+    def copies(self, config: Config) -> bool:
+        """Return whether tensor-parallel ranks copy the activations of FP8 layers to each other's GPUs, as `--tp-transport auto` chooses on
+        a host with NVLink under sequence parallelism."""
+        parallel = config.parallel
+        near = parallel.tensor_model_parallel_size <= self.per_host
+        return near and parallel.tp_transport != "nccl" and parallel.sequence_parallel and config.precision.recipe.gathers_fp8
+
     def exchange_seconds(self, size: float, config: Config) -> float:
         """Return the seconds in which each data-parallel rank sends `size` bytes in all, an equal part to every other one."""
         ranks, near = self.data_parallel_peers(config)

@@ -275,7 +275,7 @@ def _norms_of_modules(config: Config) -> float:
     """Return the bytes per token for inputs of the norms and of the linear layers after them."""
     model, recipe, wide, split = config.model, config.precision.recipe, _compute_bytes(config), _sequence_split(config)
     cast, narrow = _input_bytes(config)
-    gathered = recipe.fp8 and not (recipe.fp8_wire and config.parallel.tp_saved_input == "shard")
+    gathered = recipe.fp8 and not (recipe.gathers_fp8 and config.parallel.tp_saved_input == "shard")
     fc1 = wide if "mlp" in _recomputed(config) else narrow["linear_fc1"]
     norms = 2 * NormFunction.saved_bytes(model.hidden_size, wide, saved_activations(config.precision)) / split
     for size in (narrow["linear_qkv"], fc1):

@@ -98,7 +98,7 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
             kinds[kind] = kinds.get(kind, 0.0) + value
     sent = wire.tensor_parallel(config, stage).values()
     tensor = sum(one.size / cluster.link + one.calls * cluster.latency for one in sent)
-    kinds["tensor-parallel, exposed"] = tensor * rates("tp exposed")
+    kinds["tensor-parallel, exposed"] = tensor * rates("tp exposed, copies" if cluster.copies(config) else "tp exposed")
     # On a pipeline stage the sends of a micro-batch are between its kernels.
     across = wire.pipeline(config, stage)
     link = cluster.network if cluster.crosses_hosts(config) else cluster.link

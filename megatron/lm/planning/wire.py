@@ -28,7 +28,7 @@ def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
             before = found.get(kind, Transfer(0.0, 0))
             found[kind] = Transfer(before.size + transfer.size, before.calls + transfer.calls)
     first, last = stage == 0, stage == parallel.pipeline_model_parallel_size - 1
-    size, ends = _elements(config) * config.precision.recipe.compute.bytes, 2 * first + 3 * last
+    size, ends = _elements(config) * config.precision.recipe.compute.bytes, 2 * first + 2 * last
     if not parallel.sequence_parallel:  # all-reduces
         size, ends = 2 * size, first + last
     return found | ({"head and embedding": Transfer(size * ends, ends)} if ends else {})
@@ -45,18 +45,19 @@ def _of_layers(config: Config, layers: int) -> dict[str, Transfer]:
     parallel, recipe, elements = config.parallel, config.precision.recipe, _elements(config)
     wide, gemm = recipe.compute.bytes, None if set(config.precision.bf16_linears or ()) == set(LINEARS) else recipe.gemm
     in_fp8 = recipe.fp8_wire and gemm is not None
-    narrow = 1 if in_fp8 and gemm is not None and gemm.tensorwise else wide
+    narrow = 1 if recipe.gathers_fp8 and gemm is not None else wide
+    grad = 1 if in_fp8 else wide
     output = 1 if in_fp8 and parallel.tp_wire == "fp8" else wide
     if not parallel.sequence_parallel:  # all-reduces
         return {
-            "grad_input sum": Transfer(2 * elements * narrow * 2 * layers, 2 * layers),
+            "grad_input sum": Transfer(2 * elements * grad * 2 * layers, 2 * layers),
             "output sum": Transfer(2 * elements * output * 2 * layers, 2 * layers),
         }
-    again = gemm is None or (recipe.fp8_wire and parallel.tp_saved_input == "shard")
+    again = gemm is None or (recipe.gathers_fp8 and parallel.tp_saved_input == "shard")
     return {
         "input gather": Transfer(elements * narrow * 2 * layers, 2 * layers),
         "input gather again": Transfer(elements * narrow * 2 * layers if again else 0.0, 2 * layers if again else 0),
-        "grad_input sum": Transfer(elements * narrow * 2 * layers, 2 * layers),
+        "grad_input sum": Transfer(elements * grad * 2 * layers, 2 * layers),
         "output sum": Transfer(elements * output * 2 * layers, 2 * layers),
         "grad_output gather": Transfer(elements * narrow * 2 * layers, 2 * layers),
     }

@@ -18,6 +18,7 @@ from msamp.kernels.scaled_mm import (
     emulated_mm,
     fp8_hardware,
     scaled_mm,
+    scaled_mm_,
     warn_if_blocks_emulated,
     warn_if_emulated,
 )
@@ -377,3 +378,15 @@ def test_hardware_against_the_emulation_in_blocks(rule, left, right, formats, ou
         want = emulated_block_mm(a[0], b[0], a[1], b[1], torch.float32, left, right).double() + (0.0 if added is None else added.double())
         noise = (got - want).norm() / want.norm()
         assert noise < BLOCK_NOISE[out_dtype], f"relative error {noise:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [32, 24], ids=["aligned", "padded"])
+def test_rows_written_into_a_larger_product_are_those_of_it(rows: int, dtype: torch.dtype, device: torch.device):
+    a, b = (operand((size, 64), E4M3, size, device) for size in (2 * rows, 48))
+    bias = make("normal", (48,), seed=3, device=device).to(dtype)
+    whole = scaled_mm(a.payload, b.payload, a.scale_inv, b.scale_inv, bias, dtype, fast_accum=False)
+    out = torch.full_like(whole, torch.nan)
+    for part in (slice(rows, 2 * rows), slice(0, rows)):
+        scaled_mm_(out[part], a.payload[part], b.payload, a.scale_inv, b.scale_inv, bias, fast_accum=False)
+    torch.testing.assert_close(out, whole, rtol=2**-7 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)

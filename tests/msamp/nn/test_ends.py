@@ -9,7 +9,7 @@ from helpers.block_halves import B, H, S, attention_half, attention_settings, ml
 from helpers.numerics import make
 from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.ends import ALONE, PendingRows
-from msamp.nn.gemm import LayerGemm
+from msamp.nn.gemm import LayerGemm, RowProduct
 from msamp.nn.linear_fn import LinearFunction, LinearSettings
 from msamp.nn.mlp_block import MLPBlock
 from msamp.nn.scaling_state import LinearScaling
@@ -25,6 +25,9 @@ class Window:
     def __call__(self) -> torch.Tensor:
         assert not self.given_back
         return self.rows
+
+    def product(self, product: RowProduct) -> torch.Tensor:
+        return product.of(self())
 
     def keep(self) -> torch.Tensor:
         self.kept = True
@@ -55,9 +58,9 @@ class OneRank:
         self.out.append(rows)
         return rows
 
-    def sum_output(self, partial: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
+    def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
         self.asked.append("output")
-        return partial.clone()
+        return product.of(codes)
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Any:
         self.asked.append("grad_input")

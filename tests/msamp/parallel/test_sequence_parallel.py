@@ -14,9 +14,10 @@ from helpers.numerics import KINDS, bits, make
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.cast_scales import CastScales
+from msamp.nn.gemm import Operand, RowProduct
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.recipe import Cast
-from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum
+from msamp.parallel.sequence_parallel import gathered_shape, shared_amax, start_gather, start_sum, sum_product
 
 WORLDS = (4, 3)  # the second as a subgroup
 SCATTERED, WHOLE = (24, 5), ((5, 3), (1, 2), (24, 5))  # shapes of partial sums; (1, 2) leaves ranks without a slice
@@ -68,8 +69,8 @@ def twice(peers: Peers) -> float:
     return float(used.amax)
 
 
-def rows(rank: int, dtype: torch.dtype) -> Tensor:
-    return make("normal", (6, 5), rank).to(dtype)
+def rows(rank: int, dtype: torch.dtype, columns: int = 5) -> Tensor:
+    return make("normal", (6, columns), rank).to(dtype)
 
 
 def gathers(peers: Peers) -> dict[str, Any]:
@@ -77,6 +78,20 @@ def gathers(peers: Peers) -> dict[str, Any]:
     whole = [wait() for wait in reversed(waiting)]
     amax = shared_amax(torch.tensor(float(peers.rank)), peers)
     return {"whole": [bits(x) for x in whole], "shape": whole[0].shape, "amax": float(amax), "sent": peers.sent.take()}
+
+
+def products(peers: Peers) -> dict[str, Tensor]:
+    """The product of gathered rows, and the sum of partial products, in one piece and in pieces, as copies between GPUs have them."""
+    own, right = rows(peers.rank, E4M3.dtype, 32), Operand.tensorwise(rows(9, E4M3.dtype, 32), scale_inv=torch.tensor(0.5))
+    partial = RowProduct(torch.tensor(0.25), right, None, torch.bfloat16, True)
+    whole, found = torch.cat([own] * peers.ranks), {}
+    for peers.copies in (False, True):
+        gathered = start_gather(own, peers, "input all-gather")
+        found[f"gathered {peers.copies}"] = gathered.product(partial)
+        found[f"again {peers.copies}"] = bits(gathered())
+    found["sum False"] = start_sum(partial.of(whole), peers, "output", scatter=True)()
+    found["sum True"] = sum_product(partial, whole, peers, "output")
+    return found
 
 
 def on_ranks() -> dict[int, dict[str, Any]]:
@@ -87,6 +102,7 @@ def on_ranks() -> dict[int, dict[str, Any]]:
         if group is not None:
             peers = Peers(group, WireBytes())
             found[world] = {"sums": sums(peers), "gathers": gathers(peers), "bad": bad_sums(peers), "twice": twice(peers)}
+            found[world]["products"] = products(peers)
     return found
 
 
@@ -200,3 +216,11 @@ def test_one_rank_is_left_alone():
     assert gathered_shape((3, 4, 5), peers) == (3, 4, 5)
     assert peers.sent.rows() == {}
     assert used.amax == 0
+
+
+@over_worlds
+def test_products_in_pieces_have_the_bits_of_those_in_one(world):
+    for found in ranks(world):
+        found = found["products"]
+        for name in ("gathered", "again", "sum"):
+            assert found[f"{name} True"].equal(found[f"{name} False"]), name

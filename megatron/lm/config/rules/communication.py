@@ -63,19 +63,21 @@ def overflow_guard(config: Config, world_size: int) -> Problems:
 
 
 def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
-    """FP8 between tensor-parallel processes requires O3 with per-tensor scales. Each of its flags requires the parallelism that transfers
-    the data."""
+    """Partial outputs in FP8 require O3, and operands in FP8 any level, with per-tensor scales. Each flag requires the parallelism that
+    transfers the data."""
     parallel, precision = config.parallel, config.precision
     known = refusal(precision) is None
-    fp8_wire = known and precision.recipe.fp8_wire
-    level = "--fp8-recipe delayed or tensorwise" if known and precision.named.fp8_wire else "--opt-level O3"
-    for name, default, ground, there in (
-        ("tp_wire", "bf16", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
-        ("tp_saved_input", "shard", "--sequence-parallel", parallel.sequence_parallel),
-        ("tp_transport", "auto", "--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1),
+    sums, gathers = (known and precision.recipe.fp8_wire, "O3"), (known and precision.recipe.gathers_fp8, "O1, O2 or O3")
+    several = ("--tensor-model-parallel-size above 1", parallel.tensor_model_parallel_size > 1)
+    for name, default, (in_fp8, levels), (ground, there) in (
+        ("tp_wire", "bf16", sums, several),
+        ("tp_saved_input", "shard", gathers, ("--sequence-parallel", parallel.sequence_parallel)),
+        ("tp_transport", "auto", gathers, several),
     ):
         value = getattr(parallel, name)
-        lacking = [fix for fix, given in ((level, fp8_wire), (ground, there)) if not given]
+        by_blocks = known and (precision.named.fp8_wire if name == "tp_wire" else precision.named.fp8)
+        level = "--fp8-recipe delayed or tensorwise" if by_blocks else f"--opt-level {levels}"
+        lacking = [fix for fix, given in ((level, in_fp8), (ground, there)) if not given]
         if value != default and lacking:
             yield f"{flag(name)} {value} has no effect without {' and '.join(lacking)}: drop it, or add {' and '.join(lacking)}"
 

@@ -69,5 +69,5 @@ def test_layers_are_fused_where_all_of_a_layer_is_fp8(name):
         assert not make(precision=PrecisionConfig(precision=name, fp8_recipe="blockwise")).fuses_layers
     assert not make(precision=PrecisionConfig(precision=name, bf16_linears=("linear_qkv",))).fuses_layers
     split = make(precision=PrecisionConfig(precision=name), parallel=ParallelConfig(tensor_model_parallel_size=2))
-    assert split.fuses_layers is recipe.by_name(name).fp8_wire
+    assert split.fuses_layers is recipe.by_name(name).gathers_fp8
     assert not dataclasses.replace(fused, model=dataclasses.replace(GPT, hidden_dropout=0.1)).fuses_layers

@@ -18,7 +18,12 @@ COLUMNS = {
 
 def measured() -> list[dict[str, str]]:
     with (ROOT / "tools/bench/results/grid.csv").open(newline="") as stream:
-        return [row for row in csv.DictReader(stream) if row["level"] and row["tp"] == "2" and row["pp"] == "1" and row["gpus"] == "2"]
+        rows = [row for row in csv.DictReader(stream) if row["level"] and row["tp"] == "2" and row["pp"] == "1" and row["gpus"] == "2"]
+    return [row for row in rows if row["date"] >= TODAYS or row["level"] not in ("O1", "O2")]
+
+
+# From this day on O1 and O2 gather FP8, and the LM head communicates twice.
+TODAYS = "2026-11-26"
 
 
 @pytest.mark.promise("Tools", "A plan's bytes on the wire are those that runs counted.")
@@ -28,9 +33,9 @@ def test_what_tensor_parallel_ranks_send_is_what_was_counted(row: dict[str, str]
     config = parse_args(["--preset", row["preset"], "--opt-level", level, *flags.split(), "--micro-batch-size", row["micro_batch"]])
     sent = wire.tensor_parallel(config, 0)
     assert {name: sent[name].size / MIB for name in COLUMNS} == pytest.approx({name: float(row[key]) for name, key in COLUMNS.items()})
-    if float(row["other_activation_mib"]):  # earlier trees did not count the embedding's
+    if row["date"] >= TODAYS:
         ends = float(row["head_mib"]) + float(row["other_activation_mib"])
-        assert sent["head and embedding"].size / MIB == pytest.approx(ends)
+        assert sent["head and embedding"].size / MIB == pytest.approx(ends, rel=2e-3)  # without a few numbers per token of the loss
 
 
 def test_without_sequence_parallelism_there_are_all_reduces():

@@ -32,7 +32,11 @@ REFUSALS = {
         2,
         "--tp-saved-input gathered has no effect without --sequence-parallel: drop it, or add --sequence-parallel",
     ),
-    "saved input": ("--tp-saved-input gathered", 1, "has no effect without --opt-level O3 and --sequence-parallel: drop it, or add --opt"),
+    "saved input": (
+        "--tp-saved-input gathered",
+        1,
+        "has no effect without --opt-level O1, O2 or O3 and --sequence-parallel: drop it, or add",
+    ),
     "owner, dtype": (
         "--opt-level O2 --grad-accum-on owner --grad-accum-dtype fp32",
         2,
