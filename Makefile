@@ -108,7 +108,7 @@ wheel: $(READY) ## build dist/msamp-*.whl, and see that it starts by itself, wit
 	rm -rf build dist
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	$(PYTHON) -m pip install --quiet --no-deps --target build/installed dist/msamp-*.whl
-	cd build/installed && PYTHONPATH=. bin/msamp-pretrain --help >/dev/null
+	cd build/installed && PYTHONPATH=. bin/msamp pretrain --help >/dev/null
 	rm -rf build
 
 docs: $(READY) ## build the documentation, docs/_build/html/index.html; a warning or a dead internal link is an error

@@ -55,7 +55,7 @@ setup(
             "social_iqa.yaml",
         ],
     },
-    entry_points={"console_scripts": ["msamp-pretrain = megatron.lm.pretrain:main"]},
+    entry_points={"console_scripts": ["msamp = megatron.lm.command.dispatch:main"]},
     install_requires=[
         "torch>=2.8",
         "megatron-core==0.16.1",

@@ -134,4 +134,4 @@ def test_the_lines_of_the_cpu_image_work_in_a_new_environment(tmp_path: Path):
     (start,) = (json.loads(rest) for word, rest in STAGES["cpu"] if word == "CMD")
     run(start)
     assert (home / "runs" / "quickstart" / "report.html").is_file()
-    assert "msamp-pretrain" in run(["sh", "-c", "ls ../venv/bin"])
+    assert "msamp" in run(["sh", "-c", "ls ../venv/bin"])

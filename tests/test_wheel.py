@@ -14,7 +14,7 @@ import pytest
 from setuptools import Distribution
 
 import msamp
-from megatron.lm import pretrain
+from megatron.lm.command import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("convert_checkpoint", "generate", "inspect_scales", "loss_compare", "prepare_text", "preprocess_data", "report")
@@ -54,8 +54,8 @@ def test_what_it_says_of_itself(declared):
     assert said.long_description == (ROOT / "README.md").read_text(encoding="utf-8")
     (script,) = declared.entry_points["console_scripts"]
     name, _, target = script.partition(" = ")
-    assert name == "msamp-pretrain"
-    assert metadata.EntryPoint(name, target, "console_scripts").load() is pretrain.main
+    assert name == "msamp"
+    assert metadata.EntryPoint(name, target, "console_scripts").load() is dispatch.main
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +110,18 @@ def test_the_built_wheel_holds_the_tools_of_users_and_no_benchmarks(wheel):
 def test_an_installed_wheel_prepares_trains_and_converts_in_an_empty_folder(site, tmp_path):
     found = run(site, tmp_path, sys.executable, "-c", "import msamp, megatron.lm as lm; print(msamp.__file__, lm.__file__)")
     assert found.split() == [str(site / "msamp/__init__.py"), str(site / "megatron/lm/__init__.py")]
-    command = str(site / "bin/msamp-pretrain")
-    assert "--hidden-size" in run(site, tmp_path, command, "--help")
+    msamp_command = str(site / "bin/msamp")
+    command = [msamp_command, "pretrain"]
+    assert "--hidden-size" in run(site, tmp_path, *command, "--help")
     (tmp_path / "toy.txt").write_text("\n<|endoftext|>\n".join(" ".join(str((7 * i + j) % 59) for j in range(40)) for i in range(30)))
     prepare = "--input toy.txt --output-prefix toy --tokenizer-type NullTokenizer --vocab-size 60 --append-eod --workers 2"
     run(site, tmp_path, *module("megatron.lm.tools.preprocess_data"), *prepare.split())
-    assert "nothing was started" in run(site, tmp_path, command, *shlex.split(MODEL), "--dry-run")
-    trained = run(site, tmp_path, command, *shlex.split(MODEL), "--log-interval", "5", "--save", "saved", "--save-interval", "10")
+    assert "nothing was started" in run(site, tmp_path, *command, *shlex.split(MODEL), "--dry-run")
+    trained = run(site, tmp_path, *command, *shlex.split(MODEL), "--log-interval", "5", "--save", "saved", "--save-interval", "10")
     assert "10" in trained
     assert (tmp_path / "saved/latest_checkpointed_iteration.txt").read_text().strip() == "10"
     convert = "export-bf16 --load saved --output plain"
     assert "iteration 10" in run(site, tmp_path, *module("megatron.lm.tools.convert_checkpoint"), *convert.split())
     assert list((tmp_path / "plain").glob("*.safetensors"))
-    for tool in TOOLS:
-        assert "usage:" in run(site, tmp_path, *module(f"megatron.lm.tools.{tool}"), "--help")
+    for name in dispatch.COMMANDS:
+        assert "usage:" in run(site, tmp_path, msamp_command, name, "--help")

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from helpers import post_runs
+from megatron.lm.command import dispatch
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.check import check
 from megatron.lm.tools import plan
@@ -151,6 +152,13 @@ def test_a_python_program_takes_its_flags(command: Command, monkeypatch: pytest.
         takes_its_flags(importlib.import_module(first.removesuffix(".py").replace("/", ".")).main, [first, *flags], monkeypatch)
 
 
+@pytest.mark.parametrize("command", of("msamp"), ids=str)
+def test_msamp_runs_a_command_that_takes_its_flags(command: Command, monkeypatch: pytest.MonkeyPatch):
+    _, name, *flags = command.words
+    if name != "--help":
+        runs(command, dispatch.COMMANDS[name].module, flags, processes(command, []), monkeypatch)
+
+
 @pytest.mark.parametrize("command", of("bash"), ids=str)
 def test_a_launch_script_runs(command: Command, tmp_path: Path):
     script, *flags = command.words[1:]
@@ -192,7 +200,7 @@ def test_pip_installs_what_there_is(command: Command):
 
 
 def test_no_command_is_left_out():
-    tried = of("python", "python3", ".venv/bin/python", "bash", "sbatch", "srun", "torchrun", "make", "pip")
+    tried = of("python", "python3", ".venv/bin/python", "msamp", "bash", "sbatch", "srun", "torchrun", "make", "pip")
     assert {command.words[0] for command in COMMANDS if command not in tried} == ELSEWHERE
     assert len(tried) > 100
 

@@ -1,0 +1,1 @@
+"""The command `msamp`: the trainer and its tools under one name."""
