@@ -250,7 +250,7 @@ def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: li
         "reward": args.reward or args.reward_model.name, "global_batch_size": args.global_batch_size, "steps": len(metrics),
         "seed": args.seed, "reward_first": f"{sum(row['reward'] for row in metrics[:few]) / few:.4f}",
         "reward_last": f"{sum(row['reward'] for row in metrics[-few:]) / few:.4f}", "kl_last": f"{metrics[-1]['kl']:.4f}",
-        "s_a_step": f"{seconds / len(timed):.4f}", "rollout_tokens_per_s": f"{tokens / rollouts:.1f}",
+        "s_per_step": f"{seconds / len(timed):.4f}", "rollout_tokens_per_s": f"{tokens / rollouts:.1f}",
         "weight_mib": f"{whole.weights / 2**20:.3f}", "state_mib": f"{whole.states / 2**20:.3f}",
         "gradient_mib": f"{whole.gradients / 2**20:.3f}",
         "peak_mib": "" if (peak := memory.peak(args.device)) is None else f"{peak / 2**20:.3f}",

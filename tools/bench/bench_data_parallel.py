@@ -75,7 +75,7 @@ COLUMNS = (
     "profiled_ms",
     "exposed_ms",
     "exposed_share",
-    "silent_ms",
+    "no_comm_ms",
     "communication_share",
     "loss",
 )
@@ -94,7 +94,7 @@ def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
     return bench_step.configuration(level, argparse.Namespace(**vars(options) | {"flags": shlex.join(flags)}))
 
 
-def wire_bytes_a_parameter(sync: GradSync, params: Collection[Tensor]) -> float:
+def wire_bytes_per_parameter(sync: GradSync, params: Collection[Tensor]) -> float:
     """Return the payload bytes per parameter and step, mean over `params`: what all ranks send together, divided by their number less 1.
 
     A gradient is sent to its owner; then the new weight is sent back under ZeRO, otherwise the averaged gradient. Scales, a few floats per
@@ -212,7 +212,7 @@ def without_communication(training: Training, step: Step, steps: int, ms: float)
     for _ in range(2):
         step()
     silent = rows.percentiles(step_times(step, steps)[0])[1] * 1e3
-    return {"silent_ms": round(silent, 1), "communication_share": round(1 - silent / ms, 4)}
+    return {"no_comm_ms": round(silent, 1), "communication_share": round(1 - silent / ms, 4)}
 
 
 def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     }
     if ranks > 1:
         row["wire_bytes_param"] = round(float(wire) / (ranks - 1) / params, 4)
-        row["wire_linear_bytes_param"] = round(wire_bytes_a_parameter(sync, linear_weights(sync)), 4)
+        row["wire_linear_bytes_param"] = round(wire_bytes_per_parameter(sync, linear_weights(sync)), 4)
     row |= found | exposed_communication(step)
     return row | without_communication(training, step, options.steps, median * 1e3)
 

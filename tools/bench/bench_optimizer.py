@@ -180,7 +180,7 @@ def _row(
         "ms_p20": round(low, 3),
         "ms": round(middle, 3),
         "ms_p80": round(high, 3),
-        "bytes_a_param": round(size / parameters, 3),
+        "bytes_per_param": round(size / parameters, 3),
         "gb_s": round(size / middle / 1e6),
         "copy_gb_s": round(bandwidth / 1e9),
         "share": round(size / (middle / 1e3) / bandwidth, 3),

@@ -72,7 +72,7 @@ def ppo() -> Table | Absent:
     same = ("model", "reward", "global_batch_size", "steps", "seed", "commit", "gpu")
     columns: dict[str, Cell] = {
         "level": code("recipe"), "reward": column("reward"), "steps": column("steps"), "first 10 steps": column("reward_first", 3),
-        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s/step": column("s_a_step", 2),
+        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s/step": column("s_per_step", 2),
         "weights MiB": column("weight_mib", 0), "from O0": _gain(rows, "weight_mib", same), "states MiB": column("state_mib", 0),
         "states from O0": _gain(rows, "state_mib", same), "gradients MiB": column("gradient_mib", 0), "peak MiB": column("peak_mib", 0),
     }  # fmt: skip

@@ -174,7 +174,7 @@ def optimizer() -> Table:
     """The update alone, in a CUDA graph: the newest row of each precision."""
     columns = {
         "precision": column("level"), "state": lambda row: "COAT" if "coat" in row["case"] else "", "ms": column("ms", 2),
-        "bytes per parameter": column("bytes_a_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
+        "bytes per parameter": column("bytes_per_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
     }  # fmt: skip
     name = f"{BENCH}/optimizer.csv"
     newest = {row["level"]: row for row in pick(name, lambda row: row["case"] == "step in a graph" and row["preset"] == "1.3b")}
@@ -419,7 +419,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "gemm-speed": lambda: in_both("GEMM"),
     "saved-activations": saved_activations,
     "support": hardware.support,
-    "bytes-a-parameter": shapes.bytes_a_parameter,
+    "bytes-per-parameter": shapes.bytes_per_parameter,
     "memory-7b": shapes.memory_7b,
     "dry-run-7b": shapes.dry_run_7b,
     "refused-7b": shapes.refused_7b,

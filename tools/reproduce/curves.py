@@ -43,12 +43,12 @@ def table6(task: Task) -> Iterator[Finding]:
     name, _, seed = task.piece.split()
     if task.size == "full" and name == "#0":  # recorded in the comparison of all precisions: FP32 takes longer than all other rows
         row = losses.row_of(TABLE6[name])
-        yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats a token", seed=int(seed), where=row)
+        yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats per token", seed=int(seed), where=row)
         return
     _, steps, flags = COURSES[task.size]
     data = byte_data(task.text, task.folder / "bytes") if task.size != "full" else ROOT / ENWIK8
     run = trained(TABLE6[name], int(seed), steps, flags, data, task.folder / task.size)
-    yield Finding(f"{name}, validation loss", run.valid[-1]["loss"], DIVERGED.get(name), "nats a token", seed=int(seed))
+    yield Finding(f"{name}, validation loss", run.valid[-1]["loss"], DIVERGED.get(name), "nats per token", seed=int(seed))
     for line in run.train:
         yield Finding(f"{name}, training loss", line["loss"], x=line["iteration"], seed=int(seed))
 

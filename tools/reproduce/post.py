@@ -158,9 +158,9 @@ def dpo_findings(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def ppo_speeds(rows: Sequence[Row]) -> Iterator[Finding]:
     """Report the time of a PPO step and the speed of its rollouts, from runs that had the GPU to themselves."""
-    for level, row in _newest([row for row in rows if row.get("s_a_step")]).items():
+    for level, row in _newest([row for row in rows if row.get("s_per_step")]).items():
         seed = int(row["seed"])
-        yield Finding(f"PPO, {level}: time of a step", float(row["s_a_step"]), unit="s", seed=seed, where=row)
+        yield Finding(f"PPO, {level}: time of a step", float(row["s_per_step"]), unit="s", seed=seed, where=row)
         yield Finding(f"PPO, {level}: tokens per second of the rollouts", float(row["rollout_tokens_per_s"]), seed=seed, where=row)
 
 

@@ -32,7 +32,7 @@ def language_model(task: Task) -> Iterator[Finding]:
     for row in table(LSTM[task.size], bytes_of(task.text)):
         fp16 = by_name(row["level"]).fp16_weights
         told = f"FP16, loss scale {row['loss_scale']}" if fp16 else "FP32"
-        yield Finding(f"{told}: validation loss", float(row["valid_loss"]), unit="nats a byte", seed=0)
+        yield Finding(f"{told}: validation loss", float(row["valid_loss"]), unit="nats per byte", seed=0)
         yield Finding(f"{told}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
         if not fp16:
             for scale, paper in (("1", "most"), ("8", None), ("128", None)):

@@ -337,7 +337,7 @@ def test_measuring_changes_no_bit(variant):
 
 
 @pytest.mark.parametrize(("variant", "expected"), zip(VARIANTS, (8, 10, 12, 10, 10, 12, 16), strict=True))
-def test_bytes_a_parameter_measured_from_the_tensors(variant, expected):
+def test_bytes_per_parameter_measured_from_the_tensors(variant, expected):
     p = parameters(shapes=[(32, 16)])[0]
     optimizer = collage_adamw([p], variant=variant)
     give_gradients([p], 0)
