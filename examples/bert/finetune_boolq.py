@@ -156,7 +156,7 @@ def step(training: Training, classifier: Classifier, chosen: Sequence[Example], 
             (loss if training.loss_scaler is None else training.loss_scaler.multiply(loss)).backward()
         total += loss.detach()
     training.grad_sync.finish()
-    training.schedule.settle()
+    training.schedule.apply_pending()
     training.optimizer.step()
     training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
     training.schedule.advance_unless(training.optimizer.skipped(), len(chosen))

@@ -70,8 +70,8 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
     slowest = torch.tensor(times, device="cuda", dtype=torch.float32)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     nccl, copied = slowest.tolist()
-    told = f"an all-gather of {SAMPLE_BYTES / 2**20:g} MiB per rank takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"
-    return (copies, f"by copies between the GPUs: {told}") if copied < nccl else (Peers(group, sent), f"by NCCL: {told}")
+    timing = f"an all-gather of {SAMPLE_BYTES / 2**20:g} MiB per rank takes {copied:.0f} us by copies, {nccl:.0f} us by NCCL"
+    return (copies, f"by copies between the GPUs: {timing}") if copied < nccl else (Peers(group, sent), f"by NCCL: {timing}")
 
 
 def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:

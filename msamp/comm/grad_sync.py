@@ -160,8 +160,8 @@ class GradSync:
 
     def __str__(self) -> str:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
-        how = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
-        return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {how})"
+        reduction = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
+        return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {reduction})"
 
     @property
     def idle(self) -> bool:

@@ -103,7 +103,7 @@ class LoopOptimizer(FP8AdamW):
 
     _step_supports_amp_scaling = True  # read by GradScaler
     _averaged = False  # whether gradients were averaged since the last step
-    _told = False  # whether it has warned that nothing is clipped
+    _warned = False  # whether it has warned that nothing is clipped
     live = True  # until another optimizer of `msamp.initialize` replaces it
 
     def __init__(
@@ -289,14 +289,14 @@ class LoopOptimizer(FP8AdamW):
 
     def _tell_of_clipping(self) -> None:
         assert self.grad_sync is not None
-        if self.clip_grad is None and not self._averaged and not self._told and self.grad_sync.peers.rank == 0:
+        if self.clip_grad is None and not self._averaged and not self._warned and self.grad_sync.peers.rank == 0:
             warnings.warn(
                 f"the gradients of {self.grad_sync.peers.ranks} processes are averaged in step(), and before it p.grad is None: torch's "
                 "clip_grad_norm_ would clip nothing. To clip, use msamp.initialize(..., clip_grad=1.0) or msamp.clip_grad_norm_, or call "
                 "optimizer.synchronize() before torch's; clip_grad=float('inf') disables clipping and this warning",
                 stacklevel=5,
             )
-        self._told = True
+        self._warned = True
 
     def update(self) -> None:
         """Average the gradients over the processes, run FP8AdamW's update, and compute the next scales of the casts."""

@@ -290,16 +290,16 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
 
 
 def start_input_again(
-    how: BlockSettings, stream: Sequence[torch.Tensor], kept: KeptByBlock, dtype: torch.dtype, *, asked: bool = False
+    settings: BlockSettings, stream: Sequence[torch.Tensor], kept: KeptByBlock, dtype: torch.dtype, *, asked: bool = False
 ) -> PendingRows | None:
     """Return the first layer's input for the rows of all ranks, in backward: as saved, or cast again from the stream and gathered. None if
     this rank has all rows, unless `asked`."""
     if kept.gathered is not None:
         return ReadyRows(kept.gathered)
-    if not (asked or how.ends.spread):
+    if not (asked or settings.ends.spread):
         return None
-    norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
-    return norm.start_again(how.saved.restore(stream, dtype), kept.input_scale_inv, how.first.x_dtype, how.ends)
+    norm = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias)
+    return norm.start_again(settings.saved.restore(stream, dtype), kept.input_scale_inv, settings.first.x_dtype, settings.ends)
 
 
 def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bool, device: torch.device) -> tuple[Operand, _Cast]:
@@ -322,7 +322,7 @@ def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bo
 
 
 def finish_backward(
-    how: BlockSettings,
+    settings: BlockSettings,
     stream: Sequence[torch.Tensor],
     kept: KeptByBlock,
     inner: Inner,
@@ -333,24 +333,24 @@ def finish_backward(
     """Run the end of a block's backward: its first linear layer, its norm and the residual stream.
 
     Args:
-        how: of the block.
-        stream: the saved parts of the norm's input (`how.saved`).
+        settings: of the block.
+        stream: the saved parts of the norm's input (`settings.saved`).
         kept: the other saved tensors.
         inner: the intermediate result. The caller must not hold it: its memory is freed before the norm's gradients are allocated.
         residual: [..., h], the gradient of the residual path, which the norm's kernel adds.
         weight_dtypes: of the gradients of the first and the last weight.
     """
-    first, dtype = how.first, residual.dtype
+    first, dtype = settings.first, residual.dtype
     grad, first_sums, last_sums, last_weight, again = inner
     del inner
-    norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
+    norm = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias)
     partial = first.grad_input(grad, first.weight(kept.first_weight, transpose=True), dtype)
-    grad_n = how.ends.start_sum_grad(partial, first)  # the collective overlaps with the weight gradients
+    grad_n = settings.ends.start_sum_grad(partial, first)  # the collective overlaps with the weight gradients
     del partial
     grad = grad._replace(payload=None)
     grad_last = last_weight()
     del last_weight
-    total = how.saved.restore(stream, dtype)
+    total = settings.saved.restore(stream, dtype)
     if again is None:
         n8_t = norm.transposed(total, kept, first.x_dtype)
     else:
@@ -361,7 +361,7 @@ def finish_backward(
     rows = residual.reshape(-1, residual.shape[-1])
     made = NormGradients(
         *ops.normalize_backward(
-            grad_n(), total, kept.mean, kept.rstd, kept.norm_weight, rows, rms=how.norm.rms, maxima=how.last.grad_just_in_time
+            grad_n(), total, kept.mean, kept.rstd, kept.norm_weight, rows, rms=settings.norm.rms, maxima=settings.last.grad_just_in_time
         )
     )
     norm_weight, norm_bias, first_bias, last_bias = vector_gradients(

@@ -325,7 +325,7 @@ class ScalingState:
             for row, cast in enumerate(cast for layer in self.layers.values() for cast in layer.casts):
                 if cast.scaling.window:
                     alike.setdefault((cast.scaling, cast.format.max), []).append(row)
-            self._alike = {how: torch.tensor(rows, device=device) for how, rows in alike.items()}
+            self._alike = {rule: torch.tensor(rows, device=device) for rule, rows in alike.items()}
         return self._alike
 
     @torch.no_grad()

@@ -116,8 +116,8 @@ def state_format(fmt: Format) -> StateFormat:
 
 def begun(key: str, fmt: Format, like: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the entries of the optimizer state for a state of zeros with the shape and device of `like`."""
-    how = state_format(fmt)
-    return {key: how.init(like)} | {key + name: x for name, x in how.beside(like).items()}
+    state = state_format(fmt)
+    return {key: state.init(like)} | {key + name: x for name, x in state.beside(like).items()}
 
 
 def by_key(key: str, x: Stored) -> dict[str, torch.Tensor]:

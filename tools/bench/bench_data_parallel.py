@@ -211,8 +211,8 @@ def without_communication(training: Training, step: Step, steps: int, ms: float)
         training.optimizer.shard.gathers = False
     for _ in range(2):
         step()
-    silent = rows.percentiles(step_times(step, steps)[0])[1] * 1e3
-    return {"no_comm_ms": round(silent, 1), "communication_share": round(1 - silent / ms, 4)}
+    without_ms = rows.percentiles(step_times(step, steps)[0])[1] * 1e3
+    return {"no_comm_ms": round(without_ms, 1), "communication_share": round(1 - without_ms / ms, 4)}
 
 
 def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:

@@ -105,8 +105,8 @@ def evaluation() -> Table | Absent:
     rows = rows_of(EVALUATION)
     if not rows:
         return Absent(EVALUATION)
-    told = ("acc", "acc_norm", "bits_per_byte", "perplexity")
-    last = {(row["task"], row["metric"], row["model"]): row for row in rows if row["metric"] in told}
+    metrics = ("acc", "acc_norm", "bits_per_byte", "perplexity")
+    last = {(row["task"], row["metric"], row["model"]): row for row in rows if row["metric"] in metrics}
     models = list(dict.fromkeys(row["model"] for row in last.values()))
     cells = []
     for task, metric in dict.fromkeys(key[:2] for key in last):

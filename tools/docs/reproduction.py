@@ -66,14 +66,14 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
     """
     found = keep.read(root / keep.RESULTS / f"{one.name}.csv")
     size = next((size for size in reversed(list(one.sizes)) if any(row["size"] == size for row in found)), "")
-    told = words(root)[one.name]
-    if told.size != size or (told.verdict == NOT_RUN) != (not size):
+    text = words(root)[one.name]
+    if text.size != size or (text.verdict == NOT_RUN) != (not size):
         raise ValueError(
-            f"{WORDS}: the words of {one.name} are {told.verdict!r} for size {told.size!r}, and its rows are of size {size!r}: "
+            f"{WORDS}: the words of {one.name} are {text.verdict!r} for size {text.size!r}, and its rows are of size {size!r}: "
             "compare them with the rows, and set the size"
         )
     rows = [row for row in found if row["size"] == size]
-    if told.verdict == HOLDS:
+    if text.verdict == HOLDS:
         equal = {(base, other) for base, other, difference in loss_differences(one, rows) if difference.verdict() == HOLDS}
         undecided = [other for base, other in one.same_loss if (base, other) not in equal]
         if undecided:
@@ -158,14 +158,14 @@ def page(one: Entry, root: Path = ROOT) -> str:
     size, rows, missing = published(one, root)
     if not size:
         return ""
-    told = words(root)[one.name]
+    text = words(root)[one.name]
     seconds = sum({row["piece"]: float(row["seconds"]) for row in rows}.values())
     lines = [f"# {one.title}", "", *textwrap.wrap(f"The claim: {one.claim}", 118), ""]
-    lines += [f"**{told.verdict}**", "", *textwrap.wrap(told.agree, 118), ""]
+    lines += [f"**{text.verdict}**", "", *textwrap.wrap(text.agree, 118), ""]
     if one.same_loss:
         lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in loss_sentences(one, rows)), ""]
-    if told.cause:
-        lines += [*textwrap.wrap(f"Likely cause: {told.cause}", 118), ""]
+    if text.cause:
+        lines += [*textwrap.wrap(f"Likely cause: {text.cause}", 118), ""]
     if one.reason:
         lines += [*textwrap.wrap(f"What this does not cover: {one.reason}", 118), ""]
     lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {seconds:.0f} s.", ""]
@@ -190,13 +190,13 @@ def overview() -> Table:
     for name, one in ENTRIES.items():
         size, rows, missing = published(one)
         head = next((row for row in rows if row["quantity"] == one.headline), None)
-        told = words()[name]
+        text = words()[name]
         link = f"[{one.title}]({name}.md)" if size else one.title
         ours, paper = (
             ("", "") if head is None else (f"{_short(head[key])} {head['unit']}".strip() if head[key] else "" for key in ("ours", "paper"))
         )
         what = one.headline if size else one.reason or "It has not been run yet."
-        verdict = told.verdict + (f"; {len(missing)} pieces missing" if missing else "")
+        verdict = text.verdict + (f"; {len(missing)} pieces missing" if missing else "")
         cells.append([link, one.claim, what, paper, ours, size, verdict])
         if rows:
             sources.append((source(one), rows))

@@ -48,9 +48,9 @@ def states(task: Task) -> Iterator[Finding]:
         if row["range_median"]:
             yield Finding(f"{row['what']}, median of the groups", float(row["range_median"]), float(row["page_range"]), seed=1234)
             continue
-        told = f"m {row['m']}, v {row['v']}, {'expanded' if row['expand'] == 'yes' else 'plain'}"
+        formats = f"m {row['m']}, v {row['v']}, {'expanded' if row['expand'] == 'yes' else 'plain'}"
         for name, value in numbers(row, {"group_error": "median error of a group's update", "mse": "mean square error"}):
-            yield Finding(f"{told}: {name}", value, seed=1234)
+            yield Finding(f"{formats}: {name}", value, seed=1234)
     error = {(row["m"], row["v"], row["expand"]): float(row["group_error"]) for row in found if row["weights"] == "all" and row["m"]}
     gains = [error[m, v, "no"] / error[m, v, "yes"] for m, v, expand in error if expand == "yes"]
     yield Finding("expansion divides the error by, least of the four pairs", min(gains), seed=1234)
@@ -82,13 +82,13 @@ def of_layers(found: Sequence[Row]) -> Iterator[Finding]:
     for what in (*KEPT, SWIGLU):
         of_input = [row for row in found if row["what"] == what]
         most = max((row for row in of_input if row["kept"] == "BF16"), key=lambda row: float(row["peak_over_rms"]))
-        told = f"{what}, layer {most['layer']}, which has the largest peak"
-        yield Finding(f"{told}: largest magnitude over the rms", float(most["peak_over_rms"]))
+        place = f"{what}, layer {most['layer']}, which has the largest peak"
+        yield Finding(f"{place}: largest magnitude over the rms", float(most["peak_over_rms"]))
         for key, name in (("outlier_tokens", "tokens"), ("outlier_channels", "channels")):
-            yield Finding(f"{told}: {name} that hold an outlier", 100 * float(most[key]), unit="%")
-        yield Finding(f"{told}: outliers in the first token of a sequence", 100 * float(most["outlier_first"]), unit="%")
-        yield Finding(f"{told}: largest token over the median one, rms", float(most["token_spread"]))
-        yield Finding(f"{told}: largest channel over the median one, rms, first tokens aside", float(most["channel_spread"]))
+            yield Finding(f"{place}: {name} that hold an outlier", 100 * float(most[key]), unit="%")
+        yield Finding(f"{place}: outliers in the first token of a sequence", 100 * float(most["outlier_first"]), unit="%")
+        yield Finding(f"{place}: largest token over the median one, rms", float(most["token_spread"]))
+        yield Finding(f"{place}: largest channel over the median one, rms, first tokens aside", float(most["channel_spread"]))
         worst = {}
         for kept in ("tensor", "token", GROUPS, "groups of 16 tokens"):
             rows = [row for row in of_input if row["kept"] == kept]
@@ -142,8 +142,8 @@ def memory(task: Task) -> Iterator[Finding]:
         yield Finding(f"{name}, micro-batch 4, at {row['commit']}", float(row["ms"]), unit="ms per step", where=row)
     for line in table(cases, 4):
         if line["case"] != name:
-            told = f"{line['case']}, each at its largest, both at {earlier['commit']}: times BF16's speed"
-            yield Finding(told, line["its_speed"], where=cases[line["case"]][4])
+            quantity = f"{line['case']}, each at its largest, both at {earlier['commit']}: times BF16's speed"
+            yield Finding(quantity, line["its_speed"], where=cases[line["case"]][4])
 
 
 def loss(task: Task) -> Iterator[Finding]:

@@ -77,13 +77,13 @@ def table6(task: Task) -> Iterator[Finding]:
     text = bytes_of(task.text)
     last = {variant: list(collage(variant, beta2, loop, text, seed=1234))[-1] for variant in ("d", "plus", "light", "a")}
     for variant, row in last.items():
-        told = f"{variant}, {task.piece}: "
+        prefix = f"{variant}, {task.piece}: "
         if variant != "d":
             ratio = papers[variant][beta2] / papers["d"][beta2]
             ours = math.exp(row["valid_loss"] - last["d"]["valid_loss"])
-            yield Finding(told + "validation perplexity over D's", ours, ratio, seed=1234)
-        yield Finding(told + "lost arithmetic, last step", 100 * row["lost"], unit="%", seed=1234)
-        yield Finding(told + "EDQ over the norm of the update", row["edq"] / row["update_norm"], seed=1234)
+            yield Finding(prefix + "validation perplexity over D's", ours, ratio, seed=1234)
+        yield Finding(prefix + "lost arithmetic, last step", 100 * row["lost"], unit="%", seed=1234)
+        yield Finding(prefix + "EDQ over the norm of the update", row["edq"] / row["update_norm"], seed=1234)
 
 
 def setting6(piece: str, loop: Loop) -> tuple[float, Loop, Mapping[str, Mapping[float, float]]]:
@@ -103,15 +103,15 @@ def _table6_at_125m(task: Task) -> Iterator[Finding]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         runs = dict(zip(COURSE6, pool.map(lambda name: _recorded(name, beta2, loop, task.folder), COURSE6.values()), strict=True))
     for variant, run in runs.items():
-        told = f"{variant}, {task.piece}: "
+        prefix = f"{variant}, {task.piece}: "
         if variant != "d":
             paper = papers[variant][beta2] / papers["d"][beta2] if variant in papers else None
             ours = math.exp(run.valid[-1]["loss"] - runs["d"].valid[-1]["loss"])
-            yield Finding(told + "validation perplexity over D's", ours, paper, seed=1234)
+            yield Finding(prefix + "validation perplexity over D's", ours, paper, seed=1234)
         totals = [step["total"] for step in run.steps if step["total"] is not None]
-        yield Finding(told + "lost arithmetic, mean", 100 * _mean(total["lost"] for total in totals), unit="%", seed=1234)
+        yield Finding(prefix + "lost arithmetic, mean", 100 * _mean(total["lost"] for total in totals), unit="%", seed=1234)
         yield Finding(
-            told + "share of the update that arrives, mean", 100 * _mean(total["arrived"] for total in totals), unit="%", seed=1234
+            prefix + "share of the update that arrives, mean", 100 * _mean(total["arrived"] for total in totals), unit="%", seed=1234
         )
         for line in run.train:
             yield Finding(f"{variant}, {task.piece}, training loss", line["loss"], x=line["iteration"], seed=1234)

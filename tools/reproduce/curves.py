@@ -65,18 +65,18 @@ def figure4(task: Task) -> Iterator[Finding]:
                 yield Finding(f"{level} at {model}: validation loss", loss, unit="nats per token", seed=seed, where=rows[level])
             if level != losses.BASE:
                 above = losses.paired(level, losses.BASE, precisions, curves).relative
-                told = f"{level}, {model}: validation loss above BF16's, "
-                yield Finding(told + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
+                quantity = f"{level}, {model}: validation loss above BF16's, "
+                yield Finding(quantity + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
                 if above.half_width is not None:
-                    yield Finding(told + "half width of the 95 % interval", 100 * above.half_width, unit="%", where=rows[level])
+                    yield Finding(quantity + "half width of the 95 % interval", 100 * above.half_width, unit="%", where=rows[level])
         base = rows[losses.BASE]
         seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
         yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
         if folder == losses.LARGE:  # 125M's curves are in the comparison of all precisions
             for row in (row for row in read(curves) if row["kind"] == "train" and row["run"].endswith("_0")):
                 level = row["run"].removesuffix("_0")
-                told = f"{level}, {model}, training loss by tokens"
-                yield Finding(told, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
+                quantity = f"{level}, {model}, training loss by tokens"
+                yield Finding(quantity, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
 
 
 GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))

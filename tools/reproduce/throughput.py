@@ -77,7 +77,7 @@ def together(preset: str, micro_batch: int, cases: Sequence[str]) -> dict[str, R
     return next((rows for rows in reversed(runs.values()) if len(rows) == len(cases)), {})
 
 
-def told(model: str, line: Mapping[str, Any], base: str, same: float | None, largest: float | None) -> Iterator[Finding]:
+def findings_of(model: str, line: Mapping[str, Any], base: str, same: float | None, largest: float | None) -> Iterator[Finding]:
     """Yield the findings of a line of `searched`: memory, and speed relative to the base at its micro-batch and at the largest.
 
     same, largest: the paper's figures for the two speeds.
@@ -102,7 +102,7 @@ def table5(task: Task) -> Iterator[Finding]:
     for line in searched(task, model, START5[model], LEVELS5):
         printed = samples.get(line["case"])
         same, largest = (value / of for value, of in zip(printed, samples[base], strict=True)) if printed else (None, None)
-        yield from told(model, line, base, same, largest)
+        yield from findings_of(model, line, base, same, largest)
 
 
 def on_file(task: Task) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def on_file(task: Task) -> Iterator[Finding]:
         paper = SAMPLES5[model].get(line["case"]) if base == LEVELS5[0] else None
         same, largest = (value / of for value, of in zip(paper, SAMPLES5[model][base], strict=True)) if paper else (None, None)
         trials = cases[line["case"]]
-        for finding in told(model, line, base, same, largest):
+        for finding in findings_of(model, line, base, same, largest):
             yield replace(finding, where=trials[max(trials) if "largest" in finding.quantity else at])
         at_card = trials.get(at)
         if at_card and line["case"] in CARDS5.get(model, {}):
@@ -144,10 +144,10 @@ def layers_on_file(task: Task) -> Iterator[Finding]:
     """
     rows = {(row["case"], row["preset"]): row for row in read(STEP) if row["preset"].startswith(f"{LAYERS5} --num-layers ")}
     for (case, preset), row in rows.items():
-        told = f"{LAYERS5}, {preset.split()[2]} layers whole on a card, {case}, micro-batch {row['micro_batch']}: "
-        yield Finding(told + "speed", float(row["tflops"]), PAPER5[0], "TFLOP/s", where=row)
-        yield Finding(told + "MFU", 100 * float(row["mfu_fp8_peak"]), PAPER5[1], "%", where=row)
-        yield Finding(told + "peak memory", float(row["peak_gib"]), unit="GiB", where=row)
+        prefix = f"{LAYERS5}, {preset.split()[2]} layers whole on a card, {case}, micro-batch {row['micro_batch']}: "
+        yield Finding(prefix + "speed", float(row["tflops"]), PAPER5[0], "TFLOP/s", where=row)
+        yield Finding(prefix + "MFU", 100 * float(row["mfu_fp8_peak"]), PAPER5[1], "%", where=row)
+        yield Finding(prefix + "peak memory", float(row["peak_gib"]), unit="GiB", where=row)
 
 
 def collage(task: Task) -> Iterator[Finding]:
@@ -194,6 +194,6 @@ def coat(task: Task) -> Iterator[Finding]:
     base, *others = CASES
     for line in searched(task, preset, at, CASES):
         speed, less = CLAIMS_COAT.get(line["case"], (None, None))
-        yield from told(task.piece, line, base, speed, None)
+        yield from findings_of(task.piece, line, base, speed, None)
         if line["case"] in others and line["less_memory"] != "":
             yield Finding(f"{task.piece}, {line['case']}, micro-batch {at}: times less memory", line["less_memory"], less)

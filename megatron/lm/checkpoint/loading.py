@@ -343,7 +343,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     training.health = health.of(info)
     optimizer.skipped_steps = info["skipped_steps"]
     # The position in the schedule; its shape is this run's, which equals the saved one without --override-opt-param-scheduler.
-    training.schedule.settle()
+    training.schedule.apply_pending()
     training.schedule.num_steps = _schedule_place(training, info)
     training.schedule.step(0)
     training.iteration = info["iteration"]

@@ -87,8 +87,8 @@ class Adapter(TemplateLM):
             pairs = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
-            for context, told in map(make_disjoint_window, pairs):
-                cut.append((None, context, told))
+            for context, scored in map(make_disjoint_window, pairs):
+                cut.append((None, context, scored))
                 owners.append(i)
         totals = [0.0] * len(requests)
         for i, (logprob, _) in zip(owners, self._loglikelihood_tokens(cut), strict=True):

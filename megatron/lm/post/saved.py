@@ -124,12 +124,12 @@ def finish(
     if args.no_checkpoints:
         write_metrics(args.save, metrics)
         return f"{args.save} contains the metrics"
-    told = f"the model is in {save_model(args.save, model, tokenizer, export_state(args, model, optimizer))}"
+    message = f"the model is in {save_model(args.save, model, tokenizer, export_state(args, model, optimizer))}"
     loaded, dtype = models.DTYPES[args.dtype], models.DTYPES[args.export_dtype or args.dtype]
     share = delivered(args.load, model, optimizer, loaded=loaded, dtype=dtype)
     if share is None or share >= TELL_BELOW:
-        return told
-    return f"{told}; {100 * share:.0f} % of what training changed in the weights is left in it, --export-dtype fp32 keeps the rest"
+        return message
+    return f"{message}; {100 * share:.0f} % of what training changed in the weights is left in it, --export-dtype fp32 keeps the rest"
 
 
 def export_state(args: argparse.Namespace, model: Any, optimizer: LowPrecisionOptimizer) -> dict[str, torch.Tensor] | None:

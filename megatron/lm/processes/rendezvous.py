@@ -116,7 +116,7 @@ def _master() -> tuple[str, int]:
 
 def _resolve(host: str, port: int, end: float) -> None:
     """Wait until the host name resolves: a machine that is just starting may not have one yet."""
-    told = False
+    warned = False
     while True:
         try:
             socket.getaddrinfo(host, port)
@@ -127,9 +127,9 @@ def _resolve(host: str, port: int, end: float) -> None:
             if time.monotonic() >= end:
                 message = f"MASTER_ADDR {host} is unknown ({error.strerror}): set it to the host name or address of rank 0's machine"
                 raise RunStopped(message) from None
-            if not told:
+            if not warned:
                 print(f"warning: MASTER_ADDR {host} is unknown so far ({error.strerror}): waiting for it", file=sys.stderr, flush=True)
-            told = True
+            warned = True
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))
 
 

@@ -69,9 +69,9 @@ def _dry_run(config: Config, world_size: int) -> None:
 
     def saved() -> PrecisionConfig | None:
         from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
-        from megatron.lm.run.start import settled
+        from megatron.lm.run.start import with_checkpoint
 
-        found, line = settled(config)
+        found, line = with_checkpoint(config)
         if line is not None and os.environ.get("RANK", "0") == "0":
             print(line)
         return saved_precision(found)

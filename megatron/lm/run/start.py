@@ -22,7 +22,7 @@ from megatron.lm.training import identity
 from megatron.lm.training.identity import Run
 
 
-def settled(config: Config) -> tuple[Config, str | None]:
+def with_checkpoint(config: Config) -> tuple[Config, str | None]:
     """Return the configuration with the checkpoint to load and, if requested, its schedule; and a line for the log.
 
     Rank 0 decides. Collective with several ranks.
@@ -40,13 +40,13 @@ def settled(config: Config) -> tuple[Config, str | None]:
 
 
 def _with_schedule(config: Config) -> tuple[Config, str | None]:
-    """Do the work of `settled` on rank 0."""
-    settings, line = _settled(config.checkpoint)
+    """Do the work of `with_checkpoint` on rank 0."""
+    settings, line = _checkpoint_settings(config.checkpoint)
     found = replace(config, checkpoint=settings)
     return take_schedule(found, checkpoint.saved_config(found) if settings.use_checkpoint_opt_param_scheduler else None), line
 
 
-def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
+def _checkpoint_settings(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
     """Return the checkpoint settings on rank 0, and a line for the log."""
     load, save = settings.load, settings.save
     if load is not None and settings.resumes_itself:
@@ -78,9 +78,9 @@ def saved_settings(asked: CheckpointConfig) -> Saved | None:
     """Return the settings in the checkpoint that a start with these flags loads; None if it starts from initial weights.
 
     Raises:
-        ValueError: as `settled`, and if the checkpoint cannot be read.
+        ValueError: as `with_checkpoint`, and if the checkpoint cannot be read.
     """
-    settings, _ = _settled(asked)
+    settings, _ = _checkpoint_settings(asked)
     if settings.load is None or not non_persistent.any_in(settings, Path(settings.load)):
         return None
     return checkpoint.saved_settings(settings)

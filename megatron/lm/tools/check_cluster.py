@@ -330,9 +330,9 @@ def _judge_sums(
     """Return the problem of a stage, on rank 0; writes the results of its ranks into `heard`."""
     said = board.words(key, itertools.chain(*groups), board.limit + RESPONSE_SECONDS)
     heard |= {rank: Summed(**word) for rank, word in said.items()}
-    silent = [rank for group in groups for rank in group if rank not in heard]
-    if silent:
-        return f"sums {name}: {spoken(silent, board.hosts)} do not answer: they have died or are stopped"
+    unresponsive = [rank for group in groups for rank in group if rank not in heard]
+    if unresponsive:
+        return f"sums {name}: {spoken(unresponsive, board.hosts)} do not answer: they have died or are stopped"
     problems = []
     for group in groups:
         problem = next((heard[rank].problem for rank in group if heard[rank].problem), None)

@@ -242,7 +242,7 @@ def update_(
     bounded |= is_rounded(batch.ms) or is_rounded(batch.vs)
     adam_(ps, ms, vs, gs, steps, hyper, hyper.largest_step if bounded else math.inf)
     of_m, of_v, of_masters = thresholds_of(batch, steps, rounding)
-    store_(batch.ms, ms, m_bound, of_m, "m", silent=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
+    store_(batch.ms, ms, m_bound, of_m, "m", no_gradient=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
     store_(batch.vs, vs, v_bound, of_v, "v", positive=True)
     store_(batch.masters, ps, p_bound, of_masters, "master")
     if batch.weights:

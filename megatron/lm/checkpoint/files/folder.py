@@ -358,9 +358,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder.rename(partial_folder(folder)), ignore_errors=True)
 
 
-def prune(newest: Path, keep: int, *, settled: bool) -> None:
+def prune(newest: Path, keep: int, *, confirmed: bool) -> None:
     """Delete the checkpoints of a run up to `newest`, the last it saved, except for the last `keep` and the newest healthy ones. It keeps
-    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `settled`; and all of them if
+    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `confirmed`; and all of them if
     `newest` is unhealthy.
     """
     last = sealed_info(newest)
@@ -377,7 +377,7 @@ def prune(newest: Path, keep: int, *, settled: bool) -> None:
     mine.sort()
     healthy = [path for _, _, is_healthy, path in mine if is_healthy]
     if newest in healthy:
-        healthy = healthy[-1 if settled else -2 :]
+        healthy = healthy[-1 if confirmed else -2 :]
     for *_, path in mine[:-keep]:
         if path not in healthy:
             remove(path)

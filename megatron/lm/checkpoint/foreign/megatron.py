@@ -171,29 +171,29 @@ def differing(args: Mapping[str, Any], model: ModelConfig, free: Collection[str]
         expected |= {"rope_scaling_factor": model.rope_scaling_factor} if model.use_rope_scaling else {}
     if model.position_embedding_type == "learned_absolute":
         expected["max_position_embeddings"] = model.max_positions
-    found = [
-        _told(name, value, args[name])
+    mismatches = [
+        _mismatch(name, value, args[name])
         for name, value in expected.items()
         if name not in free and args.get(name) is not None and args[name] != value
     ]
     factor, name = args.get("rotary_seq_len_interpolation_factor"), "rotary_seq_len_interpolation_factor"
     if model.position_embedding_type == "rope" and (model.rotary_seq_len_interpolation_factor or 1) != (factor or 1) and name not in free:
-        found.append(_told(name, model.rotary_seq_len_interpolation_factor, factor))
+        mismatches.append(_mismatch(name, model.rotary_seq_len_interpolation_factor, factor))
     epsilon = args.get("norm_epsilon", args.get("layernorm_epsilon"))
     if epsilon is not None and epsilon != model.norm_epsilon:
-        found.append(_told("norm_epsilon", model.norm_epsilon, epsilon))
+        mismatches.append(_mismatch("norm_epsilon", model.norm_epsilon, epsilon))
     if isinstance(bias := args.get("add_bias_linear"), bool) and bias == model.disable_bias_linear:
-        found.append(_told("disable_bias_linear", model.disable_bias_linear, not bias))
+        mismatches.append(_mismatch("disable_bias_linear", model.disable_bias_linear, not bias))
     elif bias is False and isinstance(args.get("add_qkv_bias"), bool) and args["add_qkv_bias"] != model.add_qkv_bias:
-        found.append(_told("add_qkv_bias", model.add_qkv_bias, args["add_qkv_bias"]))
+        mismatches.append(_mismatch("add_qkv_bias", model.add_qkv_bias, args["add_qkv_bias"]))
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups") if args.get("group_query_attention") is True else heads
     if groups is not None and groups != model.query_groups:
-        found.append(_told("num_query_groups", model.query_groups, groups))
-    return found
+        mismatches.append(_mismatch("num_query_groups", model.query_groups, groups))
+    return mismatches
 
 
-def _told(name: str, now: Any, then: Any) -> str:
+def _mismatch(name: str, now: Any, then: Any) -> str:
     return f"{flag(name)} {now} (saved: {then})"
 
 
