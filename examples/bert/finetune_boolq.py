@@ -168,15 +168,15 @@ def answers(classifier: Classifier, examples: Sequence[Example], positions: int,
     """Return the more likely class of each row. Rows of similar length share a batch."""
     classifier.eval()
     order = sorted(range(len(examples)), key=lambda row: len(examples[row].tokens))
-    found = [0] * len(examples)
+    answers_of = [0] * len(examples)
     for at in range(0, len(order), size):
         part = order[at : at + size]
         rows = batch([examples[row] for row in part], positions, fill, process_groups.device())
         del rows["labels"]
         for row, answer in zip(part, classifier(**rows).argmax(-1).tolist(), strict=True):
-            found[row] = answer
+            answers_of[row] = answer
     classifier.train()
-    return found
+    return answers_of
 
 
 def tune(config: Config, vocab_size: int, fill: int, train: list[Example], dev: list[Example], args: Any, seed: int) -> dict[str, Any]:

@@ -302,8 +302,8 @@ class GradSync:
         """Replace the gradients of some parameters by their sums over `others`."""
         places = [self._place[p] for p in params]
         dtype = places[0][0].format.dtype
-        found = [bucket.gradients[i] for bucket, i in places]
-        parts = [(torch.zeros_like(p) if g is None else g).to(dtype).flatten() for p, g in zip(params, found, strict=True)]
+        gradients = [bucket.gradients[i] for bucket, i in places]
+        parts = [(torch.zeros_like(p) if g is None else g).to(dtype).flatten() for p, g in zip(params, gradients, strict=True)]
         total = torch.cat(parts)
         name = self.names[params[0]]
         others.all_reduce(

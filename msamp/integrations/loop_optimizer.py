@@ -277,8 +277,8 @@ class LoopOptimizer(FP8AdamW):
         norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         # Pieces of one tensor share its scale's memory.
-        found = [each.grad for each in ready if each.grad is not None]
-        for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in found}.values():
+        gradients = [each.grad for each in ready if each.grad is not None]
+        for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in gradients}.values():
             g.mul_(coefficient)
         return norm
 
@@ -332,21 +332,21 @@ class LoopOptimizer(FP8AdamW):
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """Like FP8AdamW's; a step is also not usable if torch's GradScaler found an overflow on any process."""
-        found = getattr(self, "found_inf", None)
-        if found is None:
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
             return super().decide(ready)
-        if not isinstance(found, torch.Tensor):  # a sum over no gradients
+        if not isinstance(found_inf, torch.Tensor):  # a sum over no gradients
             if self.grad_sync is not None:
                 raise ValueError(
                     "GradScaler found no gradient: on several processes p.grad is None until gradients are averaged; call "
                     "optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
                 )
-            found = torch.tensor(float(found), dtype=torch.float32, device="cpu")
+            found_inf = torch.tensor(float(found_inf), dtype=torch.float32, device="cpu")
         decision = super().decide(ready)
-        found = found.to(decision.usable.device, torch.float32, copy=True)
+        found_inf = found_inf.to(decision.usable.device, torch.float32, copy=True)
         if self.group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
-        return replace(decision, usable=decision.usable & (found == 0))
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, self.group)
+        return replace(decision, usable=decision.usable & (found_inf == 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Like FP8AdamW's; COAT's payloads have keys of their own (`msamp.optim.foreign_states`)."""

@@ -82,9 +82,9 @@ class NormWeights(NamedTuple):
 
         def amax() -> torch.Tensor:
             # For a just-in-time scale over several ranks, compute the norm once only to measure its amax, as the kernel does on one rank.
-            found = scale_inv.new_zeros(())
-            run(scale_inv.new_ones(()), found, None)
-            return found
+            amax_slot = scale_inv.new_zeros(())
+            run(scale_inv.new_ones(()), amax_slot, None)
+            return amax_slot
 
         scale, amax_slot, shared = _scale(slot, cast, ends, amax)
         made = run(scale, amax_slot, scale_inv)
@@ -371,14 +371,14 @@ def finish_backward(
     return BlockGradients(x, norm_weight, norm_bias, grad_first, first_bias, grad_last, last_bias)
 
 
-def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:
+def vector_gradients(*pairs: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the gradients of vectors (biases, norms), each in its vector's dtype, with one launch per dtype; None for a missing vector.
 
     Args:
-        found: for each vector [N], the partial column sums (FP32 [parts, N]) and the vector.
+        pairs: for each vector [N], the partial column sums (FP32 [parts, N]) and the vector.
     """
-    gradients: list[torch.Tensor | None] = [None] * len(found)
-    asked = [(i, parts, vector.dtype) for i, (parts, vector) in enumerate(found) if vector is not None]
+    gradients: list[torch.Tensor | None] = [None] * len(pairs)
+    asked = [(i, parts, vector.dtype) for i, (parts, vector) in enumerate(pairs) if vector is not None]
     for dtype in {dtype for _, _, dtype in asked}:
         alike = [(i, parts) for i, parts, own in asked if own == dtype]
         for (i, _), gradient in zip(alike, ops.sum_parts([parts for _, parts in alike], dtype), strict=True):

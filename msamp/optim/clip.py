@@ -38,13 +38,13 @@ def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[t
         int64 [scaled, 2]: sums of squares of the scaled ones.
     """
     sums = torch.zeros(0, 2, dtype=torch.int64, device=tables.device)
-    found = []
+    parts = []
     if scaled:
         stats, sums = _of_scaled(tables, scaled)
-        found.append(stats)
+        parts.append(stats)
     if plain:
-        found.append(ops.grad_stats(tables, plain, squares=False)[0])
-    return torch.cat(found, 1), sums
+        parts.append(ops.grad_stats(tables, plain, squares=False)[0])
+    return torch.cat(parts, 1), sums
 
 
 def _of_scaled(tables: Tables, gs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,8 +41,8 @@ def warn_of(formats: Mapping[str, str]) -> None:
 
     formats: by state, "master", "grad", "m" and "v".
     """
-    for found in SEEN.keys() & formats.items():
-        _warn_once(SEEN[found])
+    for state_format in SEEN.keys() & formats.items():
+        _warn_once(SEEN[state_format])
 
 
 @functools.cache

@@ -230,7 +230,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     times, result = step_times(step, options.steps)
     loss = float(result.loss_sum / result.tokens)
     wire = torch.tensor(sync.sent.total("weight") / options.steps, dtype=torch.float64, device=device)
-    found = memory()
+    columns = memory()
     dist.all_reduce(wire)
     low, median, high = rows.percentiles(times)
     params = sum(p.numel() for p in training.model.parameters())
@@ -248,7 +248,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     if ranks > 1:
         row["wire_bytes_param"] = round(float(wire) / (ranks - 1) / params, 4)
         row["wire_linear_bytes_param"] = round(wire_bytes_per_parameter(sync, linear_weights(sync)), 4)
-    row |= found | exposed_communication(step)
+    row |= columns | exposed_communication(step)
     return row | without_communication(training, step, options.steps, median * 1e3)
 
 
@@ -285,11 +285,11 @@ def memory() -> dict[str, float]:
         return {}
     torch.cuda.synchronize()
     sizes = {"peak_gib": torch.cuda.max_memory_allocated(), "rest_gib": torch.cuda.memory_allocated()}
-    found = {}
+    columns = {}
     for name, size in sizes.items():
         for end, value in zip(("min", "max"), least_and_most(size / 2**30), strict=True):
-            found[f"{name}_{end}"] = round(value, 2)
-    return found
+            columns[f"{name}_{end}"] = round(value, 2)
+    return columns
 
 
 def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.ArgumentParser:

@@ -110,8 +110,8 @@ def evaluation() -> Table | Absent:
     models = list(dict.fromkeys(row["model"] for row in last.values()))
     cells = []
     for task, metric in dict.fromkeys(key[:2] for key in last):
-        found = [last.get((task, metric, model)) for model in models]
-        cells.append([task, metric, *("" if row is None else _measured(row) for row in found)])
+        row_of_models = [last.get((task, metric, model)) for model in models]
+        cells.append([task, metric, *("" if row is None else _measured(row) for row in row_of_models)])
     heads = [f"`{model}`" for model in models]
     return Table(["task", "metric", *heads], cells, [(EVALUATION, list(last.values()))])
 

@@ -272,11 +272,11 @@ def table7_measured() -> Table:
 
 def measured_of_table7() -> list[Row]:
     """Return the rows that were counted, with date and commit from `source`; `gpu` includes the number of GPUs."""
-    found: list[Row] = []
+    measured: list[Row] = []
     for row in pick(COMPUTED[0], lambda row: row["source"] != "computed"):
         date, commit = row["source"].split()
-        found.append({**row, "date": date, "commit": commit})
-    return found
+        measured.append({**row, "date": date, "commit": commit})
+    return measured
 
 
 def table8() -> Table:
@@ -352,12 +352,12 @@ def generation() -> Table:
 def attention() -> Table:
     """Attention in FP8 and BF16: microseconds of both, and FP8's error."""
     name, keys = f"{BENCH}/attention.csv", ("batch", "heads", "groups", "tokens", "inputs")
-    found: dict[tuple[str, ...], dict[tuple[str, str, str], Row]] = {}
+    by_shape: dict[tuple[str, ...], dict[tuple[str, str, str], Row]] = {}
     for row in pick(name):
-        found.setdefault(tuple(row[key] for key in keys), {})[row["what"], row["pass"], row["precision"]] = row
+        by_shape.setdefault(tuple(row[key] for key in keys), {})[row["what"], row["pass"], row["precision"]] = row
     timed = [("kernel", "forward"), ("kernel", "forward and backward"), ("layer", "forward and backward")]
     cells = []
-    for shape, of_shape in found.items():
+    for shape, of_shape in by_shape.items():
         times = [" / ".join(f"{float(of_shape[*what, precision]['us']):.0f}" for precision in ("bf16", "fp8")) for what in timed]
         lost = of_shape["kernel", "forward", "fp8"]
         cells.append([*shape, *times, " / ".join(lost[key] for key in ("sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv"))])

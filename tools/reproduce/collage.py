@@ -170,8 +170,8 @@ def steps_of(model: str) -> dict[str, Row]:
 
 def figure4(task: Task) -> Iterator[Finding]:
     """Report peak memory saved against option D: 125M in training, and the paper's larger models in measured whole steps."""
-    found = [{name: row_of(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
-    for rows in found:
+    sources = [{name: row_of(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
+    for rows in sources:
         base = rows[NAMES["d"]]
         model = f"{float(base['params_m']) / 1e3:.1f}B" if "params_m" in base else "125M"
         for variant, name in NAMES.items():
@@ -180,8 +180,8 @@ def figure4(task: Task) -> Iterator[Finding]:
                 yield Finding(f"{variant}, {model}: peak memory saved against D", _saved(rows[name], base), unit="%", where=rows[name])
     for variant in ("light", "plus"):
         name = NAMES[variant]
-        saved = sum(_saved(rows[name], rows[NAMES["d"]]) for rows in found) / len(found)
-        yield Finding(f"{variant}: saved against D, mean of the models", saved, throughput.SAVED4[name], "%", where=found[-1][name])
+        saved = sum(_saved(rows[name], rows[NAMES["d"]]) for rows in sources) / len(sources)
+        yield Finding(f"{variant}: saved against D, mean of the models", saved, throughput.SAVED4[name], "%", where=sources[-1][name])
 
 
 def _saved(row: Row, base: Row) -> float:

@@ -119,8 +119,8 @@ def judge(task: str, script: Any, words: Sequence[str], folder: Path) -> dict[st
     if task == "sft":
         return {"loss": script.judge(model, held_out, args, tokenizer.pad_token_id)}
     reference = models.load_model(args.load, "AutoModelForCausalLM", torch.bfloat16, args.device)
-    found = script.judge(model, reference, held_out, args, tokenizer.pad_token_id)
-    return {"loss": found["valid_loss"], "accuracy": found["valid_accuracy"]}
+    judged = script.judge(model, reference, held_out, args, tokenizer.pad_token_id)
+    return {"loss": judged["valid_loss"], "accuracy": judged["valid_accuracy"]}
 
 
 def complete(job: Job, options: argparse.Namespace) -> bool:
@@ -210,10 +210,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Job(task=task, case=name, seed=FIRST_SEED + n) for n in range(options.seeds) for task in reversed(tasks) for name in options.cases
     ]
     run_all(jobs, options, forwarded(options), time.monotonic() + 60 * options.minutes)
-    found = [job for job in jobs if complete(job, options)]
-    if found:
-        write(found, options)
-    if missing := [job.name for job in jobs if job not in found]:
+    done = [job for job in jobs if complete(job, options)]
+    if done:
+        write(done, options)
+    if missing := [job.name for job in jobs if job not in done]:
         print("missing: " + ", ".join(missing))
     return int(bool(missing))
 

@@ -52,13 +52,13 @@ def weight_copies(task: Task) -> Iterator[Finding]:
 
 def overflow(task: Task) -> Iterator[Finding]:
     """Train with a dynamic loss scale that starts too high."""
-    found = list(fp16_amp.overflow())
-    scales = [float(row["loss_scale"][2:]) for row in found]
+    trace = list(fp16_amp.overflow())
+    scales = [float(row["loss_scale"][2:]) for row in trace]
     yield Finding("loss scale at first", scales[0], unit="powers of two", seed=0)
     yield Finding("lowest loss scale", min(scales), unit="powers of two", seed=0)
     yield Finding("steps until then", float(scales.index(min(scales)) + 1), seed=0)
-    yield Finding("loss at the end over the first", float(found[-1]["loss"]) / float(found[0]["loss"]), seed=0)
-    for row, scale in zip(found, scales, strict=True):
+    yield Finding("loss at the end over the first", float(trace[-1]["loss"]) / float(trace[0]["loss"]), seed=0)
+    for row, scale in zip(trace, scales, strict=True):
         yield Finding("log2 of the loss scale", scale, x=row["step"], seed=0)
 
 

@@ -50,14 +50,14 @@ def searched(task: Task, preset: str, at: int, cases: Sequence[str]) -> list[dic
     file, where = task.folder / f"{task.piece}.csv", machine(task.commit)
     words = ["--preset", preset, "--micro-batch-size", str(at), "--cases", *cases, f"--flags={NO_TRIAL}"]
     words += ["--csv", str(file), "--commit", where["commit"]]
-    found = rows_of("coat_memory", words, file, goes_on=True)
-    return table(by_case([row for row in found if all(row[key] == where[key] for key in ("commit", "gpu", "torch"))]), at)
+    measured = rows_of("coat_memory", words, file, goes_on=True)
+    return table(by_case([row for row in measured if all(row[key] == where[key] for key in ("commit", "gpu", "torch"))]), at)
 
 
-def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
+def by_case(measured: Sequence[Row]) -> dict[str, dict[int, Row]]:
     """Group rows of `coat_memory.py` by case and micro-batch."""
     cases: dict[str, dict[int, Row]] = {}
-    for row in found:
+    for row in measured:
         cases.setdefault(row["case"], {})[int(row["micro_batch"])] = row
     return cases
 
@@ -157,8 +157,8 @@ def collage(task: Task) -> Iterator[Finding]:
     words = ["--levels", BASE7, *papers, "--preset", preset, "--micro-batch-size", str(micro_batch), f"--flags={flags}"]
     words += ["--commit", task.commit] if task.commit else []
     file = task.folder / f"{model}.csv"
-    found = {row["case"]: row for row in rows_of("bench_step", [*words, "--csv", str(file)], file, "tools/bench")}
-    yield from options_of(model, found)
+    by_option = {row["case"]: row for row in rows_of("bench_step", [*words, "--csv", str(file)], file, "tools/bench")}
+    yield from options_of(model, by_option)
 
 
 def collage_on_file(task: Task) -> Iterator[Finding]:
@@ -168,23 +168,23 @@ def collage_on_file(task: Task) -> Iterator[Finding]:
         ValueError: no commit has all four.
     """
     preset, micro_batch, flags = MODELS7[task.piece]
-    found = together(f"{preset} {flags}".strip(), micro_batch, (BASE7, *SPEEDS7[task.piece]))
-    if not found:
+    by_option = together(f"{preset} {flags}".strip(), micro_batch, (BASE7, *SPEEDS7[task.piece]))
+    if not by_option:
         raise ValueError(f"{STEP} has no commit with all options of {task.piece}: run tools/bench/bench_step.py --levels {BASE7} ...")
-    for finding in options_of(task.piece, found):
-        yield replace(finding, where=found[finding.quantity.split(", ")[1].split(":")[0]])
+    for finding in options_of(task.piece, by_option):
+        yield replace(finding, where=by_option[finding.quantity.split(", ")[1].split(":")[0]])
 
 
-def options_of(model: str, found: Mapping[str, Row]) -> Iterator[Finding]:
+def options_of(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:
     """Yield tokens per second, peak memory and speed relative to D of each option, as `MODEL, OPTION: QUANTITY`."""
-    papers, base = SPEEDS7[model], found[BASE7]
+    papers, base = SPEEDS7[model], by_option[BASE7]
     for level in (BASE7, *papers):
-        yield Finding(f"{model}, {level}: tokens per second", float(found[level]["tokens_s_gpu"]))
-        yield Finding(f"{model}, {level}: peak memory", float(found[level]["peak_gib"]), unit="GiB")
+        yield Finding(f"{model}, {level}: tokens per second", float(by_option[level]["tokens_s_gpu"]))
+        yield Finding(f"{model}, {level}: peak memory", float(by_option[level]["peak_gib"]), unit="GiB")
     for level, paper in papers.items():
-        speed = float(found[level]["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
+        speed = float(by_option[level]["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
         yield Finding(f"{model}, {level}: speed over D's", speed, paper)
-        saved = 100 * (1 - float(found[level]["peak_gib"]) / float(base["peak_gib"]))
+        saved = 100 * (1 - float(by_option[level]["peak_gib"]) / float(base["peak_gib"]))
         yield Finding(f"{model}, {level}: peak memory saved against D", saved, unit="%")
 
 

@@ -178,13 +178,13 @@ def read_counts(prefix: str) -> DatasetCounts | None:
         return None
     remedy = "rebuild the dataset with megatron.lm.tools.preprocess_data, or delete the file: evaluations then report no bits per byte"
     try:
-        found = json.loads(read_text(file))
+        record = json.loads(read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"dataset {prefix}: {file} cannot be read ({error}); {remedy}") from None
     wanted = {field.name: field.type for field in dataclasses.fields(DatasetCounts)}
-    if not isinstance(found, dict) or any(type(found.get(name)).__name__ != kind for name, kind in wanted.items()):
+    if not isinstance(record, dict) or any(type(record.get(name)).__name__ != kind for name, kind in wanted.items()):
         raise ValueError(f"dataset {prefix}: {file} does not contain the counts {', '.join(wanted)}; {remedy}")
-    counts = DatasetCounts(**{name: found[name] for name in wanted})
+    counts = DatasetCounts(**{name: record[name] for name in wanted})
     if counts.tokens < 1 or counts.text_bytes < 1:
         raise ValueError(f"dataset {prefix}: {file} counts {counts.tokens} tokens and {counts.text_bytes} bytes of text; {remedy}")
     return counts

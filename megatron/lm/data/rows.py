@@ -96,11 +96,11 @@ def _tables(path: Path, columns: list[str] | None) -> Iterator[dict[str, Any]]:
 def _saved(path: Path, columns: list[str] | None) -> Iterator[dict[str, Any]]:
     datasets = _needed("datasets", path)
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except (FileNotFoundError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} cannot be read by datasets ({str(error).partition(chr(10))[0]})") from None
-    _check(path, found.column_names, columns)
-    yield from found.select_columns(columns) if columns is not None else found
+    _check(path, dataset.column_names, columns)
+    yield from dataset.select_columns(columns) if columns is not None else dataset
 
 
 def _check(path: Path, there: list[str], columns: list[str] | None) -> None:

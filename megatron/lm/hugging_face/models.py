@@ -143,9 +143,9 @@ def _check_quantization(config: Any, accepted: Collection[str], folder: Path) ->
 def _check_report(model: Any, report: Mapping[str, Any], folder: Path, fresh: str) -> None:
     """Refuse a model if weights are missing, left over or of another shape. Tied weights are stored once."""
     name = type(model).__name__
-    for key, found, expected in report["mismatched_keys"]:
+    for key, actual, expected in report["mismatched_keys"]:
         raise ValueError(
-            f"{folder}: {key} has shape {list(found)}, but config.json describes {list(expected)}: give the model's own config.json"
+            f"{folder}: {key} has shape {list(actual)}, but config.json describes {list(expected)}: give the model's own config.json"
         )
     missing = sorted(key for key in report["missing_keys"] if not fresh or key.split(".")[0] != fresh)
     if missing:

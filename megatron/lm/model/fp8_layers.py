@@ -72,10 +72,10 @@ def default_cache() -> Path:
 def read_table(path: Path) -> dict[str, Times]:
     """Read cached times by key. A missing or corrupt file reads as empty; invalid entries are skipped."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {key: Times(*value) for key, value in found.items() if _is_times(value)} if isinstance(found, dict) else {}
+    return {key: Times(*value) for key, value in table.items() if _is_times(value)} if isinstance(table, dict) else {}
 
 
 def _is_times(value: object) -> bool:

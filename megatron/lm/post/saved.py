@@ -67,12 +67,12 @@ def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) 
     Raises:
         ValueError: if it is damaged or was written with other settings; the message has the first one that differs.
     """
-    found = checkpoints(folder)
-    if not found:
+    folders = checkpoints(folder)
+    if not folders:
         if folder.is_dir() and any(path.name != "metrics.jsonl" and path.suffix != ".partial" for path in folder.iterdir()):
             raise ValueError(f"--save {folder} contains other files but no checkpoint: choose an empty or new folder")
         return None
-    path = found[-1]
+    path = folders[-1]
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file: delete it, and run the same command to resume from the previous one")
     with restoring(path):

@@ -138,8 +138,8 @@ class Watchdog:
             while True:
                 store.set(str(self.rank), json.dumps(self._here()))
                 if self._stalled.is_set() and not store.check(["verdict"]):
-                    found = (str(rank) for rank in range(self.ranks))
-                    places = {int(rank): Whereabouts(*json.loads(store.get(rank))) for rank in found if store.check([rank])}
+                    keys = (str(rank) for rank in range(self.ranks))
+                    places = {int(rank): Whereabouts(*json.loads(store.get(rank))) for rank in keys if store.check([rank])}
                     store.compare_set("verdict", "", verdict(places, self.ranks, self.timeout, time.time()))
                 if store.check(["verdict"]):
                     self._verdict = store.get("verdict").decode()

@@ -46,13 +46,13 @@ def decouple(groups: Sequence[dict[str, Any]], optim: OptimizerConfig) -> list[d
     if optim.decoupled_lr is None:
         return list(groups)
     least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
-    found = []
+    groups_by_rate = []
     for group in groups:
         apart = [p for p in group["params"] if getattr(p, "is_embedding_or_output_parameter", False)]
         rest = [p for p in group["params"] if not getattr(p, "is_embedding_or_output_parameter", False)]
-        found += [group | {"params": rest}] if rest else []
-        found += [group | {"params": apart, "max_lr": optim.decoupled_lr, "min_lr": least}] if apart else []
-    return found
+        groups_by_rate += [group | {"params": rest}] if rest else []
+        groups_by_rate += [group | {"params": apart, "max_lr": optim.decoupled_lr, "min_lr": least}] if apart else []
+    return groups_by_rate
 
 
 def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:

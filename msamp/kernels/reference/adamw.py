@@ -266,8 +266,8 @@ def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> lis
     """Return the thresholds of each tensor at its step, for m, v and the masters; None for those rounded to nearest."""
     if rounding == NEAREST:
         return [None, None, None]
-    found = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
-    return [found if stochastic else None for stochastic in rounding]
+    thresholds = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
+    return [thresholds if stochastic else None for stochastic in rounding]
 
 
 def check_keys(batch: Batch) -> None:

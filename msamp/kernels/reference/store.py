@@ -81,8 +81,8 @@ def store_(
     if scaled:
         assert bounds is not None
         scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]
-        found = scale_from_amax(bounds, fmt.max, inverse(torch.stack(scale_invs)))
-        scales, inverses = list(found.unbind()), list(inverse(found).unbind())
+        new_scales = scale_from_amax(bounds, fmt.max, inverse(torch.stack(scale_invs)))
+        scales, inverses = list(new_scales.unbind()), list(inverse(new_scales).unbind())
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         x = value if scales[i] is None else value * scales[i]
         if positive:

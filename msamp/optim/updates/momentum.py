@@ -201,8 +201,8 @@ class Muon(_Momentum):
 
 def _memory(stored: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Return payloads (FP8 as bytes) and scales, without copies."""
-    found = []
+    memory = []
     for x in (x for xs in stored for x in xs):
         own, scale = payload(x), scale_inv(x)
-        found += [own.view(torch.uint8) if own.element_size() == 1 else own, *([] if scale is None else [scale])]
-    return found
+        memory += [own.view(torch.uint8) if own.element_size() == 1 else own, *([] if scale is None else [scale])]
+    return memory

@@ -83,20 +83,20 @@ def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Co
     Raises:
         ValueError: the checkpoint records a length or a schedule that no run has.
     """
-    args, found = arguments(common), config_to_dict(config)
+    args, settings = arguments(common), config_to_dict(config)
     precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # only for the log
-    found["precision"] = {"precision": precision}
-    found["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
+    settings["precision"] = {"precision": precision}
+    settings["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
     length = "train_samples" if config.schedule_steps.in_samples else "train_iters"
     of_samples = [("data", name) for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")]
     for section, name in (("training", "seed"), ("training", length), ("data", "split"), *of_samples):
-        if type(args.get(name)) is type(found[section].get(name)):
-            found[section][name] = args[name]
+        if type(args.get(name)) is type(settings[section].get(name)):
+            settings[section][name] = args[name]
     try:
         if "rampup_batch_size" in args:
-            found["training"]["rampup_batch_size"] = [int(word) for word in args["rampup_batch_size"] or ()]
-        found["optimizer"] |= _optimizer(common, config.schedule_steps.in_samples)
-        return config_from_dict(found)
+            settings["training"]["rampup_batch_size"] = [int(word) for word in args["rampup_batch_size"] or ()]
+        settings["optimizer"] |= _optimizer(common, config.schedule_steps.in_samples)
+        return config_from_dict(settings)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / COMMON_FILE} has an invalid schedule ({error}); load an older checkpoint") from None
 
@@ -105,18 +105,18 @@ def _optimizer(common: Mapping[str, Any], in_samples: bool) -> dict[str, Any]:
     """Return learning rate and weight decay of the checkpoint, by field of `OptimizerConfig`."""
     args, schedule = arguments(common), _schedule(common)
     names = (*("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "decoupled_lr", "decoupled_min_lr")
-    found = {name: args[name] for name in names if name in args}
+    settings = {name: args[name] for name in names if name in args}
     renamed = {"max_lr": "lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_style", "end_wd": "weight_decay"}
-    found |= {name: schedule[key] for key, name in renamed.items() if key in schedule}
+    settings |= {name: schedule[key] for key, name in renamed.items() if key in schedule}
     if "lr_warmup_steps" not in schedule or "lr_decay_steps" not in schedule:
-        return found
+        return settings
     decay, warmup = natural(schedule["lr_decay_steps"]), schedule["lr_warmup_steps"]
     step = 1 if in_samples else _samples_per_step(args, natural(args.get("consumed_train_samples", 0) or 0), natural(common["iteration"]))
     unit, other = ("samples", "iters") if in_samples else ("iters", "samples")
-    found |= {f"lr_decay_{unit}": decay // step, f"lr_decay_{other}": None, f"lr_warmup_{other}": 0, "lr_warmup_fraction": None}
+    settings |= {f"lr_decay_{unit}": decay // step, f"lr_decay_{other}": None, f"lr_warmup_{other}": 0, "lr_warmup_fraction": None}
     if warmup % step:  # --lr-warmup-fraction may give any number
-        return found | {f"lr_warmup_{unit}": 0, "lr_warmup_fraction": warmup / decay}
-    return found | {f"lr_warmup_{unit}": int(warmup // step)}
+        return settings | {f"lr_warmup_{unit}": 0, "lr_warmup_fraction": warmup / decay}
+    return settings | {f"lr_warmup_{unit}": int(warmup // step)}
 
 
 def _samples_per_step(args: Mapping[str, Any], consumed: int, iteration: int) -> int:
