@@ -70,8 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("tokenizer-model", "vocab-file", "merge-file"):
         add(f"--{name}", type=arguments.path, help="replaces the checkpoint's setting if the tokenizer has moved")
     args = parser.parse_args(argv)
-    if args.global_batch_size % args.micro_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
+    flags.check_multiple(parser, args, "micro_batch_size")
     if not 0 <= args.lr_warmup_fraction < 1:
         parser.error(f"--lr-warmup-fraction {args.lr_warmup_fraction:g} is out of range: give at least 0 and less than 1")
     if len(set(args.seed)) < len(args.seed):

@@ -63,8 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give either --reward or --reward-model")
     if (args.reward_model is None) != (args.data is None):
         parser.error("--reward-model and --data require each other: --data contains the prompts that the reward model judges")
-    if args.global_batch_size % args.mini_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --mini-batch-size {args.mini_batch_size}")
+    flags.check_multiple(parser, args, "mini_batch_size")
     for name, (low, high) in RANGES.items():
         if not low <= getattr(args, name) <= high:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: give {low:g} to {high:g}")

@@ -286,8 +286,8 @@ def test_srun_with_one_task_a_machine_starts_torchrun_on_each(prefix, python, sl
 
 def test_the_toy_has_the_grid_and_the_flags(python):
     done = start("175b", TOY=1, PYTHON=python)
-    assert "TP 8 x PP 4 are 32: use DRY_RUN=1" in refused(done)
-    assert "TP 8 x PP 4 are 32: use DRY_RUN=1" in refused(start("llama3_70b", TOY=1, PYTHON=python))
+    assert "TP 8 x PP 4 is 32: use DRY_RUN=1" in refused(done)
+    assert "TP 8 x PP 4 is 32: use DRY_RUN=1" in refused(start("llama3_70b", TOY=1, PYTHON=python))
     done = start("13b", TOY=1, DRY_RUN=1)
     assert done.returncode == 0, done.stderr
     assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout

@@ -181,8 +181,7 @@ def test_a_check_that_fails_starts_nothing(slurm: Slurm):
     assert slurm.sbatch() == [1]
     assert slurm.called("train") == []
     assert (
-        "the check of GPUs and links failed, training was not started: exclude the machine it names (sbatch --exclude=HOST)"
-        in slurm.said()
+        "the check of GPUs and links failed, training was not started: exclude the machine it names (sbatch --exclude=HOST)" in slurm.said()
     )
 
 

@@ -381,9 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         shutdown()
     columns = COLUMNS if options.load else LAYER_COLUMNS
-    widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in columns}
-    for line in [dict(zip(columns, columns, strict=True)), *lines]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in columns))
+    print(rows.aligned(columns, lines))
     return 0
 
 

@@ -130,9 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}", "iteration": saved.info["iteration"]}
     if options.csv:
         rows.append(options.csv, [run | line | rows.machine() for line in lines])
-    widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in COLUMNS}
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *lines]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    print(rows.aligned(COLUMNS, lines))
     return 0
 
 

@@ -19,7 +19,6 @@ Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) of 
 """
 
 import argparse
-import csv
 import itertools
 import math
 import os
@@ -267,10 +266,7 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     base, timed = runs.get("bf16", {}), not options.no_speed
     speed = {precision: read(alone[precision]) if timed else next(iter(of_precision.values())) for precision, of_precision in runs.items()}
     table = [where | row_of(precision, of_precision, speed[precision], base, timed=timed) for precision, of_precision in runs.items()]
-    with (options.out / "precisions.csv").open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
+    rows.write(options.out / "precisions.csv", list(table[0]), table)
     print("| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), sep="\n")
     for row in table:
         print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")

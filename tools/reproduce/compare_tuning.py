@@ -14,7 +14,6 @@ per run (`COLUMNS`).
 """
 
 import argparse
-import csv
 import importlib
 import json
 import math
@@ -165,10 +164,8 @@ def write(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """Write tuning.csv, and print the mean over the seeds of every case."""
     where = rows.machine(options.commit)
     results = [json.loads((options.out / job.name / "result.json").read_text(encoding="utf-8")) for job in jobs]
-    with (options.out / "tuning.csv").open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, [*where, *COLUMNS])
-        writer.writeheader()
-        writer.writerows(where | {key: "" if result[key] is None else result[key] for key in COLUMNS} for result in results)
+    lines = [where | {key: "" if result[key] is None else result[key] for key in COLUMNS} for result in results]
+    rows.write(options.out / "tuning.csv", [*where, *COLUMNS], lines)
     print("| task | case | seeds | " + " | ".join(MEASURES) + " |", "|" + " --- |" * (3 + len(MEASURES)), sep="\n")
     for task, name in dict.fromkeys((result["task"], result["case"]) for result in results):
         group = [result for result in results if (result["task"], result["case"]) == (task, name)]

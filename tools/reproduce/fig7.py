@@ -385,10 +385,7 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
     try:
         for part in measure(config, sorted(set(options.dp)), options.orders, options.mu_steps, options.commit):
             table += part
-            with (options.out / "fig7.csv").open("w", encoding="utf-8", newline="") as stream:
-                writer = csv.DictWriter(stream, COLUMNS)
-                writer.writeheader()
-                writer.writerows(table)
+            rows.write(options.out / "fig7.csv", COLUMNS, table)
     finally:
         process_groups.shutdown()
     return table

@@ -201,9 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [dict.fromkeys(COLUMNS, "") | row for part in (detection(options.steps), weight_copies(), overflow()) for row in part]
     if options.csv:
         rows.append(options.csv, [line | rows.machine() | {"gpu": "cpu"} for line in lines])
-    widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in COLUMNS}
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *lines]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    print(rows.aligned(COLUMNS, lines))
     return 0
 
 

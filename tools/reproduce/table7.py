@@ -31,6 +31,7 @@ from megatron.lm.config.presets import PRESETS
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, output_file, path
 from msamp.numerics import recipe
+from tools.bench import rows
 from tools.reproduce.table8 import DATA_PARALLEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,18 +210,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.grid.exists():
         with options.grid.open(encoding="utf-8", newline="") as stream:
             table += measured_rows(list(csv.DictReader(stream)))
-    widths = {name: max(len(name), *(len(str(line[name])) for line in table)) for name in COLUMNS}
     print(
         "GiB that a rank sends per micro-batch: scope, as in the paper (all-gather of inputs, reduce-scatter of their gradients), and all."
     )
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *table]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    print(rows.aligned(COLUMNS, table))
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS)
-            writer.writeheader()
-            writer.writerows(table)
+        rows.write(options.csv, COLUMNS, table)
     return 0
 
 

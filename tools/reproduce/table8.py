@@ -18,7 +18,6 @@ With several micro-batches every rank also accumulates its local gradients befor
 flight are not counted.
 """
 
-import csv
 import math
 import sys
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from megatron.lm.config.presets import PRESETS
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.comm.partition import Piece, partition, plan_buckets
+from tools.bench import rows
 
 GIB = 2**30
 VOCABULARY, VOCABULARY_MULTIPLE = 50304, 128  # padded to a multiple of 128 x TP, as the trainer does
@@ -187,17 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", nargs="*", type=count(1, MOST_RANKS), default=MORE_RANKS, help="data-parallel sizes besides the paper's")
     parser.add_argument("--csv", type=output_file, help="file to write")
     options = parser.parse_args(arguments)
-    rows = table(options.models, options.ranks)
-    widths = {name: max(len(name), *(len(str(line[name])) for line in rows)) for name in COLUMNS}
+    lines = table(options.models, options.ranks)
     print("Model state (weights, gradients, optimizer) per rank without activations; the paper's GB include them: compare only spreads.")
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    print(rows.aligned(COLUMNS, lines))
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+        rows.write(options.csv, COLUMNS, lines)
     return 0
 
 
