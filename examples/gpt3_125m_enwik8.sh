@@ -18,7 +18,7 @@ whole SEED 0 2147483647
 TOY=${TOY:-0}
 whole TOY 0 1
 interpreter
-((TOY)) || gpu "TOY=1 runs a small one in a minute"
+((TOY)) || gpu "TOY=1 trains a small model in a minute"
 toy=()
 ((!TOY)) || toy=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 128 --train-iters 20 --lr-warmup-iters 2 --eval-iters 1)
 

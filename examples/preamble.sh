@@ -27,13 +27,13 @@ gpu() {
   whole ON_CPU 0 1
   if ((ON_CPU)); then return; fi
   if [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && { compgen -G "/dev/nvidia[0-9]*" || [ -e /dev/dxg ] || nvidia-smi -L; } >/dev/null 2>&1; then return; fi
-  refuse "no GPU is visible here, and a CPU, which emulates FP8, takes hours to days for this training: $1; ON_CPU=1 starts it all the same"
+  refuse "no GPU is visible, and this training takes hours to days on a CPU, which emulates FP8: $1; ON_CPU=1 trains anyway"
 }
 
 # interpreter: PYTHON must be a Python interpreter that can import torch and megatron-core.
 interpreter() {
-  command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON is no program: name the interpreter of the environment with torch and megatron-core"
+  command -v "$PYTHON" >/dev/null || refuse "PYTHON=$PYTHON is not a program: set it to the interpreter of the environment with torch and megatron-core"
   "$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("torch") is None or find_spec("megatron.core") is None)' \
-    >/dev/null 2>&1 || refuse "PYTHON=$PYTHON lacks torch or megatron-core (it is $(type -P "$PYTHON")): run 'make venv', install them there" \
-    "(pip install -e .), or name another interpreter"
+    >/dev/null 2>&1 || refuse "PYTHON=$PYTHON cannot import torch and megatron-core (it is $(type -P "$PYTHON")): run 'make venv', install" \
+    "them there (pip install -e .), or set PYTHON to another interpreter"
 }

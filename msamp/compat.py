@@ -79,10 +79,10 @@ class LinearReplacer:
         """
         if src_rank != 0 or group is not None:
             raise ValueError("LinearReplacer.replace does not broadcast weights; use msamp.initialize(model, optimizer, group=group)")
-        found = {FP16: recipe.O2, E4M3: recipe.O3}.get(weight_qtype)
-        if found is None:
+        by_qtype = {FP16: recipe.O2, E4M3: recipe.O3}.get(weight_qtype)
+        if by_qtype is None:
             raise ValueError(f"weight_qtype is {weight_qtype}; choose Dtypes.kfloat16 or Dtypes.kfloat8_e4m3")
-        return convert(model, found)
+        return convert(model, by_qtype)
 
 
 class ScalingMeta:

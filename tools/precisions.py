@@ -68,8 +68,8 @@ def legal_case(text: str) -> str:
 def known() -> list[str]:
     """Return every precision that tools accept, without further flags."""
     recipes = [recipe.by_name(name) for name in recipe.names()]
-    casts = [f"{found.name}+{gemm}" for found in recipes if found.fp8 for gemm in recipe.GEMMS]
-    return [*(found.name for found in recipes), *casts, *baselines.names()]
+    casts = [f"{one.name}+{gemm}" for one in recipes if one.fp8 for gemm in recipe.GEMMS]
+    return [*(one.name for one in recipes), *casts, *baselines.names()]
 
 
 @command

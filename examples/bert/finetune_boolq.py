@@ -70,8 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("tokenizer-model", "vocab-file", "merge-file"):
         add(f"--{name}", type=arguments.path, help="replaces the checkpoint's setting if the tokenizer has moved")
     args = parser.parse_args(argv)
-    if args.global_batch_size % args.micro_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
+    flags.check_multiple(parser, args, "micro_batch_size")
     if not 0 <= args.lr_warmup_fraction < 1:
         parser.error(f"--lr-warmup-fraction {args.lr_warmup_fraction:g} is out of range: give at least 0 and less than 1")
     if len(set(args.seed)) < len(args.seed):
@@ -156,7 +155,7 @@ def step(training: Training, classifier: Classifier, chosen: Sequence[Example], 
             (loss if training.loss_scaler is None else training.loss_scaler.multiply(loss)).backward()
         total += loss.detach()
     training.grad_sync.finish()
-    training.schedule.settle()
+    training.schedule.apply_pending()
     training.optimizer.step()
     training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
     training.schedule.advance_unless(training.optimizer.skipped(), len(chosen))
@@ -168,15 +167,15 @@ def answers(classifier: Classifier, examples: Sequence[Example], positions: int,
     """Return the more likely class of each row. Rows of similar length share a batch."""
     classifier.eval()
     order = sorted(range(len(examples)), key=lambda row: len(examples[row].tokens))
-    found = [0] * len(examples)
+    answers_of = [0] * len(examples)
     for at in range(0, len(order), size):
         part = order[at : at + size]
         rows = batch([examples[row] for row in part], positions, fill, process_groups.device())
         del rows["labels"]
         for row, answer in zip(part, classifier(**rows).argmax(-1).tolist(), strict=True):
-            found[row] = answer
+            answers_of[row] = answer
     classifier.train()
-    return found
+    return answers_of
 
 
 def tune(config: Config, vocab_size: int, fill: int, train: list[Example], dev: list[Example], args: Any, seed: int) -> dict[str, Any]:

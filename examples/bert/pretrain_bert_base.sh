@@ -26,7 +26,7 @@ for name in BATCH_1 BATCH_2; do
   ((${!name} % GPUS_PER_NODE == 0)) || refuse "$name=${!name} is not divisible by GPUS_PER_NODE=$GPUS_PER_NODE: give a multiple"
 done
 interpreter
-((TOY)) || gpu "TOY=1 runs a small one"
+((TOY)) || gpu "TOY=1 trains a small model"
 
 shape=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --attention-dropout 0.1 --hidden-dropout 0.1)
 [ "$TOY" = 0 ] || shape=(--num-layers 2 --hidden-size 64 --num-attention-heads 2)
@@ -41,7 +41,7 @@ phase() {
   local load=("$@")
   if [ -f "$saved/latest_checkpointed_iteration.txt" ]; then
     if [ "$(cat "$saved/latest_checkpointed_iteration.txt")" -ge "$steps" ]; then
-      echo "$name has ended: $saved"
+      echo "$name is finished: $saved"
       return
     fi
     load=(--load "$saved")

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the scripts of this folder and of ../llama, each of which sets the numbers of one model size; starts megatron.lm.pretrain
-# with them. In addition, a script may set SEQUENCE (2048), FFN, KV_HEADS, MODEL (further flags of the model) and
-# VOCABULARY (of the published tokenizer, for DRY_RUN=1).
+# with them. A script may also set SEQUENCE (default 2048), FFN, KV_HEADS, MODEL (other flags of the model) and VOCABULARY (size of the
+# published tokenizer, for DRY_RUN=1).
 #
 #   OPT_LEVEL       O0, O1, O2, O3 (default O3)
 #   DATA            a folder made by megatron.lm.tools.prepare_text, or the prefix of a dataset made by megatron.lm.tools.preprocess_data
@@ -52,7 +52,7 @@ if ((TP > 1)); then
 fi
 
 toy() {
-  ((TP * PP <= 4)) || refuse "TOY=1 runs TP x PP processes on this CPU, at most 4, and TP $TP x PP $PP are $((TP * PP)): use DRY_RUN=1"
+  ((TP * PP <= 4)) || refuse "TOY=1 supports at most 4 processes on this CPU, but TP $TP x PP $PP is $((TP * PP)): use DRY_RUN=1"
   NNODES=1 GPUS_PER_NODE=$((TP * PP))
   unset SLURM_STEP_ID
   export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
@@ -64,11 +64,11 @@ toy() {
   if ((${FFN:-0})); then FLAGS+=(--ffn-hidden-size 128); fi
   if ((${KV_HEADS:-HEADS} < HEADS)); then FLAGS+=(--num-query-groups 4); fi
   if ((DRY_RUN)); then return; fi
-  folder=$(mktemp -d 2>/dev/null) || refuse "no folder for the toy's data can be made: name a writable TMPDIR with space"
+  folder=$(mktemp -d 2>/dev/null) || refuse "cannot create a folder for the toy data: set TMPDIR to a writable folder with free space"
   trap 'rm -rf "$folder"' EXIT
   awk 'BEGIN { for (d = 1; d <= 100; d++) { for (i = 0; i < 40; i++) printf "%d ", d * i % 59; print "\n<|endoftext|>" } }' >"$folder/toy.txt"
   "$PYTHON" -m megatron.lm.tools.preprocess_data --input "$folder/toy.txt" --output-prefix "$folder/toy" \
-    --tokenizer-type NullTokenizer --vocab-size 60 --append-eod >"$folder/log" 2>&1 || refuse "no toy data: $(cat "$folder/log")"
+    --tokenizer-type NullTokenizer --vocab-size 60 --append-eod >"$folder/log" 2>&1 || refuse "cannot create the toy data: $(cat "$folder/log")"
   FLAGS+=(--train-data-path "$folder/toy_text_document")
 }
 
@@ -76,7 +76,7 @@ data() {
   local tokenizer
   if [ -z "${DATA:-}" ]; then
     refuse "DATA is not set: give DATA=FOLDER made by 'python -m megatron.lm.tools.prepare_text enwik8 --out FOLDER', or DATA=PREFIX made by" \
-      "'python -m megatron.lm.tools.preprocess_data'; TOY=1 and DRY_RUN=1 need none"
+      "'python -m megatron.lm.tools.preprocess_data'; TOY=1 and DRY_RUN=1 require no data"
   elif [ -f "$DATA/train_text_document.bin" ]; then
     FLAGS+=(--train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document")
     tokenizer=${TOKENIZER:-$DATA}
@@ -105,7 +105,7 @@ launch() {
     whole NODE_RANK 0 $((NNODES - 1))
     local hosts # not through `head`: a pipe that it closes early ends the script
     hosts=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}" 2>/dev/null) || [ -n "${MASTER_ADDR:-}" ] ||
-      refuse "scontrol does not know the hosts of this job: give MASTER_ADDR, the host name of its first machine"
+      refuse "scontrol does not list the hosts of this job: set MASTER_ADDR to the host name of its first machine"
     MASTER_ADDR=${MASTER_ADDR:-${hosts%%$'\n'*}}
     MASTER_PORT=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}
     export MASTER_ADDR MASTER_PORT
@@ -119,8 +119,8 @@ launch() {
   elif ((NNODES == 1)); then
     COMMAND=("$PYTHON" -m megatron.lm.shell.torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" -m megatron.lm.pretrain)
   elif [ -z "${MASTER_ADDR:-}" ] || [ -z "${NODE_RANK:-}" ]; then
-    refuse "NNODES=$NNODES machines have to find each other: start this with srun, or on each machine with MASTER_ADDR=HOST and" \
-      "NODE_RANK=0 to $((NNODES - 1)); for one machine NNODES=1"
+    refuse "NNODES=$NNODES, but MASTER_ADDR or NODE_RANK is not set: start this with srun, or on each machine with MASTER_ADDR=HOST and" \
+      "NODE_RANK=0 to $((NNODES - 1)); set NNODES=1 for one machine"
   else
     whole NODE_RANK 0 $((NNODES - 1))
     MASTER_PORT=${MASTER_PORT:-29500}
@@ -133,7 +133,7 @@ launch() {
 if ((TOY)); then
   toy
 elif ((!DRY_RUN)); then
-  gpu "TOY=1 runs a small one in a minute"
+  gpu "TOY=1 trains a small model in a minute"
   data
 fi
 if ((DRY_RUN)); then
@@ -146,7 +146,7 @@ else
 fi
 COMMAND+=("${FLAGS[@]}" "$@")
 if ((TOY)); then
-  "${COMMAND[@]}" # this shell stays, to remove the data
+  "${COMMAND[@]}" # no exec: this shell removes the data afterwards
 else
   exec "${COMMAND[@]}"
 fi

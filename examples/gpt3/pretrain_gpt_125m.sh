@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-125M of FP8-LM, Table 1: 1M tokens a batch, 100B in all.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_125m.sh [more flags]    what else it takes: launch.sh
+# GPT-125M of FP8-LM, Table 1: 1M tokens per batch, 100B in total.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_125m.sh [more flags]    other settings: see launch.sh
 set -euo pipefail
 LAYERS=12 HIDDEN=768 HEADS=12
 TP=1 PP=1 # data parallelism only

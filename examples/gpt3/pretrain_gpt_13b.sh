@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-13B of FP8-LM, Table 1: 4M tokens a batch, 100B in all; 32 GPUs as in its Table 5.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_13b.sh [more flags]    what else it takes: launch.sh
+# GPT-13B of FP8-LM, Table 1: 4M tokens per batch, 100B in total; 32 GPUs as in its Table 5.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_13b.sh [more flags]    other settings: see launch.sh
 set -euo pipefail
 LAYERS=40 HIDDEN=5120 HEADS=40
 TP=2 PP=1 # with sequence parallelism

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-175B of FP8-LM, Table 1: 1M tokens a batch, 40B in all; 128 GPUs as in its Table 5.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_175b.sh [more flags]    what else it takes: launch.sh
+# GPT-175B of FP8-LM, Table 1: 1M tokens per batch, 40B in total; 128 GPUs as in its Table 5.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_175b.sh [more flags]    other settings: see launch.sh
 set -euo pipefail
 LAYERS=96 HIDDEN=12288 HEADS=96
 TP=8 PP=4 # with sequence parallelism

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-1.3B with GPT-3's hyper-parameters: 1M tokens a batch, 100B in all.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_1p3b.sh [more flags]    what else it takes: launch.sh
+# GPT-1.3B with GPT-3's hyper-parameters: 1M tokens per batch, 100B in total.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_1p3b.sh [more flags]    other settings: see launch.sh
 set -euo pipefail
 LAYERS=24 HIDDEN=2048 HEADS=16
 TP=1 PP=1 # data parallelism only

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-345M: GPT-2's medium shape with GPT-3's learning rate and batch of that size, 0.5M tokens; 100B in all.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_345m.sh [more flags]    what else it takes: launch.sh
+# GPT-345M: GPT-2's medium shape with GPT-3's learning rate and batch of that size, 0.5M tokens; 100B in total.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/gpt3/pretrain_gpt_345m.sh [more flags]    other settings: see launch.sh
 set -euo pipefail
 LAYERS=24 HIDDEN=1024 HEADS=16
 TP=1 PP=1 # data parallelism only

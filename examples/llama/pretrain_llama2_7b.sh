@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Llama-2-7B: shape, sequence and learning rate as published; 4M tokens a batch, 100B in all, on 32 GPUs.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/llama/pretrain_llama2_7b.sh [more flags]    what else it takes: ../gpt3/launch.sh
+# Llama-2-7B: shape, sequence and learning rate as published; 4M tokens per batch, 100B in total, on 32 GPUs.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/llama/pretrain_llama2_7b.sh [more flags]    other settings: see ../gpt3/launch.sh
 set -euo pipefail
 LAYERS=32 HIDDEN=4096 HEADS=32 FFN=11008 KV_HEADS=32 VOCABULARY=32000 SEQUENCE=4096
 MODEL=(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Llama-3-8B: shape, sequence and learning rate as published; 4M tokens a batch, 100B in all, on 64 GPUs.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/llama/pretrain_llama3_8b.sh [more flags]    what else it takes: ../gpt3/launch.sh
+# Llama-3-8B: shape, sequence and learning rate as published; 4M tokens per batch, 100B in total, on 64 GPUs.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/llama/pretrain_llama3_8b.sh [more flags]    other settings: see ../gpt3/launch.sh
 set -euo pipefail
 LAYERS=32 HIDDEN=4096 HEADS=32 FFN=14336 KV_HEADS=8 VOCABULARY=128256 SEQUENCE=8192
 MODEL=(

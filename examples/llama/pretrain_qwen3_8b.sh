@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3-8B: shape and sequence as published, learning rate of Llama-3-8B; 4M tokens a batch, 100B in all, on 64 GPUs.
-#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/llama/pretrain_qwen3_8b.sh [more flags]    what else it takes: ../gpt3/launch.sh
+# Qwen3-8B: shape and sequence as published, learning rate of Llama-3-8B; 4M tokens per batch, 100B in total, on 64 GPUs.
+#   DATA=corpus_text_document OPT_LEVEL=O3 bash examples/llama/pretrain_qwen3_8b.sh [more flags]    other settings: see ../gpt3/launch.sh
 set -euo pipefail
 LAYERS=36 HIDDEN=4096 HEADS=32 FFN=12288 KV_HEADS=8 VOCABULARY=151936 SEQUENCE=4096
 MODEL=(

@@ -29,27 +29,10 @@ Pair = tuple[chat.Example, chat.Example]  # the chosen and the rejected answer, 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__)
     flags.common(parser, lr=1e-6, train_iters=100)
-    add = parser.add_argument
-    add("--data", required=True, type=arguments.path, help="preferences, JSON or JSON lines")
-    add("--beta", type=float, default=0.1, help="strength of the tie to the reference (default: %(default)s)")
-    add("--seq-length", type=arguments.count(8), default=1024, help="tokens per sequence (default: %(default)s)")
-    add(
-        "--long-rows",
-        default="refuse",
-        choices=packing.LONG,
-        help="what to do with answers longer than --seq-length (default: %(default)s)",
-    )
-    add("--micro-batch-size", type=arguments.count(1), default=2, help="pairs per micro-batch (default: %(default)s)")
-    add("--global-batch-size", type=arguments.count(1), default=8, help="pairs per step (default: %(default)s)")
-    add(
-        "--valid-rows",
-        type=arguments.count(0),
-        default=0,
-        help="pairs at the end of the file held out for validation (default: %(default)s)",
-    )
+    flags.data(parser, "preferences", unit="pairs", in_batch="pairs", micro_batch=2, global_batch=8)
+    parser.add_argument("--beta", type=float, default=0.1, help="strength of the tie to the reference (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.global_batch_size % args.micro_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
+    flags.check_multiple(parser, args, "micro_batch_size")
     if not 0 < args.beta < math.inf:
         parser.error(f"--beta {args.beta} is out of range: give more than 0")
     args.device = flags.device(parser)
@@ -58,10 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[Pair], list[Pair]]:
     """Return the pairs to train on and the held-out pairs, without those that do not fit a sequence."""
-    given = conversations.rows(args.data)
-    if args.valid_rows >= len(given):
-        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves no training data: give less than {len(given)}")
-    cut = len(given) - args.valid_rows
+    given, cut = flags.training_rows(args)
     pairs: list[Pair] = []
     held_out: list[Pair] = []
     for number, row in enumerate(given, 1):

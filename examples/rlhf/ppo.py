@@ -63,8 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give either --reward or --reward-model")
     if (args.reward_model is None) != (args.data is None):
         parser.error("--reward-model and --data require each other: --data contains the prompts that the reward model judges")
-    if args.global_batch_size % args.mini_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --mini-batch-size {args.mini_batch_size}")
+    flags.check_multiple(parser, args, "mini_batch_size")
     for name, (low, high) in RANGES.items():
         if not low <= getattr(args, name) <= high:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: give {low:g} to {high:g}")
@@ -250,7 +249,7 @@ def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: li
         "reward": args.reward or args.reward_model.name, "global_batch_size": args.global_batch_size, "steps": len(metrics),
         "seed": args.seed, "reward_first": f"{sum(row['reward'] for row in metrics[:few]) / few:.4f}",
         "reward_last": f"{sum(row['reward'] for row in metrics[-few:]) / few:.4f}", "kl_last": f"{metrics[-1]['kl']:.4f}",
-        "s_a_step": f"{seconds / len(timed):.4f}", "rollout_tokens_per_s": f"{tokens / rollouts:.1f}",
+        "s_per_step": f"{seconds / len(timed):.4f}", "rollout_tokens_per_s": f"{tokens / rollouts:.1f}",
         "weight_mib": f"{whole.weights / 2**20:.3f}", "state_mib": f"{whole.states / 2**20:.3f}",
         "gradient_mib": f"{whole.gradients / 2**20:.3f}",
         "peak_mib": "" if (peak := memory.peak(args.device)) is None else f"{peak / 2**20:.3f}",

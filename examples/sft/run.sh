@@ -18,7 +18,7 @@ if [[ -z ${MODEL:-} && -z ${DATA:-} ]]; then
   done >"$DATA"
   set -- --dtype fp32 --seq-length 128 --lr 3e-3 --train-iters 30 --valid-rows 8 "$@"
 fi
-[[ -n ${MODEL:-} && -n ${DATA:-} ]] || refuse "MODEL=${MODEL:-} and DATA=${DATA:-}: give both, or neither"
+[[ -n ${MODEL:-} && -n ${DATA:-} ]] || refuse "MODEL=${MODEL:-}, DATA=${DATA:-}: set both or neither"
 
 for level in $LEVELS; do
   echo "$level"

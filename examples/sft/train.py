@@ -29,27 +29,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.Parser(description=__doc__)
     flags.common(parser, lr=2e-5, train_iters=100)
     add = parser.add_argument
-    add("--data", required=True, type=arguments.path, help="conversations, JSON or JSON lines")
+    flags.data(parser, "conversations", unit="conversations", in_batch="sequences", micro_batch=4, global_batch=4)
     add("--lora-rank", type=arguments.count(0), default=0, help="train adapters of this rank on a frozen base; 0 trains all weights")
-    add("--seq-length", type=arguments.count(8), default=1024, help="tokens per sequence (default: %(default)s)")
-    add(
-        "--long-rows",
-        default="refuse",
-        choices=packing.LONG,
-        help="what to do with conversations longer than --seq-length (default: %(default)s)",
-    )
     add("--no-packing", action="store_true", help="one conversation per sequence")
-    add("--micro-batch-size", type=arguments.count(1), default=4, help="sequences per micro-batch (default: %(default)s)")
-    add("--global-batch-size", type=arguments.count(1), default=4, help="sequences per step (default: %(default)s)")
-    add(
-        "--valid-rows",
-        type=arguments.count(0),
-        default=0,
-        help="conversations at the end of the file held out for validation (default: %(default)s)",
-    )
     args = parser.parse_args(argv)
-    if args.global_batch_size % args.micro_batch_size:
-        parser.error(f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size {args.micro_batch_size}")
+    flags.check_multiple(parser, args, "micro_batch_size")
     if args.lora_rank and args.export_dtype:
         parser.error("--export-dtype is for whole models; adapters (--lora-rank) keep their own dtype: omit one of the two")
     args.device = flags.device(parser)
@@ -58,14 +42,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def read(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[chat.Example]], list[list[chat.Example]]]:
     """Return the training sequences and the held-out ones."""
-    given = conversations.rows(args.data)
-    if args.valid_rows >= len(given):
-        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves no training data: give less than {len(given)}")
+    given, cut = flags.training_rows(args)
     examples = []
     for number, row in enumerate(given, 1):
         where = f"row {number} of {args.data}"
         examples.append(chat.encode(tokenizer, conversations.conversation(row, where), where))
-    cut = len(given) - args.valid_rows
     parts = []
     for part in (examples[:cut], examples[cut:]):
         fit = packing.fitting(part, args.seq_length, args.long_rows) if part else []

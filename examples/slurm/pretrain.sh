@@ -3,8 +3,8 @@
 #
 #   DATA=corpus_text_document SAVE=checkpoints sbatch examples/slurm/pretrain.sh examples/gpt3/pretrain_gpt_7b.sh --save-interval 500
 #
-# The first argument is a launch script, flags of the trainer may follow. Options of sbatch override the lines below. Beside what
-# examples/gpt3/launch.sh reads from the environment:
+# The first argument is a launch script; flags of the trainer may follow. Options of sbatch override the lines below. Variables besides
+# those of examples/gpt3/launch.sh:
 #
 #   SAVE      folder of the checkpoints, shared by all machines; the run resumes from it, and so does the same command after the job
 #   ATTEMPTS  how often training starts within one allocation if a process fails (default 3)
@@ -27,14 +27,14 @@ set -euo pipefail
 
 ROOT=${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}} # Slurm runs a copy of this file
 if [ ! -f "$ROOT/examples/preamble.sh" ]; then
-  echo "error: ROOT=$ROOT is no checkout: submit from its root folder, or give ROOT" >&2
+  echo "error: ROOT=$ROOT is not a checkout of this repository: submit from its root folder, or set ROOT" >&2
   exit 2
 fi
 # shellcheck source=examples/preamble.sh
 source "$ROOT/examples/preamble.sh"
-[ -n "${SLURM_JOB_ID:-}" ] || refuse "this is no job of Slurm: start it with sbatch"
-[ -n "${SAVE:-}" ] || refuse "SAVE is not set: name the folder for checkpoints, which all machines share"
-[ -f "${1:-}" ] || refuse "the first argument is '${1:-}', and no file: give a launch script, such as examples/gpt3/pretrain_gpt_7b.sh"
+[ -n "${SLURM_JOB_ID:-}" ] || refuse "this is not a Slurm job: start it with sbatch"
+[ -n "${SAVE:-}" ] || refuse "SAVE is not set: set it to the folder for checkpoints, which all machines share"
+[ -f "${1:-}" ] || refuse "the first argument, '${1:-}', is not a file: give a launch script, such as examples/gpt3/pretrain_gpt_7b.sh"
 SCRIPT=$1
 shift
 ATTEMPTS=${ATTEMPTS:-3} REQUEUES=${REQUEUES:-100}
@@ -45,7 +45,7 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from the job by itself
 interpreter
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-((${#HOSTS[@]})) || refuse "scontrol does not know the hosts of this job"
+((${#HOSTS[@]})) || refuse "scontrol does not list the hosts of this job"
 export MASTER_ADDR=${HOSTS[0]}
 
 UNFINISHED=75 # exit code of the trainer if it stops before its last iteration
@@ -54,7 +54,7 @@ leaving=0 interrupted=0
 # shellcheck disable=SC2329  # the trap calls it
 leave() {
   leaving=1 interrupted=1
-  echo "SIGUSR1, the time limit is near: the processes save and leave"
+  echo "received SIGUSR1, the time limit is near: the processes save and exit"
   scancel --signal=TERM "$SLURM_JOB_ID" || true # signals the steps, not this script
 }
 trap leave USR1
@@ -78,10 +78,10 @@ saved() {
 
 requeue() {
   if ((${SLURM_RESTART_COUNT:-0} >= REQUEUES)); then
-    refuse "the job was requeued ${SLURM_RESTART_COUNT:-0} times already (REQUEUES=$REQUEUES): submit it again to go on"
+    refuse "the job was requeued ${SLURM_RESTART_COUNT:-0} times already (REQUEUES=$REQUEUES): submit it again to continue"
   fi
   if [ "$(saved)" = "$before" ]; then
-    refuse "no checkpoint was written between start and time limit (newest: $before): give sbatch a longer --time, or an earlier --signal"
+    refuse "no checkpoint was written before the time limit (newest: $before): give sbatch a longer --time, or an earlier --signal"
   fi
   echo "requeued; the newest checkpoint is of iteration $(saved)"
   scontrol requeue "$SLURM_JOB_ID"
@@ -98,7 +98,7 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   step bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' check \
     "$PYTHON" -m megatron.lm.tools.check_cluster --hosts "${HOSTS[@]}" || code=$?
   if ((code && !leaving)); then
-    echo "error: the check of GPUs and links failed, nothing was started: leave the machine out that it names (sbatch --exclude=HOST)" >&2
+    echo "error: the check of GPUs and links failed, training was not started: exclude the machine it names (sbatch --exclude=HOST)" >&2
     exit "$code"
   fi
   export MASTER_PORT=$((port + 1))
@@ -106,14 +106,14 @@ for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
     code=0
     step bash "$SCRIPT" --save "$SAVE" --load "$SAVE" --exit-code-unfinished "$UNFINISHED" "$@" || code=$?
     if ((code == 0)); then
-      echo "training has come to its end"
+      echo "training is finished"
       exit 0
     fi
   fi
   if ((leaving)); then
     requeue
   fi
-  # Refused, or stopped for another reason than the time limit (scancel, --exit-duration-in-mins): a restart is not wanted.
+  # Do not restart after invalid flags (2), or after a stop other than at the time limit (scancel, --exit-duration-in-mins).
   if ((code == 2 || code == UNFINISHED)); then
     exit "$code"
   fi

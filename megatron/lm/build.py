@@ -35,7 +35,7 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
             CUDA graphs or FP8 attention where they are impossible.
     """
     check_precision(config)
-    config, linears = fp8_layers.settle(config, lambda: checkpoint.saved_precision(config))
+    config, linears = fp8_layers.agree_on_layers(config, lambda: checkpoint.saved_precision(config))
     step_graph.choose(config)  # raises before the model is built
     recipe = build_recipe(config.precision)
     if recipe.fp8:

@@ -32,8 +32,8 @@ update can start before the last bucket arrives. Histories roll once, after the 
 delayed scales, and tensor-parallel ranks can exchange FP8 activations without a collective for the scales.
 
 Nothing here reads a number from the device, because the host would wait for all launched kernels. `skipped` is an asynchronous flag that
-`schedule.settle` reads one step later. A skipped step consumes its data, and changes no weight, moment, amax history, cast scale or mu on
-any rank. For the same reason CUDA graphs can replay the whole step with the same bits (`megatron.lm.graphs`).
+`schedule.apply_pending` reads one step later. A skipped step consumes its data, and changes no weight, moment, amax history, cast scale or
+mu on any rank. For the same reason CUDA graphs can replay the whole step with the same bits (`megatron.lm.graphs`).
 """
 
 import contextlib
@@ -104,7 +104,7 @@ def train_step(
         # Buckets were sent during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
         training.grad_sync.finish()
 
-    training.schedule.settle()  # by now the device has long reported whether the previous step was skipped
+    training.schedule.apply_pending()  # by now the device has long reported whether the previous step was skipped
     lr = training.optimizer.param_groups[0]["lr"]
     if recorder is not None:
         recorder.before_update()

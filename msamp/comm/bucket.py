@@ -93,7 +93,7 @@ class Bucket:
         self.waiting = len(self.params)
         self.sent = False
         self.absent: set[int] = set()
-        self._told: Tally | None = None
+        self._tally: Tally | None = None
         self._guessed: _Guessed | None = None
         for segment in self.owned:
             segment.grad = None
@@ -121,14 +121,14 @@ class Bucket:
 
     def forget(self) -> None:
         """Drop what `measure` packed and `flatten` did not use, and the tallies."""
-        self._guessed = self._told = None
+        self._guessed = self._tally = None
 
     def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
         """Return the tallies of `ops.pack` for each segment of the buffer that `flatten` returned last, int64 [segments, 3].
 
         None if there are none, if `flat` is another buffer, or if it has changed since.
         """
-        return None if self._told is None else self._told.of(flat)
+        return None if self._tally is None else self._tally.of(flat)
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
         """Return the flat buffer with `cast(g * factor)` of each parameter's gradient.
@@ -138,7 +138,7 @@ class Bucket:
             fmt: of the buffer.
             factor: FP32 [parameters]; None casts without one.
         """
-        guessed, self._guessed, self._told = self._guessed, None, None
+        guessed, self._guessed, self._tally = self._guessed, None, None
         if guessed is None or factor is None or not guessed.of(gradients, fmt):
             flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
             ops.pack(self.tables, gradients, self.spans, flat, factor)
@@ -148,7 +148,7 @@ class Bucket:
         ops.pack(self.tables, gradients, self.spans, flat, factor, tallies=again, unless=self._guess)
         if tallies is not None:
             right = (factor == self._guess)[self._run_params]
-            self._told = Tally(torch.where(right.unsqueeze(1), tallies[0], tallies[1]), flat)
+            self._tally = Tally(torch.where(right.unsqueeze(1), tallies[0], tallies[1]), flat)
         self._guess.copy_(factor)
         return flat
 

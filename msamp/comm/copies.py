@@ -120,9 +120,9 @@ def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
     for seed in range(20, 20 + GATHER_WINDOWS):
         compare("from a CUDA graph", seed, graph.replay)
     torch.cuda.synchronize()  # before the graph and its memory are freed
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, next(iter(wrong), None), copies.group)
-    return next((f"copies delivered other bytes than NCCL {when} on rank {rank}" for rank, when in enumerate(found) if when), None)
+    results: list[Any] = [None] * ranks
+    dist.all_gather_object(results, next(iter(wrong), None), copies.group)
+    return next((f"copies delivered other bytes than NCCL {when} on rank {rank}" for rank, when in enumerate(results) if when), None)
 
 
 def _time_beside_a_gemm(peers: Peers) -> float:
@@ -166,9 +166,9 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
         why = ""
     except (ImportError, AttributeError, RuntimeError) as error:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
-    found: list[Any] = [None] * len(hosts)
-    dist.all_gather_object(found, why, group)
-    return next((f"torch has no symmetric memory on rank {rank}: {each}" for rank, each in enumerate(found) if each), None)
+    answers: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(answers, why, group)
+    return next((f"torch has no symmetric memory on rank {rank}: {each}" for rank, each in enumerate(answers) if each), None)
 
 
 class Window:

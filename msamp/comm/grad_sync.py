@@ -160,8 +160,8 @@ class GradSync:
 
     def __str__(self) -> str:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
-        how = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
-        return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {how})"
+        reduction = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
+        return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {reduction})"
 
     @property
     def idle(self) -> bool:
@@ -302,8 +302,8 @@ class GradSync:
         """Replace the gradients of some parameters by their sums over `others`."""
         places = [self._place[p] for p in params]
         dtype = places[0][0].format.dtype
-        found = [bucket.gradients[i] for bucket, i in places]
-        parts = [(torch.zeros_like(p) if g is None else g).to(dtype).flatten() for p, g in zip(params, found, strict=True)]
+        gradients = [bucket.gradients[i] for bucket, i in places]
+        parts = [(torch.zeros_like(p) if g is None else g).to(dtype).flatten() for p, g in zip(params, gradients, strict=True)]
         total = torch.cat(parts)
         name = self.names[params[0]]
         others.all_reduce(

@@ -111,10 +111,10 @@ def partition(
         longest = max((-(-height // count) * width for height, width, count in zip(rows, widths, counts, strict=True)), default=0)
         if not accepted(longest):
             continue  # the rank that gets this piece would have too much
-        found = _greedy(rows, widths, counts, carried)
-        if best is None or found.padding < best.padding:
-            best = found
-        if accepted(max(found.loads)) or all(counts[i] == rows[i] for i in cuttable):
+        cuts = _greedy(rows, widths, counts, carried)
+        if best is None or cuts.padding < best.padding:
+            best = cuts
+        if accepted(max(cuts.loads)) or all(counts[i] == rows[i] for i in cuttable):
             break
     assert best is not None
     return best

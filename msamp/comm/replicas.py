@@ -71,8 +71,8 @@ def _lines(name: str, sums: list[int], spoiled: Tensor, ranks: list[int]) -> lis
     lines = []
     (usual, count), *others = Counter(sums).most_common()
     if others:
-        odd = [rank for rank, found in zip(ranks, sums, strict=True) if found != usual]
-        alike = [rank for rank, found in zip(ranks, sums, strict=True) if found == usual]
+        odd = [rank for rank, checksum in zip(ranks, sums, strict=True) if checksum != usual]
+        alike = [rank for rank, checksum in zip(ranks, sums, strict=True) if checksum == usual]
         if 2 * count > len(sums):
             lines.append(f"{name} differs on {_listed(odd)} from the other {count} copies")
         else:

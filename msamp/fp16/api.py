@@ -112,10 +112,10 @@ def initialize(
 
 def _amp(optimizers: Sequence[torch.optim.Optimizer]) -> _Amp:
     amps = {getattr(optimizer, "amp", None) for optimizer in optimizers}
-    found = amps.pop() if len(amps) == 1 else None
-    if found is None:
+    amp = amps.pop() if len(amps) == 1 else None
+    if amp is None:
         raise ValueError("the optimizers were not initialized by one msamp.amp.initialize call; pass the optimizers that it returned")
-    return found
+    return amp
 
 
 @contextmanager

@@ -94,16 +94,16 @@ class AmpStep:
         Returns:
             bool 0-dim, whether one of them is infinite or NaN; None without gradients. No host sync.
         """
-        found = [(p, source.grad.detach().float()) for source, p in self._pairs() if source.grad is not None]
+        unscaled = [(p, source.grad.detach().float()) for source, p in self._pairs() if source.grad is not None]
         scale = self._scale
         self.abandon()
-        if not found or scale is None:
+        if not unscaled or scale is None:
             return None
-        gradients = [g for _, g in found]
+        gradients = [g for _, g in unscaled]
         overflow = ~nn.utils.get_total_norm(gradients, float("inf")).isfinite()
         for device in {g.device for g in gradients}:
             torch._foreach_div_([g for g in gradients if g.device == device], scale.to(device))
-        for p, g in found:
+        for p, g in unscaled:
             p.grad = g.to(p.dtype) if p.grad is None else p.grad.add_(g)
         return overflow
 

@@ -204,7 +204,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
     Collective.
     """
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, x in model.state_dict().items():
         whole = x
         if isinstance(x, DTensor):
@@ -212,8 +212,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
             shard = FSDP({}, x.device_mesh.get_group())
             whole = shard.whole(local(x), x)
         if dist.get_rank() == 0:
-            found[name] = whole.to("cpu", copy=True)
-    return found
+            state[name] = whole.to("cpu", copy=True)
+    return state
 
 
 @torch.no_grad()

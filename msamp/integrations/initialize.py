@@ -220,14 +220,14 @@ def _low_precision_optimizer(
     return LoopOptimizer(groups, recipe, ScalingState(model), sync, shard=shard, **settings)
 
 
-def _report(found: Survey, recipe: Recipe) -> None:
+def _report(survey: Survey, recipe: Recipe) -> None:
     """Log what is in FP8; warn if that is nothing, or less than half of the weight GEMMs."""
-    if not found.converted:
-        warnings.warn(f"recipe {recipe.name!r} converted no layer, and the model trains as before:\n{found}", stacklevel=4)
-    elif found.flop_share < 0.5:
-        warnings.warn(f"less than half of the model's weight GEMMs are in FP8:\n{found}", stacklevel=4)
+    if not survey.converted:
+        warnings.warn(f"recipe {recipe.name!r} converted no layer, and the model trains as before:\n{survey}", stacklevel=4)
+    elif survey.flop_share < 0.5:
+        warnings.warn(f"less than half of the model's weight GEMMs are in FP8:\n{survey}", stacklevel=4)
     else:
-        _LOG.info("%s", found)
+        _LOG.info("%s", survey)
 
 
 def _warn_of_untrained(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

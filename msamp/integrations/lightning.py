@@ -70,10 +70,10 @@ class Strategy(DDPStrategy):
         """Like Lightning's."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        found = [type(each).__name__ for each in self.optimizers if not isinstance(each, LoopOptimizer)]
-        if found or len(self.optimizers) != 1:
+        foreign = [type(each).__name__ for each in self.optimizers if not isinstance(each, LoopOptimizer)]
+        if foreign or len(self.optimizers) != 1:
             raise ValueError(
-                f"configure_optimizers returned {', '.join(found) or len(self.optimizers)}; msamp's strategy requires one optimizer, the "
+                f"configure_optimizers returned {', '.join(foreign) or len(self.optimizers)}; msamp's strategy requires one optimizer, the "
                 "one that msamp.initialize returns"
             )
         # `setup` rejects FP16, so no GradScaler is used; Lightning would not clip the gradients of an optimizer that supports one.

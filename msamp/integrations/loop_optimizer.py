@@ -103,7 +103,7 @@ class LoopOptimizer(FP8AdamW):
 
     _step_supports_amp_scaling = True  # read by GradScaler
     _averaged = False  # whether gradients were averaged since the last step
-    _told = False  # whether it has warned that nothing is clipped
+    _warned = False  # whether it has warned that nothing is clipped
     live = True  # until another optimizer of `msamp.initialize` replaces it
 
     def __init__(
@@ -277,8 +277,8 @@ class LoopOptimizer(FP8AdamW):
         norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         # Pieces of one tensor share its scale's memory.
-        found = [each.grad for each in ready if each.grad is not None]
-        for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in found}.values():
+        gradients = [each.grad for each in ready if each.grad is not None]
+        for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in gradients}.values():
             g.mul_(coefficient)
         return norm
 
@@ -289,14 +289,14 @@ class LoopOptimizer(FP8AdamW):
 
     def _tell_of_clipping(self) -> None:
         assert self.grad_sync is not None
-        if self.clip_grad is None and not self._averaged and not self._told and self.grad_sync.peers.rank == 0:
+        if self.clip_grad is None and not self._averaged and not self._warned and self.grad_sync.peers.rank == 0:
             warnings.warn(
                 f"the gradients of {self.grad_sync.peers.ranks} processes are averaged in step(), and before it p.grad is None: torch's "
                 "clip_grad_norm_ would clip nothing. To clip, use msamp.initialize(..., clip_grad=1.0) or msamp.clip_grad_norm_, or call "
                 "optimizer.synchronize() before torch's; clip_grad=float('inf') disables clipping and this warning",
                 stacklevel=5,
             )
-        self._told = True
+        self._warned = True
 
     def update(self) -> None:
         """Average the gradients over the processes, run FP8AdamW's update, and compute the next scales of the casts."""
@@ -332,21 +332,21 @@ class LoopOptimizer(FP8AdamW):
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """Like FP8AdamW's; a step is also not usable if torch's GradScaler found an overflow on any process."""
-        found = getattr(self, "found_inf", None)
-        if found is None:
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
             return super().decide(ready)
-        if not isinstance(found, torch.Tensor):  # a sum over no gradients
+        if not isinstance(found_inf, torch.Tensor):  # a sum over no gradients
             if self.grad_sync is not None:
                 raise ValueError(
                     "GradScaler found no gradient: on several processes p.grad is None until gradients are averaged; call "
                     "optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
                 )
-            found = torch.tensor(float(found), dtype=torch.float32, device="cpu")
+            found_inf = torch.tensor(float(found_inf), dtype=torch.float32, device="cpu")
         decision = super().decide(ready)
-        found = found.to(decision.usable.device, torch.float32, copy=True)
+        found_inf = found_inf.to(decision.usable.device, torch.float32, copy=True)
         if self.group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
-        return replace(decision, usable=decision.usable & (found == 0))
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, self.group)
+        return replace(decision, usable=decision.usable & (found_inf == 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Like FP8AdamW's; COAT's payloads have keys of their own (`msamp.optim.foreign_states`)."""

@@ -283,8 +283,8 @@ def _backward_graph(shape: Shape) -> _Built:
         made = drawing.graph.sdpa_fp8_backward(**arguments, attn_scale=shape.softmax_scale, use_causal_mask=shape.causal)
         for name, gradient in zip(("dQ", "dK", "dV"), made[:3], strict=True):
             drawing.writes(name, gradient, drawing.heads_of(name, e5m2))
-        for name, found in zip(("dQ", "dK", "dV", "dP"), made[3:], strict=True):
-            drawing.writes(f"amax_{name}", found, scalar)
+        for name, tensor in zip(("dQ", "dK", "dV", "dP"), made[3:], strict=True):
+            drawing.writes(f"amax_{name}", tensor, scalar)
         return drawing.build()
 
 

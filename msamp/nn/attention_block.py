@@ -92,27 +92,27 @@ class AttentionBlock(torch.autograd.Function):
         qkv_bias: torch.Tensor | None,
         proj_weight: ScalingTensor,
         proj_bias: torch.Tensor | None,
-        how: AttentionSettings,
+        settings: AttentionSettings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         b, x2d = x.shape[1], x.view(-1, x.shape[-1])
-        qkv_gemm, proj, ends = how.qkv, how.proj, how.ends
+        qkv_gemm, proj, ends = settings.qkv, settings.proj, settings.ends
         n_scale_inv, o_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
-        norm = NormWeights(how.norm, norm_weight, norm_bias)
+        norm = NormWeights(settings.norm, norm_weight, norm_bias)
         normed = norm.cast(x2d, None, slot=qkv_gemm.x, cast=qkv_gemm.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w_qkv = qkv_gemm.weight(qkv_weight.payload)
         qkv = gathered.product(qkv_gemm.output_rows(n_scale_inv, w_qkv, qkv_bias, x.dtype))
-        whole = gathered.keep() if ends.keeps_gathered and how.keep else None
+        whole = gathered.keep() if ends.keeps_gathered and settings.keep else None
         gathered.done()
-        attention = (_Wide if how.fp8 is None else _Narrow)(qkv.view(-1, b, qkv.shape[-1]), how)
+        attention = (_Wide if settings.fp8 is None else _Narrow)(qkv.view(-1, b, qkv.shape[-1]), settings)
         o = attention.codes(o_scale_inv)
         product = proj.output_rows(o_scale_inv, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
         delta = ends.sum_output(product, o, proj)
-        if how.keep:
+        if settings.keep:
             weights = (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
             kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, o_scale_inv, whole, *weights)
-            ctx.save_for_backward(*how.saved.keep(x2d), *kept)
-            ctx.attention, ctx.how = attention.kept(), how
+            ctx.save_for_backward(*settings.saved.keep(x2d), *kept)
+            ctx.attention, ctx.settings = attention.kept(), settings
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
         return x, delta.view(x.shape)
 
@@ -151,17 +151,17 @@ class AttentionBlock(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         stream, kept = KeptByBlock.of(ctx.saved_tensors)
-        how, dtypes = ctx.how, ctx.weight_dtypes
-        return *finish_backward(how, stream, kept, _inner(ctx, stream, kept, grad_delta), residual=grad_x, weight_dtypes=dtypes), None
+        settings, dtypes = ctx.settings, ctx.weight_dtypes
+        return *finish_backward(settings, stream, kept, _inner(ctx, stream, kept, grad_delta), residual=grad_x, weight_dtypes=dtypes), None
 
 
 def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_delta: torch.Tensor) -> Inner:
     """Backward through the projection, the attention and the rotary embedding."""
-    how, attention, device, dtype = ctx.how, ctx.attention, grad_delta.device, grad_delta.dtype
+    settings, attention, device, dtype = ctx.settings, ctx.attention, grad_delta.device, grad_delta.dtype
     del ctx.attention
-    qkv, proj, ends = how.qkv, how.proj, how.ends
+    qkv, proj, ends = settings.qkv, settings.proj, settings.ends
     grad_y = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
-    again = start_input_again(how, stream, kept, dtype)
+    again = start_input_again(settings, stream, kept, dtype)
     attention.again()
     grad_o = grad_y.rows.product(proj.grad_input_rows(grad_y.scale_inv, proj.weight(kept.last_weight, transpose=True), dtype))
     grad_proj = proj.grad_weight(grad_y.transposed(), attention.transposed(kept.last_scale_inv), ctx.weight_dtypes[1])
@@ -169,27 +169,27 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     del attention, grad_o
 
     def rotated_back(**options: Any) -> CastTransposed:
-        return CastTransposed(*ops.rotary_backward(dq, dk, dv, how.cos, how.sin, scale_invs=scale_invs, **options))
+        return CastTransposed(*ops.rotary_backward(dq, dk, dv, settings.cos, settings.sin, scale_invs=scale_invs, **options))
 
     grad, made = first_grad_output(qkv, rotated_back, colsum=kept.first_bias is not None, device=device)
     return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
 
 
 class _Wide:
-    """Attention by `how.core` in the compute dtype, from the packed projection `qkv` [s, b, width], which is rotated in place."""
+    """Attention by `settings.core` in the compute dtype, from the packed projection `qkv` [s, b, width], which is rotated in place."""
 
-    def __init__(self, qkv: torch.Tensor, how: AttentionSettings) -> None:
-        ops.rotary_(qkv, how.cos, how.sin, how.heads, how.groups)
-        self.how, self.qkv = how, qkv
+    def __init__(self, qkv: torch.Tensor, settings: AttentionSettings) -> None:
+        ops.rotary_(qkv, settings.cos, settings.sin, settings.heads, settings.groups)
+        self.settings, self.qkv = settings, qkv
         self.parts, self.attended = self._attend()
 
     def _attend(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return query, key and value, and the attention output with a graph of its own."""
-        how = self.how
-        with torch.set_grad_enabled(how.keep):
+        settings = self.settings
+        with torch.set_grad_enabled(settings.keep):
             # A separate graph works with any attention kernel, and returns dq, dk and dv instead of one zero-filled QKV gradient.
-            parts = tuple(part.detach().requires_grad_(how.keep) for part in split_heads(self.qkv, how.heads, how.groups))
-            return parts, how.core(*parts)
+            parts = tuple(part.detach().requires_grad_(settings.keep) for part in split_heads(self.qkv, settings.heads, settings.groups))
+            return parts, settings.core(*parts)
 
     @property
     def _rows(self) -> torch.Tensor:
@@ -199,8 +199,8 @@ class _Wide:
 
     def codes(self, scale_inv: torch.Tensor) -> torch.Tensor:
         """Return the projection's input in FP8, with its scale_inv written to the given slot."""
-        x, rows = self.how.proj.x, self._rows
-        options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": self.how.proj.x_dtype, "scale_inv_slot": scale_inv}
+        x, rows = self.settings.proj.x, self._rows
+        options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": self.settings.proj.x_dtype, "scale_inv_slot": scale_inv}
         o8 = CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
         if x.watch is not None:
             x.watch(rows, o8, scale_inv)
@@ -208,7 +208,7 @@ class _Wide:
 
     def kept(self) -> "_Wide":
         """Return this object, without the tensors that backward recomputes."""
-        if self.how.recompute:
+        if self.settings.recompute:
             self.parts, self.attended = (), None
         return self
 
@@ -219,7 +219,7 @@ class _Wide:
 
     def transposed(self, scale_inv: torch.Tensor) -> Operand:
         """Return the projection's input, transposed for grad_weight."""
-        return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.cast_transposed(self._rows, scale_inv, self.how.proj.x_dtype))
+        return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.cast_transposed(self._rows, scale_inv, self.settings.proj.x_dtype))
 
     def gradients(self, grad_o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the gradients of query, key and value, and their scale_invs, if any."""
@@ -230,12 +230,12 @@ class _Wide:
 
 
 class _Narrow:
-    """Attention by `how.fp8`, with the methods of `_Wide`; the packed projection `qkv` [s, b, width] is only read, and not saved."""
+    """Attention by `settings.fp8`, with the methods of `_Wide`; the packed projection `qkv` [s, b, width] is only read, and not saved."""
 
-    def __init__(self, qkv: torch.Tensor, how: AttentionSettings) -> None:
-        assert how.fp8 is not None
-        self.how, self.fp8 = how, how.fp8
-        self.operands = self.fp8.rotate(qkv, how.cos, how.sin, how.heads, how.groups)
+    def __init__(self, qkv: torch.Tensor, settings: AttentionSettings) -> None:
+        assert settings.fp8 is not None
+        self.settings, self.fp8 = settings, settings.fp8
+        self.operands = self.fp8.rotate(qkv, settings.cos, settings.sin, settings.heads, settings.groups)
         self._tell(qkv)
         self.attended: Attended | None = self.fp8.attend(self.operands)
 
@@ -244,8 +244,8 @@ class _Narrow:
         watches = self.fp8.scaling.slots(self.fp8.record)
         if any(watches[row].watch is not None for row in (Q, K, V)):
             wide = qkv.clone()
-            ops.rotary_(wide, self.how.cos, self.how.sin, self.how.heads, self.how.groups)
-            parts = split_heads(wide, self.how.heads, self.how.groups)
+            ops.rotary_(wide, self.settings.cos, self.settings.sin, self.settings.heads, self.settings.groups)
+            parts = split_heads(wide, self.settings.heads, self.settings.groups)
             for row, part, payload, scale_inv in zip((Q, K, V), parts, self.operands[:3], self.operands.scale_invs, strict=True):
                 watch = watches[row].watch
                 if watch is not None:
@@ -256,7 +256,7 @@ class _Narrow:
         return self.attended.o.flatten(0, 1).flatten(1), self.attended
 
     def codes(self, scale_inv: torch.Tensor) -> torch.Tensor:
-        x, (rows, attended) = self.how.proj.x, self._rows()
+        x, (rows, attended) = self.settings.proj.x, self._rows()
         if x.amax is not None:  # so that a run that resumes with another attention has the projection's history
             raise_amax(x.amax, attended.amax)
         if x.watch is not None:
@@ -265,7 +265,7 @@ class _Narrow:
         return rows
 
     def kept(self) -> "_Narrow":
-        if self.how.recompute:
+        if self.settings.recompute:
             self.attended = None
         return self
 

@@ -82,9 +82,9 @@ class NormWeights(NamedTuple):
 
         def amax() -> torch.Tensor:
             # For a just-in-time scale over several ranks, compute the norm once only to measure its amax, as the kernel does on one rank.
-            found = scale_inv.new_zeros(())
-            run(scale_inv.new_ones(()), found, None)
-            return found
+            amax_slot = scale_inv.new_zeros(())
+            run(scale_inv.new_ones(()), amax_slot, None)
+            return amax_slot
 
         scale, amax_slot, shared = _scale(slot, cast, ends, amax)
         made = run(scale, amax_slot, scale_inv)
@@ -293,16 +293,16 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
 
 
 def start_input_again(
-    how: BlockSettings, stream: Sequence[torch.Tensor], kept: KeptByBlock, dtype: torch.dtype, *, asked: bool = False
+    settings: BlockSettings, stream: Sequence[torch.Tensor], kept: KeptByBlock, dtype: torch.dtype, *, asked: bool = False
 ) -> PendingRows | None:
     """Return the first layer's input for the rows of all ranks, in backward: as saved, or cast again from the stream and gathered. None if
     this rank has all rows, unless `asked`."""
     if kept.gathered is not None:
         return ReadyRows(kept.gathered)
-    if not (asked or how.ends.spread):
+    if not (asked or settings.ends.spread):
         return None
-    norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
-    return norm.start_again(how.saved.restore(stream, dtype), kept.input_scale_inv, how.first.x_dtype, how.ends)
+    norm = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias)
+    return norm.start_again(settings.saved.restore(stream, dtype), kept.input_scale_inv, settings.first.x_dtype, settings.ends)
 
 
 def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bool, device: torch.device) -> tuple[Operand, _Cast]:
@@ -325,7 +325,7 @@ def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bo
 
 
 def finish_backward(
-    how: BlockSettings,
+    settings: BlockSettings,
     stream: Sequence[torch.Tensor],
     kept: KeptByBlock,
     inner: Inner,
@@ -336,24 +336,24 @@ def finish_backward(
     """Run the end of a block's backward: its first linear layer, its norm and the residual stream.
 
     Args:
-        how: of the block.
-        stream: the saved parts of the norm's input (`how.saved`).
+        settings: of the block.
+        stream: the saved parts of the norm's input (`settings.saved`).
         kept: the other saved tensors.
         inner: the intermediate result. The caller must not hold it: its memory is freed before the norm's gradients are allocated.
         residual: [..., h], the gradient of the residual path, which the norm's kernel adds.
         weight_dtypes: of the gradients of the first and the last weight.
     """
-    first, dtype = how.first, residual.dtype
+    first, dtype = settings.first, residual.dtype
     grad, first_sums, last_sums, last_weight, again = inner
     del inner
-    norm = NormWeights(how.norm, kept.norm_weight, kept.norm_bias)
+    norm = NormWeights(settings.norm, kept.norm_weight, kept.norm_bias)
     partial = first.grad_input(grad, first.weight(kept.first_weight, transpose=True), dtype)
-    grad_n = how.ends.start_sum_grad(partial, first)  # the collective overlaps with the weight gradients
+    grad_n = settings.ends.start_sum_grad(partial, first)  # the collective overlaps with the weight gradients
     del partial
     grad = grad._replace(payload=None)
     grad_last = last_weight()
     del last_weight
-    total = how.saved.restore(stream, dtype)
+    total = settings.saved.restore(stream, dtype)
     if again is None:
         n8_t = norm.transposed(total, kept, first.x_dtype)
     else:
@@ -364,7 +364,7 @@ def finish_backward(
     rows = residual.reshape(-1, residual.shape[-1])
     made = NormGradients(
         *ops.normalize_backward(
-            grad_n(), total, kept.mean, kept.rstd, kept.norm_weight, rows, rms=how.norm.rms, maxima=how.last.grad_just_in_time
+            grad_n(), total, kept.mean, kept.rstd, kept.norm_weight, rows, rms=settings.norm.rms, maxima=settings.last.grad_just_in_time
         )
     )
     norm_weight, norm_bias, first_bias, last_bias = vector_gradients(
@@ -374,14 +374,14 @@ def finish_backward(
     return BlockGradients(x, norm_weight, norm_bias, grad_first, first_bias, grad_last, last_bias)
 
 
-def vector_gradients(*found: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:
+def vector_gradients(*pairs: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the gradients of vectors (biases, norms), each in its vector's dtype, with one launch per dtype; None for a missing vector.
 
     Args:
-        found: for each vector [N], the partial column sums (FP32 [parts, N]) and the vector.
+        pairs: for each vector [N], the partial column sums (FP32 [parts, N]) and the vector.
     """
-    gradients: list[torch.Tensor | None] = [None] * len(found)
-    asked = [(i, parts, vector.dtype) for i, (parts, vector) in enumerate(found) if vector is not None]
+    gradients: list[torch.Tensor | None] = [None] * len(pairs)
+    asked = [(i, parts, vector.dtype) for i, (parts, vector) in enumerate(pairs) if vector is not None]
     for dtype in {dtype for _, _, dtype in asked}:
         alike = [(i, parts) for i, parts, own in asked if own == dtype]
         for (i, _), gradient in zip(alike, ops.sum_parts([parts for _, parts in alike], dtype), strict=True):

@@ -30,10 +30,10 @@ def check_transforms(label: str, *xs: torch.Tensor | None) -> None:
             batched = True
     forward_mode = forward_ad._current_level >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in xs)
     if forward_mode or batched:
-        how = "a forward-mode derivative" if forward_mode else "a torch.func transform"
+        derivative = "a forward-mode derivative" if forward_mode else "a torch.func transform"
         raise RuntimeError(
-            f"{label or 'a low-precision layer'} was called under {how} (vmap, jvp, jacrev, vectorize=True, is_grads_batched=True), which "
-            "FP8 layers do not support; use backward() and a loop, or do not convert the layer: msamp.initialize(..., "
+            f"{label or 'a low-precision layer'} was called under {derivative} (vmap, jvp, jacrev, vectorize=True, is_grads_batched=True), "
+            "which FP8 layers do not support; use backward() and a loop, or do not convert the layer: msamp.initialize(..., "
             "accept=msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r'...')))"
         )
 

@@ -200,14 +200,14 @@ class _Attention(torch.autograd.Function):
     """(query, key, value, FP8Attention) -> output in the compute dtype."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: FP8Attention) -> torch.Tensor:  # type: ignore[override]
-        of = how.cast(query, key, value)
-        attended = how.attend(of)
-        ctx.kept, ctx.how, ctx.dtype = (of, attended), how, query.dtype
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: FP8Attention) -> torch.Tensor:  # type: ignore[override]
+        of = attention.cast(query, key, value)
+        attended = attention.attend(of)
+        ctx.kept, ctx.attention, ctx.dtype = (of, attended), attention, query.dtype
         return dequantize(attended.o, attended.o_scale_inv, query.dtype).flatten(2)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *made, scale_invs = ctx.how.gradients(*ctx.kept, grad_o.contiguous())
+        *made, scale_invs = ctx.attention.gradients(*ctx.kept, grad_o.contiguous())
         return *(dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(made, scale_invs, strict=True)), None

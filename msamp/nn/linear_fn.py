@@ -42,9 +42,9 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, how: LinearSettings
+        ctx: Any, x: torch.Tensor, weight: ScalingTensor, bias: torch.Tensor | None, settings: LinearSettings
     ) -> torch.Tensor:
-        layer, ins, outs, label = how
+        layer, ins, outs, label = settings
         needs_w = ctx.needs_input_grad[1]
         combine = ins.shared_amax if ins.spread else None
         x2d = x.reshape(-1, x.shape[-1])
@@ -62,7 +62,7 @@ class LinearFunction(torch.autograd.Function):
         else:
             y = outs.sum_output(layer.output_rows(operand.scale_inv, w, bias, x.dtype), operand.codes, layer)
         ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload)
-        ctx.how, ctx.label, ctx.shape, ctx.weight_dtype = how, label, x.shape, weight.dtype
+        ctx.settings, ctx.label, ctx.shape, ctx.weight_dtype = settings, label, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         rows = _rows(x.shape, ins, outs) if ins.spread or outs.spread else x.shape[:-1]
         return unviewed(y, (*rows, y.shape[-1]))
@@ -76,7 +76,7 @@ class LinearFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         saved, x_scale_inv, w_payload = ctx.saved_tensors
-        (layer, ins, outs, _), (needs_x, needs_w, needs_b, _) = ctx.how, ctx.needs_input_grad
+        (layer, ins, outs, _), (needs_x, needs_w, needs_b, _) = ctx.settings, ctx.needs_input_grad
         grad_x = grad_w = grad_b = gathered = None
         x8: PendingRows | None = None  # the rows of x in FP8, where this rank has only its own
         if needs_w and ins.spread:

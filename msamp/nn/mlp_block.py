@@ -72,12 +72,12 @@ class MLPBlock(torch.autograd.Function):
         fc1_bias: torch.Tensor | None,
         fc2_weight: ScalingTensor,
         fc2_bias: torch.Tensor | None,
-        how: MLPSettings,
+        settings: MLPSettings,
     ) -> torch.Tensor:
         x2d, delta2d = x.view(-1, x.shape[-1]), delta.view(-1, x.shape[-1])
-        fc1, fc2, ends = how.fc1, how.fc2, how.ends
+        fc1, fc2, ends = settings.fc1, settings.fc2, settings.ends
         n_scale_inv, a_scale_inv = scalar_pool.take(x.device), scalar_pool.take(x.device)
-        norm = NormWeights(how.norm, norm_weight, norm_bias)
+        norm = NormWeights(settings.norm, norm_weight, norm_bias)
         normed = norm.cast(x2d, delta2d, slot=fc1.x, cast=fc1.gemm.input, ends=ends, scale_inv=n_scale_inv)
         gathered = ends.start_gather(normed.y, "input all-gather")
         w1 = fc1.weight(fc1_weight.payload)
@@ -86,18 +86,18 @@ class MLPBlock(torch.autograd.Function):
         gathered.done()
 
         def activated(**options: Any) -> torch.Tensor:
-            return Activated(*ops.activate(y, kind=how.activation, **options)).payload
+            return Activated(*ops.activate(y, kind=settings.activation, **options)).payload
 
         a8 = activated(scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, scale_inv_slot=a_scale_inv)
         if fc2.x.watch is not None:
             fc2.x.watch(activated(scale=None, amax_slot=None, dtype=torch.float32), a8, a_scale_inv)
         product = fc2.output_rows(a_scale_inv, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
         out = ends.sum_output(product, a8, fc2).add_(normed.total)
-        stream = how.saved.keep(normed.total)
+        stream = settings.saved.keep(normed.total)
         weights = (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
         kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
-        ctx.save_for_backward(*stream, *(() if how.recompute else how.saved.keep(y)), *kept)
-        ctx.how, ctx.weight_dtypes = how, (fc1_weight.dtype, fc2_weight.dtype)
+        ctx.save_for_backward(*stream, *(() if settings.recompute else settings.saved.keep(y)), *kept)
+        ctx.settings, ctx.weight_dtypes = settings, (fc1_weight.dtype, fc2_weight.dtype)
         return out.view(x.shape)
 
     @staticmethod
@@ -120,31 +120,33 @@ class MLPBlock(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         parts, kept = KeptByBlock.of(ctx.saved_tensors)
-        how, dtypes = ctx.how, ctx.weight_dtypes
-        stream = parts if how.recompute else parts[: len(parts) // 2]
+        settings, dtypes = ctx.settings, ctx.weight_dtypes
+        stream = parts if settings.recompute else parts[: len(parts) // 2]
         grads = finish_backward(
-            how, stream, kept, _inner(how, parts, kept, grad_output, dtypes[1]), residual=grad_output, weight_dtypes=dtypes
+            settings, stream, kept, _inner(settings, parts, kept, grad_output, dtypes[1]), residual=grad_output, weight_dtypes=dtypes
         )
         return grads.x, *grads, None
 
 
-def _inner(how: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, grad_output: torch.Tensor, fc2_dtype: torch.dtype) -> Inner:
+def _inner(
+    settings: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, grad_output: torch.Tensor, fc2_dtype: torch.dtype
+) -> Inner:
     """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then those of FC1's output."""
-    fc1, fc2, ends, device, dtype = how.fc1, how.fc2, how.ends, grad_output.device, grad_output.dtype
-    stream = parts if how.recompute else parts[: len(parts) // 2]
+    fc1, fc2, ends, device, dtype = settings.fc1, settings.fc2, settings.ends, grad_output.device, grad_output.dtype
+    stream = parts if settings.recompute else parts[: len(parts) // 2]
     grad_y = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
-    again = start_input_again(how, stream, kept, dtype, asked=how.recompute)
-    if how.recompute:
+    again = start_input_again(settings, stream, kept, dtype, asked=settings.recompute)
+    if settings.recompute:
         assert again is not None
         y = fc1.output(Operand.tensorwise(again(), scale_inv=kept.input_scale_inv), fc1.weight(kept.first_weight), kept.first_bias, dtype)
         again = again if ends.spread else None
     else:
-        y = how.saved.restore(parts[len(stream) :], dtype)
+        y = settings.saved.restore(parts[len(stream) :], dtype)
     grad_a = grad_y.rows.product(fc2.grad_input_rows(grad_y.scale_inv, fc2.weight(kept.last_weight, transpose=True), dtype))
     g = grad_y.transposed()
 
     def through_activation(**options: Any) -> ActivationGradient:
-        a: dict[str, Any] = {"kind": how.activation, "a_scale_inv": kept.last_scale_inv, "a_dtype": fc2.x_dtype}
+        a: dict[str, Any] = {"kind": settings.activation, "a_scale_inv": kept.last_scale_inv, "a_dtype": fc2.x_dtype}
         return ActivationGradient(*ops.activate_backward(grad_a, y, **a, **options))
 
     grad, made = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)

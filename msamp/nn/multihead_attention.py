@@ -75,10 +75,10 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is True, but attn_mask is None; is_causal only declares that the mask is causal: pass the mask too")
         batched = query.dim() == 3
-        found: dict[int, torch.Tensor] = {}
+        outputs: dict[int, torch.Tensor] = {}
         for x in (query, key, value):  # inputs that are the same tensor remain the same tensor
-            found.setdefault(id(x), x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1))
-        parts = self._projected([found[id(x)] for x in (query, key, value)])
+            outputs.setdefault(id(x), x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1))
+        parts = self._projected([outputs[id(x)] for x in (query, key, value)])
         q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
         mask = _merged(attn_mask, key_padding_mask, q, k)
         dropout, weights = self.dropout if self.training else 0.0, None

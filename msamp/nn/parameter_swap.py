@@ -42,9 +42,9 @@ def check_swappable(params: Mapping[str, torch.Tensor]) -> None:
         return
     gc.collect()  # references from garbage cycles do not count
     held = {id(p): name for name, p in params.items() if _is_referenced(p)}
-    found = (_held_view(held) or _held_node(held, params)) if held else None
-    if found is not None:
-        name, what, holder = found
+    described = (_held_view(held) or _held_node(held, params)) if held else None
+    if described is not None:
+        name, what, holder = described
         raise ValueError(
             f"{name} cannot be replaced in place: {what} is alive, held by {holder}, and would keep the former weight; delete it "
             "before msamp.initialize or model.to and recreate it afterwards (a copy by p.detach().clone() may stay)"
@@ -145,14 +145,14 @@ def _holder(x: Any) -> str | None:
     """Describe who holds an object: a variable, an attribute or a container; None if no Python object does."""
     frame = sys._getframe(1)
     while frame is not None:
-        found = None
+        variable = None
         if frame.f_globals.get("__name__") != __name__:
             variables = frame.f_locals
-            found = _key(variables, x) or _key(frame.f_globals, x)
+            variable = _key(variables, x) or _key(frame.f_globals, x)
             if frame.f_code.co_flags & inspect.CO_NEWLOCALS and type(variables) is dict:
                 variables.clear()  # before Python 3.13 a copy that the frame keeps, and `x` with it
-        if found is not None:
-            return f"the variable {found!r} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        if variable is not None:
+            return f"the variable {variable!r} ({frame.f_code.co_filename}:{frame.f_lineno})"
         frame = frame.f_back  # type: ignore[assignment]
     for container in gc.get_referrers(x):
         if isinstance(container, list | tuple | set | dict):

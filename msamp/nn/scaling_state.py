@@ -325,7 +325,7 @@ class ScalingState:
             for row, cast in enumerate(cast for layer in self.layers.values() for cast in layer.casts):
                 if cast.scaling.window:
                     alike.setdefault((cast.scaling, cast.format.max), []).append(row)
-            self._alike = {how: torch.tensor(rows, device=device) for how, rows in alike.items()}
+            self._alike = {rule: torch.tensor(rows, device=device) for rule, rows in alike.items()}
         return self._alike
 
     @torch.no_grad()
@@ -366,9 +366,9 @@ class ScalingState:
         """
         alike: dict[tuple[Cast, torch.device, torch.dtype], list[tuple[LinearScaling, torch.Tensor, torch.Tensor]]] = {}
         for layer in self._linears:
-            found = layer.stale_weight()
-            if found is not None and not own_rule(layer.gemm.weight):
-                alike.setdefault((layer.gemm.weight, found[0].device, found[0].dtype), []).append((layer, *found))
+            weight = layer.stale_weight()
+            if weight is not None and not own_rule(layer.gemm.weight):
+                alike.setdefault((layer.gemm.weight, weight[0].device, weight[0].dtype), []).append((layer, *weight))
         for (cast, device, _), members in alike.items():
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return

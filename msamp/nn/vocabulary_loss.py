@@ -181,10 +181,10 @@ class _AllInFP8(torch.autograd.Function):
             del g
         ctx.save_for_backward(grad_hidden, columns, scale_inv, x.payload_t, x.scale_inv)
         ctx.dtype = hidden.dtype
-        told = torch.cat(losses)
-        ctx.mark_non_differentiable(told)
+        token_losses = torch.cat(losses)
+        ctx.mark_non_differentiable(token_losses)
         ctx.set_materialize_grads(False)
-        return (weights * told).sum(), told
+        return (weights * token_losses).sum(), token_losses
 
     @staticmethod
     @differentiable_once

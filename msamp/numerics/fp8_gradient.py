@@ -192,12 +192,12 @@ class FP8Gradient(torch.Tensor):
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[FP8Gradient]:
     """The gradients among the arguments that an operation writes to."""
-    found: list[FP8Gradient] = []
+    gradients: list[FP8Gradient] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, FP8Gradient)]
-    return found
+            gradients += [x for x in tree_leaves(value) if isinstance(x, FP8Gradient)]
+    return gradients
 
 
 def _write(func: Any, written: Sequence[FP8Gradient], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -35,11 +35,11 @@ def loading() -> Iterator[None]:
         _LOADING.reset(token)
 
 
-def warn_if_copy_lost(how: str, fmt: Format, before: torch.Tensor, given: torch.Tensor, after: torch.Tensor) -> None:
+def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: torch.Tensor, after: torch.Tensor) -> None:
     """Warn if copying plain values that were computed from the stored ones made less than half of the change that it should have made.
 
     Args:
-        how: the operation, for the message.
+        operation: the operation, for the message.
         fmt: of the stored values.
         before, after: FP32, the stored values before and after the copy.
         given: the copied values, of any float dtype and the same shape.
@@ -51,27 +51,27 @@ def warn_if_copy_lost(how: str, fmt: Format, before: torch.Tensor, given: torch.
         step, size, stored = torch.finfo(given.dtype).eps, change.abs(), before.abs()
         # The second condition: an edit of a few elements is small compared with the sum, but not with the largest element.
         if size.sum() < NEAR * step * stored.sum() and size.max() < step * stored.max():
-            warn_of_rounding(f"{how} of {given.dtype} values that are almost those stored", fmt)
+            warn_of_rounding(f"{operation} of {given.dtype} values that are almost those stored", fmt)
     elif change.abs().sum() < NEAR * 2.0**-fmt.mantissa_bits * before[change != 0].abs().sum():
-        warn_if_lost(how, fmt, before, before + change, after)
+        warn_if_lost(operation, fmt, before, before + change, after)
 
 
-def warn_if_lost(how: str, fmt: Format, before: torch.Tensor, wanted: torch.Tensor, after: torch.Tensor) -> None:
+def warn_if_lost(operation: str, fmt: Format, before: torch.Tensor, wanted: torch.Tensor, after: torch.Tensor) -> None:
     """Warn if the rounding error of a write is more than half of its change. Waits for the device.
 
     Args:
-        how, fmt: as in `warn_if_copy_lost`.
+        operation, fmt: as in `warn_if_copy_lost`.
         before, wanted, after: FP32 of one shape: the values stored before, the values written, and the values stored afterwards.
     """
     if not _capturing(before) and (after - wanted).abs().sum() > HALF * (wanted - before).abs().sum():
-        warn_of_rounding(how, fmt)
+        warn_of_rounding(operation, fmt)
 
 
-def warn_of_rounding(how: str, fmt: Format) -> None:
+def warn_of_rounding(operation: str, fmt: Format) -> None:
     """Warn about a write whose change is too small for the format."""
     warnings.warn(
-        f"{how} stores into {fmt}, in steps of {2.0**-fmt.mantissa_bits:g} of a value: smaller changes are lost, and an average stops "
-        "moving; keep averages in msamp.float_copy(model)",
+        f"{operation} stores into {fmt}, in steps of {2.0**-fmt.mantissa_bits:g} of a value: smaller changes are lost, and an average "
+        "stops moving; keep averages in msamp.float_copy(model)",
         stacklevel=2,
     )
 

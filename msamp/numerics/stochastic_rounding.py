@@ -115,7 +115,7 @@ def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, s
 
 
 def cast_stochastically(
-    x: torch.Tensor, fmt: Format, thresholds: Thresholds, state: str, silent: torch.Tensor | None = None
+    x: torch.Tensor, fmt: Format, thresholds: Thresholds, state: str, no_gradient: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`cast` with stochastic rounding: return a saturated payload of `fmt.dtype` in the shape of FP32 `x`; NaN where `x` is not finite.
 
@@ -124,15 +124,15 @@ def cast_stochastically(
         fmt: FP16, BF16, E4M3 or E5M2.
         thresholds: of the tensor.
         state: which of an element's words to use: "m", "v" or "master".
-        silent: bool in the shape of `x`, True where values below `fmt.tiny` are rounded toward zero (elements without a gradient); None:
-            nowhere.
+        no_gradient: bool in the shape of `x`, True for elements without a gradient, whose values below `fmt.tiny` are rounded toward zero;
+            None: no elements.
     """
     subnormals = state != "master" or fmt is not FP16
     flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=fmt.dtype, device=x.device)
     for start in range(0, flat.numel(), _PART):
         part = flat[start : start + _PART]
         words = thresholds.of(state, start, part.numel(), x.device)
-        if silent is not None and fmt.scaled:
-            words = words.masked_fill(silent.reshape(-1)[start : start + _PART] & (part.abs() < fmt.tiny), 0)
+        if no_gradient is not None and fmt.scaled:
+            words = words.masked_fill(no_gradient.reshape(-1)[start : start + _PART] & (part.abs() < fmt.tiny), 0)
         out[start : start + _PART] = cast(round_stochastically(part, words, fmt, subnormals=subnormals), fmt)
     return out.view(x.shape)

@@ -87,17 +87,17 @@ class WeightWatch(Protocol):
         """Called after each write."""
 
 
-def watch(weight: "ScalingTensor", told: WeightWatch) -> None:
-    """Notify `told`, held weakly, after every operation that writes to the memory of `weight`."""
-    _WATCHES[weight.payload] = weakref.ref(told)
+def watch(weight: "ScalingTensor", watcher: WeightWatch) -> None:
+    """Notify `watcher`, held weakly, after every operation that writes to the memory of `weight`."""
+    _WATCHES[weight.payload] = weakref.ref(watcher)
 
 
 def _changed(x: "ScalingTensor") -> "ScalingTensor":
     # Torch does not count versions below autograd, and layers detect changed weights by the payload's version.
     torch.autograd.graph.increment_version(x.payload)
-    told = _WATCHES.get(x.payload, lambda: None)()
-    if told is not None:
-        told.weight_was_written()
+    watcher = _WATCHES.get(x.payload, lambda: None)()
+    if watcher is not None:
+        watcher.weight_was_written()
     return x
 
 

@@ -38,32 +38,32 @@ def first_pass(tables: Tables, scaled: Sequence[torch.Tensor], plain: Sequence[t
         int64 [scaled, 2]: sums of squares of the scaled ones.
     """
     sums = torch.zeros(0, 2, dtype=torch.int64, device=tables.device)
-    found = []
+    parts = []
     if scaled:
         stats, sums = _of_scaled(tables, scaled)
-        found.append(stats)
+        parts.append(stats)
     if plain:
-        found.append(ops.grad_stats(tables, plain, squares=False)[0])
-    return torch.cat(found, 1), sums
+        parts.append(ops.grad_stats(tables, plain, squares=False)[0])
+    return torch.cat(parts, 1), sums
 
 
 def _of_scaled(tables: Tables, gs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `grad_stats` of scaled gradients; only those without a tally are read."""
     tallies = [g.tally if isinstance(g, ScalingTensor) else None for g in gs]
-    told = [i for i, tally in enumerate(tallies) if tally is not None]
-    if not told:
+    tallied = [i for i, tally in enumerate(tallies) if tally is not None]
+    if not tallied:
         return ops.grad_stats(tables, gs)
-    largest, whole, rest = torch.stack([tallies[i] for i in told]).unbind(1)  # type: ignore[misc]
-    scale_invs = torch.stack([gs[i].scale_inv for i in told])  # type: ignore[attr-defined]
+    largest, whole, rest = torch.stack([tallies[i] for i in tallied]).unbind(1)  # type: ignore[misc]
+    scale_invs = torch.stack([gs[i].scale_inv for i in tallied])  # type: ignore[attr-defined]
     amaxes = largest.to(torch.int32).view(torch.float32) * scale_invs.abs()
     stats = torch.stack([amaxes.masked_fill(amaxes.isnan(), float("inf")), scale_invs.masked_fill(scale_invs.isnan(), 0.0)])
     sums = carried(torch.stack([whole, rest], 1))
-    if len(told) == len(gs):
+    if len(tallied) == len(gs):
         return stats, sums
     others = [i for i, tally in enumerate(tallies) if tally is None]
     more_stats, more_sums = ops.grad_stats(tables, [gs[i] for i in others])
-    order = [*told, *others]
-    back = tables.send(("order of told", *told), sorted(range(len(gs)), key=order.__getitem__))
+    order = [*tallied, *others]
+    back = tables.send(("order of told", *tallied), sorted(range(len(gs)), key=order.__getitem__))
     return torch.cat([stats, more_stats], 1).index_select(1, back), torch.cat([sums, more_sums]).index_select(0, back)
 
 

@@ -83,10 +83,10 @@ def measure(
     table = torch.zeros(len(rows) + 2, len(params), device=tables.device, dtype=torch.float32)
     sums = torch.zeros(len(params), 2, dtype=torch.int64, device=tables.device)
     if ready:
-        stats, found = first_pass(tables, gs[: len(scaled)], gs[len(scaled) :])
+        stats, squares = first_pass(tables, gs[: len(scaled)], gs[len(scaled) :])
         index = tables.send("indices", [holding.index for holding in ordered])
         table.scatter_reduce_(1, index.expand(len(table), -1), torch.cat([stats[:1], rows, stats[1:]]), "amax")
-        sums.index_add_(0, index[: len(scaled)], found)
+        sums.index_add_(0, index[: len(scaled)], squares)
     table = shard.largest(table)
     if plain:
         index = tables.send("indices of plain", [ready[i].index for i in plain])
@@ -127,11 +127,11 @@ def weight_scale_invs(
         if last is not None:
             kind = weight_format(whole.param), update_of(whole.formats).master_row
             alike.setdefault(kind, []).append((whole.index, whole.param, last))
-    found: dict[torch.Tensor, torch.Tensor] = {}
+    by_parameter: dict[torch.Tensor, torch.Tensor] = {}
     for (fmt, row), members in alike.items():
         indices, params, scale_invs = (list(column) for column in zip(*members, strict=True))
         last = torch.stack(scale_invs)
         index = tables.send(("weights", fmt, row), indices)
         new = inverse(scale_from_amax(2.0 * amaxes[row][index], fmt.max, inverse(last)))
-        found |= zip(params, torch.where(usable, new, last).unbind(), strict=True)
-    return found
+        by_parameter |= zip(params, torch.where(usable, new, last).unbind(), strict=True)
+    return by_parameter

@@ -40,10 +40,10 @@ def update_distances(optimizer: FP8AdamW, sample: int | None = SAMPLE) -> torch.
     for number, both in enumerate(rehearse_batches(optimizer, sample)):
         columns = (both.before, both.exact.masters, both.masters())
         if len({x.shape for x in both.before}) == 1:  # a sample
-            found = _distances(*(torch.stack(xs) for xs in columns))
+            distances = _distances(*(torch.stack(xs) for xs in columns))
         else:
-            found = torch.cat([_distances(*(x[None] for x in one)) for one in zip(*columns, strict=True)])
-        sums.index_add_(0, tables.send(number, [holding.index for holding in both.holdings]), found)
+            distances = torch.cat([_distances(*(x[None] for x in one)) for one in zip(*columns, strict=True)])
+        sums.index_add_(0, tables.send(number, [holding.index for holding in both.holdings]), distances)
     return sums
 
 

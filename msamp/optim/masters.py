@@ -88,10 +88,10 @@ def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Ten
 
 def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Return version numbers that change with every write, except through `.data` of a plain tensor, which has a counter of its own."""
-    found: list[int] = []
+    versions: list[int] = []
     for x in tensors:
         if type(x) not in PLAIN:  # a type comparison is faster, and a step makes ten per parameter
             x = local(x)
             x = x.payload if isinstance(x, ScalingTensor) else x
-        found += (id(x), x._version)
-    return tuple(found)
+        versions += (id(x), x._version)
+    return tuple(versions)

@@ -119,7 +119,7 @@ class Whole:
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Return the holdings with a gradient, quantized to its format; ValueError for a sparse gradient."""
-        found = []
+        holdings = []
         plain: dict[Format, list[tuple[Holding, torch.Tensor]]] = {}
         for holding in wholes:
             g = gradient(holding.param)
@@ -131,11 +131,11 @@ class Whole:
                 holding.grad = contiguous(g)
             else:
                 plain.setdefault(by_name(holding.formats["grad"]), []).append((holding, g))
-            found.append(holding)
+            holdings.append(holding)
         for fmt, pairs in plain.items():
             for (holding, _), grad in zip(pairs, self._grad_cast([g for _, g in pairs], fmt), strict=True):
                 holding.grad = grad
-        return found
+        return holdings
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
         return table

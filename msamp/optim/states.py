@@ -41,8 +41,8 @@ def warn_of(formats: Mapping[str, str]) -> None:
 
     formats: by state, "master", "grad", "m" and "v".
     """
-    for found in SEEN.keys() & formats.items():
-        _warn_once(SEEN[found])
+    for state_format in SEEN.keys() & formats.items():
+        _warn_once(SEEN[state_format])
 
 
 @functools.cache
@@ -116,8 +116,8 @@ def state_format(fmt: Format) -> StateFormat:
 
 def begun(key: str, fmt: Format, like: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the entries of the optimizer state for a state of zeros with the shape and device of `like`."""
-    how = state_format(fmt)
-    return {key: how.init(like)} | {key + name: x for name, x in how.beside(like).items()}
+    state = state_format(fmt)
+    return {key: state.init(like)} | {key + name: x for name, x in state.beside(like).items()}
 
 
 def by_key(key: str, x: Stored) -> dict[str, torch.Tensor]:

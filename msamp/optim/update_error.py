@@ -74,7 +74,7 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     FP32, about 12 bytes each; an update that requires whole parameters copies at least one parameter.
     """
     for both in rehearse_batches(optimizer):
-        yield from _told(both)
+        yield from _by_holding(both)
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def rehearse_batches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator
             yield BothWays(part, exact, before, [by_place[place] for place in part.places])
 
 
-def _told(both: BothWays) -> Iterator[Rehearsal]:
+def _by_holding(both: BothWays) -> Iterator[Rehearsal]:
     """Yield the stored and the exact results of a batch of copies, by holding."""
     part, exact = both.stored, both.exact
     numbers, formats = _numbers(part), part.formats

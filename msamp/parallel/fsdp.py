@@ -195,14 +195,14 @@ class FSDP:
             check_cut(f"parameter {i} of a group, of shape {tuple(p.shape)},", p)
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
-        found: list[Holding] = []
+        own: list[Holding] = []
         for whole in wholes:
             assert isinstance(whole.param, DTensor)
             weight = self._weight(whole.param)
             if weight.numel():
                 rows = rows_of(whole.param, self.peers.rank)
-                found.append(Rows(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(found), key=whole.key))
-        return found
+                own.append(Rows(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(own), key=whole.key))
+        return own
 
     def _weight(self, p: torch.Tensor) -> torch.Tensor:
         """Return this process's rows, always as the same object, although FSDP replaces its padded rows when a model is loaded."""
@@ -226,10 +226,10 @@ class FSDP:
         for fmt, places in _places([formats[i] for i in plain]).items():
             wanted = [plain[place] for place in places]
             grads |= dict(zip(wanted, self._grad_cast([grads[i] for i in wanted], fmt), strict=True))
-        found = [holding for holding in self.holdings(wholes) if holding.index in grads]
-        for holding in found:
+        own = [holding for holding in self.holdings(wholes) if holding.index in grads]
+        for holding in own:
             holding.grad = grads[holding.index]
-        return found
+        return own
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
         return self.peers.all_reduce(table, dist.ReduceOp.MAX, "the amaxes of gradients and optimizer states")
@@ -271,7 +271,7 @@ class FSDP:
             if states:
                 steps[index] = states["step"]
         steps = self.peers.all_reduce(steps, dist.ReduceOp.MAX, "the optimizer's step counts", None).cpu()
-        found: dict[int, dict[str, torch.Tensor]] = {}
+        whole_states: dict[int, dict[str, torch.Tensor]] = {}
         for whole, step in zip(wholes, steps, strict=True):
             if step < 0:
                 continue
@@ -282,8 +282,8 @@ class FSDP:
             }
             states = {key: self.whole(mine.get(whole.index, empty)[key], whole.param) for key in empty}
             if self.peers.rank == 0:
-                found[whole.index] = {"step": step.clone(), **{key: x.cpu() for key, x in states.items()}}
-        return found
+                whole_states[whole.index] = {"step": step.clone(), **{key: x.cpu() for key, x in states.items()}}
+        return whole_states
 
     def whole(self, rows: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor on every rank, from each rank's rows, which are those of `p`; collective."""
@@ -301,10 +301,10 @@ class FSDP:
 
 def _places(kinds: Sequence[Any]) -> dict[Any, list[int]]:
     """Map each kind to its positions in a list."""
-    found: dict[Any, list[int]] = {}
+    by_mesh: dict[Any, list[int]] = {}
     for place, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(place)
-    return found
+        by_mesh.setdefault(kind, []).append(place)
+    return by_mesh
 
 
 def _some(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:

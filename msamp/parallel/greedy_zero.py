@@ -127,15 +127,15 @@ class ZeRO:
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Return the holdings for which `sync` has an averaged gradient on this rank."""
-        found = []
+        holdings = []
         for holding, segment in self._owned(wholes):
             holding.grad = segment.grad
             if segment.grad is not None:
                 mine, whole = scale_inv(holding.weight), scale_inv(holding.param)
                 if holding.rows is not None and mine is not None and whole is not None:
                     mine.copy_(whole)  # loading a model changes only the parameter's own
-                found.append(holding)
-        return found
+                holdings.append(holding)
+        return holdings
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
         return self.sync.peers.all_reduce(table, dist.ReduceOp.MAX, "the amaxes of gradients and optimizer states")
@@ -222,18 +222,18 @@ class ZeRO:
             if state.get(holding.weight):
                 steps[holding.index] = state[holding.weight]["step"]
         steps = self.sync.peers.all_reduce(steps.to(device), dist.ReduceOp.MAX, "the optimizer's step counts", None).cpu()
-        found: dict[int, dict[str, torch.Tensor]] = {}
+        states: dict[int, dict[str, torch.Tensor]] = {}
         for whole, step in zip(wholes, steps, strict=True):
             if step >= 0:
                 mine = [(state[holding.weight], segment) for holding, segment in owned if holding.param is whole.param]
                 gathered = self._gather_states(whole, mine)
                 if self.sync.peers.rank == 0:
-                    found[whole.index] = {"step": step.clone(), **gathered}
-        return found
+                    states[whole.index] = {"step": step.clone(), **gathered}
+        return states
 
     def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], Segment]]) -> dict[str, torch.Tensor]:
         """Assemble the states of a parameter from its pieces on the group's first rank; collective."""
-        name, found = self.sync.names[whole.param], {}
+        name, gathered = self.sync.names[whole.param], {}
         for declared, fmt in kept_states(whole.param, whole.formats):
             for key, like in begun(declared.key, fmt, whole.param).items():
                 x, scale = torch.zeros_like(payload(like)), torch.zeros((), device=whole.param.device, dtype=torch.float32)
@@ -245,8 +245,8 @@ class ZeRO:
                 self.sync.peers.all_reduce(as_bytes(x.reshape(-1)), dist.ReduceOp.SUM, f"{key} of {name}", None)
                 self.sync.peers.all_reduce(scale, dist.ReduceOp.MAX, f"the scale of {key} of {name}", None)
                 if self.sync.peers.rank == 0:
-                    found[key] = ScalingTensor(x.cpu(), scale.cpu(), torch.float32) if is_scaled(like) else x.cpu()
-        return found
+                    gathered[key] = ScalingTensor(x.cpu(), scale.cpu(), torch.float32) if is_scaled(like) else x.cpu()
+        return gathered
 
 
 def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None]:

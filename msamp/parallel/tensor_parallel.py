@@ -146,8 +146,8 @@ def column_linear(
     x = _prepare(x, weight, scaling, scaling.gemm.grad_output.format if tp.grad_wire == "fp8" else None)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; this weight shard expects ({weight.shape[0]},)")
-    how = LinearSettings(LayerGemm.of(scaling, weight), input_end=tp, label=checked_label(weight, x))
-    return LinearFunction.apply(x, weight, bias, how)
+    settings = LinearSettings(LayerGemm.of(scaling, weight), input_end=tp, label=checked_label(weight, x))
+    return LinearFunction.apply(x, weight, bias, settings)
 
 
 def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, tp: TensorParallel) -> torch.Tensor:
@@ -172,8 +172,8 @@ def row_linear(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, t
             f"sequence length {x.shape[0]} is not a multiple of the {ranks} ranks that sequence parallelism splits it over; "
             f"use {-(-x.shape[0] // ranks) * ranks}, or turn sequence parallelism off"
         )
-    how = LinearSettings(LayerGemm.of(scaling, weight), output_end=tp, label=checked_label(weight, x))
-    return LinearFunction.apply(x, weight, None, how)
+    settings = LinearSettings(LayerGemm.of(scaling, weight), output_end=tp, label=checked_label(weight, x))
+    return LinearFunction.apply(x, weight, None, settings)
 
 
 def _prepare(x: torch.Tensor, weight: ScalingTensor, scaling: LinearScaling, wire: Format | None) -> torch.Tensor:

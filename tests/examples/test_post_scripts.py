@@ -40,7 +40,7 @@ def test_a_script_leaves_a_row_a_level_and_does_nothing_twice(tmp_path, script, 
 def test_a_script_refuses_half_a_task(tmp_path):
     done = shell("sft/run.sh", tmp_path, MODEL="a")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "give both, or neither" in done.stderr
+    assert "set both or neither" in done.stderr
 
 
 @pytest.mark.parametrize(("missing", "said"), [("gguf", "gguf is not installed"), (None, "a.gguf does not exist")])

@@ -172,7 +172,7 @@ def test_every_gpu_is_checked_and_then_trains(slurm: Slurm):
         f"RANK={rank} WORLD_SIZE={TASKS} LOCAL_RANK={rank}" for rank in range(TASKS) for _ in range(2)
     )
     assert len({line.partition(" ")[0] for line in places}) == 2  # a port for each
-    assert "training has come to its end" in slurm.said()
+    assert "training is finished" in slurm.said()
 
 
 @pytest.mark.promise("Clusters", "A failed check starts no training.")
@@ -181,8 +181,7 @@ def test_a_check_that_fails_starts_nothing(slurm: Slurm):
     assert slurm.sbatch() == [1]
     assert slurm.called("train") == []
     assert (
-        "the check of GPUs and links failed, nothing was started: leave the machine out that it names (sbatch --exclude=HOST)"
-        in slurm.said()
+        "the check of GPUs and links failed, training was not started: exclude the machine it names (sbatch --exclude=HOST)" in slurm.said()
     )
 
 
@@ -220,9 +219,9 @@ def test_at_the_limit_it_saves_and_is_requeued_and_the_same_line_goes_on(slurm: 
     slurm.does("train", LEAVES.format(120))
     assert slurm.sbatch("--lr", "1e-4", limit=lambda run: run == 0 and slurm.trains()) == [0, 0], slurm.said()
     said = slurm.said()
-    assert "SIGUSR1, the time limit is near: the processes save and leave" in said
+    assert "received SIGUSR1, the time limit is near: the processes save and exit" in said
     assert "requeued; the newest checkpoint is of iteration 120" in said
-    assert said.count("training has come to its end") == 1
+    assert said.count("training is finished") == 1
     train = slurm.called("train")
     assert len(train) == 2 * TASKS
     assert len(set(train)) == 1
@@ -238,7 +237,7 @@ def test_a_limit_during_the_check_requeues_a_run_that_has_a_checkpoint(slurm: Sl
 def test_a_limit_that_is_too_short_to_save_anything_ends_the_job(slurm: Slurm):
     slurm.does("train", "trap 'exit 75' TERM; touch \"$FAKE/trains\"; while :; do sleep 0.02; done")
     assert slurm.sbatch(limit=lambda run: slurm.trains()) == [2]
-    assert "no checkpoint was written between start and time limit (newest: none): give sbatch a longer --time" in slurm.said()
+    assert "no checkpoint was written before the time limit (newest: none): give sbatch a longer --time" in slurm.said()
 
 
 def test_training_that_ends_at_the_limit_is_not_requeued(slurm: Slurm):
@@ -265,12 +264,12 @@ def test_requeues_come_to_an_end(slurm: Slurm):
 @pytest.mark.parametrize(
     ("environment", "script", "wanted"),
     [
-        ({"SAVE": ""}, LAUNCH, "SAVE is not set: name the folder for checkpoints"),
-        ({}, "no/such.sh", "the first argument is 'no/such.sh', and no file: give a launch script"),
+        ({"SAVE": ""}, LAUNCH, "SAVE is not set: set it to the folder for checkpoints"),
+        ({}, "no/such.sh", "the first argument, 'no/such.sh', is not a file: give a launch script"),
         ({"ATTEMPTS": "none"}, LAUNCH, "ATTEMPTS=none: give a whole number in [1, 1000]"),
         ({"REQUEUES": "-1"}, LAUNCH, "REQUEUES=-1: give a whole number in [0, 10000]"),
-        ({"ROOT": "/nowhere"}, LAUNCH, "ROOT=/nowhere is no checkout: submit from its root folder, or give ROOT"),
-        ({"PYTHON": "/nowhere/python"}, LAUNCH, "PYTHON=/nowhere/python is no program"),
+        ({"ROOT": "/nowhere"}, LAUNCH, "ROOT=/nowhere is not a checkout of this repository: submit from its root folder, or set ROOT"),
+        ({"PYTHON": "/nowhere/python"}, LAUNCH, "PYTHON=/nowhere/python is not a program"),
     ],
 )
 def test_what_is_wrong_is_a_line(environment: dict[str, str], script: str, wanted: str, slurm: Slurm):
@@ -282,7 +281,7 @@ def test_what_is_wrong_is_a_line(environment: dict[str, str], script: str, wante
 
 def test_outside_of_a_job_it_says_so():
     done = subprocess.run(["bash", str(SCRIPT)], cwd=ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: this is no job of Slurm: start it with sbatch\n")
+    assert (done.returncode, done.stderr) == (2, "error: this is not a Slurm job: start it with sbatch\n")
 
 
 @pytest.mark.nightly(120)

@@ -102,15 +102,15 @@ class Stored:
     def amax(self) -> np.float32:
         return np.abs(self.values()).max()
 
-    def store(self, x: np.ndarray, bound: np.float32, w: np.ndarray, silent: np.ndarray | None = None) -> None:
+    def store(self, x: np.ndarray, bound: np.float32, w: np.ndarray, no_gradient: np.ndarray | None = None) -> None:
         """Stochastically but for v, which keeps at least its smallest code; where it is silent toward zero, below the smallest normal."""
         self.scale = scale_of(bound, VALUES[self.fmt][-1], self.scale)
         y = x * F32(self.scale)
         if self.name == "v":
             self.codes = nearest(np.maximum(y, F32(VALUES[self.fmt][1])), self.fmt)
         else:
-            if silent is not None:
-                w = np.where(silent & (np.abs(y) < VALUES[self.fmt][2 ** SHAPES[self.fmt][0]]), np.uint32(0), w)
+            if no_gradient is not None:
+                w = np.where(no_gradient & (np.abs(y) < VALUES[self.fmt][2 ** SHAPES[self.fmt][0]]), np.uint32(0), w)
             self.codes = stochastic(y, w, self.fmt, toward_zero=self.name == "master")
         self.negative = np.signbit(x)
 
@@ -153,7 +153,7 @@ def steps_of_adamw(p: np.ndarray, gradients: np.ndarray, key: int, offset: int) 
             F32(beta2) * v.amax() + F32(1 - beta2) * (amax * amax),
             F32(2) * master.amax(),
         )
-        m.store(new_m, bounds[0], w["m"], silent=g == 0)
+        m.store(new_m, bounds[0], w["m"], no_gradient=g == 0)
         v.store(new_v, bounds[1], w["v"])
         master.store(x, bounds[2], w["master"])
         found.append({each.name: {"codes": packed(each.payload()), "scale_inv": 1.0 / each.scale} for each in (m, v, master)})

@@ -325,6 +325,10 @@ def one(what: str, folder: Path, s: dict[str, Any]) -> None:
     torch.save(expected, folder / f"{what}_{dist.get_rank()}.pt")
     dist.barrier()
     parallel_state.destroy_model_parallel()
+    # megatron-core only forgets its groups, and the threads of each gloo group wake a hundred times a second for as long as it lives.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def main() -> None:

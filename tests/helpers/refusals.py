@@ -1,6 +1,6 @@
 """What tests of refusals share: good flags of the trainer, what is refused beside them, and how a command refuses.
 
-refusals.assert_refused("--hidden-size 66", 1, "--hidden-size 66 is not divisible by")
+refusals.assert_refused("--hidden-size 66", "--hidden-size 66 is not divisible by")
 """
 
 import re
@@ -28,7 +28,7 @@ def code(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return int(leaving.code or 0)
 
 
-Refusal = tuple[str, int, str]  # flags, processes, regular expression of the message
+Refusal = tuple[str, str] | tuple[str, str, int]  # flags, regular expression of the message, processes (1)
 
 
 def config(flags: str = "") -> Config:
@@ -36,7 +36,7 @@ def config(flags: str = "") -> Config:
     return parse_args(shlex.split(f"{GOOD} {flags}"))
 
 
-def assert_refused(flags: str, world_size: int, message: str) -> None:
+def assert_refused(flags: str, message: str, world_size: int = 1) -> None:
     """That a line of the refusal begins with, or holds, the message."""
     with pytest.raises(ValueError, match=f"(?m){message}"):
         check(config(flags), world_size)
@@ -45,10 +45,11 @@ def assert_refused(flags: str, world_size: int, message: str) -> None:
 def fired(rules: Rules, refusals: Iterable[Refusal]) -> set:
     """Those of the rules that have something to say of the flags."""
     found = set()
-    for flags, world_size, message in refusals:
+    for flags, message, *processes in refusals:
+        settings = config(flags)
         for rule in rules:
             try:
-                found |= {rule} if any(re.search(message, text) for text in rule(config(flags), world_size)) else set()
+                found |= {rule} if any(re.search(message, text) for text in rule(settings, *(processes or [1]))) else set()
             except (ValueError, ZeroDivisionError):  # a rule on values that `check` would have refused before it
                 continue
     return found

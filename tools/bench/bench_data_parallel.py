@@ -75,7 +75,7 @@ COLUMNS = (
     "profiled_ms",
     "exposed_ms",
     "exposed_share",
-    "silent_ms",
+    "no_comm_ms",
     "communication_share",
     "loss",
 )
@@ -94,7 +94,7 @@ def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
     return bench_step.configuration(level, argparse.Namespace(**vars(options) | {"flags": shlex.join(flags)}))
 
 
-def wire_bytes_a_parameter(sync: GradSync, params: Collection[Tensor]) -> float:
+def wire_bytes_per_parameter(sync: GradSync, params: Collection[Tensor]) -> float:
     """Return the payload bytes per parameter and step, mean over `params`: what all ranks send together, divided by their number less 1.
 
     A gradient is sent to its owner; then the new weight is sent back under ZeRO, otherwise the averaged gradient. Scales, a few floats per
@@ -211,8 +211,8 @@ def without_communication(training: Training, step: Step, steps: int, ms: float)
         training.optimizer.shard.gathers = False
     for _ in range(2):
         step()
-    silent = rows.percentiles(step_times(step, steps)[0])[1] * 1e3
-    return {"silent_ms": round(silent, 1), "communication_share": round(1 - silent / ms, 4)}
+    without_ms = rows.percentiles(step_times(step, steps)[0])[1] * 1e3
+    return {"no_comm_ms": round(without_ms, 1), "communication_share": round(1 - without_ms / ms, 4)}
 
 
 def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     times, result = step_times(step, options.steps)
     loss = float(result.loss_sum / result.tokens)
     wire = torch.tensor(sync.sent.total("weight") / options.steps, dtype=torch.float64, device=device)
-    found = memory()
+    columns = memory()
     dist.all_reduce(wire)
     low, median, high = rows.percentiles(times)
     params = sum(p.numel() for p in training.model.parameters())
@@ -247,8 +247,8 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     }
     if ranks > 1:
         row["wire_bytes_param"] = round(float(wire) / (ranks - 1) / params, 4)
-        row["wire_linear_bytes_param"] = round(wire_bytes_a_parameter(sync, linear_weights(sync)), 4)
-    row |= found | exposed_communication(step)
+        row["wire_linear_bytes_param"] = round(wire_bytes_per_parameter(sync, linear_weights(sync)), 4)
+    row |= columns | exposed_communication(step)
     return row | without_communication(training, step, options.steps, median * 1e3)
 
 
@@ -285,11 +285,11 @@ def memory() -> dict[str, float]:
         return {}
     torch.cuda.synchronize()
     sizes = {"peak_gib": torch.cuda.max_memory_allocated(), "rest_gib": torch.cuda.memory_allocated()}
-    found = {}
+    columns = {}
     for name, size in sizes.items():
         for end, value in zip(("min", "max"), least_and_most(size / 2**30), strict=True):
-            found[f"{name}_{end}"] = round(value, 2)
-    return found
+            columns[f"{name}_{end}"] = round(value, 2)
+    return columns
 
 
 def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.ArgumentParser:

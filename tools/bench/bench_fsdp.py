@@ -145,7 +145,7 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
     dist.all_reduce(losses)
     low, middle, high = (round(t * 1e3, 1) for t in rows.percentiles(times))
     first_loss, loss = (round(x, 4) for x in (losses / dist.get_world_size()).tolist())
-    found = {
+    columns = {
         "params_m": round(sum(p.numel() for p in model.parameters()) / 1e6, 1),
         "ms_p20": low,
         "ms": middle,
@@ -159,8 +159,8 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
     if device.type == "cuda":
         sizes = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()], dtype=torch.float64, device=device)
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
-        found |= dict(zip(("peak_gib", "rest_gib"), (round(size / 2**30, 2) for size in sizes.tolist()), strict=True))
-    return found
+        columns |= dict(zip(("peak_gib", "rest_gib"), (round(size / 2**30, 2) for size in sizes.tolist()), strict=True))
+    return columns
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,7 +8,6 @@ check compiles kernels and is reported separately. A row is appended to --csv.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,8 +26,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.step import train_step
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from tools.bench import rows
-from tools.bench.bench_recorder import step_parser, take_peak
+from tools.bench.bench_recorder import run, step_parser, take_peak
 from tools.bench.bench_step import configuration, random_batches
 
 
@@ -88,12 +86,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
     parser = step_parser(__doc__, steps=20, csv="lost_updates.csv")
-    options = parser.parse_args(argv)
-    process_groups.initialize(configuration(options.level, options))
-    row = measure(options)
-    print(json.dumps(row), flush=True)
-    rows.append(options.csv, [rows.machine(options.commit) | row])
-    return 0
+    return run(parser.parse_args(argv), measure)
 
 
 if __name__ == "__main__":

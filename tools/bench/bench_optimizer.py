@@ -86,7 +86,7 @@ def weight(shape: tuple[int, ...], fmt: Format, device: str) -> nn.Parameter:
 
 def times(prepare: Callable[[], Any], run: Callable[[], Any], repeats: int, warm_up: int = 5) -> list[float]:
     """Return the milliseconds of `run` on the device, from its first launch to its last; `prepare` runs before it and is not counted."""
-    found = []
+    seconds = []
     for i in range(warm_up + repeats):
         prepare()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -95,8 +95,8 @@ def times(prepare: Callable[[], Any], run: Callable[[], Any], repeats: int, warm
         end.record()
         torch.cuda.synchronize()
         if i >= warm_up:
-            found.append(start.elapsed_time(end))
-    return found
+            seconds.append(start.elapsed_time(end))
+    return seconds
 
 
 def copy_bandwidth(repeats: int) -> float:
@@ -164,13 +164,13 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     cases["step in a graph"] = (times(lambda: None, graphed(optimizer.step), options.repeats), step_bytes)
     parameters = sum(p.numel() for p in sync.names)
     level = " ".join([config.precision.name, *shlex.split(flags), *shlex.split(options.flags)])
-    return [_row(level, what, found, size, parameters, bandwidth, options) for what, (found, size) in cases.items()]
+    return [_row(level, what, seconds, size, parameters, bandwidth, options) for what, (seconds, size) in cases.items()]
 
 
 def _row(
-    level: str, what: str, found: Sequence[float], size: int, parameters: int, bandwidth: float, options: argparse.Namespace
+    level: str, what: str, seconds: Sequence[float], size: int, parameters: int, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    low, middle, high = rows.percentiles(found)
+    low, middle, high = rows.percentiles(seconds)
     return {
         **rows.machine(options.commit),
         "case": what,
@@ -180,7 +180,7 @@ def _row(
         "ms_p20": round(low, 3),
         "ms": round(middle, 3),
         "ms_p80": round(high, 3),
-        "bytes_a_param": round(size / parameters, 3),
+        "bytes_per_param": round(size / parameters, 3),
         "gb_s": round(size / middle / 1e6),
         "copy_gb_s": round(bandwidth / 1e9),
         "share": round(size / (middle / 1e3) / bandwidth, 3),
@@ -207,11 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bandwidth = copy_bandwidth(options.repeats)
     torch.cuda.empty_cache()
     for level, config in zip(options.levels, configurations, strict=True):
-        found = measure(config, options, bandwidth, flags=level.partition(" ")[2])
+        measured = measure(config, options, bandwidth, flags=level.partition(" ")[2])
         torch.cuda.empty_cache()
-        for row in found:
+        for row in measured:
             print(row, flush=True)
-        rows.append(options.csv, found)
+        rows.append(options.csv, measured)
     return 0
 
 

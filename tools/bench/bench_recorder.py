@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,15 @@ def step_parser(description: str | None, *, steps: int, csv: str) -> Parser:
     return parser
 
 
+def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
+    """Measure on one process, print the row and append it to the CSV."""
+    process_groups.initialize(configuration(options.level, options))
+    row = measure(options)
+    print(json.dumps(row), flush=True)
+    rows.append(options.csv, [rows.machine(options.commit) | row])
+    return 0
+
+
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the row."""
@@ -114,12 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--record-interval", type=count(1), default=INTERVAL, help="over which the extra time is spread (default: %(default)s)"
     )
-    options = parser.parse_args(argv)
-    process_groups.initialize(configuration(options.level, options))
-    row = measure(options)
-    print(json.dumps(row), flush=True)
-    rows.append(options.csv, [rows.machine(options.commit) | row])
-    return 0
+    return run(parser.parse_args(argv), measure)
 
 
 if __name__ == "__main__":

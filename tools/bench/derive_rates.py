@@ -182,7 +182,7 @@ def whole_steps() -> Iterator[Rate]:
     yield Rate("update", None, speed / 1e3, "TB/s", f"{OPTIMIZER}: O3, in a graph", "67af633")
     yield Rate("copy", None, copy / 1e3, "TB/s", f"{OPTIMIZER}: copy", "67af633")
     coat, plain = (one(OPTIMIZER, commit=COAT_UPDATE, case="step in a graph", level=level) for level in ("coat", "O3"))
-    moved = float(coat["bytes_a_param"]) * float(coat["params_m"]) * 1e6 / (float(plain["gb_s"]) * 1e9)
+    moved = float(coat["bytes_per_param"]) * float(coat["params_m"]) * 1e6 / (float(plain["gb_s"]) * 1e9)
     slower = float(coat["ms"]) * 1e-3 - moved
     yield Rate("update of groups", None, slower / float(coat["params_m"]) * 1e6, "ps", f"{OPTIMIZER}: coat, less its bytes", COAT_UPDATE)
     alone, two = step(STEP, PROFILED, "O3"), step(PARALLEL, "d2fde52", "O3")

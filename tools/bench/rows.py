@@ -5,7 +5,7 @@ import csv
 import datetime
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,22 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
     """Return the 20th, 50th and 80th percentile of at least two times."""
     cuts = statistics.quantiles(times, n=10, method="inclusive")
     return cuts[1], statistics.median(times), cuts[7]
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as text under a header, with right-aligned columns."""
+    lines = [columns, *([str(row[name]) for name in columns] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to a CSV, replacing the file; creates its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -96,14 +96,14 @@ def serve(case: str, options: argparse.Namespace) -> None:
         clock = Clock(graphs, "update", cuda) if captured else Clock(training.optimizer, "step", cuda)
 
         def steps(number: int) -> dict[str, list[float]]:
-            found = []
+            times = []
             for _ in range(number):
                 bench_step._synchronize(process_groups.device())
                 start = time.perf_counter()
                 train_step(training, batches, graphs)
                 bench_step._synchronize(process_groups.device())
-                found.append(1e3 * (time.perf_counter() - start))
-            return {"step": found, "update": clock.take()}
+                times.append(1e3 * (time.perf_counter() - start))
+            return {"step": times, "update": clock.take()}
 
         steps(options.warm_up)
         if cuda:
@@ -112,8 +112,8 @@ def serve(case: str, options: argparse.Namespace) -> None:
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
         with contextlib.redirect_stdout(sys.stderr):
-            found = steps(int(line))
-        print(json.dumps(found), flush=True)
+            measured = steps(int(line))
+        print(json.dumps(measured), flush=True)
 
 
 class Worker:
@@ -175,12 +175,12 @@ class Worker:
 
 def measure(workers: Sequence[Worker], rounds: int, steps: int) -> list[dict[str, Times]]:
     """Return the times of each case in each round; every round begins with another case."""
-    found = []
+    rounds_of_trees = []
     for number in range(rounds):
         turn = number % len(workers)
         times = {worker.case: worker.steps(steps) for worker in (*workers[turn:], *workers[:turn])}
-        found.append({worker.case: times[worker.case] for worker in workers})
-    return found
+        rounds_of_trees.append({worker.case: times[worker.case] for worker in workers})
+    return rounds_of_trees
 
 
 def table(rounds: Sequence[Mapping[str, Times]]) -> Iterator[dict[str, Any]]:
@@ -203,7 +203,7 @@ def trees_of(texts: Sequence[str]) -> dict[str, Path]:
     Raises:
         ValueError: another form, or a folder without the trainer or a copy of this file.
     """
-    found = {NOW: rows.ROOT}
+    trees = {NOW: rows.ROOT}
     for text in texts:
         label, _, folder = text.partition("=")
         if not label or not (Path(folder) / "megatron/lm/step.py").is_file():
@@ -213,8 +213,8 @@ def trees_of(texts: Sequence[str]) -> dict[str, Path]:
                 f"--tree {text}: {PROGRAM} is missing there because the tree is older; add its first version with git -C {folder} checkout "
                 f"0fe148f -- {PROGRAM}"
             )
-        found[label] = Path(folder).resolve()
-    return found
+        trees[label] = Path(folder).resolve()
+    return trees
 
 
 @exit_codes.command
@@ -248,12 +248,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for worker in workers:
             ready = worker.build()
             print(f"{worker.case}: {'replayed graphs' if ready['captured'] else 'eager steps'}, {ready['gib']:.1f} GiB", flush=True)
-        found = measure(workers, options.rounds, options.steps)
+        times = measure(workers, options.rounds, options.steps)
     finally:
         for worker in workers:
             worker.close()
     where = rows.machine(options.commit) | {"preset": f"{options.preset} {options.flags}".strip(), "micro_batch": options.micro_batch_size}
-    made = [where | row for row in table(found)]
+    made = [where | row for row in table(times)]
     for row in made:
         print({key: value for key, value in row.items() if key not in where}, flush=True)
     rows.append(options.csv, made)

@@ -19,37 +19,37 @@ Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: 
 
 def evaluations(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str, dict[int, dict[str, float]]]:
     """Return the validation losses of every precision with several seeds: precision -> tokens -> number of the run -> loss."""
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    by_precision: dict[str, dict[int, dict[str, float]]] = {}
     several = {folder_of(row["precision"]): row["precision"] for row in read(precisions) if int(row["seeds"]) > 1}
     for row in read(curves):
         folder, _, number = row["run"].rpartition("_")
         if row["kind"] == "valid" and folder in several:
-            found.setdefault(several[folder], {}).setdefault(int(row["tokens"]), {})[number] = float(row["loss"])
-    return found
+            by_precision.setdefault(several[folder], {}).setdefault(int(row["tokens"]), {})[number] = float(row["loss"])
+    return by_precision
 
 
 def differences(precisions: str = PRECISIONS, curves: str = CURVES) -> tuple[list[int], Differences]:
     """Return the tokens of the evaluations, and the relative differences from BF16: each run from the one of the same seed."""
     losses = evaluations(precisions, curves)
     base = losses.pop(BASE)
-    found: Differences = {}
+    by_pair: Differences = {}
     for precision, by_tokens in losses.items():
         for tokens, by_run in by_tokens.items():
             apart = [loss / base[tokens][number] - 1 for number, loss in by_run.items()]
-            found.setdefault(precision, []).append([statistics.fmean(apart), min(apart), max(apart)])
-    return list(base), found
+            by_pair.setdefault(precision, []).append([statistics.fmean(apart), min(apart), max(apart)])
+    return list(base), by_pair
 
 
 def final_losses(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str, dict[int, float]]:
     """Return the last validation loss of every precision by seed, in nats per token, including those with one seed."""
     names = {folder_of(row["precision"]): row["precision"] for row in read(precisions)}
     last = _last([row for row in read(curves) if row["kind"] == "valid"])
-    found: dict[str, dict[int, float]] = {}
+    by_precision: dict[str, dict[int, float]] = {}
     for run, row in last.items():
         folder, _, number = run.rpartition("_")
         if folder in names:
-            found.setdefault(names[folder], {})[FIRST_SEED + int(number)] = float(row["loss"])
-    return found
+            by_precision.setdefault(names[folder], {})[FIRST_SEED + int(number)] = float(row["loss"])
+    return by_precision
 
 
 def paired(precision: str, base: str = BASE, precisions: str = PRECISIONS, curves: str = CURVES) -> PairedDifference:
@@ -106,8 +106,8 @@ def against_bf16() -> Table:
     losses = evaluations()
     cells = [[f"`{BASE}`, nats per token", *(f"{statistics.fmean(by_run.values()):.4f}" for by_run in losses[BASE].values())]]
     for precision in (name for name in losses if name != BASE):
-        found = (paired_difference(losses[BASE][tokens], by_run).relative for tokens, by_run in losses[precision].items())
-        cells.append([f"`{precision}`, % from it, 95 % interval", *map(shown, found)])
+        above = (paired_difference(losses[BASE][tokens], by_run).relative for tokens, by_run in losses[precision].items())
+        cells.append([f"`{precision}`, % from it, 95 % interval", *map(shown, above)])
     columns = ["", *(f"{count / 1e6:.1f}M tokens" for count in losses[BASE])]
     return Table(columns, cells, [(PRECISIONS, rows_of_precisions(losses))])
 
@@ -119,10 +119,10 @@ def options(folder: str = OPTIONS) -> Table:
     losses, rows = evaluations(precisions, curves), read(precisions)
     cells = []
     for row in rows:
-        found = list(losses[row["precision"]][last].values())
-        loss = f"{statistics.fmean(found):.4f} ({min(found):.4f} to {max(found):.4f})"
+        values = list(losses[row["precision"]][last].values())
+        loss = f"{statistics.fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
         against = "" if row["precision"] == BASE else shown(paired(row["precision"], BASE, precisions, curves).relative)
-        cells.append([f"`{row['precision']}`", str(len(found)), loss, against, f"{float(row['peak_gib']):.2f}"])
+        cells.append([f"`{row['precision']}`", str(len(values)), loss, against, f"{float(row['peak_gib']):.2f}"])
     columns = ["precision", "seeds", f"loss after {last / 1e6:.1f}M tokens", "% from BF16 of the same seed, 95 % interval", "peak GiB"]
     return Table(columns, cells, [(precisions, rows)])
 

@@ -110,15 +110,15 @@ def rates() -> Table:
     """The rates."""
     name = "megatron/lm/planning/rates.csv"
     columns = {"rate": column("name"), "at": column("at"), "value": column("value"), "unit": column("unit"), "from": column("source")}
-    found = pick(name)
-    return Table(list(columns), [[cell(row) for cell in columns.values()] for row in found], [(name, found)])
+    picked = pick(name)
+    return Table(list(columns), [[cell(row) for cell in columns.values()] for row in picked], [(name, picked)])
 
 
 def table5() -> Table:
     """FP8-LM's Table 5 on its grids."""
-    found = pick(PAPER, lambda row: row["what"] == "table5")
+    picked = pick(PAPER, lambda row: row["what"] == "table5")
     cells = []
-    for row in found:
+    for row in picked:
         samples = float(row["samples_s"])
         cells.append(
             [SIZES[row["model"]], row["grid"], row["micro_batch"], f"`{row['precision']}`", f"{float(row['gib']):.1f}", row["paper_gb"],
@@ -135,31 +135,31 @@ def table5() -> Table:
         "the paper's",
         "difference %",
     ]
-    return Table(columns, cells, [(PAPER, found)])
+    return Table(columns, cells, [(PAPER, picked)])
 
 
 def context() -> Table:
     """GPT-175B on 32 GPUs of 80 GB, by length of the sequence."""
-    found = pick(PAPER, lambda row: row["what"] == "context")
-    lengths = sorted({int(row["sequence"]) for row in found})
+    picked = pick(PAPER, lambda row: row["what"] == "context")
+    lengths = sorted({int(row["sequence"]) for row in picked})
     cells = []
-    for precision in dict.fromkeys(row["precision"] for row in found):
-        by = {int(row["sequence"]): row for row in found if row["precision"] == precision}
+    for precision in dict.fromkeys(row["precision"] for row in picked):
+        by = {int(row["sequence"]): row for row in picked if row["precision"] == precision}
         cells.append(
             [f"`{precision}`", *(f"{by[length]['gib']} {'fits' if by[length]['fits'] == 'yes' else 'too much'}" for length in lengths)]
         )
-    return Table(["GiB of the fullest process", *(f"{length:,} tokens" for length in lengths)], cells, [(PAPER, found)])
+    return Table(["GiB of the fullest process", *(f"{length:,} tokens" for length in lengths)], cells, [(PAPER, picked)])
 
 
 def scale() -> Figure:
     """Step time and memory over GPUs for the paper's sizes, of the fastest grid."""
-    found = pick(PAPER, lambda row: row["what"] == "scale")
+    picked = pick(PAPER, lambda row: row["what"] == "scale")
     numbers: Numbers = {}
-    for row in found:
+    for row in picked:
         lines = numbers.setdefault(row["model"], {}).setdefault(row["precision"], {"gpus": [], "ms": [], "gib": []})
         for key, value in (("gpus", int(row["gpus"])), ("ms", float(row["ms"])), ("gib", float(row["gib"]))):
             lines[key].append(value)
-    return Figure(numbers, _draw, [(PAPER, found)])
+    return Figure(numbers, _draw, [(PAPER, picked)])
 
 
 def _draw(numbers: Numbers, path: Path) -> None:

@@ -72,7 +72,7 @@ def ppo() -> Table | Absent:
     same = ("model", "reward", "global_batch_size", "steps", "seed", "commit", "gpu")
     columns: dict[str, Cell] = {
         "level": code("recipe"), "reward": column("reward"), "steps": column("steps"), "first 10 steps": column("reward_first", 3),
-        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s/step": column("s_a_step", 2),
+        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s/step": column("s_per_step", 2),
         "weights MiB": column("weight_mib", 0), "from O0": _gain(rows, "weight_mib", same), "states MiB": column("state_mib", 0),
         "states from O0": _gain(rows, "state_mib", same), "gradients MiB": column("gradient_mib", 0), "peak MiB": column("peak_mib", 0),
     }  # fmt: skip
@@ -105,13 +105,13 @@ def evaluation() -> Table | Absent:
     rows = rows_of(EVALUATION)
     if not rows:
         return Absent(EVALUATION)
-    told = ("acc", "acc_norm", "bits_per_byte", "perplexity")
-    last = {(row["task"], row["metric"], row["model"]): row for row in rows if row["metric"] in told}
+    metrics = ("acc", "acc_norm", "bits_per_byte", "perplexity")
+    last = {(row["task"], row["metric"], row["model"]): row for row in rows if row["metric"] in metrics}
     models = list(dict.fromkeys(row["model"] for row in last.values()))
     cells = []
     for task, metric in dict.fromkeys(key[:2] for key in last):
-        found = [last.get((task, metric, model)) for model in models]
-        cells.append([task, metric, *("" if row is None else _measured(row) for row in found)])
+        row_of_models = [last.get((task, metric, model)) for model in models]
+        cells.append([task, metric, *("" if row is None else _measured(row) for row in row_of_models)])
     heads = [f"`{model}`" for model in models]
     return Table(["task", "metric", *heads], cells, [(EVALUATION, list(last.values()))])
 

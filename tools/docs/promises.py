@@ -31,15 +31,15 @@ def promises(root: Path) -> list[Promise]:
     Raises:
         ValueError: a marker without exactly two literal strings, or a sentence that two tests promise.
     """
-    found: list[Promise] = []
+    all_promises: list[Promise] = []
     for file in sorted((root / "tests").rglob("test_*.py")):
         name = file.relative_to(root).as_posix()
-        found += _marked(file, name)
-    texts = [promise.text for promise in found]
-    for promise in found:
+        all_promises += _marked(file, name)
+    texts = [promise.text for promise in all_promises]
+    for promise in all_promises:
         if texts.count(promise.text) > 1:
             raise ValueError(f"{promise.test} promises {promise.text!r}, and so does another test: mark only one of them")
-    return found
+    return all_promises
 
 
 def _marked(file: Path, name: str) -> Iterator[Promise]:

@@ -64,16 +64,16 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
     Raises:
         ValueError: there are rows without words for their size, or words without rows.
     """
-    found = keep.read(root / keep.RESULTS / f"{one.name}.csv")
-    size = next((size for size in reversed(list(one.sizes)) if any(row["size"] == size for row in found)), "")
-    told = words(root)[one.name]
-    if told.size != size or (told.verdict == NOT_RUN) != (not size):
+    results = keep.read(root / keep.RESULTS / f"{one.name}.csv")
+    size = next((size for size in reversed(list(one.sizes)) if any(row["size"] == size for row in results)), "")
+    text = words(root)[one.name]
+    if text.size != size or (text.verdict == NOT_RUN) != (not size):
         raise ValueError(
-            f"{WORDS}: the words of {one.name} are {told.verdict!r} for size {told.size!r}, and its rows are of size {size!r}: "
+            f"{WORDS}: the words of {one.name} are {text.verdict!r} for size {text.size!r}, and its rows are of size {size!r}: "
             "compare them with the rows, and set the size"
         )
-    rows = [row for row in found if row["size"] == size]
-    if told.verdict == HOLDS:
+    rows = [row for row in results if row["size"] == size]
+    if text.verdict == HOLDS:
         equal = {(base, other) for base, other, difference in loss_differences(one, rows) if difference.verdict() == HOLDS}
         undecided = [other for base, other in one.same_loss if (base, other) not in equal]
         if undecided:
@@ -81,7 +81,7 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
                 f"{WORDS}: the verdict of {one.name} is {HOLDS!r}, but the 95 % interval of {undecided[0]!r} is not within "
                 f"{100 * EFFECT:g} % of its baseline: write 'too small to say', or 'holds in part' and what holds"
             )
-    return size, rows, keep.missing(one, size, found) if size else []
+    return size, rows, keep.missing(one, size, results) if size else []
 
 
 def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, PairedDifference]]:
@@ -90,12 +90,12 @@ def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, Pa
     for row in rows:
         if not row["x"] and any(row["quantity"] in pair for pair in one.same_loss):
             losses.setdefault(row["quantity"], {})[row["seed"]] = float(row["ours"])
-    found = []
+    differences = []
     for base, other in one.same_loss:
         common = {seed: loss for seed, loss in losses.get(other, {}).items() if seed in losses.get(base, {})}
         if common:
-            found.append((base, other, paired_difference(losses[base], common)))
-    return found
+            differences.append((base, other, paired_difference(losses[base], common)))
+    return differences
 
 
 def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
@@ -158,14 +158,14 @@ def page(one: Entry, root: Path = ROOT) -> str:
     size, rows, missing = published(one, root)
     if not size:
         return ""
-    told = words(root)[one.name]
+    text = words(root)[one.name]
     seconds = sum({row["piece"]: float(row["seconds"]) for row in rows}.values())
     lines = [f"# {one.title}", "", *textwrap.wrap(f"The claim: {one.claim}", 118), ""]
-    lines += [f"**{told.verdict}**", "", *textwrap.wrap(told.agree, 118), ""]
+    lines += [f"**{text.verdict}**", "", *textwrap.wrap(text.agree, 118), ""]
     if one.same_loss:
         lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in loss_sentences(one, rows)), ""]
-    if told.cause:
-        lines += [*textwrap.wrap(f"Likely cause: {told.cause}", 118), ""]
+    if text.cause:
+        lines += [*textwrap.wrap(f"Likely cause: {text.cause}", 118), ""]
     if one.reason:
         lines += [*textwrap.wrap(f"What this does not cover: {one.reason}", 118), ""]
     lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {seconds:.0f} s.", ""]
@@ -190,13 +190,13 @@ def overview() -> Table:
     for name, one in ENTRIES.items():
         size, rows, missing = published(one)
         head = next((row for row in rows if row["quantity"] == one.headline), None)
-        told = words()[name]
+        text = words()[name]
         link = f"[{one.title}]({name}.md)" if size else one.title
         ours, paper = (
             ("", "") if head is None else (f"{_short(head[key])} {head['unit']}".strip() if head[key] else "" for key in ("ours", "paper"))
         )
         what = one.headline if size else one.reason or "It has not been run yet."
-        verdict = told.verdict + (f"; {len(missing)} pieces missing" if missing else "")
+        verdict = text.verdict + (f"; {len(missing)} pieces missing" if missing else "")
         cells.append([link, one.claim, what, paper, ours, size, verdict])
         if rows:
             sources.append((source(one), rows))
@@ -218,16 +218,16 @@ class Overview(Table):
 
 def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
     """Return the curves of an entry: name -> x and y, of the first seed."""
-    found: dict[str, list[list[float]]] = {}
+    lines: dict[str, list[list[float]]] = {}
     for row in rows:
         if row["x"]:
             name = row["quantity"]
             first = next(other["seed"] for other in rows if other["x"] and other["quantity"] == name)
             if row["seed"] == first:
-                xs, ys = found.setdefault(name, [[], []])
+                xs, ys = lines.setdefault(name, [[], []])
                 xs.append(float(row["x"]))
                 ys.append(float(row["ours"]))
-    return found
+    return lines
 
 
 MANY = 8  # curves in one panel, at most
@@ -254,20 +254,20 @@ def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, lis
 
     Up to `MANY` curves share a panel, under their whole names if they show different quantities. More have a panel per quantity.
     """
-    found: dict[str, dict[str, list[list[float]]]] = {}
+    panels: dict[str, dict[str, list[list[float]]]] = {}
     for name, curve in drawn.items():
         label, _, what = name.partition(", ")
-        found.setdefault(what, {})[label] = curve
-    return found if len(found) == 1 or len(drawn) > MANY else {"": dict(drawn)}
+        panels.setdefault(what, {})[label] = curve
+    return panels if len(panels) == 1 or len(drawn) > MANY else {"": dict(drawn)}
 
 
 def figures() -> dict[str, Any]:
     """Return, for each entry with curves in its rows, the function that makes its figure."""
-    found = {}
+    files = {}
     for name, one in ENTRIES.items():
         _, rows, _ = published(one)
         drawn = curves(rows)
         if drawn:
             numbers = json.loads(json.dumps({"panels": panels_of(drawn)}))
-            found[name] = functools.partial(Figure, numbers, _draw, [(source(one), rows)])
-    return found
+            files[name] = functools.partial(Figure, numbers, _draw, [(source(one), rows)])
+    return files

@@ -48,12 +48,12 @@ def loss() -> Table:
     for row in rows:
         case = row["precision"]
         level, _, given = case.partition(" ")
-        found = list(final[case].values())
-        middle = f"{statistics.fmean(found):.4f} ({min(found):.4f} to {max(found):.4f})"
+        values = list(final[case].values())
+        middle = f"{statistics.fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
         from_bf16 = losses.shown(difference(case, losses.BASE)) if given else ""
         both = given == flags(STOCHASTIC)
         from_nearest = losses.shown(difference(case, f"{level} {flags(NEAREST)}")) if both else ""
-        cells.append([f"`{level}`", roundings(case)[0] if given else "", str(len(found)), middle, from_bf16, from_nearest])
+        cells.append([f"`{level}`", roundings(case)[0] if given else "", str(len(values)), middle, from_bf16, from_nearest])
     against = [f"% from {base}, 95 % interval" for base in ("BF16", NEAREST)]
     columns = ["precision", "masters and moments", "seeds", "validation loss", *against]
     return Table(columns, cells, [(precisions, rows)])
@@ -120,11 +120,11 @@ def cost() -> Sentence:
 def small_updates() -> Table:
     """Share of FP32's displacement that reaches the weight under a constant gradient, by weights' standard deviation and learning rate."""
     rows = pick(SMALL)
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    by_case: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        found.setdefault((row["std"], row["lr"]), {})[f"{row['recipe']} {row['rounding']}"] = f"{float(row['share']):.2f}"
+        by_case.setdefault((row["std"], row["lr"]), {})[f"{row['recipe']} {row['rounding']}"] = f"{float(row['share']):.2f}"
     cases = list(dict.fromkeys(f"{row['recipe']} {row['rounding']}" for row in rows))
-    cells = [[std, lr, *(shares[case] for case in cases)] for (std, lr), shares in found.items()]
+    cells = [[std, lr, *(shares[case] for case in cases)] for (std, lr), shares in by_case.items()]
     return Table(["standard deviation", "learning rate", *cases], cells, [(SMALL, rows)])
 
 
@@ -135,7 +135,7 @@ def tuning() -> Table:
     cells = []
     for task, case in dict.fromkeys((row["task"], row["case"]) for row in rows):
         own = {name: of_seeds(task, case, name) for name in ("own_loss", "bf16_loss", "own_accuracy", "bf16_accuracy")}
-        means = [f"{statistics.fmean(found.values()):.3f}" if found else "" for found in own.values()]
+        means = [f"{statistics.fmean(by_seed.values()):.3f}" if by_seed else "" for by_seed in own.values()]
         level, _, given = case.partition(" ")
         from_o0 = losses.shown(tuned(task, case, "O0")) if given else ""
         from_nearest = losses.shown(tuned(task, case, f"{level} {flags(NEAREST)}")) if given == flags(STOCHASTIC) else ""

@@ -28,7 +28,7 @@ def config_7b(*flags: str) -> Config:
     return parse_args(["--preset", "7b", "--dry-run", *flags])
 
 
-def bytes_a_parameter() -> Table:
+def bytes_per_parameter() -> Table:
     """Bytes per element of a linear weight and of its gradient and states."""
     cells = []
     for name, flags in LEVELS:

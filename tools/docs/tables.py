@@ -174,7 +174,7 @@ def optimizer() -> Table:
     """The update alone, in a CUDA graph: the newest row of each precision."""
     columns = {
         "precision": column("level"), "state": lambda row: "COAT" if "coat" in row["case"] else "", "ms": column("ms", 2),
-        "bytes per parameter": column("bytes_a_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
+        "bytes per parameter": column("bytes_per_param", 1), "share of copy speed": column("share", 2), "commit": column("commit"),
     }  # fmt: skip
     name = f"{BENCH}/optimizer.csv"
     newest = {row["level"]: row for row in pick(name, lambda row: row["case"] == "step in a graph" and row["preset"] == "1.3b")}
@@ -272,11 +272,11 @@ def table7_measured() -> Table:
 
 def measured_of_table7() -> list[Row]:
     """Return the rows that were counted, with date and commit from `source`; `gpu` includes the number of GPUs."""
-    found: list[Row] = []
+    measured: list[Row] = []
     for row in pick(COMPUTED[0], lambda row: row["source"] != "computed"):
         date, commit = row["source"].split()
-        found.append({**row, "date": date, "commit": commit})
-    return found
+        measured.append({**row, "date": date, "commit": commit})
+    return measured
 
 
 def table8() -> Table:
@@ -352,12 +352,12 @@ def generation() -> Table:
 def attention() -> Table:
     """Attention in FP8 and BF16: microseconds of both, and FP8's error."""
     name, keys = f"{BENCH}/attention.csv", ("batch", "heads", "groups", "tokens", "inputs")
-    found: dict[tuple[str, ...], dict[tuple[str, str, str], Row]] = {}
+    by_shape: dict[tuple[str, ...], dict[tuple[str, str, str], Row]] = {}
     for row in pick(name):
-        found.setdefault(tuple(row[key] for key in keys), {})[row["what"], row["pass"], row["precision"]] = row
+        by_shape.setdefault(tuple(row[key] for key in keys), {})[row["what"], row["pass"], row["precision"]] = row
     timed = [("kernel", "forward"), ("kernel", "forward and backward"), ("layer", "forward and backward")]
     cells = []
-    for shape, of_shape in found.items():
+    for shape, of_shape in by_shape.items():
         times = [" / ".join(f"{float(of_shape[*what, precision]['us']):.0f}" for precision in ("bf16", "fp8")) for what in timed]
         lost = of_shape["kernel", "forward", "fp8"]
         cells.append([*shape, *times, " / ".join(lost[key] for key in ("sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv"))])
@@ -419,7 +419,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "gemm-speed": lambda: in_both("GEMM"),
     "saved-activations": saved_activations,
     "support": hardware.support,
-    "bytes-a-parameter": shapes.bytes_a_parameter,
+    "bytes-per-parameter": shapes.bytes_per_parameter,
     "memory-7b": shapes.memory_7b,
     "dry-run-7b": shapes.dry_run_7b,
     "refused-7b": shapes.refused_7b,

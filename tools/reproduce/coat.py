@@ -43,15 +43,15 @@ def states(task: Task) -> Iterator[Finding]:
     steps, shape = SHAPES[task.size]
     data = ROOT / ENWIK8 if task.size == "full" else byte_data(task.text, task.folder / "bytes")
     saved = checkpoint("bf16", steps, shape, data, task.folder)
-    found = rows_of("coat_states", ["--load", str(saved), "--csv", str(task.folder / "states.csv")], task.folder / "states.csv")
-    for row in (row for row in found if row["weights"] == "all"):
+    measured = rows_of("coat_states", ["--load", str(saved), "--csv", str(task.folder / "states.csv")], task.folder / "states.csv")
+    for row in (row for row in measured if row["weights"] == "all"):
         if row["range_median"]:
             yield Finding(f"{row['what']}, median of the groups", float(row["range_median"]), float(row["page_range"]), seed=1234)
             continue
-        told = f"m {row['m']}, v {row['v']}, {'expanded' if row['expand'] == 'yes' else 'plain'}"
+        formats = f"m {row['m']}, v {row['v']}, {'expanded' if row['expand'] == 'yes' else 'plain'}"
         for name, value in numbers(row, {"group_error": "median error of a group's update", "mse": "mean square error"}):
-            yield Finding(f"{told}: {name}", value, seed=1234)
-    error = {(row["m"], row["v"], row["expand"]): float(row["group_error"]) for row in found if row["weights"] == "all" and row["m"]}
+            yield Finding(f"{formats}: {name}", value, seed=1234)
+    error = {(row["m"], row["v"], row["expand"]): float(row["group_error"]) for row in measured if row["weights"] == "all" and row["m"]}
     gains = [error[m, v, "no"] / error[m, v, "yes"] for m, v, expand in error if expand == "yes"]
     yield Finding("expansion divides the error by, least of the four pairs", min(gains), seed=1234)
 
@@ -65,9 +65,9 @@ def activations(task: Task) -> Iterator[Finding]:
     steps, shape = SHAPES[task.size]
     saved = checkpoint("O2", steps, shape, byte_data(task.text, task.folder / "bytes"), task.folder)
     words = ["--load", str(saved), "--text", str(task.text), "--csv", str(task.folder / "activations.csv")]
-    found = rows_of("coat_activations", words, task.folder / "activations.csv")
+    measured = rows_of("coat_activations", words, task.folder / "activations.csv")
     worst: dict[tuple[str, str], float] = {}
-    for row in (row for row in found if row["sqnr_db"]):
+    for row in (row for row in measured if row["sqnr_db"]):
         for name, value in numbers(row, {"sqnr_db": "SQNR", "worst_token_db": "SQNR of the worst token"}):
             yield Finding(f"{row['what']}, {row['kept']}: {name}", value, unit="dB", seed=1234)
         worst[row["what"], row["kept"]] = float(row["worst_token_db"])
@@ -76,19 +76,19 @@ def activations(task: Task) -> Iterator[Finding]:
         yield Finding(f"{what}: groups of 16 channels above one scale, worst token", gain, unit="dB", seed=1234)
 
 
-def of_layers(found: Sequence[Row]) -> Iterator[Finding]:
+def of_layers(measured: Sequence[Row]) -> Iterator[Finding]:
     """Summarize the rows of --hf-model: the layer with the largest peak, the worst layer of each measure, and the gain of groups."""
     gains = {}
     for what in (*KEPT, SWIGLU):
-        of_input = [row for row in found if row["what"] == what]
+        of_input = [row for row in measured if row["what"] == what]
         most = max((row for row in of_input if row["kept"] == "BF16"), key=lambda row: float(row["peak_over_rms"]))
-        told = f"{what}, layer {most['layer']}, which has the largest peak"
-        yield Finding(f"{told}: largest magnitude over the rms", float(most["peak_over_rms"]))
+        place = f"{what}, layer {most['layer']}, which has the largest peak"
+        yield Finding(f"{place}: largest magnitude over the rms", float(most["peak_over_rms"]))
         for key, name in (("outlier_tokens", "tokens"), ("outlier_channels", "channels")):
-            yield Finding(f"{told}: {name} that hold an outlier", 100 * float(most[key]), unit="%")
-        yield Finding(f"{told}: outliers in the first token of a sequence", 100 * float(most["outlier_first"]), unit="%")
-        yield Finding(f"{told}: largest token over the median one, rms", float(most["token_spread"]))
-        yield Finding(f"{told}: largest channel over the median one, rms, first tokens aside", float(most["channel_spread"]))
+            yield Finding(f"{place}: {name} that hold an outlier", 100 * float(most[key]), unit="%")
+        yield Finding(f"{place}: outliers in the first token of a sequence", 100 * float(most["outlier_first"]), unit="%")
+        yield Finding(f"{place}: largest token over the median one, rms", float(most["token_spread"]))
+        yield Finding(f"{place}: largest channel over the median one, rms, first tokens aside", float(most["channel_spread"]))
         worst = {}
         for kept in ("tensor", "token", GROUPS, "groups of 16 tokens"):
             rows = [row for row in of_input if row["kept"] == kept]
@@ -142,8 +142,8 @@ def memory(task: Task) -> Iterator[Finding]:
         yield Finding(f"{name}, micro-batch 4, at {row['commit']}", float(row["ms"]), unit="ms per step", where=row)
     for line in table(cases, 4):
         if line["case"] != name:
-            told = f"{line['case']}, each at its largest, both at {earlier['commit']}: times BF16's speed"
-            yield Finding(told, line["its_speed"], where=cases[line["case"]][4])
+            quantity = f"{line['case']}, each at its largest, both at {earlier['commit']}: times BF16's speed"
+            yield Finding(quantity, line["its_speed"], where=cases[line["case"]][4])
 
 
 def loss(task: Task) -> Iterator[Finding]:

@@ -119,22 +119,22 @@ def inputs(model: torch.nn.Module, tokens: Tensor) -> dict[str, list[Tensor]]:
     """Return the inputs [tokens, channels] of the norms and of the activation of every layer, for `tokens` [b, s]."""
     from megatron.lm.model.layer import Layer
 
-    found: dict[str, list[Tensor]] = {"norm input": [], "activation input": []}
+    by_kind: dict[str, list[Tensor]] = {"norm input": [], "activation input": []}
     handles = []
     for layer in (module for module in model.modules() if isinstance(module, Layer)):
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
-            handles.append(norm.register_forward_pre_hook(lambda _, args: found["norm input"].append(args[0].flatten(0, 1))))
+            handles.append(norm.register_forward_pre_hook(lambda _, args: by_kind["norm input"].append(args[0].flatten(0, 1))))
 
         def activated(_: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> None:
             y, bias = output
-            found["activation input"].append((y if bias is None else y + bias).flatten(0, 1))
+            by_kind["activation input"].append((y if bias is None else y + bias).flatten(0, 1))
 
         handles.append(layer.mlp.linear_fc1.register_forward_hook(activated))  # the hook also prevents fusion of the layer
     with torch.no_grad():
         model(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None)
     for handle in handles:
         handle.remove()
-    return found
+    return by_kind
 
 
 def weight_gradients(x: Tensor, again: Tensor, what: str, kind: str) -> tuple[float, float]:
@@ -187,9 +187,9 @@ def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
     for level in ("O0", "O2"):
         for way in ("compute", "coat"):
             precision = PrecisionConfig(opt_level=level, save_activations=way)
-            found = replace(config, precision=precision)
+            with_precision = replace(config, precision=precision)
             channels = 2 * model.hidden_size + model.ffn_size * (2 if model.swiglu else 1)
-            whole, non_linear = memory.layer_activations(found) / tokens, saved_activations(precision).element_bytes(2) * channels
+            whole, non_linear = memory.layer_activations(with_precision) / tokens, saved_activations(precision).element_bytes(2) * channels
             yield {
                 "what": f"{level}, bytes a token and layer",
                 "kept": way,
@@ -198,12 +198,12 @@ def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
             }
 
 
-def table(found: Mapping[str, Sequence[Tensor]], kind: str) -> Iterator[dict[str, Any]]:
+def table(by_kind: Mapping[str, Sequence[Tensor]], kind: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the errors; `kind` is the activation function."""
-    norms = found["norm input"]
+    norms = by_kind["norm input"]
     channels, tokens = (torch.ones(norms[0].shape[i], device=norms[0].device, dtype=norms[0].dtype) for i in (1, 0))
     channels[::32], tokens[::64] = 50.0, 1e5
-    cases = dict(found) | {
+    cases = dict(by_kind) | {
         "norm input, large channels": [x * channels for x in norms],
         "norm input, large tokens": [x * tokens[:, None] for x in norms],
     }
@@ -218,7 +218,7 @@ def losses(x: Tensor, way: Saved) -> dict[str, Any]:
     back = way.restore(parts, x.dtype)
     wide = x.float()
     noise = (back.float() - wide).square().sum(1) / wide.square().sum(1)
-    found = {
+    by_way = {
         "bytes": way.element_bytes(2),
         "sqnr_db": sqnr_db(wide, back),
         "token_db": -10 * noise.median().log10().item(),
@@ -226,7 +226,7 @@ def losses(x: Tensor, way: Saved) -> dict[str, Any]:
         "underflow": underflow_frac(wide, back),
         "saturation": saturation_frac(parts[0], E4M3),
     }
-    return {name: f"{value:.4g}" for name, value in found.items()}
+    return {name: f"{value:.4g}" for name, value in by_way.items()}
 
 
 def outliers(x: Tensor, length: int) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def outliers(x: Tensor, length: int) -> dict[str, Any]:
     far = size > FAR * size[size > 0].median()
     first = torch.arange(x.shape[0], device=x.device) % length == 0
     tokens, channels = size.square().mean(1).sqrt(), size[~first].square().mean(0).sqrt()
-    found = {
+    columns = {
         "peak_over_rms": size.max() / size.square().mean().sqrt(),
         "outlier_tokens": far.any(1).float().mean(),
         "outlier_channels": far.any(0).float().mean(),
@@ -243,7 +243,7 @@ def outliers(x: Tensor, length: int) -> dict[str, Any]:
         "token_spread": tokens.max() / tokens.median(),
         "channel_spread": channels.max() / channels.median(),
     }
-    return {name: f"{value.item():.4g}" for name, value in found.items()}
+    return {name: f"{value.item():.4g}" for name, value in columns.items()}
 
 
 def watch(model: Any, tokens: Tensor, seen: Callable[[str, int, Tensor], None]) -> None:
@@ -381,9 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         shutdown()
     columns = COLUMNS if options.load else LAYER_COLUMNS
-    widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in columns}
-    for line in [dict(zip(columns, columns, strict=True)), *lines]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in columns))
+    print(rows.aligned(columns, lines))
     return 0
 
 

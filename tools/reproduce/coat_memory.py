@@ -62,8 +62,8 @@ def measure(case: str, micro_batch: int, options: argparse.Namespace) -> dict[st
         words = command(case, micro_batch, options, folder)
         done = subprocess.run(words, cwd=rows.ROOT, capture_output=True, text=True, check=False, timeout=TRIAL_SECONDS)
     if done.returncode == 0:
-        found = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-        return {key: found[key] for key in MEASURED}
+        report = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+        return {key: report[key] for key in MEASURED}
     if any(error in done.stderr for error in MEMORY_ERRORS):
         return dict.fromkeys(MEASURED, "")
     raise RuntimeError(f"{case} with micro-batch {micro_batch} failed with {done.returncode}:\n{done.stderr[-2000:]}")

@@ -57,7 +57,7 @@ def moments(saved: "CheckpointReader") -> dict[str, list[tuple[Tensor, Tensor]]]
         ValueError: the checkpoint contains no moments, or not in FP32.
     """
     tensors, device = saved.stored.tensors, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("linear", "embedding", "vector", "all")}
+    pairs_by_kind: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in ("linear", "embedding", "vector", "all")}
     for name in (key.removeprefix("exp_avg/") for key in tensors if key.startswith("exp_avg/") and "@" not in key):
         keys = (f"exp_avg/{name}", f"exp_avg_sq/{name}")
         other = [tensors[key].dtype for key in keys if tensors[key].dtype != torch.float32]
@@ -66,11 +66,11 @@ def moments(saved: "CheckpointReader") -> dict[str, list[tuple[Tensor, Tensor]]]
                 f"{saved.folder}: the moments of {name} are {other[0]}, so they are already rounded: give a run at O0 or O1 (FP32)"
             )
         m, v = (saved.stored.tensor(key).to(device) for key in keys)
-        found[kind(name, m)].append((m, v))
-        found["all"].append((m, v))
-    if not found["all"]:
+        pairs_by_kind[kind(name, m)].append((m, v))
+        pairs_by_kind["all"].append((m, v))
+    if not pairs_by_kind["all"]:
         raise ValueError(f"{saved.folder} contains no moments (exp_avg); give a checkpoint that a training run has written")
-    return {name: pairs for name, pairs in found.items() if pairs}
+    return {name: pairs for name, pairs in pairs_by_kind.items() if pairs}
 
 
 def range_row(pairs: Moments, moment: str) -> dict[str, Any]:
@@ -107,12 +107,12 @@ def _flat(xs: Iterable[Tensor]) -> Tensor:
 
 def table(by_kind: Mapping[str, Moments], eps: float) -> list[dict[str, Any]]:
     """Return all rows, each with all of COLUMNS."""
-    found = []
+    lines = []
     for weights, pairs in by_kind.items():
         common = dict.fromkeys(COLUMNS, "") | {"weights": weights, "elements": sum(m.numel() for m, _ in pairs)}
-        found += [common | range_row(pairs, moment) for moment in PAGE_RANGE]
-        found += [common | error_row(pairs, (m, v), expand, eps) for expand, m, v in product((False, True), FP8, FP8)]
-    return found
+        lines += [common | range_row(pairs, moment) for moment in PAGE_RANGE]
+        lines += [common | error_row(pairs, (m, v), expand, eps) for expand, m, v in product((False, True), FP8, FP8)]
+    return lines
 
 
 @exit_codes.command
@@ -126,13 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     saved = CheckpointReader(options.load)
     config = saved.config
-    found = table(moments(saved), config.optimizer.adam_eps)
+    lines = table(moments(saved), config.optimizer.adam_eps)
     run = {"model": f"{config.model.num_layers}x{config.model.hidden_size}", "iteration": saved.info["iteration"]}
     if options.csv:
-        rows.append(options.csv, [run | line | rows.machine() for line in found])
-    widths = {name: max(len(name), *(len(str(line[name])) for line in found)) for name in COLUMNS}
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *found]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+        rows.append(options.csv, [run | line | rows.machine() for line in lines])
+    print(rows.aligned(COLUMNS, lines))
     return 0
 
 

@@ -77,13 +77,13 @@ def table6(task: Task) -> Iterator[Finding]:
     text = bytes_of(task.text)
     last = {variant: list(collage(variant, beta2, loop, text, seed=1234))[-1] for variant in ("d", "plus", "light", "a")}
     for variant, row in last.items():
-        told = f"{variant}, {task.piece}: "
+        prefix = f"{variant}, {task.piece}: "
         if variant != "d":
             ratio = papers[variant][beta2] / papers["d"][beta2]
             ours = math.exp(row["valid_loss"] - last["d"]["valid_loss"])
-            yield Finding(told + "validation perplexity over D's", ours, ratio, seed=1234)
-        yield Finding(told + "lost arithmetic, last step", 100 * row["lost"], unit="%", seed=1234)
-        yield Finding(told + "EDQ over the norm of the update", row["edq"] / row["update_norm"], seed=1234)
+            yield Finding(prefix + "validation perplexity over D's", ours, ratio, seed=1234)
+        yield Finding(prefix + "lost arithmetic, last step", 100 * row["lost"], unit="%", seed=1234)
+        yield Finding(prefix + "EDQ over the norm of the update", row["edq"] / row["update_norm"], seed=1234)
 
 
 def setting6(piece: str, loop: Loop) -> tuple[float, Loop, Mapping[str, Mapping[float, float]]]:
@@ -103,15 +103,15 @@ def _table6_at_125m(task: Task) -> Iterator[Finding]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         runs = dict(zip(COURSE6, pool.map(lambda name: _recorded(name, beta2, loop, task.folder), COURSE6.values()), strict=True))
     for variant, run in runs.items():
-        told = f"{variant}, {task.piece}: "
+        prefix = f"{variant}, {task.piece}: "
         if variant != "d":
             paper = papers[variant][beta2] / papers["d"][beta2] if variant in papers else None
             ours = math.exp(run.valid[-1]["loss"] - runs["d"].valid[-1]["loss"])
-            yield Finding(told + "validation perplexity over D's", ours, paper, seed=1234)
+            yield Finding(prefix + "validation perplexity over D's", ours, paper, seed=1234)
         totals = [step["total"] for step in run.steps if step["total"] is not None]
-        yield Finding(told + "lost arithmetic, mean", 100 * _mean(total["lost"] for total in totals), unit="%", seed=1234)
+        yield Finding(prefix + "lost arithmetic, mean", 100 * _mean(total["lost"] for total in totals), unit="%", seed=1234)
         yield Finding(
-            told + "share of the update that arrives, mean", 100 * _mean(total["arrived"] for total in totals), unit="%", seed=1234
+            prefix + "share of the update that arrives, mean", 100 * _mean(total["arrived"] for total in totals), unit="%", seed=1234
         )
         for line in run.train:
             yield Finding(f"{variant}, {task.piece}, training loss", line["loss"], x=line["iteration"], seed=1234)
@@ -170,8 +170,8 @@ def steps_of(model: str) -> dict[str, Row]:
 
 def figure4(task: Task) -> Iterator[Finding]:
     """Report peak memory saved against option D: 125M in training, and the paper's larger models in measured whole steps."""
-    found = [{name: row_of(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
-    for rows in found:
+    sources = [{name: row_of(name) for name in NAMES.values()}, *(rows for rows in map(steps_of, throughput.MODELS7) if rows)]
+    for rows in sources:
         base = rows[NAMES["d"]]
         model = f"{float(base['params_m']) / 1e3:.1f}B" if "params_m" in base else "125M"
         for variant, name in NAMES.items():
@@ -180,8 +180,8 @@ def figure4(task: Task) -> Iterator[Finding]:
                 yield Finding(f"{variant}, {model}: peak memory saved against D", _saved(rows[name], base), unit="%", where=rows[name])
     for variant in ("light", "plus"):
         name = NAMES[variant]
-        saved = sum(_saved(rows[name], rows[NAMES["d"]]) for rows in found) / len(found)
-        yield Finding(f"{variant}: saved against D, mean of the models", saved, throughput.SAVED4[name], "%", where=found[-1][name])
+        saved = sum(_saved(rows[name], rows[NAMES["d"]]) for rows in sources) / len(sources)
+        yield Finding(f"{variant}: saved against D, mean of the models", saved, throughput.SAVED4[name], "%", where=sources[-1][name])
 
 
 def _saved(row: Row, base: Row) -> float:

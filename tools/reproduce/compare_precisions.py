@@ -19,7 +19,6 @@ Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) of 
 """
 
 import argparse
-import csv
 import itertools
 import math
 import os
@@ -88,14 +87,14 @@ def seeds_of(texts: Sequence[str]) -> dict[str, int]:
     Raises:
         ValueError: the form is wrong, the precision unknown, or the number below 1.
     """
-    found = {}
+    seeds = {}
     for text in texts:
         precision, _, count = text.rpartition("=")
         if not count.isdecimal() or int(count) < 1:
             raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1")
         case_flags(precision)
-        found[precision] = int(count)
-    return found
+        seeds[precision] = int(count)
+    return seeds
 
 
 def command(job: Job, options: argparse.Namespace) -> list[str]:
@@ -233,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [job for job in (*first, *shared) if not complete(job, options)]
     whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in first or alone[p] not in missing}
     if any(whole.values()):
-        write({p: found for p, found in whole.items() if found}, alone, options)
+        write({p: of_precision for p, of_precision in whole.items() if of_precision}, alone, options)
     if missing:
         print("missing: " + ", ".join(job.name for job in missing))
     return int(bool(missing))
@@ -248,7 +247,7 @@ def job_of(precision: str, number: int | str, steps: int) -> Job:
 def alone_of(jobs: Mapping[str, Sequence[Job]], options: argparse.Namespace) -> dict[str, Job]:
     """Return, by precision, the run that has the GPU to itself, whose speed is reported: a short one if the others share the GPU."""
     short = options.at_once > 1 and not options.no_speed
-    return {p: job_of(p, "alone", options.speed_steps) if short else found[0] for p, found in jobs.items()}
+    return {p: job_of(p, "alone", options.speed_steps) if short else of_precision[0] for p, of_precision in jobs.items()}
 
 
 def folder_of(precision: str) -> str:
@@ -262,22 +261,19 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     def read(job: Job) -> Run:
         return read_run(job.name, options.out / job.name / "metrics.jsonl")
 
-    runs = {precision: {job.seed: read(job) for job in found} for precision, found in jobs.items()}
+    runs = {precision: {job.seed: read(job) for job in of_precision} for precision, of_precision in jobs.items()}
     where = rows.machine(options.commit)
     base, timed = runs.get("bf16", {}), not options.no_speed
-    speed = {precision: read(alone[precision]) if timed else next(iter(found.values())) for precision, found in runs.items()}
-    table = [where | row_of(precision, found, speed[precision], base, timed=timed) for precision, found in runs.items()]
-    with (options.out / "precisions.csv").open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
+    speed = {precision: read(alone[precision]) if timed else next(iter(of_precision.values())) for precision, of_precision in runs.items()}
+    table = [where | row_of(precision, of_precision, speed[precision], base, timed=timed) for precision, of_precision in runs.items()]
+    rows.write(options.out / "precisions.csv", list(table[0]), table)
     print("| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), sep="\n")
     for row in table:
         print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
-    for precision, found in runs.items():
-        if precision != BASE and (difference := against_base(found, runs.get(BASE, {}))) is not None:
+    for precision, of_precision in runs.items():
+        if precision != BASE and (difference := against_base(of_precision, runs.get(BASE, {}))) is not None:
             print(difference.sentence(BASE, precision))
-    every = [run for found in runs.values() for run in found.values()]
+    every = [run for of_precision in runs.values() for run in of_precision.values()]
     write_curves(every, options.out / "curves.csv")
     try:
         figure(runs).savefig(options.out / "loss.png")
@@ -294,14 +290,14 @@ def figure(runs: Mapping[str, Mapping[int, Run]]) -> "Figure":
     left, right = drawn.subplots(1, 2, width_ratios=(3, 2))
     base = runs.get("bf16", next(iter(runs.values())))
     families: dict[str, int] = {}
-    for position, (precision, found) in enumerate(runs.items()):
+    for position, (precision, by_seed) in enumerate(runs.items()):
         style = next((style for start, style in STYLES.items() if precision.startswith(start)), "solid")
         color = COLORS[families.setdefault(style, 0) % len(COLORS)]
         families[style] += 1
-        seed, run = next(iter(found.items()))
+        seed, run = next(iter(by_seed.items()))
         iterations, relative = differences(base.get(seed, next(iter(base.values()))), run, SMOOTHED)
         left.plot(iterations, [100 * difference for difference in relative], color=color, linestyle=style, linewidth=1.6, label=precision)
-        right.plot([run.valid[-1]["loss"] for run in found.values()], [position] * len(found), "o", color=color, alpha=0.8)
+        right.plot([run.valid[-1]["loss"] for run in by_seed.values()], [position] * len(by_seed), "o", color=color, alpha=0.8)
     left.set(xlabel="iteration", ylabel=f"training loss from {next(iter(base.values())).name} (%), smoothed over {SMOOTHED} lines")
     left.legend(frameon=False, ncols=2, fontsize=9)
     right.set_yticks(range(len(runs)), list(runs))

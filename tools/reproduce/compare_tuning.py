@@ -14,7 +14,6 @@ per run (`COLUMNS`).
 """
 
 import argparse
-import csv
 import importlib
 import json
 import math
@@ -119,8 +118,8 @@ def judge(task: str, script: Any, words: Sequence[str], folder: Path) -> dict[st
     if task == "sft":
         return {"loss": script.judge(model, held_out, args, tokenizer.pad_token_id)}
     reference = models.load_model(args.load, "AutoModelForCausalLM", torch.bfloat16, args.device)
-    found = script.judge(model, reference, held_out, args, tokenizer.pad_token_id)
-    return {"loss": found["valid_loss"], "accuracy": found["valid_accuracy"]}
+    judged = script.judge(model, reference, held_out, args, tokenizer.pad_token_id)
+    return {"loss": judged["valid_loss"], "accuracy": judged["valid_accuracy"]}
 
 
 def complete(job: Job, options: argparse.Namespace) -> bool:
@@ -165,10 +164,8 @@ def write(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """Write tuning.csv, and print the mean over the seeds of every case."""
     where = rows.machine(options.commit)
     results = [json.loads((options.out / job.name / "result.json").read_text(encoding="utf-8")) for job in jobs]
-    with (options.out / "tuning.csv").open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, [*where, *COLUMNS])
-        writer.writeheader()
-        writer.writerows(where | {key: "" if result[key] is None else result[key] for key in COLUMNS} for result in results)
+    lines = [where | {key: "" if result[key] is None else result[key] for key in COLUMNS} for result in results]
+    rows.write(options.out / "tuning.csv", [*where, *COLUMNS], lines)
     print("| task | case | seeds | " + " | ".join(MEASURES) + " |", "|" + " --- |" * (3 + len(MEASURES)), sep="\n")
     for task, name in dict.fromkeys((result["task"], result["case"]) for result in results):
         group = [result for result in results if (result["task"], result["case"]) == (task, name)]
@@ -210,10 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Job(task=task, case=name, seed=FIRST_SEED + n) for n in range(options.seeds) for task in reversed(tasks) for name in options.cases
     ]
     run_all(jobs, options, forwarded(options), time.monotonic() + 60 * options.minutes)
-    found = [job for job in jobs if complete(job, options)]
-    if found:
-        write(found, options)
-    if missing := [job.name for job in jobs if job not in found]:
+    done = [job for job in jobs if complete(job, options)]
+    if done:
+        write(done, options)
+    if missing := [job.name for job in jobs if job not in done]:
         print("missing: " + ", ".join(missing))
     return int(bool(missing))
 

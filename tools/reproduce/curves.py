@@ -43,12 +43,12 @@ def table6(task: Task) -> Iterator[Finding]:
     name, _, seed = task.piece.split()
     if task.size == "full" and name == "#0":  # recorded in the comparison of all precisions: FP32 takes longer than all other rows
         row = losses.row_of(TABLE6[name])
-        yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats a token", seed=int(seed), where=row)
+        yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats per token", seed=int(seed), where=row)
         return
     _, steps, flags = COURSES[task.size]
     data = byte_data(task.text, task.folder / "bytes") if task.size != "full" else ROOT / ENWIK8
     run = trained(TABLE6[name], int(seed), steps, flags, data, task.folder / task.size)
-    yield Finding(f"{name}, validation loss", run.valid[-1]["loss"], DIVERGED.get(name), "nats a token", seed=int(seed))
+    yield Finding(f"{name}, validation loss", run.valid[-1]["loss"], DIVERGED.get(name), "nats per token", seed=int(seed))
     for line in run.train:
         yield Finding(f"{name}, training loss", line["loss"], x=line["iteration"], seed=int(seed))
 
@@ -65,18 +65,18 @@ def figure4(task: Task) -> Iterator[Finding]:
                 yield Finding(f"{level} at {model}: validation loss", loss, unit="nats per token", seed=seed, where=rows[level])
             if level != losses.BASE:
                 above = losses.paired(level, losses.BASE, precisions, curves).relative
-                told = f"{level}, {model}: validation loss above BF16's, "
-                yield Finding(told + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
+                quantity = f"{level}, {model}: validation loss above BF16's, "
+                yield Finding(quantity + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
                 if above.half_width is not None:
-                    yield Finding(told + "half width of the 95 % interval", 100 * above.half_width, unit="%", where=rows[level])
+                    yield Finding(quantity + "half width of the 95 % interval", 100 * above.half_width, unit="%", where=rows[level])
         base = rows[losses.BASE]
         seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
         yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
         if folder == losses.LARGE:  # 125M's curves are in the comparison of all precisions
             for row in (row for row in read(curves) if row["kind"] == "train" and row["run"].endswith("_0")):
                 level = row["run"].removesuffix("_0")
-                told = f"{level}, {model}, training loss by tokens"
-                yield Finding(told, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
+                quantity = f"{level}, {model}, training loss by tokens"
+                yield Finding(quantity, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
 
 
 GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))

@@ -4,25 +4,25 @@
         --vocab-file data/enwik8/encoder.json --merge-file data/enwik8/vocab.bpe
     python tools/reproduce/fig7.py --rows tools/reproduce/results/fig7/fig7.csv     table and figure once more, nothing measured
 
-Flags that are not listed by --help go to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
-model; then N ranks are simulated: the gradients of the linear weights on the next micro-batches, each of its own text, as they leave the
-GEMM. Scales, payloads and sums are those of `msamp.comm`: `fp32-sum` is our default exchange; all others sum in FP8 as NCCL does, hop by
-hop, in rank order unless --orders names other ones (`sum_orders.py`). NCCL may add in each of them. Orders other than the chain are
-measured at the largest size alone.
+Flags that --help does not list are passed to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
+model, then simulates N ranks: each rank's gradients are those of the linear weights on a micro-batch of its own, as the GEMM returns them.
+Scales, payloads and sums come from `msamp.comm`. `fp32-sum` is our default gradient reduction. All other strategies sum in FP8 hop by hop,
+as NCCL does, in rank order unless --orders names other orders (`sum_orders.py`); NCCL may use any of them. Orders other than the chain are
+measured at the largest data-parallel size only.
 
-Auto-scaling's mu adapts itself for --mu-steps steps on the gradients of N other micro-batches, and is judged on those that all strategies
-are judged on. `auto-paper` follows the paper, which sets mu to 1/2 where too much saturates; `auto-halve` is our rule, which halves it as
-long as that goes on; `auto-halve-in-sample` adapts on the very gradients that it is judged on, which no training can do.
+Auto-scaling's mu adapts for --mu-steps steps on the gradients of N other micro-batches; all strategies are then evaluated on the same
+gradients. `auto-paper` follows the paper, which sets mu to 1/2 when too many elements saturate. `auto-halve` is our rule: it halves mu
+until few enough saturate. `auto-halve-in-sample` adapts on the gradients it is evaluated on, which no training run can do.
 
-Everything is compared with the FP64 mean of the gradients before any quantisation:
+The reference is the FP64 mean of the gradients before quantization:
 
-- snr_db: of the mean that comes out, over all linear weights of a block;
-- underflow: share of the elements of the mean that are not zero and come out as zero, also where the payloads cancel out;
-- underflow_local: share of the elements of the ranks' gradients that are not zero and are zero in their payloads ("when quantifying
-  gradients from 32-bit to 8-bit", which is what the paper says of its underflow);
-- overflow, overflow_local: share of elements at the format's maximum in the payload of the sum, and in those of the ranks.
+- snr_db: SNR of the reduced mean, over all linear weights of a block;
+- underflow: share of the non-zero elements of the mean that the reduction returns as zero, also where payloads cancel out;
+- underflow_local: share of the non-zero elements of the ranks' gradients that are zero in their payloads, the paper's definition of
+  underflow ("when quantifying gradients from 32-bit to 8-bit");
+- overflow, overflow_local: share of elements at the format's maximum in the payload of the sum, and in the ranks' payloads.
 
-The paper measured a GPT-7B at DP 128, and tells its result in words and curves only.
+The paper measured a GPT-7B at DP 128 and reports its result in words and curves only.
 """
 
 import argparse
@@ -90,19 +90,19 @@ COLORS = {
 MEASURES = ("snr_db", "underflow", "underflow_local", "overflow", "overflow_local")
 RUN = ("opt_level", "micro_batch", "train_iters", "loss", "seed", "gpu", "driver", "torch", "commit", "date")
 COLUMNS = ("model", "dp", "block", "strategy", "order", *MEASURES, "mu_min", "mu_max", *RUN)
-BISECTIONS = 14  # of at most 11 octaves: finer than one step of growth of mu
+BISECTIONS = 14  # over at most 11 octaves: finer than one growth step of mu
 
 
 # ------------------------------------------------------------------------------------------------------------------ gradients
 
 
 class Ranks:
-    """The gradients of N simulated ranks, of a model that was just trained.
+    """Train a model and take its gradients on N simulated ranks.
 
     Attributes:
-        blocks: for each transformer block its linear weights' gradients, one [N, rows, columns] a weight, in the dtype of the GEMM.
-        earlier: the same on N other micro-batches, for mu to adapt on.
-        loss: of the last training iteration, nats a token.
+        blocks: for each transformer block, the gradients of its linear weights, one [N, rows, columns] per weight, in the GEMM's dtype.
+        earlier: the same on N other micro-batches, on which mu adapts.
+        loss: loss of the last training iteration, in nats per token.
     """
 
     def __init__(self, config: Config, ranks: int) -> None:
@@ -137,19 +137,19 @@ def _gradients(model: nn.Module, stream: Iterator[dict[str, Tensor]], ranks: int
         batch = next(stream)
         losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         loss, _ = mean_loss((losses * batch["loss_mask"]).sum(), batch["loss_mask"])
-        gradients = torch.autograd.grad(loss, weights)  # accumulates nowhere: no hook of the synchroniser takes them
+        gradients = torch.autograd.grad(loss, weights)  # not .backward(): the gradient synchronizer's hooks must not run
         stacks = stacks or [g.new_empty(ranks, *g.shape) for g in gradients]
         for stack, g in zip(stacks, gradients, strict=True):
             stack[rank] = g
-    found = iter(stacks)
-    return [[next(found) for _ in layer] for layer in layers]
+    remaining = iter(stacks)
+    return [[next(remaining) for _ in layer] for layer in layers]
 
 
 # ------------------------------------------------------------------------------------------------------------------- exchange
 
 
 class SimulatedPeers(Peers):
-    """All ranks of a group in one process, seen from rank 0, which owns everything and receives what `payloads` says the ranks send."""
+    """A process group simulated in one process: rank 0 owns every tensor and receives `payloads`, one from each rank."""
 
     def __init__(self, payloads: Sequence[Tensor]) -> None:
         super().__init__(None, WireBytes())
@@ -161,7 +161,7 @@ class SimulatedPeers(Peers):
 
 
 def exchange(wire: FP32SumWire, gradients: Tensor, factor: Tensor) -> tuple[Reduced, list[Tensor]]:
-    """The average of a weight's gradients and what each rank sent for it, flat; `gradients` [N, rows, columns], `factor` FP32 0-dim."""
+    """Return the averaged gradient of a weight and each rank's flat payload; `gradients` [N, rows, columns], `factor` an FP32 scalar."""
     payloads = [pack_scaled(g, factor, wire.format).flatten() for g in gradients]
     ranks, count = gradients.shape[:2]
     bucket = Bucket([gradients[0]], ["weight"], wire.format, [Piece(tensor=0, row=0, rows=count, owner=0)], ranks, 0)
@@ -169,7 +169,10 @@ def exchange(wire: FP32SumWire, gradients: Tensor, factor: Tensor) -> tuple[Redu
 
 
 def mu_threshold(exceeded: Callable[[float], bool], ranks: int) -> float:
-    """The largest mu, to 0.1 %, with an exchange that does not exceed, by bisection from 1 / (4 N), which never does, to above MU_MAX."""
+    """Return the largest mu, within 0.1 %, that does not exceed the saturation limit.
+
+    Bisects between 1 / (4 N), which never exceeds it, and a value above MU_MAX.
+    """
     low, high = 1 / (4 * ranks), MU_MAX * GROWTH
     for _ in range(BISECTIONS):
         middle = math.sqrt(low * high)
@@ -181,10 +184,10 @@ def mu_threshold(exceeded: Callable[[float], bool], ranks: int) -> float:
 
 
 def adapted_mu(thresholds: Tensor, ranks: int, steps: int, rule: str = "halve") -> Tensor:
-    """mu of each tensor after `steps` steps with the same gradients, FP64 [n]; a step exceeds where mu is above its threshold. `rule`: one
-    of `msamp.comm.grad_scaling.MU_RULES`.
+    """Return each tensor's mu after `steps` steps with the same gradients, FP64 [n]; `rule` is one of `msamp.comm.grad_scaling.MU_RULES`.
 
-    So the exchange is measured some 14 times for the threshold and not in every step: 500 quiet ones lead from 1 to 2.
+    A step saturates if mu is above the tensor's threshold, so the reduction runs about 14 times for the threshold instead of in every
+    step; mu takes 500 steps without saturation to grow from 1 to 2.
     """
     mu = torch.ones_like(thresholds)
     for _ in range(steps):
@@ -193,19 +196,19 @@ def adapted_mu(thresholds: Tensor, ranks: int, steps: int, rule: str = "halve") 
 
 
 def shared_scales(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """s_g of each weight of a block, the smallest that a rank proposes."""
+    """Return s_g of each weight of a block: the smallest scale that any rank proposes."""
     return [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
 
 
 def counted(values: Tensor, payload: Tensor) -> Tensor:
-    """Return what `ops.count_` counts, int64 [3]: non-zero, at the maximum, vanished."""
+    """Return the counts of `ops.count_`, int64 [3]: non-zero elements, elements at the maximum, elements rounded to zero."""
     row = torch.zeros(3, dtype=torch.int64, device=values.device)
     ops.count_(row, values, payload)
     return row
 
 
 def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN) -> Tensor:
-    """The mu of each weight of a block above which too much saturates in a sum of this order, FP64 [n]."""
+    """Return, for each weight of a block, the mu above which too many elements saturate in a sum of this order, FP64 [n]."""
     ranks = len(gradients[0])
 
     def threshold(g: Tensor, scale: Tensor) -> float:
@@ -220,13 +223,13 @@ def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN) -> Tensor:
 
 
 def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_steps: int, order: str = CHAIN) -> list[dict[str, Any]]:
-    """MEASURES of every strategy on one block; `fp32-sum`, which no order changes, with the chain alone.
+    """Return MEASURES of every strategy on one block; `fp32-sum`, which does not depend on the order, is measured with the chain only.
 
     Args:
-        gradients: for each of its weights the gradients of N ranks, [N, rows, columns], that are exchanged and judged.
-        earlier: the same of other micro-batches, on which mu adapts.
-        mu_steps: steps that it takes to.
-        order: of the additions, one of `sum_orders.ORDERS`.
+        gradients: for each weight of the block, the gradients of N ranks, [N, rows, columns], that are reduced and evaluated.
+        earlier: the same on other micro-batches, on which mu adapts.
+        mu_steps: number of steps that mu adapts for.
+        order: order of the additions, one of `sum_orders.ORDERS`.
     """
     ranks = len(gradients[0])
     scales = shared_scales(gradients)
@@ -236,7 +239,7 @@ def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_ste
     factors = {"pre": [scale / ranks for scale in scales], "post": scales}
     factors |= {name: [scale * m for scale, m in zip(scales, mu, strict=True)] for name, mu in mus.items()}
     factors |= {"fp32-sum": scales} if order == CHAIN else {}
-    found = []
+    measured = []
     for strategy, multipliers in factors.items():
         wire = FP32SumWire(E4M3) if strategy == "fp32-sum" else OrderedWire(E4M3, order)
         values, counts = [], torch.zeros(4, dtype=torch.int64, device=mean.device)
@@ -253,18 +256,18 @@ def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_ste
         row |= {"underflow_local": lost / max(1, nonzero), "overflow": at_max / mean.numel()}
         row |= {"overflow_local": at_max_local / (ranks * mean.numel())}
         mu = mus.get(strategy, [])
-        found.append(row | {"mu_min": min(mu, default=""), "mu_max": max(mu, default="")})
-    return found
+        measured.append(row | {"mu_min": min(mu, default=""), "mu_max": max(mu, default="")})
+    return measured
 
 
 def measure(config: Config, sizes: Sequence[int], orders: Sequence[str], mu_steps: int, tree: str | None) -> Iterator[list[dict[str, Any]]]:
-    """Train, then the rows of one data-parallel size after the other, by order, block and strategy; needs `process_groups.initialize`.
+    """Train the model, then yield the rows of one data-parallel size and order at a time; requires `process_groups.initialize`.
 
-    Orders other than the chain are measured at the largest size alone.
+    Orders other than the chain are measured at the largest size only.
     """
     started = time.perf_counter()
     ranks = Ranks(config, max(sizes))
-    print(f"trained, and the gradients of {max(sizes)} ranks taken, after {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"trained and computed the gradients of {max(sizes)} ranks in {time.perf_counter() - started:.0f} s", flush=True)
     common: dict[str, Any] = {"model": f"gpt-{config.model.num_layers}x{config.model.hidden_size}", "opt_level": config.precision.name}
     common |= {"micro_batch": config.training.micro_batch_size, "train_iters": config.iterations(1)}
     common |= {"loss": f"{ranks.loss:.4f}", "seed": config.training.seed} | rows.machine(tree)
@@ -273,9 +276,9 @@ def measure(config: Config, sizes: Sequence[int], orders: Sequence[str], mu_step
         for block, both in enumerate(zip(ranks.blocks, ranks.earlier, strict=True)):
             with torch.no_grad():
                 gradients, earlier = ([g[:dp] for g in weights] for weights in both)
-                found = measure_block(gradients, earlier, mu_steps, order)
-            table += [common | {"dp": dp, "block": block} | row for row in found]
-        print(f"DP {dp}, {order}, measured after {time.perf_counter() - started:.0f} s", flush=True)
+                measured = measure_block(gradients, earlier, mu_steps, order)
+            table += [common | {"dp": dp, "block": block} | row for row in measured]
+        print(f"measured DP {dp}, {order}, at {time.perf_counter() - started:.0f} s", flush=True)
         yield [{column: row[column] for column in COLUMNS} for row in table]
 
 
@@ -283,33 +286,35 @@ def measure(config: Config, sizes: Sequence[int], orders: Sequence[str], mu_step
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows that an earlier run wrote; ValueError where they are not."""
+    """Read the rows that an earlier run wrote; ValueError if `path` is not such a file."""
     with path.open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
         table: list[dict[str, Any]] = list(reader)
     if tuple(reader.fieldnames or ()) != COLUMNS or not table:
-        raise ValueError(f"--rows {path} is no table of fig7.py: give the fig7.csv of an earlier run")
+        raise ValueError(f"--rows {path} is not a table of fig7.py: give the fig7.csv of an earlier run")
     for row in table:
         row |= {"dp": int(row["dp"]), "block": int(row["block"])} | {name: float(row[name]) for name in MEASURES}
     return table
 
 
 def chosen(table: Sequence[dict[str, Any]], dp: int, strategy: str, order: str = CHAIN) -> list[dict[str, Any]]:
-    """Rows of one data-parallel size, strategy and order, by block."""
+    """Return the rows of one data-parallel size, strategy and order, one per block."""
     return [row for row in table if (row["dp"], row["strategy"], row["order"]) == (dp, strategy, order)]
 
 
 def block_mean(table: Sequence[dict[str, Any]], dp: int, strategy: str, name: str, order: str = CHAIN) -> float:
-    """Mean of one of MEASURES over the blocks."""
+    """Return the mean of one of MEASURES over the blocks."""
     return statistics.fmean(row[name] for row in chosen(table, dp, strategy, order))
 
 
 def summary(table: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The printed table, and whether the paper's three sentences hold in it."""
+    """Yield the lines of the printed table, and whether the paper's three claims hold."""
     heads = f"{'DP':>4}  {'strategy':<20}  {'SNR dB':>7}  {'underflow':>9}  {'local':>9}  {'overflow':>9}  {'local':>9}  {'mu':<13}"
     yield f"{heads}  paper (section 3.3, at DP 128)"
     for dp in sorted({row["dp"] for row in table}):
-        there = [strategy for strategy in PAPER if chosen(table, dp, strategy)]  # rows of earlier runs have one auto, in sample
+        there = [
+            strategy for strategy in PAPER if chosen(table, dp, strategy)
+        ]  # older files contain a single auto strategy, adapted in sample
         mean = {s: {name: block_mean(table, dp, s, name) for name in MEASURES} for s in there}
         for strategy in there:
             snr, *shares = mean[strategy].values()
@@ -327,7 +332,7 @@ def summary(table: Sequence[dict[str, Any]]) -> Iterator[str]:
         )
     for dp, order in dict.fromkeys((row["dp"], row["order"]) for row in table if row["order"] != CHAIN):
         snrs = (f"{s} {block_mean(table, dp, s, 'snr_db', order):.2f}" for s in PAPER if chosen(table, dp, s, order))
-        yield f"{dp:>4}  SNR dB, added as {order}: {', '.join(snrs)}"
+        yield f"{dp:>4}  SNR dB, summed as {order}: {', '.join(snrs)}"
 
 
 def _yes(held: bool) -> str:
@@ -335,8 +340,8 @@ def _yes(held: bool) -> str:
 
 
 def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
-    """Three panels over the blocks at one data-parallel size, dashed what the ranks send, and the SNR over all sizes."""
-    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
+    """Draw three panels over the blocks at one data-parallel size (dashed: the ranks' payloads), and the SNR over all sizes."""
+    from matplotlib.figure import Figure  # without pyplot: requires no display, keeps no state between figures
 
     figure = Figure(figsize=(10, 7), dpi=130, layout="constrained")
     axes = figure.subplots(2, 2).flatten()
@@ -346,7 +351,7 @@ def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
         lines = chosen(table, dp, strategy)
         if not lines:
             continue
-        width = 3.5 if strategy == "pre" else 1.5  # auto-halve often lies on it
+        width = 3.5 if strategy == "pre" else 1.5  # auto-halve often covers it
         for axis, (name, _, unit) in zip(axes, panels, strict=False):
             blocks = [x["block"] for x in lines]
             axis.plot(blocks, [unit * x[name] for x in lines], color=color, linewidth=width, marker="o", markersize=3, label=strategy)
@@ -371,7 +376,7 @@ def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
 
 
 def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """All rows; each size's are in the file as soon as they are measured, so that a run cut short keeps what it has."""
+    """Measure all rows; the rows of each size are written as soon as they are measured, so an interrupted run keeps them."""
     config = parse_args([*DEFAULTS.split(), *flags])
     check(config, 1)
     process_groups.initialize(config)
@@ -380,10 +385,7 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
     try:
         for part in measure(config, sorted(set(options.dp)), options.orders, options.mu_steps, options.commit):
             table += part
-            with (options.out / "fig7.csv").open("w", encoding="utf-8", newline="") as stream:
-                writer = csv.DictWriter(stream, COLUMNS)
-                writer.writeheader()
-                writer.writerows(table)
+            rows.write(options.out / "fig7.csv", COLUMNS, table)
     finally:
         process_groups.shutdown()
     return table
@@ -391,31 +393,31 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 with a message on stderr for bad input."""
+    """Run the command line; return 0, or 2 with a message on stderr for invalid input."""
     parser = Parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dp", nargs="+", type=count(2, 2**20), default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
-    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=[CHAIN], help="of the additions (default: %(default)s)")
-    parser.add_argument("--plot-dp", type=count(2), metavar="N", help="the one drawn over the blocks (default: the largest)")
-    parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps that mu adapts itself on other batches; 0: it stays 1")
-    parser.add_argument("--rows", type=path, help="CSV of an earlier run: draw it, measure nothing")
+    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=[CHAIN], help="orders of the additions (default: %(default)s)")
+    parser.add_argument("--plot-dp", type=count(2), metavar="N", help="data-parallel size drawn over the blocks (default: the largest)")
+    parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps for which mu adapts on other batches; 0 keeps mu at 1")
+    parser.add_argument("--rows", type=path, help="CSV of an earlier run to draw without measuring")
     parser.add_argument("--out", type=path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv and fig7.png")
-    parser.add_argument("--commit", help="hash to record where this tree is not a git checkout")
+    parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options, flags = parser.parse_known_args(arguments)
     earlier = read_rows(options.rows) if options.rows else []
     sizes = {row["dp"] for row in earlier} or set(options.dp)
     if min(sizes) < 2:
-        raise ValueError(f"--dp {min(sizes)}: give sizes of 2 or more, one rank exchanges nothing")
+        raise ValueError(f"--dp {min(sizes)}: one rank has nothing to reduce; give sizes of 2 or more")
     if options.plot_dp and options.plot_dp not in sizes:
         raise ValueError(f"--plot-dp {options.plot_dp} is not measured: choose one of {', '.join(map(str, sorted(sizes)))}")
     if options.rows and flags:
-        raise ValueError(f"{' '.join(flags)}: nothing is trained with --rows; drop one of the two")
+        raise ValueError(f"{' '.join(flags)}: --rows trains nothing, so it takes no flags of the trainer; remove one of the two")
     table = earlier or _measured(options, flags)
     options.out.mkdir(parents=True, exist_ok=True)
     print(*summary(table), sep="\n")
     if importlib.util.find_spec("matplotlib"):
         draw(table, options.plot_dp or max(sizes), options.out / "fig7.png")
     else:
-        print(f"no figure: matplotlib is not installed; draw it elsewhere with --rows {options.out / 'fig7.csv'}")
+        print(f"no figure: matplotlib is not installed; draw it on another machine with --rows {options.out / 'fig7.csv'}")
     return 0
 
 

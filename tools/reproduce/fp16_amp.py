@@ -1,16 +1,16 @@
-"""What the slides say of FP16: a detection network with and without loss scaling, FP32 weight copies, recovery from an overflow.
+"""The FP16 claims of the slides: a detection network with and without loss scaling, FP32 weight copies, recovery from an overflow.
 
     python tools/reproduce/fp16_amp.py --csv tools/reproduce/results/fp16_amp.csv      # on a CPU, 2 minutes
 
-- detection (slides, Table 2: a single-shot detector "diverges" without loss scaling): a single-shot detector of windows finds a square
-  and a disc in small noisy images, 256 default boxes an image. Its loss is the mean over the boxes of 64 images. By itself (factor 1) it
-  trains in FP16 without loss scaling: its gradients are not as small as the slides say of real ones. So the loss is also multiplied by
-  2^-3, 2^-6 and 2^-9, which Adam without eps does not see in FP32, and which says how much smaller the gradients have to be until FP16
-  without loss scaling fails. In FP32 (O0) and in FP16 with FP32 masters (O2) without a loss scale for every factor, with a constant and
-  with a dynamic one for the smallest: last loss (without the factor), mean average precision at an overlap of 1/2 on other images, and the
-  share of zeros in the gradient of the first layer's output. A model with small gradients of its own: fp16_lstm.py.
-- weight copy: the same update 64 times, of a weight of 1: the share of it that arrives in an FP16 weight (O3) and in an FP32 master (O2).
-- overflow: the detector at O2 from a loss scale that is too large, growing every 8 steps: scale and loss after each step.
+- detection (slides, Table 2: a single-shot detector "diverges" without loss scaling): a single-shot detector finds a square and a disc in
+  small noisy images, with 256 default boxes per image. Its loss is the mean over the boxes of 64 images. With factor 1 it trains in FP16
+  without loss scaling: its gradients are larger than those in the slides. The loss is therefore also multiplied by 2^-3, 2^-6 and 2^-9,
+  to which Adam with eps near 0 is invariant in FP32, to find how much smaller the gradients must be until FP16 without loss scaling fails.
+  Cases: FP32 (O0); FP16 with FP32 master weights (O2) without loss scaling for every factor, and with a constant and a dynamic loss scale
+  for the smallest. Reported: the last loss (without the factor), mean average precision at an overlap of 1/2 on other images, and the
+  share of zeros in the gradient of the first layer's output. fp16_lstm.py is a model whose own gradients are small.
+- weight copy: 64 equal updates of a weight of 1; reports the share that arrives in an FP16 weight (O3) and in an FP32 master weight (O2).
+- overflow: the detector at O2 with too large an initial loss scale that grows every 8 steps; reports scale and loss after each step.
 
 Rows are appended to the CSV.
 """
@@ -30,9 +30,9 @@ from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp import amp
 from tools.bench import rows
 
-IMAGE, GRID, WINDOW = 32, 8, 16  # pixels of an image's side; cells of a side; pixels of a window's side
-SIZES = (6, 8, 10, 13)  # of the default boxes of a cell, pixels
-FACTORS = {"1": 1.0, "2^-3": 2.0**-3, "2^-6": 2.0**-6, "2^-9": 2.0**-9}  # of the loss
+IMAGE, GRID, WINDOW = 32, 8, 16  # side of an image in pixels; cells per side; side of a window in pixels
+SIZES = (6, 8, 10, 13)  # sides of a cell's default boxes, in pixels
+FACTORS = {"1": 1.0, "2^-3": 2.0**-3, "2^-6": 2.0**-6, "2^-9": 2.0**-9}  # multiply the loss
 CASES: tuple[tuple[str, float | str, str], ...] = (
     ("O0", 1.0, "1"),
     *(("O2", 1.0, factor) for factor in FACTORS),
@@ -45,14 +45,14 @@ COLUMNS = ("what", "level", "factor", "loss_scale", "step", "loss", "average_pre
 
 
 class Scenes(NamedTuple):
-    """Images [n, 1, 32, 32], and of the square and the disc in each (centre x, centre y, width, height) [n, 2, 4] in shares of a side."""
+    """Images [n, 1, 32, 32] and boxes [n, 2, 4]: (centre x, centre y, width, height) of the square and the disc, as fractions of a side."""
 
     images: Tensor
     boxes: Tensor
 
 
 def scenes(count: int, seed: int) -> Scenes:
-    """Some images with noise of 0.2."""
+    """Return `count` images with Gaussian noise of standard deviation 0.2."""
     generator = torch.Generator().manual_seed(seed)
     radius = 3 + 4 * torch.rand(count, 2, generator=generator)
     centre = 7 + (IMAGE - 14) * torch.rand(count, 2, 2, generator=generator)
@@ -65,7 +65,7 @@ def scenes(count: int, seed: int) -> Scenes:
 
 
 def default_boxes() -> Tensor:
-    """[256, 4], those of a cell side by side."""
+    """Return the default boxes, [256, 4]; the boxes of a cell are adjacent."""
     y, x = torch.meshgrid(*[(torch.arange(GRID) + 0.5) / GRID] * 2, indexing="ij")
     sizes = torch.tensor(SIZES) / IMAGE
     centres = torch.stack([x, y], -1).view(-1, 1, 2).expand(-1, len(SIZES), -1)
@@ -73,7 +73,7 @@ def default_boxes() -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union of boxes [.., 4]."""
+    """Return the intersection over union of boxes [..., 4]."""
     low = torch.maximum(a[..., :2] - a[..., 2:] / 2, b[..., :2] - b[..., 2:] / 2)
     high = torch.minimum(a[..., :2] + a[..., 2:] / 2, b[..., :2] + b[..., 2:] / 2)
     both = (high - low).clamp(min=0).prod(-1)
@@ -81,7 +81,7 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Detector(nn.Module):
-    """Every default box of every image: scores of background, square and disc, and 4 offsets; [n, 256, 7]."""
+    """Predict for every default box the scores of background, square and disc, and 4 offsets; returns [n, 256, 7]."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -91,30 +91,36 @@ class Detector(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         step = IMAGE // GRID
-        windows = F.unfold(images, WINDOW, padding=(WINDOW - step) // 2, stride=step)  # convolutions as a GEMM: FP16's are slow on CPUs
-        found: Tensor = self.layers(windows.transpose(1, 2)).view(len(images), -1, 7)
-        return found
+        windows = F.unfold(images, WINDOW, padding=(WINDOW - step) // 2, stride=step)  # a GEMM: FP16 convolutions are slow on CPUs
+        predictions: Tensor = self.layers(windows.transpose(1, 2)).view(len(images), -1, 7)
+        return predictions
 
 
-def loss_of(found: Tensor, boxes: Tensor) -> Tensor:
-    """Mean over all default boxes: cross entropy, and of those that overlap an object by half (or most) smooth L1 of the offsets."""
+def loss_of(predictions: Tensor, boxes: Tensor) -> Tensor:
+    """Return the mean over all default boxes of the cross entropy plus, for matched boxes, the smooth L1 loss of the offsets.
+
+    A box is matched if it overlaps an object by half or more than any other box does.
+    """
     default = default_boxes()
     shares = overlap(default[None, :, None], boxes[:, None])
     match = torch.where(shares.amax(2) >= 0.5, shares.argmax(2) + 1, 0)
     match = match.scatter(1, shares.argmax(1), torch.tensor([1, 2]).expand(len(boxes), -1))
     target = boxes.gather(1, (match - 1).clamp(min=0)[..., None].expand(-1, -1, 4))
     offsets = torch.cat([(target[..., :2] - default[:, :2]) / default[:, 2:] * 10, (target[..., 2:] / default[:, 2:]).log() * 5], -1)
-    located = F.smooth_l1_loss(found[..., 3:], offsets, reduction="none").sum(-1)
-    return F.cross_entropy(found[..., :3].flatten(0, 1), match.flatten()) + (located * (match > 0)).mean()
+    located = F.smooth_l1_loss(predictions[..., 3:], offsets, reduction="none").sum(-1)
+    return F.cross_entropy(predictions[..., :3].flatten(0, 1), match.flatten()) + (located * (match > 0)).mean()
 
 
 @torch.no_grad()
-def average_precision(found: Tensor, boxes: Tensor) -> float:
-    """Mean over the two kinds, each of which is once in every image: its best box counts where it overlaps the object by half."""
+def average_precision(predictions: Tensor, boxes: Tensor) -> float:
+    """Return the mean average precision over the two classes; an image's best box is a hit if it overlaps the object by half.
+
+    Every image contains one object of each class.
+    """
     default, total = default_boxes(), 0.0
     for kind in (0, 1):
-        scores, best = found[..., :3].softmax(-1)[..., kind + 1].max(1)
-        offsets, box = found[torch.arange(len(found)), best, 3:], default[best]
+        scores, best = predictions[..., :3].softmax(-1)[..., kind + 1].max(1)
+        offsets, box = predictions[torch.arange(len(predictions)), best, 3:], default[best]
         predicted = torch.cat([box[:, :2] + offsets[:, :2] * box[:, 2:] / 10, box[:, 2:] * (offsets[:, 2:] / 5).exp()], -1)
         hits = (overlap(predicted, boxes[:, kind]) >= 0.5)[scores.argsort(descending=True)].double()
         total += float((hits.cumsum(0) / torch.arange(1, len(hits) + 1) * hits).mean())
@@ -122,7 +128,7 @@ def average_precision(found: Tensor, boxes: Tensor) -> float:
 
 
 def training(level: str, steps: int, factor: float, **options: Any) -> Iterator[tuple[Detector, float, float, float]]:
-    """After each step: the model, the loss before `factor`, the share of zeros in the first layer's gradient, the loss scale."""
+    """Yield after each step the model, the loss without `factor`, the share of zeros in the first layer's gradient, and the loss scale."""
     torch.manual_seed(0)
     batches = [scenes(64, 1000 + i) for i in range(16)]
     model = Detector()
@@ -145,7 +151,7 @@ def training(level: str, steps: int, factor: float, **options: Any) -> Iterator[
 
 
 def detection(steps: int) -> Iterator[dict[str, Any]]:
-    """A row for each of CASES."""
+    """Yield a row for each of CASES."""
     images, boxes = scenes(256, 7)
     for level, loss_scale, factor in CASES:
         *_, (model, loss, zeros, _) = training(level, steps, FACTORS[factor], loss_scale=loss_scale)
@@ -155,7 +161,7 @@ def detection(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def weight_copies() -> Iterator[dict[str, Any]]:
-    """What arrives of UPDATES updates of the same size, in an FP16 weight and in an FP32 master."""
+    """Yield the share of UPDATES equal updates that arrives in an FP16 weight and in an FP32 master weight."""
     for name, ratio in RATIOS.items():
         for level in ("O3", "O2"):
             model = nn.Linear(1, 1, bias=False)
@@ -172,7 +178,7 @@ def weight_copies() -> Iterator[dict[str, Any]]:
 
 
 def overflow() -> Iterator[dict[str, Any]]:
-    """A row for each of TRACED steps; a step after which the scale is half of what it was has been skipped."""
+    """Yield a row for each of TRACED steps; the loss scale halves in a skipped step."""
     steps = training("O2", TRACED, FACTORS["2^-9"], init_scale=2.0**34, max_loss_scale=2.0**34, growth_interval=8)
     for step, (_, loss, _, scale) in enumerate(steps):
         yield {
@@ -187,17 +193,15 @@ def overflow() -> Iterator[dict[str, Any]]:
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 for bad input."""
+    """Run the command line; return 0, or 2 for invalid input."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--steps", type=count(1), default=300, help="of the detector (default: %(default)s)")
+    parser.add_argument("--steps", type=count(1), default=300, help="training steps of the detector (default: %(default)s)")
     parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)
     lines = [dict.fromkeys(COLUMNS, "") | row for part in (detection(options.steps), weight_copies(), overflow()) for row in part]
     if options.csv:
         rows.append(options.csv, [line | rows.machine() | {"gpu": "cpu"} for line in lines])
-    widths = {name: max(len(name), *(len(str(line[name])) for line in lines)) for name in COLUMNS}
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *lines]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    print(rows.aligned(COLUMNS, lines))
     return 0
 
 

@@ -1,15 +1,16 @@
-"""What the slides say of FP16 and an LSTM language model: most activation gradients lie below 2^-24, and a loss scale brings them back.
+"""The slides' claim about an FP16 LSTM language model: most activation gradients are below 2^-24, and a loss scale recovers them.
 
-    python tools/reproduce/fp16_lstm.py --text enwik8.txt                 # on a CPU, minutes: FP16 is slow there
-    python tools/reproduce/fp16_lstm.py --text enwik8.txt --size full     # 2 layers of 1,024, on a GPU, minutes
+    python tools/reproduce/fp16_lstm.py --text enwik8.txt                 # minutes on a CPU, where FP16 is slow
+    python tools/reproduce/fp16_lstm.py --text enwik8.txt --size full     # 2 layers of 1,024; minutes on a GPU
 
-An LSTM reads bytes and predicts the next. Nothing makes its gradients small but the mean over the bytes of a step: there is no factor as in
-the detector of fp16_amp.py. It trains in FP32 (O0), and in FP16 with FP32 masters (O2) at a loss scale of 1, 8, 128, and dynamic.
+An LSTM predicts the next byte of a text. Its gradients are small only because the loss is a mean over the bytes of a step; the loss is not
+multiplied by a factor as in fp16_amp.py. It trains in FP32 (O0) and in FP16 with FP32 master weights (O2), with a loss scale of 1, 8 and
+128 and with dynamic loss scaling.
 
-- loss, valid_loss: nats a byte, of the last step, and on the end of the text, which is not trained on.
-- zeros: share of zeros in the gradients of the activations (of embedding, LSTM and logits), over the last tenth of the steps.
-- below: in FP32 alone, the share of these gradients that are not zero and lie below 2^-24, FP16's smallest number, once multiplied by the
-  loss scale of that column.
+- loss, valid_loss: nats per byte, at the last step and on the end of the text, which is held out from training.
+- zeros: share of zeros in the gradients of the activations (embedding, LSTM and logits), over the last tenth of the steps.
+- below: for FP32 only, the share of these gradients that are not zero but are below 2^-24, FP16's smallest number, after multiplication
+  by the loss scale of that column.
 
 Rows are appended to the CSV.
 """
@@ -40,7 +41,7 @@ SEED, BYTES = 0, 256
 
 @dataclass(frozen=True)
 class Shape:
-    """A size of the experiment: the model, and what it reads in a step."""
+    """A size of the experiment: the model, and the batch and length of a step in bytes."""
 
     width: int
     layers: int
@@ -58,7 +59,7 @@ SIZES: Mapping[str, Shape] = {
 
 
 class Model(nn.Module):
-    """Bytes [b, s] -> scores of the next byte [b, s, 256]."""
+    """Map bytes [b, s] to the logits of the next byte [b, s, 256]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -67,12 +68,12 @@ class Model(nn.Module):
         self.head = nn.Linear(shape.width, BYTES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
-        return found
+        logits: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
+        return logits
 
 
 class Gradients:
-    """Counts over the gradients of a model's activations while `counting`: elements, zeros, and below `SMALLEST` at each of `SCALES`."""
+    """Count elements, zeros, and values below `SMALLEST` at each of `SCALES` in a model's activation gradients while `counting` is set."""
 
     def __init__(self, model: Model) -> None:
         self.counting = False
@@ -87,7 +88,7 @@ class Gradients:
             activation.register_hook(self.count)
 
     def count(self, g: Tensor) -> None:
-        """Take in one gradient."""
+        """Add one gradient to the counts."""
         if not self.counting:
             return
         self.elements += g.numel()
@@ -97,7 +98,7 @@ class Gradients:
 
 
 def windows(text: Tensor, shape: Shape, steps: int) -> Iterator[Tensor]:
-    """Random pieces of the text, the same of the same seed: [batch, length + 1] for each step."""
+    """Yield a batch of random windows of the text for each step, [batch, length + 1]; always the same ones."""
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(steps):
         starts = torch.randint(0, len(text) - shape.length - 1, (shape.batch, 1), generator=generator)
@@ -105,12 +106,12 @@ def windows(text: Tensor, shape: Shape, steps: int) -> Iterator[Tensor]:
 
 
 def loss_of(model: Model, tokens: Tensor) -> Tensor:
-    """Nats a byte."""
+    """Return the mean cross entropy in nats per byte."""
     return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def train(level: str, loss_scale: float | str, shape: Shape, text: Tensor, device: torch.device) -> dict[str, Any]:
-    """The measures of one case."""
+    """Train one case and return its measurements."""
     torch.manual_seed(SEED)
     cut = len(text) * 19 // 20
     model = Model(shape).to(device)
@@ -132,11 +133,11 @@ def train(level: str, loss_scale: float | str, shape: Shape, text: Tensor, devic
 
 
 def table(size: str, text: Tensor) -> Iterator[dict[str, Any]]:
-    """A row for each of `CASES`; `text`: bytes."""
+    """Yield a row for each of `CASES`; `text` is uint8 [n]."""
     shape = SIZES[size]
     if len(text) * 1 // 20 < shape.length + 2:
         raise ValueError(
-            f"the text has {len(text)} bytes, and size {size} reads {shape.length} in a row: give {20 * shape.length + 40} or more"
+            f"the text has {len(text)} bytes, too few for sequences of {shape.length} (size {size}): give {20 * shape.length + 40} or more"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for level, loss_scale in CASES:
@@ -145,15 +146,15 @@ def table(size: str, text: Tensor) -> Iterator[dict[str, Any]]:
 
 
 def bytes_of(file: Path, most: int = 100_000_000) -> Tensor:
-    """The beginning of a text in UTF-8, uint8 [n]."""
+    """Return the first `most` bytes of a UTF-8 text, uint8 [n]."""
     return torch.frombuffer(bytearray(read_text(file, "a text in UTF-8").encode()[:most]), dtype=torch.uint8)
 
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 for bad input."""
+    """Run the command line; return 0, or 2 for invalid input."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--text", type=path, required=True, help="what it reads: a text in UTF-8")
+    parser.add_argument("--text", type=path, required=True, help="training text in UTF-8")
     parser.add_argument("--size", choices=list(SIZES), default="toy", help="(default: %(default)s)")
     parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)

@@ -38,11 +38,11 @@ def figure7(task: Task) -> Iterator[Finding]:
         words = [*byte_flags(task.text, task.folder), *flags.split()]
     words += ["--commit", task.commit] if task.commit else []
     out = task.folder / task.size
-    found = rows_of("fig7", ["--dp", *ranks.split(), "--orders", *ORDERS, "--out", str(out), *words], out / "fig7.csv")
-    seed = int(found[0]["seed"])
+    measured = rows_of("fig7", ["--dp", *ranks.split(), "--orders", *ORDERS, "--out", str(out), *words], out / "fig7.csv")
+    seed = int(measured[0]["seed"])
     for dp in ranks.split():
         for strategy in PAPER:
-            blocks = _chosen(found, dp, strategy)
+            blocks = _chosen(measured, dp, strategy)
             for key, quantity, scale, unit in (
                 ("snr_db", "SNR", 1.0, "dB"),
                 ("underflow_local", "underflow, sent", 100.0, "%"),
@@ -53,8 +53,8 @@ def figure7(task: Task) -> Iterator[Finding]:
             yield Finding(f"{strategy}, SNR (dB)", statistics.fmean(float(row["snr_db"]) for row in blocks), x=float(dp), seed=seed)
     most = ranks.split()[-1]
     for order in ORDERS:
-        strategies = [strategy for strategy in PAPER if _chosen(found, most, strategy, order)]
-        last = {name: statistics.fmean(float(row["snr_db"]) for row in _chosen(found, most, name, order)) for name in strategies}
+        strategies = [strategy for strategy in PAPER if _chosen(measured, most, strategy, order)]
+        last = {name: statistics.fmean(float(row["snr_db"]) for row in _chosen(measured, most, name, order)) for name in strategies}
         suffix = "" if order == CHAIN else f", added as {order}"
         for strategy, snr in last.items() if order != CHAIN else ():
             yield Finding(f"DP {most}, {strategy}{suffix}: SNR", snr, unit="dB", seed=seed)
@@ -64,8 +64,8 @@ def figure7(task: Task) -> Iterator[Finding]:
             yield Finding(f"{rule}{suffix}: SNR above the better of pre and post", gain, paper, "dB", seed=seed)
 
 
-def _chosen(found: Sequence[Row], dp: str, strategy: str, order: str = CHAIN) -> list[Row]:
-    return [row for row in found if (row["dp"], row["strategy"], row["order"]) == (dp, strategy, order)]
+def _chosen(measured: Sequence[Row], dp: str, strategy: str, order: str = CHAIN) -> list[Row]:
+    return [row for row in measured if (row["dp"], row["strategy"], row["order"]) == (dp, strategy, order)]
 
 
 def shares(values: Tensor, fmt: Format) -> dict[str, float]:

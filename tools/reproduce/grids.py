@@ -101,10 +101,10 @@ def _beside5(model: str) -> Iterator[Finding]:
     """Report the rest of Table 5 for a model's grid: the planner's speeds, and the paper's numbers that no run here can be compared
     with."""
     for row in (row for row in read(PREDICTED) if (row["what"], row["model"]) == ("table5", model)):
-        told = f"{model}, {PRECISIONS5[row['precision']]}, micro-batch {row['micro_batch']}"
+        prefix = f"{model}, {PRECISIONS5[row['precision']]}, micro-batch {row['micro_batch']}"
         if row["micro_batch"] != str(MICRO_BATCH5[model]):
-            yield Finding(f"{told}: memory", float(row["gib"]), float(row["paper_gb"]), "GiB")
-        yield Finding(f"{told}: samples per second, predicted", float(row["samples_s"]), float(row["paper_samples_s"]))
+            yield Finding(f"{prefix}: memory", float(row["gib"]), float(row["paper_gb"]), "GiB")
+        yield Finding(f"{prefix}: samples per second, predicted", float(row["samples_s"]), float(row["paper_samples_s"]))
     yield Finding(f"{model}, Transformer Engine: memory", NOT_MEASURED, TE5[model], "GiB")
     for name, (micro_batch, mfu, rate) in UNMEASURED5[model].items():
         yield Finding(f"{model}, {name}, micro-batch {micro_batch}: MFU on the grid", NOT_MEASURED, mfu, "%")
@@ -195,10 +195,10 @@ def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
     """
     newest = {(row["preset"], int(row["gpus"]), row["case"]): row for row in rows if row["zero"] == "on"}
     for (model, gpus, case), row in newest.items():
-        told = f"{model}, DP {gpus}, {OF_THE_GRID.sub('', case)}: "
+        prefix = f"{model}, DP {gpus}, {OF_THE_GRID.sub('', case)}: "
         least, most = float(row["rest_gib_min"]), float(row["rest_gib_max"])
-        yield Finding(told + "memory of a rank at rest", most, unit="GiB", where=_on_gpus(row))
-        yield Finding(told + "spread at rest", most - least, unit="GiB", where=_on_gpus(row))
+        yield Finding(prefix + "memory of a rank at rest", most, unit="GiB", where=_on_gpus(row))
+        yield Finding(prefix + "spread at rest", most - least, unit="GiB", where=_on_gpus(row))
     for model, gpus in dict.fromkeys((model, gpus) for model, gpus, _ in newest):
         size = PRESETS[model]
         state, _, _ = table8.divide(table8.stage_tensors(size["num_layers"], size["hidden_size"], 1), gpus, "greedy-cut")
@@ -216,8 +216,8 @@ def neox(task: Task) -> Iterator[Finding]:
     cases: Sequence[tuple[int, int]] = ((1, 1024), (1, 2048), (2, 1024), (2, 2048))
     shape = "--num-layers 56 --hidden-size 6656 --num-attention-heads 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2"
     agree = 0
-    for option, told in paper.items():
-        for (micro_batch, length), fits in zip(cases, told, strict=True):
+    for option, row in paper.items():
+        for (micro_batch, length), fits in zip(cases, row, strict=True):
             # Sequence parallelism is off in the paper, and a step has 64 micro-batches of one sequence on one data-parallel copy.
             flags = f"{shape} --seq-length {length} --micro-batch-size {micro_batch} --global-batch-size 128 --train-iters 10 --lr 1e-4"
             config = parse_args([*flags.split(), "--precision", option, "--lr-warmup-iters", "1"])

@@ -33,26 +33,26 @@ def read(file: Path) -> list[Row]:
         return []
     with file.open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
-        found: list[Row] = list(reader)
+        rows: list[Row] = list(reader)
     if tuple(reader.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{file} is not a results file of tools.reproduce: its columns are not {', '.join(COLUMNS)}; move it away")
-    return found
+    return rows
 
 
-def write(file: Path, found: Sequence[Row]) -> None:
+def write(file: Path, rows: Sequence[Row]) -> None:
     """Write all rows atomically: a kill leaves the old file or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(found)
+    writer.writerows(rows)
     with written_aside(file) as stream:
         stream.write(text.getvalue().encode())
 
 
-def missing(entry: Entry, size: str, found: Iterable[Row]) -> list[str]:
+def missing(entry: Entry, size: str, rows: Iterable[Row]) -> list[str]:
     """Return the pieces of a size that have no row."""
-    done = {row["piece"] for row in found if row["size"] == size}
+    done = {row["piece"] for row in rows if row["size"] == size}
     return [piece for piece in entry.pieces(size) if piece not in done]
 
 
@@ -96,10 +96,10 @@ def run(
         shutil.rmtree(kept, ignore_errors=True)
     file = folder / f"{entry.name}.csv"
     forgotten = (pieces or entry.pieces(size)) if again else ()
-    found = [row for row in read(file) if not (row["size"] == size and row["piece"] in forgotten)]
+    earlier = [row for row in read(file) if not (row["size"] == size and row["piece"] in forgotten)]
     read_text = ["--text", text.name] if text.name != OWN_TEXT else []
     command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
-    remaining = [piece for piece in missing(entry, size, found) if not pieces or piece in pieces]
+    remaining = [piece for piece in missing(entry, size, earlier) if not pieces or piece in pieces]
     tasks = [Task(size, piece, text, kept, commit) for piece in remaining]
     for task, fresh in _outcomes(functools.partial(_rows_of, entry, command), tasks, at_once):
         _add(file, size, {*forgotten, task.piece}, fresh)

@@ -1,13 +1,13 @@
-"""What the planner says of FP8-LM's clusters of H100s: `results/planner.csv`. Predictions, and beside them what the paper reports.
+"""The planner's predictions for FP8-LM's clusters of H100s with the paper's figures, written to `results/planner.csv`.
 
     python tools/reproduce/planner.py
 
-what = scale       the fastest grid of the paper's sizes on 8 to 1,024 GPUs, at the batches of its Table 1, in BF16 and at O3
-what = table5      the grids of its Table 5: memory and samples a second
-what = context     GPT-175B on 32 GPUs of 80 GB: does it fit, by length of the sequence (section 3.3)? Nothing is recomputed; of the grids
-                   of one replica (TP x PP = 32) the leanest; TE's states are those of BF16
+what = scale       the fastest grid for the paper's models on 8 to 1,024 GPUs, at the batch sizes of its Table 1, in BF16 and at O3
+what = table5      the grids of its Table 5: memory and samples/s
+what = context     whether GPT-175B fits on 32 GPUs of 80 GB, by sequence length (section 3.3), without recomputation, on the grid of one
+                   replica (TP x PP = 32) that takes least memory; TE's states are those of BF16
 
-Needs no GPU; some minutes.
+Takes some minutes and no GPU.
 """
 
 import sys
@@ -27,14 +27,14 @@ from megatron.lm.tools.plan import NETWORK_GB_S
 from tools.bench import rows
 
 GPU = "h100"
-PAPER_GIB = 80e9 / 2**30  # "80GB", as the device's RAM is sold; what CUDA and NCCL take comes off it
+PAPER_GIB = 80e9 / 2**30  # the "80GB" of the data sheet; CUDA and NCCL allocate part of it
 FILE = rows.ROOT / "tools/reproduce/results/planner.csv"
 COLUMNS = ("what", "model", "precision", "gpus", "sequence", "grid", "micro_batch", "recompute", "gib", "ms", "samples_s", "tokens_s_gpu",
            "fits", "paper_gb", "paper_samples_s")  # fmt: skip
 SCALES = {"125m": (8, 16, 32, 64, 128), "7b": (8, 16, 32, 64, 128, 256, 512, 1024), "13b": (8, 16, 32, 64, 128, 256, 512, 1024),
           "175b": (32, 64, 128, 256, 512, 1024)}  # fmt: skip
 PRECISIONS = ("bf16", "O3")
-# Table 5 of FP8-LM: model, GPUs, micro-batch, precision, memory in GB, samples a second.
+# Table 5 of FP8-LM: model, GPUs, micro-batch, precision, memory in GB, samples/s.
 TABLE_5 = (
     ("7b", 32, 2, "bf16", 69.6, 159.2),
     ("7b", 32, 2, "O3", 49.4, 219.8),
@@ -50,23 +50,23 @@ CONTEXTS = (1024, 2048, 4096, 8192)
 
 
 def cluster(gpus: int) -> Cluster:
-    """Hosts of 8 H100s with an adapter of 400 Gb/s a GPU."""
+    """Return a cluster of hosts with 8 H100s and a network adapter of 400 Gb/s per GPU."""
     rates = rates_of(GPU)
     return Cluster(gpus=gpus, per_host=8, link=rates("link"), network=NETWORK_GB_S * 1e9, latency=rates("latency"))
 
 
 def configuration(model: str, precision: str, *flags: str) -> Any:
-    """A preset at a precision, ZeRO on."""
+    """Return the configuration of a preset at a precision, with ZeRO."""
     common = ["--preset", model, "--precision", precision, "--use-distributed-optimizer", "--fp8-min-gain", "0", "--dry-run"]
     return parse_args([*common, *flags])
 
 
 def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str, Any]:
-    """A planned grid as a row."""
+    """Return the row of a planned grid."""
     config, parallel, training = one.config, one.config.parallel, one.config.training
     copies, batch = config.data_parallel_size(gpus), config.global_batch_size(gpus)
     chunk = f" / {parallel.num_layers_per_virtual_pipeline_stage}" if parallel.num_layers_per_virtual_pipeline_stage else ""
-    found = {
+    columns = {
         "what": what,
         "model": model,
         "precision": config.precision.name,
@@ -80,11 +80,11 @@ def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str
         "samples_s": round(batch / one.step.total, 1),
         "tokens_s_gpu": round(batch * config.model.seq_length / one.step.total / gpus),
     }
-    return {column: (found | more).get(column, "") for column in COLUMNS}
+    return {column: (columns | more).get(column, "") for column in COLUMNS}
 
 
 def scale(model: str, precision: str, gpus: int) -> dict[str, Any] | None:
-    """The fastest grid; None where none fits."""
+    """Return the row of the fastest grid, or None if no grid fits."""
     try:
         (one,) = best(configuration(model, precision), cluster(gpus), rates_of(GPU), rates_of(GPU).gpu.memory_gib * memory.GIB, (), 1)
     except ValueError:
@@ -93,13 +93,13 @@ def scale(model: str, precision: str, gpus: int) -> dict[str, Any] | None:
 
 
 def table5(model: str, gpus: int, micro_batch: int, precision: str, gb: float, samples: float) -> dict[str, Any]:
-    """A line of the paper's table, on its grid."""
+    """Return the row of one line of the paper's Table 5, on its grid."""
     one = planned(configuration(model, precision, "--micro-batch-size", str(micro_batch)), cluster(gpus), rates_of(GPU))
     return row("table5", model, one, gpus, paper_gb=gb, paper_samples_s=samples)
 
 
 def context(precision: str, sequence: int) -> dict[str, Any]:
-    """GPT-175B on 32 GPUs: the grid of one replica that needs least memory."""
+    """Return the row of GPT-175B on 32 GPUs, on the grid of one replica that takes least memory."""
     batch = PRESETS["175b"]["global_batch_size"] * 2048 // sequence
     config = configuration("175b", precision, "--seq-length", str(sequence), "--global-batch-size", str(batch), "--micro-batch-size", "1")
     machines, grids = cluster(32), []
@@ -113,7 +113,7 @@ def context(precision: str, sequence: int) -> dict[str, Any]:
 
 
 def everything() -> Iterator[dict[str, Any]]:
-    """All rows."""
+    """Yield all rows."""
     for line in TABLE_5:
         yield table5(*line)
     for precision in ("bf16", "O2", "O3"):
@@ -126,17 +126,17 @@ def everything() -> Iterator[dict[str, Any]]:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: writes the rows, in place of those that are there."""
+    """Run the command line: replace the rows of the CSV."""
     parser = Parser(description=__doc__)
     parser.add_argument("--csv", type=output_file, default=FILE, help="file to write (default: tools/reproduce/results/planner.csv)")
     options = parser.parse_args(argv)
-    found = []
+    lines = []
     for line in everything():
         print(", ".join(f"{value}" for value in line.values()), flush=True)
-        found.append(line)
+        lines.append(line)
     new = Path(f"{options.csv}.partial")
     new.unlink(missing_ok=True)
-    rows.append(new, found)
+    rows.append(new, lines)
     new.replace(options.csv)
     return 0
 

@@ -89,7 +89,7 @@ def zero_shot(rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(f"{key[0]}: accuracy at O0", 100 * float(base["value"]), unit="%", where=base)
         yield Finding(f"{key[0]}: O3 less O0", points, unit="points", where=row)
     yield Finding(LARGEST2, max(map(abs, apart)), unit="standard errors", where=fp8[tasks[0]])
-    bits = [float(found["text", "bits_per_byte"]["value"]) for found in (bf16, fp8)]
+    bits = [float(scores["text", "bits_per_byte"]["value"]) for scores in (bf16, fp8)]
     yield Finding("held-out text: bits per byte, O3 over O0, each read in its own precision", bits[1] / bits[0],
                   where=fp8["text", "bits_per_byte"])  # fmt: skip
     yield from _exported(rows, "continued-{}-bf16", "held-out text: bits per byte, O3 over O0, both exported to BF16", 1.0)
@@ -120,9 +120,9 @@ def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
         raise ValueError("no fine-tuning result at O0, the baseline: examples/sft/run.sh runs all levels")
     largest = max(bases, key=lambda model: int(bases[model]["parameters"]))
     for model, base in bases.items():
-        found = _newest([row for row in rows if row["model"] == model])
-        for level in (name for name in LEVELS if name in found):
-            row, name = found[level], level if model == largest else f"{level}, {model}"
+        newest = _newest([row for row in rows if row["model"] == model])
+        for level in (name for name in LEVELS if name in newest):
+            row, name = newest[level], level if model == largest else f"{level}, {model}"
             seed, ours = int(row["seed"]), name == PAPERS  # the paper has one model, 7B
             faster = _from(base, row, "tokens_per_s")
             yield Finding(f"{name}: throughput from O0's at {row['commit']}", faster, THROUGHPUT3 if ours else None, "%", seed=seed,
@@ -158,25 +158,25 @@ def dpo_findings(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def ppo_speeds(rows: Sequence[Row]) -> Iterator[Finding]:
     """Report the time of a PPO step and the speed of its rollouts, from runs that had the GPU to themselves."""
-    for level, row in _newest([row for row in rows if row.get("s_a_step")]).items():
+    for level, row in _newest([row for row in rows if row.get("s_per_step")]).items():
         seed = int(row["seed"])
-        yield Finding(f"PPO, {level}: time of a step", float(row["s_a_step"]), unit="s", seed=seed, where=row)
+        yield Finding(f"PPO, {level}: time of a step", float(row["s_per_step"]), unit="s", seed=seed, where=row)
         yield Finding(f"PPO, {level}: tokens per second of the rollouts", float(row["rollout_tokens_per_s"]), seed=seed, where=row)
 
 
 def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
     """FP8-LM, Table 4: memory of weights and states relative to O0; the paper counts the gradient as a state. Figure 6: the rewards."""
-    found = _newest(rows)
-    if not {BASE, PAPERS} <= found.keys():
-        raise ValueError(f"the PPO results cover {', '.join(found) or 'no level'}: run examples/rlhf/run.sh, which runs O0 and O3")
-    base, row = found[BASE], found[PAPERS]
+    newest = _newest(rows)
+    if not {BASE, PAPERS} <= newest.keys():
+        raise ValueError(f"the PPO results cover {', '.join(newest) or 'no level'}: run examples/rlhf/run.sh, which runs O0 and O3")
+    base, row = newest[BASE], newest[PAPERS]
     seed = int(row["seed"])
     states = [float(each["state_mib"]) + float(each["gradient_mib"]) for each in (base, row)]
     yield Finding("O3: weights of all models from O0's", _from(base, row, "weight_mib"), WEIGHTS4, "%", seed=seed, where=row)
     yield Finding("O3: states and gradients from O0's", 100 * (states[1] / states[0] - 1), STATES4, "%", seed=seed, where=row)
     yield Finding("O3: states from O0's", _from(base, row, "state_mib"), unit="%", seed=seed, where=row)
     for level in (BASE, PAPERS):
-        last = found[level]
+        last = newest[level]
         yield Finding(f"{level}: reward of the first 10 steps", float(last["reward_first"]), seed=seed, where=last)
         yield Finding(f"{level}: reward of the last 10 steps", float(last["reward_last"]), seed=seed, where=last)
     for each in curves:
@@ -189,13 +189,13 @@ def _toy_rows(kind: str, script: str, words: Sequence[str], task: Task) -> list[
     folder = task.folder / kind
     if not (folder / "toy/tokenizer.json").is_file():
         importlib.import_module("examples.toy_chat").make(folder / "toy")
-    found: list[Row] = []
+    toy_rows: list[Row] = []
     for level in (BASE, PAPERS):
         file = folder / f"{level}.csv"
         flags = ["--load", str(folder / "toy"), "--save", str(folder / level), "--opt-level", level, "--dtype", "fp32", "--no-checkpoints"]
         flags += ["--train-iters", str(TOY_STEPS[kind]), "--lr", "3e-3", "--rows", str(file), *words]
-        found += rows_of(script.rpartition("/")[2], flags, file, f"examples/{script.rpartition('/')[0]}")
-    return found
+        toy_rows += rows_of(script.rpartition("/")[2], flags, file, f"examples/{script.rpartition('/')[0]}")
+    return toy_rows
 
 
 def table3(task: Task) -> Iterator[Finding]:
@@ -223,10 +223,10 @@ def table4(task: Task) -> Iterator[Finding]:
 def encoder_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Collage, Table 3: perplexity of each option and of our levels, relative to D."""
     for phase in dict.fromkeys(row["phase"] for row in rows):
-        found = _newest([row for row in rows if row["phase"] == phase], "precision")
-        base = _option_d(found)
+        newest = _newest([row for row in rows if row["phase"] == phase], "precision")
+        base = _option_d(newest)
         yield Finding(f"d, {phase}: perplexity", float(base["ppl"]), where=base)
-        for label, row in _named(found):
+        for label, row in _named(newest):
             yield Finding(f"{label}, {phase}: perplexity over D's", float(row["ppl"]) / float(base["ppl"]), where=row)
 
 
@@ -240,16 +240,16 @@ def boolq_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     yield Finding("majority answer", 100 * float(base["majority"]), unit="%", where=base)
 
 
-def _option_d(found: Mapping[str, Row]) -> Row:
-    if NAMES["d"] not in found:
-        raise ValueError(f"the results cover {', '.join(found) or 'no precision'}: train {NAMES['d']} too, the baseline")
-    return found[NAMES["d"]]
+def _option_d(newest: Mapping[str, Row]) -> Row:
+    if NAMES["d"] not in newest:
+        raise ValueError(f"the results cover {', '.join(newest) or 'no precision'}: train {NAMES['d']} too, the baseline")
+    return newest[NAMES["d"]]
 
 
-def _named(found: Mapping[str, Row]) -> Iterator[tuple[str, Row]]:
+def _named(newest: Mapping[str, Row]) -> Iterator[tuple[str, Row]]:
     """Yield all rows except D's, with the paper's names for the options and ours for the levels."""
     labels = {name: variant for variant, name in NAMES.items()}
-    yield from ((labels.get(name, name), row) for name, row in found.items() if name != NAMES["d"])
+    yield from ((labels.get(name, name), row) for name, row in newest.items() if name != NAMES["d"])
 
 
 def _encoders(task: Task) -> tuple[list[Row], dict[str, Path]]:
@@ -296,9 +296,9 @@ def _boolq(task: Task, data: Path) -> Iterator[Row]:
         words = ["--load", str(folder), "--data", str(data), "--precision", name, "--output", str(output)]
         if tune([*words, *SMALL_ENCODERS[task.size].tuning.split()]):
             raise RuntimeError(f"examples/bert/finetune_boolq.py {' '.join(words)} failed")
-        found = json.loads(output.read_text(encoding="utf-8"))
-        one = found["seeds"][0]
-        yield {"precision": name, "seed": str(one["seed"]), "accuracy": str(one["accuracy"]), "majority": str(found["majority"])}
+        report = json.loads(output.read_text(encoding="utf-8"))
+        one = report["seeds"][0]
+        yield {"precision": name, "seed": str(one["seed"]), "accuracy": str(one["accuracy"]), "majority": str(report["majority"])}
 
 
 def kept(*files: str) -> Needs:

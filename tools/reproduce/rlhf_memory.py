@@ -41,14 +41,14 @@ LLAMA_7B = Shape(layers=32, hidden=4096, ffn=11008, vocabulary=32000)
 
 def trained(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
     """Return the bytes of a BF16 model that `msamp.initialize` trains with AdamW, including the gradients after backward on one process."""
-    found = Stored()
+    total = Stored()
     for kind, elements in shape.elements(outputs).items():
         formats, weight = recipe.formats_of(kind), recipe.weight if kind == "linear" else recipe.compute
         gradient = formats.grad.bytes if kind == "linear" and recipe.fp8_gradients else recipe.compute.bytes
         master = 0 if formats.master == weight else formats.master.bytes
         moments = formats.m.bytes + formats.v.bytes
-        found += Stored(elements * weight.bytes, elements * gradient, elements * master, elements * moments, elements)
-    return found
+        total += Stored(elements * weight.bytes, elements * gradient, elements * master, elements * moments, elements)
+    return total
 
 
 def frozen(shape: Shape, outputs: int, recipe: Recipe) -> Stored:
@@ -71,9 +71,9 @@ def counted(shape: Shape = LLAMA_7B, name: str = "LLaMA-7B") -> Iterator[Finding
     base = ppo(shape, BF16)
     wide = sum(sum(shape.elements(outputs).values()) for outputs in (shape.vocabulary, 1)) * 2  # FP32 in place of BF16 gradients
     for recipe in (O2, O3):
-        found = ppo(shape, recipe)
+        models = ppo(shape, recipe)
         case = f"{recipe.name}, {name} counted"
-        yield Finding(f"{case}: weights of all models from O0's", 100 * (found.weights / base.weights - 1), WEIGHTS4, "%")
+        yield Finding(f"{case}: weights of all models from O0's", 100 * (models.weights / base.weights - 1), WEIGHTS4, "%")
         for gradients, more in (("BF16", 0), ("FP32", wide)):
-            share = (found.states + found.gradients) / (base.states + base.gradients + more)
+            share = (models.states + models.gradients) / (base.states + base.gradients + more)
             yield Finding(f"{case}: states and gradients from O0's with {gradients} gradients", 100 * (share - 1), STATES4, "%")

@@ -21,19 +21,21 @@ def detector(task: Task) -> Iterator[Finding]:
     words = ["--steps", str(DETECTOR_STEPS[task.size]), "--csv", str(task.folder / "amp.csv")]
     for row in rows_of("fp16_amp", words, task.folder / "amp.csv"):
         if row["what"] == "detection":
-            told = f"{'FP16' if by_name(row['level']).fp16_weights else 'FP32'}, loss times {row['factor']}, loss scale {row['loss_scale']}"
+            prefix = (
+                f"{'FP16' if by_name(row['level']).fp16_weights else 'FP32'}, loss times {row['factor']}, loss scale {row['loss_scale']}"
+            )
             plain = by_name(row["level"]).fp16_weights and (row["loss_scale"], row["factor"]) == ("1.0", "1")
-            yield Finding(f"{told}: average precision", float(row["average_precision"]), "diverges" if plain else None, seed=0)
-            yield Finding(f"{told}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
+            yield Finding(f"{prefix}: average precision", float(row["average_precision"]), "diverges" if plain else None, seed=0)
+            yield Finding(f"{prefix}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
 
 
 def language_model(task: Task) -> Iterator[Finding]:
     """Measure the loss by loss scale, and the share of activation gradients below 2^-24."""
     for row in table(LSTM[task.size], bytes_of(task.text)):
         fp16 = by_name(row["level"]).fp16_weights
-        told = f"FP16, loss scale {row['loss_scale']}" if fp16 else "FP32"
-        yield Finding(f"{told}: validation loss", float(row["valid_loss"]), unit="nats a byte", seed=0)
-        yield Finding(f"{told}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
+        prefix = f"FP16, loss scale {row['loss_scale']}" if fp16 else "FP32"
+        yield Finding(f"{prefix}: validation loss", float(row["valid_loss"]), unit="nats per byte", seed=0)
+        yield Finding(f"{prefix}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
         if not fp16:
             for scale, paper in (("1", "most"), ("8", None), ("128", None)):
                 share = 100 * float(row[f"below_at_{scale}"])
@@ -44,19 +46,19 @@ def weight_copies(task: Task) -> Iterator[Finding]:
     """Measure the share of 64 small updates that arrives in an FP16 weight, and in an FP32 copy."""
     for row in fp16_amp.weight_copies():
         copy = by_name(row["level"]).master_weights
-        told = f"update of {row['update_over_value']} of the weight, {'FP32 copy' if copy else 'FP16 alone'}"
-        yield Finding(f"{told}: share that arrives", float(row["arrived"]), 1.0 if copy else None)
+        prefix = f"update of {row['update_over_value']} of the weight, {'FP32 copy' if copy else 'FP16 alone'}"
+        yield Finding(f"{prefix}: share that arrives", float(row["arrived"]), 1.0 if copy else None)
 
 
 def overflow(task: Task) -> Iterator[Finding]:
     """Train with a dynamic loss scale that starts too high."""
-    found = list(fp16_amp.overflow())
-    scales = [float(row["loss_scale"][2:]) for row in found]
+    trace = list(fp16_amp.overflow())
+    scales = [float(row["loss_scale"][2:]) for row in trace]
     yield Finding("loss scale at first", scales[0], unit="powers of two", seed=0)
     yield Finding("lowest loss scale", min(scales), unit="powers of two", seed=0)
     yield Finding("steps until then", float(scales.index(min(scales)) + 1), seed=0)
-    yield Finding("loss at the end over the first", float(found[-1]["loss"]) / float(found[0]["loss"]), seed=0)
-    for row, scale in zip(found, scales, strict=True):
+    yield Finding("loss at the end over the first", float(trace[-1]["loss"]) / float(trace[0]["loss"]), seed=0)
+    for row, scale in zip(trace, scales, strict=True):
         yield Finding("log2 of the loss scale", scale, x=row["step"], seed=0)
 
 

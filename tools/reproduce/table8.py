@@ -1,23 +1,23 @@
-"""FP8-LM Table 8: the least and the most memory that a rank of the whole grid holds, computed from shapes; nothing is allocated.
+"""FP8-LM Table 8: memory of the least and the most loaded rank of the grid, computed from shapes; nothing is allocated.
 
     python tools/reproduce/table8.py --csv tools/reproduce/results/table8.csv
 
-What is counted is model state: weights, gradients and optimizer. The paper measured whole processes, activations included, so its
-figures compare only by their spread, max - min, as a measure of how evenly ZeRO loads the ranks.
+Only model state is counted: weights, gradients and optimizer states. The paper measured whole processes including activations, so only
+the spread, max - min, is comparable: it measures how evenly ZeRO loads the ranks.
 
-| method | linear weights | embedding | norms, biases | divided |
+| method | linear weights | embedding | norms, biases | partitioning |
 | --- | --- | --- | --- | --- |
-| zero-bf16 | 2 + 4, and 12 shared | the same | the same | every buffer into equal parts, as Megatron-LM |
-| greedy-whole | 1, and 6 shared | 2, and 7 shared | 2, and 16 shared | Algorithm 1 over all tensors, each whole |
-| greedy-cut | as greedy-whole | | | bucket by bucket, tensors cut: `msamp.comm.partition.plan_buckets` |
+| zero-bf16 | 2 + 4, and 12 sharded | the same | the same | every buffer into equal parts, as Megatron-LM |
+| greedy-whole | 1, and 6 sharded | 2, and 7 sharded | 2, and 16 sharded | Algorithm 1 over all tensors, each whole |
+| greedy-cut | as greedy-whole | | | per bucket, tensors split: `msamp.comm.partition.plan_buckets` |
 
-in bytes an element. Shared means held by its owner alone: FP32 master and moments (12); FP8 gradient, FP16 master, E4M3 and FP16 moments
-(6); the same with a BF16 gradient (7); all in FP32 (16). The gradient of FP8 training is the reduced one. With several micro-batches
-every rank also accumulates its own before the exchange (BF16, norms and biases FP32), which Megatron-LM does in the FP32 gradient
-counted already: `accumulate_gib`. Scales, a few bytes a tensor, and buckets under way are left out.
+The table is in bytes per element. Sharded bytes are held by the owner only: FP32 master weight and moments (12); FP8 gradient, FP16 master
+weight, E4M3 and FP16 moments (6); the same with a BF16 gradient (7); all in FP32 (16). The gradient of FP8 training is the reduced one.
+With several micro-batches every rank also accumulates its local gradients before the reduction (BF16; FP32 for norms and biases):
+`accumulate_gib`. Megatron-LM accumulates in the FP32 gradient that is already counted. Scales, a few bytes per tensor, and buckets in
+flight are not counted.
 """
 
-import csv
 import math
 import sys
 from collections.abc import Sequence
@@ -27,14 +27,15 @@ from megatron.lm.config.presets import PRESETS
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.comm.partition import Piece, partition, plan_buckets
+from tools.bench import rows
 
 GIB = 2**30
 VOCABULARY, VOCABULARY_MULTIPLE = 50304, 128  # padded to a multiple of 128 x TP, as the trainer does
 DATA_PARALLEL = {"7b": 32, "13b": 16, "175b": 4}
 MORE_RANKS = (64, 256, 1024)
-MOST_RANKS = 4096  # the greedy division looks at every rank for every tensor: seconds a model at this many
-METHODS = {"zero-bf16": "BF16", "greedy-whole": "FP8 (Ours)", "greedy-cut": "FP8 (Ours)"}  # ours -> the paper's row
-PAPER = {  # GB, as measured there
+MOST_RANKS = 4096  # greedy partitioning visits every rank for every tensor: seconds per model at this size
+METHODS = {"zero-bf16": "BF16", "greedy-whole": "FP8 (Ours)", "greedy-cut": "FP8 (Ours)"}  # our method -> the paper's row
+PAPER = {  # measured GB
     ("7b", "BF16"): (69.07, 69.63),
     ("7b", "FP8 (TE)"): (76.97, 77.28),
     ("7b", "FP8 (Ours)"): (49.06, 49.36),
@@ -66,7 +67,7 @@ COLUMNS = (
 
 
 class Bytes(NamedTuple):
-    """Bytes an element of one kind of tensor in FP8 training."""
+    """Bytes per element of one kind of tensor in FP8 training."""
 
     replicated: int
     owned: int
@@ -78,14 +79,17 @@ BF16_REPLICATED, BF16_SHARED = 2 + 4, 12
 
 
 class Tensors(NamedTuple):
-    """What a rank of one pipeline stage has: shapes, and for each the kind, a key of `FP8_BYTES`; in the order of backward."""
+    """Tensors on a rank of one pipeline stage in the order of backward: their shapes, and their kinds, keys of `FP8_BYTES`."""
 
     shapes: list[tuple[int, ...]]
     kinds: list[str]
 
 
 def stage_tensors(layers: int, hidden: int, tp: int, *, embedding: bool = True, final_norm: bool = True) -> Tensors:
-    """Parameters of one tensor-parallel rank of a stage of a GPT: LayerNorm, biases, MLP of 4 x hidden, tied embedding, no positions."""
+    """Return the parameters on one tensor-parallel rank of a GPT stage.
+
+    The GPT has LayerNorm, biases, an MLP of 4 x hidden, a tied embedding, and no position embedding.
+    """
     layer: list[tuple[tuple[int, ...], str]] = [
         ((hidden, 4 * hidden // tp), "linear"),
         ((hidden,), "small"),
@@ -105,7 +109,7 @@ def stage_tensors(layers: int, hidden: int, tp: int, *, embedding: bool = True, 
 
 
 def rank_bytes(tensors: Tensors, pieces: Sequence[Piece], dp: int) -> list[int]:
-    """Bytes of model state on each data-parallel rank in FP8 training, its tensors owned as `pieces` says."""
+    """Return the bytes of model state on each data-parallel rank in FP8 training; `pieces` assigns the owners."""
     sizes = [math.prod(shape) for shape in tensors.shapes]
     held = [sum(size * FP8_BYTES[kind].replicated for size, kind in zip(sizes, tensors.kinds, strict=True))] * dp
     for piece in pieces:
@@ -115,7 +119,7 @@ def rank_bytes(tensors: Tensors, pieces: Sequence[Piece], dp: int) -> list[int]:
 
 
 def divide(tensors: Tensors, dp: int, method: str) -> tuple[list[int], float, int]:
-    """Bytes of each data-parallel rank of a stage, padding in elements, and number of pieces."""
+    """Partition a stage; return the bytes on each data-parallel rank, the padding in elements, and the number of pieces."""
     if method == "zero-bf16":
         total = sum(map(math.prod, tensors.shapes))
         return [BF16_REPLICATED * total + BF16_SHARED * -(-total // dp)] * dp, 0.0, dp
@@ -128,37 +132,37 @@ def divide(tensors: Tensors, dp: int, method: str) -> tuple[list[int], float, in
 
 
 def accumulated(tensors: Tensors) -> int:
-    """Bytes of the local gradients of several micro-batches in FP8 training."""
+    """Return the bytes of the local gradients accumulated over several micro-batches in FP8 training."""
     return sum(math.prod(shape) * FP8_BYTES[kind].accumulated for shape, kind in zip(tensors.shapes, tensors.kinds, strict=True))
 
 
 def row(model: str, dp: int, method: str) -> dict[str, Any]:
-    """One line of the table: over all ranks of the grid; padding, pieces and `stage_spread` (max - min in a stage) of the worst stage."""
+    """Return one row, over all ranks of the grid; padding, pieces and `stage_spread` (max - min in a stage) are the worst stage's."""
     size = PRESETS[model]
     tp, pp = size["tensor_model_parallel_size"], size["pipeline_model_parallel_size"]
     stages = [
         stage_tensors(size["num_layers"] // pp, size["hidden_size"], tp, embedding=stage in (0, pp - 1), final_norm=stage == pp - 1)
-        for stage in sorted({0, 1, pp - 1} & set(range(pp)))  # those between first and last are alike
+        for stage in sorted({0, 1, pp - 1} & set(range(pp)))  # all between first and last are the same
     ]
     divided = [divide(tensors, dp, method) for tensors in stages]
     least, most = min(min(held) for held, _, _ in divided), max(max(held) for held, _, _ in divided)
     paper_row = METHODS[method] if dp == DATA_PARALLEL[model] else ""
-    found: dict[str, Any] = grid(model, dp) | {"method": method}
-    found |= {"min_gib": f"{least / GIB:.3f}", "max_gib": f"{most / GIB:.3f}", "spread": f"{(most - least) / GIB:.3f}"}
-    found["stage_spread"] = f"{max(max(held) - min(held) for held, _, _ in divided) / GIB:.3f}"
-    found["accumulate_gib"] = "0.000" if method == "zero-bf16" else f"{max(map(accumulated, stages)) / GIB:.3f}"
-    found |= {"padding": f"{max(padding for _, padding, _ in divided):.4f}", "pieces": max(pieces for _, _, pieces in divided)}
-    return found | paper_columns(model, paper_row)
+    columns: dict[str, Any] = grid(model, dp) | {"method": method}
+    columns |= {"min_gib": f"{least / GIB:.3f}", "max_gib": f"{most / GIB:.3f}", "spread": f"{(most - least) / GIB:.3f}"}
+    columns["stage_spread"] = f"{max(max(held) - min(held) for held, _, _ in divided) / GIB:.3f}"
+    columns["accumulate_gib"] = "0.000" if method == "zero-bf16" else f"{max(map(accumulated, stages)) / GIB:.3f}"
+    columns |= {"padding": f"{max(padding for _, padding, _ in divided):.4f}", "pieces": max(pieces for _, _, pieces in divided)}
+    return columns | paper_columns(model, paper_row)
 
 
 def grid(model: str, dp: int) -> dict[str, Any]:
-    """The columns that name the processes."""
+    """Return the columns that identify the grid."""
     size = PRESETS[model]
     return {"model": model, "tp": size["tensor_model_parallel_size"], "pp": size["pipeline_model_parallel_size"], "dp": dp}
 
 
 def paper_columns(model: str, paper_row: str) -> dict[str, str]:
-    """The paper's figures, empty where `paper_row` is."""
+    """Return the paper's figures; empty strings if `paper_row` is empty."""
     if not paper_row:
         return dict.fromkeys(COLUMNS[-4:], "")
     low, high = PAPER[model, paper_row]
@@ -166,34 +170,28 @@ def paper_columns(model: str, paper_row: str) -> dict[str, str]:
 
 
 def table(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """All lines: each model at the paper's data-parallel size and at `ranks`."""
+    """Return all rows: each model at the paper's data-parallel size and at `ranks`."""
     rows = []
     for model in models:
         for dp in sorted({DATA_PARALLEL[model], *ranks}):
             rows += [row(model, dp, method) for method in METHODS]
-            if dp == DATA_PARALLEL[model]:  # not rebuilt: its figures, beside ours
+            if dp == DATA_PARALLEL[model]:  # the paper's figures only; not computed here
                 rows.append(dict.fromkeys(COLUMNS, "") | grid(model, dp) | {"method": "-"} | paper_columns(model, "FP8 (TE)"))
     return rows
 
 
 @exit_codes.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(description="FP8-LM Table 8 from shapes: model state of the least and the most loaded rank.")
+    parser = Parser(description="FP8-LM Table 8 from shapes: model state on the least and the most loaded rank.")
     parser.add_argument("--models", nargs="+", choices=DATA_PARALLEL, default=list(DATA_PARALLEL))
-    parser.add_argument("--ranks", nargs="*", type=count(1, MOST_RANKS), default=MORE_RANKS, help="data-parallel sizes beside the paper's")
+    parser.add_argument("--ranks", nargs="*", type=count(1, MOST_RANKS), default=MORE_RANKS, help="data-parallel sizes besides the paper's")
     parser.add_argument("--csv", type=output_file, help="file to write")
     options = parser.parse_args(arguments)
-    rows = table(options.models, options.ranks)
-    widths = {name: max(len(name), *(len(str(line[name])) for line in rows)) for name in COLUMNS}
-    print("Model state (weights, gradients, optimizer) a rank, no activations; the paper's GB include them: compare spreads only.")
-    for line in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in COLUMNS))
+    lines = table(options.models, options.ranks)
+    print("Model state (weights, gradients, optimizer) per rank without activations; the paper's GB include them: compare only spreads.")
+    print(rows.aligned(COLUMNS, lines))
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+        rows.write(options.csv, COLUMNS, lines)
     return 0
 
 

@@ -50,14 +50,14 @@ def searched(task: Task, preset: str, at: int, cases: Sequence[str]) -> list[dic
     file, where = task.folder / f"{task.piece}.csv", machine(task.commit)
     words = ["--preset", preset, "--micro-batch-size", str(at), "--cases", *cases, f"--flags={NO_TRIAL}"]
     words += ["--csv", str(file), "--commit", where["commit"]]
-    found = rows_of("coat_memory", words, file, goes_on=True)
-    return table(by_case([row for row in found if all(row[key] == where[key] for key in ("commit", "gpu", "torch"))]), at)
+    measured = rows_of("coat_memory", words, file, goes_on=True)
+    return table(by_case([row for row in measured if all(row[key] == where[key] for key in ("commit", "gpu", "torch"))]), at)
 
 
-def by_case(found: Sequence[Row]) -> dict[str, dict[int, Row]]:
+def by_case(measured: Sequence[Row]) -> dict[str, dict[int, Row]]:
     """Group rows of `coat_memory.py` by case and micro-batch."""
     cases: dict[str, dict[int, Row]] = {}
-    for row in found:
+    for row in measured:
         cases.setdefault(row["case"], {})[int(row["micro_batch"])] = row
     return cases
 
@@ -77,7 +77,7 @@ def together(preset: str, micro_batch: int, cases: Sequence[str]) -> dict[str, R
     return next((rows for rows in reversed(runs.values()) if len(rows) == len(cases)), {})
 
 
-def told(model: str, line: Mapping[str, Any], base: str, same: float | None, largest: float | None) -> Iterator[Finding]:
+def findings_of(model: str, line: Mapping[str, Any], base: str, same: float | None, largest: float | None) -> Iterator[Finding]:
     """Yield the findings of a line of `searched`: memory, and speed relative to the base at its micro-batch and at the largest.
 
     same, largest: the paper's figures for the two speeds.
@@ -102,7 +102,7 @@ def table5(task: Task) -> Iterator[Finding]:
     for line in searched(task, model, START5[model], LEVELS5):
         printed = samples.get(line["case"])
         same, largest = (value / of for value, of in zip(printed, samples[base], strict=True)) if printed else (None, None)
-        yield from told(model, line, base, same, largest)
+        yield from findings_of(model, line, base, same, largest)
 
 
 def on_file(task: Task) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ def on_file(task: Task) -> Iterator[Finding]:
         paper = SAMPLES5[model].get(line["case"]) if base == LEVELS5[0] else None
         same, largest = (value / of for value, of in zip(paper, SAMPLES5[model][base], strict=True)) if paper else (None, None)
         trials = cases[line["case"]]
-        for finding in told(model, line, base, same, largest):
+        for finding in findings_of(model, line, base, same, largest):
             yield replace(finding, where=trials[max(trials) if "largest" in finding.quantity else at])
         at_card = trials.get(at)
         if at_card and line["case"] in CARDS5.get(model, {}):
@@ -144,10 +144,10 @@ def layers_on_file(task: Task) -> Iterator[Finding]:
     """
     rows = {(row["case"], row["preset"]): row for row in read(STEP) if row["preset"].startswith(f"{LAYERS5} --num-layers ")}
     for (case, preset), row in rows.items():
-        told = f"{LAYERS5}, {preset.split()[2]} layers whole on a card, {case}, micro-batch {row['micro_batch']}: "
-        yield Finding(told + "speed", float(row["tflops"]), PAPER5[0], "TFLOP/s", where=row)
-        yield Finding(told + "MFU", 100 * float(row["mfu_fp8_peak"]), PAPER5[1], "%", where=row)
-        yield Finding(told + "peak memory", float(row["peak_gib"]), unit="GiB", where=row)
+        prefix = f"{LAYERS5}, {preset.split()[2]} layers whole on a card, {case}, micro-batch {row['micro_batch']}: "
+        yield Finding(prefix + "speed", float(row["tflops"]), PAPER5[0], "TFLOP/s", where=row)
+        yield Finding(prefix + "MFU", 100 * float(row["mfu_fp8_peak"]), PAPER5[1], "%", where=row)
+        yield Finding(prefix + "peak memory", float(row["peak_gib"]), unit="GiB", where=row)
 
 
 def collage(task: Task) -> Iterator[Finding]:
@@ -157,8 +157,8 @@ def collage(task: Task) -> Iterator[Finding]:
     words = ["--levels", BASE7, *papers, "--preset", preset, "--micro-batch-size", str(micro_batch), f"--flags={flags}"]
     words += ["--commit", task.commit] if task.commit else []
     file = task.folder / f"{model}.csv"
-    found = {row["case"]: row for row in rows_of("bench_step", [*words, "--csv", str(file)], file, "tools/bench")}
-    yield from options_of(model, found)
+    by_option = {row["case"]: row for row in rows_of("bench_step", [*words, "--csv", str(file)], file, "tools/bench")}
+    yield from options_of(model, by_option)
 
 
 def collage_on_file(task: Task) -> Iterator[Finding]:
@@ -168,23 +168,23 @@ def collage_on_file(task: Task) -> Iterator[Finding]:
         ValueError: no commit has all four.
     """
     preset, micro_batch, flags = MODELS7[task.piece]
-    found = together(f"{preset} {flags}".strip(), micro_batch, (BASE7, *SPEEDS7[task.piece]))
-    if not found:
+    by_option = together(f"{preset} {flags}".strip(), micro_batch, (BASE7, *SPEEDS7[task.piece]))
+    if not by_option:
         raise ValueError(f"{STEP} has no commit with all options of {task.piece}: run tools/bench/bench_step.py --levels {BASE7} ...")
-    for finding in options_of(task.piece, found):
-        yield replace(finding, where=found[finding.quantity.split(", ")[1].split(":")[0]])
+    for finding in options_of(task.piece, by_option):
+        yield replace(finding, where=by_option[finding.quantity.split(", ")[1].split(":")[0]])
 
 
-def options_of(model: str, found: Mapping[str, Row]) -> Iterator[Finding]:
+def options_of(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:
     """Yield tokens per second, peak memory and speed relative to D of each option, as `MODEL, OPTION: QUANTITY`."""
-    papers, base = SPEEDS7[model], found[BASE7]
+    papers, base = SPEEDS7[model], by_option[BASE7]
     for level in (BASE7, *papers):
-        yield Finding(f"{model}, {level}: tokens per second", float(found[level]["tokens_s_gpu"]))
-        yield Finding(f"{model}, {level}: peak memory", float(found[level]["peak_gib"]), unit="GiB")
+        yield Finding(f"{model}, {level}: tokens per second", float(by_option[level]["tokens_s_gpu"]))
+        yield Finding(f"{model}, {level}: peak memory", float(by_option[level]["peak_gib"]), unit="GiB")
     for level, paper in papers.items():
-        speed = float(found[level]["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
+        speed = float(by_option[level]["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
         yield Finding(f"{model}, {level}: speed over D's", speed, paper)
-        saved = 100 * (1 - float(found[level]["peak_gib"]) / float(base["peak_gib"]))
+        saved = 100 * (1 - float(by_option[level]["peak_gib"]) / float(base["peak_gib"]))
         yield Finding(f"{model}, {level}: peak memory saved against D", saved, unit="%")
 
 
@@ -194,6 +194,6 @@ def coat(task: Task) -> Iterator[Finding]:
     base, *others = CASES
     for line in searched(task, preset, at, CASES):
         speed, less = CLAIMS_COAT.get(line["case"], (None, None))
-        yield from told(task.piece, line, base, speed, None)
+        yield from findings_of(task.piece, line, base, speed, None)
         if line["case"] in others and line["less_memory"] != "":
             yield Finding(f"{task.piece}, {line['case']}, micro-batch {at}: times less memory", line["less_memory"], less)

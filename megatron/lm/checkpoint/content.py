@@ -75,11 +75,11 @@ def info(training: Training) -> dict[str, Any]:
 
 def items(training: Training) -> list[Item]:
     """Return the chunks that this rank saves; one of several ranks with the same chunk saves it."""
-    where, found = places(training.model), list(_rng_items(training.grid))
+    where, chunks_of_rank = places(training.model), list(_rng_items(training.grid))
     share = _Share(training.grid.copies)
     for name, x in training.model.state_dict().items():
         if name in where:  # skips megatron-core's empty `_extra_state`
-            found += share.mine(list(_chunks("model", where[name], x)))
+            chunks_of_rank += share.mine(list(_chunks("model", where[name], x)))
     names, optimizer = names_of(training.model), training.optimizer
     for holding in optimizer.holdings():
         state = optimizer.state.get(holding.weight)
@@ -88,11 +88,11 @@ def items(training: Training) -> list[Item]:
         mine, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.formats).states]
         chunks = [chunk for key in keys if key in state for chunk in _chunks(key, mine, as_stored(state, key), holding.rows)]
         chunks += _scalars("step", mine, state["step"], holding.rows)
-        found += chunks if training.grad_sync.shard else share.mine(chunks)
+        chunks_of_rank += chunks if training.grad_sync.shard else share.mine(chunks)
     for name, mu in training.grad_sync.state_dict()["mu"].items():
         marks = [Item.whole(at(f"mu/{place.name}", place.offset), mu) for place in where[name] if place.first]
-        found += share.mine(marks)
-    return found
+        chunks_of_rank += share.mine(marks)
+    return chunks_of_rank
 
 
 def left_in(training: Training, items: Sequence[Item]) -> list[Item]:
@@ -141,10 +141,10 @@ def group_keys(key: str, offset: Sequence[int]) -> tuple[str, str]:
 def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None = None) -> Iterator[Item]:
     """Yield the chunks of `x`, the local tensor or the `rows` of it in a holding."""
     for place in where:
-        found = place.within(rows) if place.first else None
-        if found is None:
+        local_rows = place.within(rows) if place.first else None
+        if local_rows is None:
             continue
-        (local, offset), key = found, f"{prefix}/{place.name}"
+        (local, offset), key = local_rows, f"{prefix}/{place.name}"
         elements, scale, groups = payload(x), scale_inv(x), group_numbers(x)
         yield Item(key, elements if local is None else elements[local], place.shape, offset)
         if scale is not None:
@@ -157,8 +157,8 @@ def _chunks(prefix: str, where: Sequence[Place], x: Stored, rows: slice | None =
 def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None) -> Iterator[Item]:
     """Yield the scalars of a tensor on the rank with its first element."""
     for place in where:
-        found = place.within(rows) if place.first else None
-        if found is not None and not any(found[1]):
+        local_rows = place.within(rows) if place.first else None
+        if local_rows is not None and not any(local_rows[1]):
             yield Item.whole(f"{prefix}/{place.name}", x)
 
 

@@ -197,7 +197,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     """Read and check this rank's part of a checkpoint, without changing `training`; raise a ValueError if it is damaged or incomplete."""
     settings, where = training.config.checkpoint, places(training.model)
     if isinstance(stored, TorchDist):
-        megatron.check_names(stored, (place.name for found in where.values() for place in found), training.config.model.num_layers)
+        megatron.check_names(stored, (place.name for of_name in where.values() for place in of_name), training.config.model.num_layers)
     taken = _Taken(with_states=_with_states(settings, stored, info))
     reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     _take_weights(training, reader, where, taken)
@@ -256,11 +256,11 @@ def _mu(training: Training, stored: Stored, where: dict[str, list[Place]]) -> di
     smallest = {}
     for name in training.grad_sync.state_dict()["mu"]:
         keys = [at(f"mu/{place.name}", offset) for place, offset in chunk_offsets(stored, where[name])]
-        found = [stored.tensor(key) for key in keys if key in stored.tensors]
-        for mu in found:
+        values = [stored.tensor(key) for key in keys if key in stored.tensors]
+        for mu in values:
             check_number(stored, f"mu/{name}", mu, 0, MU_MAX, torch.float64)
-        if found:
-            smallest[name] = torch.stack(found).amin()
+        if values:
+            smallest[name] = torch.stack(values).amin()
     return smallest
 
 
@@ -273,7 +273,7 @@ def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | No
 
 def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
     """Return the saved scaling state of linear layers and attention cores if its shape matches; others start from their initial state."""
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, TensorScales):
             continue
@@ -285,8 +285,8 @@ def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) ->
                 layer.check_state({local.removeprefix(f"{name}."): x for local, x in saved.items()})
             except ValueError as problem:
                 raise ValueError(f"{stored.folder}: {name}.{problem}; load an older checkpoint") from None
-            found |= saved
-    return found
+            state |= saved
+    return state
 
 
 def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
@@ -303,13 +303,13 @@ def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[
         now.tensor_model_parallel_size,
         now.pipeline_model_parallel_size,
     )
-    found = {key.removeprefix(prefix): stored.tensor(key) for key in stored.tensors if key.startswith(prefix)} if same else {}
-    if found:
+    states = {key.removeprefix(prefix): stored.tensor(key) for key in stored.tensors if key.startswith(prefix)} if same else {}
+    if states:
         try:
-            rng.check(found)
+            rng.check(states)
         except ValueError as problem:
             raise ValueError(f"{stored.folder}: {problem}; load an older checkpoint, or use new ones with --no-load-rng") from None
-    return found or None
+    return states or None
 
 
 def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
@@ -344,7 +344,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     carry(info, training.data)
     optimizer.skipped_steps = info["skipped_steps"]
     # The position in the schedule; its shape is this run's, which equals the saved one without --override-opt-param-scheduler.
-    training.schedule.settle()
+    training.schedule.apply_pending()
     training.schedule.num_steps = _schedule_place(training, info)
     training.schedule.step(0)
     training.iteration = info["iteration"]

@@ -59,9 +59,9 @@ def of_training(training: Training, items: Sequence[Item], info: Mapping[str, An
     weights. Collective.
     """
     steps = [int(state["step"]) for state in training.optimizer.state.values() if "step" in state]
-    found: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, max(steps, default=None))
-    step = max((x for x in found if x is not None), default=None)
+    steps_of_ranks: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(steps_of_ranks, max(steps, default=None))
+    step = max((x for x in steps_of_ranks if x is not None), default=None)
     layers = training.config.model.num_layers
     own, rounded = _by_master(training) if step is not None else (set(), set())
     chunks = list(megatron_items(items, own, rounded, layers))
@@ -139,21 +139,21 @@ def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     """Return `common.pt` for the checkpoint with this `info`. `step`: of the optimizer; None for a checkpoint of only weights."""
     config = config_from_dict(info["config"])
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    found = {"args": arguments(config, info, step is not None), "checkpoint_version": 3.0, "iteration": info["iteration"]}
+    content = {"args": arguments(config, info, step is not None), "checkpoint_version": 3.0, "iteration": info["iteration"]}
     if step is not None:
         about |= _SHARDING
-        found["opt_param_scheduler"] = _schedule(config, info)
-        found["optimizer"] = {
+        content["opt_param_scheduler"] = _schedule(config, info)
+        content["optimizer"] = {
             "optimizer": {"param_groups": [_group(config, decay, step) for decay in (1.0, 0.0)]},
             "param_state_sharding_type": _SHARDING["distrib_optim_sharding_type"],
         }
         if (scale := info.get("loss_scale")) is not None:
-            found["optimizer"]["grad_scaler"] = {
+            content["optimizer"]["grad_scaler"] = {
                 "scale": torch.tensor([scale["loss_scale"]]),
                 "growth_tracker": scale["unskipped"],
                 "hysteresis_tracker": scale.get("overflows_left", 1),
             }
-    return found | {"content_metadata": about}
+    return content | {"content_metadata": about}
 
 
 def _schedule(config: Config, info: Mapping[str, Any]) -> dict[str, Any]:

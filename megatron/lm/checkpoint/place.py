@@ -48,16 +48,16 @@ def places(model: nn.Module) -> dict[str, list[Place]]:
 
     Most have one. SwiGLU's first linear layer has two: rows of the gate and rows of the other half.
     """
-    found: dict[str, list[Place]] = {}
+    by_name: dict[str, list[Place]] = {}
     parts = chunks(model)
     for number, part in enumerate(parts):
         prefix = f"{number}." if isinstance(model, nn.ModuleList) else ""
         for name, entry in part.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
             if isinstance(entry, ShardedTensorFactory):
-                found[prefix + name] = list(_factory_places(entry))
+                by_name[prefix + name] = list(_factory_places(entry))
             elif isinstance(entry, ShardedTensor):
-                found[prefix + name] = [_place(entry, 0)]
-    return found
+                by_name[prefix + name] = [_place(entry, 0)]
+    return by_name
 
 
 def _place(entry: ShardedTensor, start: int) -> Place:

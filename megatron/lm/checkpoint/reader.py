@@ -95,19 +95,19 @@ class CheckpointReader:
 
     def weight(self, name: str) -> Tensor:
         """Return the whole weight as saved: a ScalingTensor if it has one scale, FP32 if its chunks have several."""
-        found = self._find("model", name)
-        if not found.scales:
-            return found.payload
-        return found.values() if found.scale_inv is None else found.to(of_dtype(found.payload.dtype), torch.bfloat16)
+        tensor = self._find("model", name)
+        if not tensor.scales:
+            return tensor.payload
+        return tensor.values() if tensor.scale_inv is None else tensor.to(of_dtype(tensor.payload.dtype), torch.bfloat16)
 
     def _find(self, prefix: str, name: str, find: Callable[..., Found] = find) -> Found:
         size = self.stored.tensors[f"{prefix}/{name}"].shape
         if not size.numel():
             raise ValueError(f"{self.folder} is damaged: {prefix}/{name} is {tuple(size)}, which is empty; load an older checkpoint")
         place = Place(name=name, shape=tuple(size), offset=(0,) * len(size), start=0, sizes=tuple(size), first=True)
-        found = find(self.stored, prefix, [place], size, self.info["vocab_size"])
-        found.check(self.folder)
-        return found
+        tensor = find(self.stored, prefix, [place], size, self.info["vocab_size"])
+        tensor.check(self.folder)
+        return tensor
 
 
 def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:

@@ -22,7 +22,7 @@ def state() -> dict[str, Tensor]:
     """Return the states of torch's, CUDA's, megatron-core's, numpy's and Python's generators by name."""
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     _, python_keys, python_gauss = random.getstate()
-    found = {
+    states = {
         "torch": torch.get_rng_state(),
         "numpy.keys": torch.from_numpy(keys.astype("int64")),  # type: ignore[union-attr]
         "numpy.rest": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
@@ -30,10 +30,10 @@ def state() -> dict[str, Tensor]:
         "python.gauss": torch.tensor(math.nan if python_gauss is None else python_gauss, dtype=torch.float64),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state()
     for name, value in get_cuda_rng_tracker().get_states().items():  # used by dropout of core attention
-        found[f"tensor_parallel.{name}"] = convert_cuda_rng_state(value)
-    return found
+        states[f"tensor_parallel.{name}"] = convert_cuda_rng_state(value)
+    return states
 
 
 def check(saved: Mapping[str, torch.Tensor]) -> None:

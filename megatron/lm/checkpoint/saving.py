@@ -74,11 +74,11 @@ def _write(
     keep_last: int | None,
     group: dist.ProcessGroup | None = None,
     lock: FolderLock | None = None,
-    settled: Path | None = None,
+    confirmed: Path | None = None,
     doubted: bool = False,
     foreign: MegatronContent | None = None,
 ) -> None:
-    """`group`: None is the default group. `lock`: rank 0's lock on the folder of checkpoints. `settled`: the previous checkpoint if the
+    """`group`: None is the default group. `lock`: rank 0's lock on the folder of checkpoints. `confirmed`: the previous checkpoint if the
     steps since have shown that it is healthy, so that older ones can be deleted. `doubted`: whether later steps may show that this one is
     unhealthy. `foreign`: other content of a checkpoint in Megatron-LM's format, whose chunks are `items`.
     """
@@ -88,9 +88,9 @@ def _write(
         if lock is not None:
             lock.check()
         if rank == 0:
-            if settled is not None and keep_last is not None and health.problem_of(info) is None:
+            if confirmed is not None and keep_last is not None and health.problem_of(info) is None:
                 with contextlib.suppress(ValueError):  # it was damaged meanwhile, so keep all
-                    prune(settled, keep_last, settled=True)
+                    prune(confirmed, keep_last, confirmed=True)
             new_partial_folder(folder)
 
     def write() -> None:
@@ -112,7 +112,7 @@ def _write(
                 lock.check()
             publish(folder, mark=health.problem_of(info) is None)
             if keep_last is not None:
-                prune(folder, keep_last, settled=not doubted)
+                prune(folder, keep_last, confirmed=not doubted)
 
     message = f"cannot save to {folder}: {{}}; free space or choose another --save"
     try:
@@ -255,15 +255,15 @@ class Saver:
         folder = iteration_folder(root.folder, self.training.iteration)
         items, info, foreign = _contents(self.training)
         stepped = root.newest is not None and (iteration_of(root.newest) or 0) < self.training.iteration  # since the newest was saved
-        settled = root.newest if stepped and self.training.health.failed == 0 else None
+        confirmed = root.newest if stepped and self.training.health.failed == 0 else None
         root.newest = folder if health.problem_of(info) is None else None
         if self.background:
             self._thread = threading.Thread(
-                target=self._write_staged, args=(root, folder, self._stage(items), info, settled, foreign), name="save"
+                target=self._write_staged, args=(root, folder, self._stage(items), info, confirmed, foreign), name="save"
             )
             self._thread.start()
         else:
-            self._write(root, folder, items, info, settled, foreign)
+            self._write(root, folder, items, info, confirmed, foreign)
         return health.problem_of(info) is None
 
     def doubt(self, saved: int) -> bool:
@@ -310,10 +310,10 @@ class Saver:
             raise error
 
     def _write_staged(
-        self, root: _Root, folder: Path, items: list[Item], info: dict[str, Any], settled: Path | None, foreign: MegatronContent | None
+        self, root: _Root, folder: Path, items: list[Item], info: dict[str, Any], confirmed: Path | None, foreign: MegatronContent | None
     ) -> None:
         try:
-            self._write(root, folder, items, info, settled, foreign)
+            self._write(root, folder, items, info, confirmed, foreign)
         except BaseException as error:
             self._error = error
             print(f"background save failed: {error}", flush=True)
@@ -324,12 +324,12 @@ class Saver:
         folder: Path,
         items: Sequence[Item],
         info: dict[str, Any],
-        settled: Path | None,
+        confirmed: Path | None,
         foreign: MegatronContent | None,
     ) -> None:
         problem = health.problem_of(info)
         try:
-            _write(folder, items, info, root.keep_last, self.group, root.lock, settled, doubted=True, foreign=foreign)
+            _write(folder, items, info, root.keep_last, self.group, root.lock, confirmed, doubted=True, foreign=foreign)
         except ValueError as error:
             if self.elsewhere is None:
                 raise

@@ -41,18 +41,18 @@ class TensorReader:
 
     def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
         """Read and check a tensor of `shape` at these places."""
-        found = find(self.stored, prefix, where, shape, self.vocab_size)
-        found.check(self.stored.folder)
-        return found
+        tensor = find(self.stored, prefix, where, shape, self.vocab_size)
+        tensor.check(self.stored.folder)
+        return tensor
 
     def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
         """Read the source of a tensor in `fmt`: the tensor with its remainder; for BF16 only the first component, to which the pair
         rounds."""
         if fmt == BF16:
             return self.find(prefix, where, shape)
-        found = find_whole(self.stored, prefix, where, shape, self.vocab_size)
-        found.check(self.stored.folder)
-        return found
+        tensor = find_whole(self.stored, prefix, where, shape, self.vocab_size)
+        tensor.check(self.stored.folder)
+        return tensor
 
     def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
         """Read the master if there is one, else the weight; see `value`."""
@@ -69,9 +69,9 @@ class TensorReader:
                 return payload
             pair = mcf.load_pair(self.find(first_key, where, shape).payload, payload)
         else:
-            found = self.best(where, shape, FP32) if first_key == "model" else self.value(first_key, where, shape, FP32)
-            first = found.values().bfloat16()
-            pair = first, found.values() - first.float()
+            tensor = self.best(where, shape, FP32) if first_key == "model" else self.value(first_key, where, shape, FP32)
+            first = tensor.values().bfloat16()
+            pair = first, tensor.values() - first.float()
         self.requantised.add(name)
         return mcf.remainder_payload(pair, fmt.dtype)
 
@@ -119,18 +119,18 @@ class TensorReader:
                 f"{self.stored.folder} has no {key}, which this run's optimizer requires: it was saved with another update; initialize the "
                 "optimizer's states with --no-load-optim, or resume with the saved precision"
             )
-        found = self.value(key, where, shape, fmt)
-        found.check(self.stored.folder, non_negative=declared.non_negative)
-        if not found.keeps_bits(fmt):
-            self.requantised.add(found.key)
-        return by_key(key, found.moment(fmt))
+        tensor = self.value(key, where, shape, fmt)
+        tensor.check(self.stored.folder, non_negative=declared.non_negative)
+        if not tensor.keeps_bits(fmt):
+            self.requantised.add(tensor.key)
+        return by_key(key, tensor.moment(fmt))
 
     def weight_remainder(self, holding: Holding, where: list[Place]) -> dict[str, Tensor]:
         """Read the second component of a holding's weight; empty if it has none."""
         kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
         return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
 
-    def _to(self, found: Found, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
-        if not found.keeps_bits(fmt):
-            self.requantised.add(found.key)
-        return found.to(fmt, dtype)
+    def _to(self, tensor: Found, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+        if not tensor.keeps_bits(fmt):
+            self.requantised.add(tensor.key)
+        return tensor.to(fmt, dtype)

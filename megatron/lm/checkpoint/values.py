@@ -63,10 +63,10 @@ class Found:
         """Return the dequantized values, FP32."""
         if self.groups is not None:
             return Expanded(self.payload, *self.groups, Group(1)).dequantize()
-        found = self.payload.float()
+        decoded = self.payload.float()
         for part, scale_inv in self.scales:
-            found[part] *= scale_inv
-        return found
+            decoded[part] *= scale_inv
+        return decoded
 
     def keeps_bits(self, fmt: Format) -> bool:
         """Return whether `fmt` keeps all bits."""
@@ -118,7 +118,7 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
     """
     if _is_cast_of(weight, master):
         return
-    mine, theirs, formats = weight.values(), master.values(), [of_dtype(found.payload.dtype) for found in (weight, master)]
+    mine, theirs, formats = weight.values(), master.values(), [of_dtype(x.payload.dtype) for x in (weight, master)]
     if mine.shape != theirs.shape:
         raise ValueError(
             f"{folder}: {weight.key} is {tuple(mine.shape)}, but its master is {tuple(theirs.shape)}; load an older checkpoint"
@@ -143,14 +143,14 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
 def _is_cast_of(weight: Found, master: Found) -> bool:
     """Return whether a weight has the bits that a cast of its master gives, as after every step; in blocks of rows, since a save has no
     memory for FP32 copies of a whole embedding."""
-    mine, theirs = (found.scale_inv if found.scales else torch.ones(()) for found in (weight, master))
+    mine, theirs = (x.scale_inv if x.scales else torch.ones(()) for x in (weight, master))
     if mine is None or theirs is None or weight.groups is not None or master.groups is not None:
         return False
     if weight.payload.shape != master.payload.shape:
         return False
     fmt, rows = of_dtype(weight.payload.dtype), max(1, _BLOCK // max(1, math.prod(weight.payload.shape[1:])))
     factor = (theirs * inverse(mine)).to(weight.payload.device)
-    pairs = zip(*(torch.atleast_1d(found.payload).split(rows) for found in (weight, master)), strict=True)
+    pairs = zip(*(torch.atleast_1d(x.payload).split(rows) for x in (weight, master)), strict=True)
     return all(_bits(quantize(values, factor, fmt)).equal(_bits(bits)) for bits, values in pairs)
 
 
@@ -222,13 +222,13 @@ def _of_elements(numbers: Tensor, place: Place, chunk: Chunk, part: tuple[slice,
 
 def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
     """Like `find`, but add the remainder if there is one: the sum of both in FP32."""
-    found = find(stored, prefix, where, shape, vocab_size)
+    tensor = find(stored, prefix, where, shape, vocab_size)
     for key, first in firsts().items():
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
             check_remainder(stored, key, where)
-            x, y = mcf.load_pair(found.payload, find(stored, key, where, shape, vocab_size).payload)
-            return Found(found.key, x.float() + y.float(), [], rows=found.rows)
-    return found
+            x, y = mcf.load_pair(tensor.payload, find(stored, key, where, shape, vocab_size).payload)
+            return Found(tensor.key, x.float() + y.float(), [], rows=tensor.rows)
+    return tensor
 
 
 def check_remainder(stored: Stored, key: str, where: Sequence[Place]) -> None:

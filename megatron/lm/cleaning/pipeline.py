@@ -106,12 +106,12 @@ def examine(row: dict[str, Any], rules: Rules) -> dict[str, Any]:
         problem = quality.problem(text, english=not rules.languages or "en" in rules.languages)
     if problem is not None:
         return {"dropped": problem}
-    found: dict[str, Any] = {"row": {**row, rules.key: text}}
+    result: dict[str, Any] = {"row": {**row, rules.key: text}}
     if rules.exact or rules.near is not None:
-        found["key"] = duplicates.exact_key(text)
+        result["key"] = duplicates.exact_key(text)
     if rules.near is not None:
-        found["minhash"] = duplicates.signature(text)
-    return found
+        result["minhash"] = duplicates.signature(text)
+    return result
 
 
 def clean(
@@ -224,15 +224,15 @@ def _second_pass(parts: Path, made: list[Path], output: Path, rules: Rules) -> C
     with written_aside(output) as stream:
         for part in made:
             for line in part.read_bytes().splitlines():
-                found = json.loads(line)
+                record = json.loads(line)
                 counts["read"] += 1
-                problem = found.get("dropped")
-                if problem is None and "key" in found:
-                    problem = seen.duplicate(found["key"], found.get("minhash"))
+                problem = record.get("dropped")
+                if problem is None and "key" in record:
+                    problem = seen.duplicate(record["key"], record.get("minhash"))
                 if problem is not None:
                     counts[problem] += 1
                     continue
-                stream.write(json.dumps(found["row"], ensure_ascii=False).encode() + b"\n")
+                stream.write(json.dumps(record["row"], ensure_ascii=False).encode() + b"\n")
                 counts["kept"] += 1
-                counts["bytes kept"] += len(found["row"][rules.key].encode())
+                counts["bytes kept"] += len(record["row"][rules.key].encode())
     return counts

@@ -57,16 +57,16 @@ def read_blend_per_split(path: str) -> dict[str, tuple[str, ...]]:
         raise ValueError(f"{name} is not a JSON object: {form}")
     if unknown := [key for key in content if key not in SPLITS]:
         raise ValueError(f"{name} has the keys {', '.join(map(repr, unknown))}, which are no splits: {form}")
-    found = {}
+    blends = {}
     for split in SPLITS:
         value = content.get(split)
         words = value.split() if isinstance(value, str) else [] if value is None else value
         if not isinstance(words, list) or not all(isinstance(word, str | int | float) and not isinstance(word, bool) for word in words):
             raise ValueError(f"{name}: {split!r} is not a list of weights and prefixes: {form}")
-        found[split] = tuple(map(str, words))
-    if not found["train"]:
+        blends[split] = tuple(map(str, words))
+    if not blends["train"]:
         raise ValueError(f"{name} names no training data: {form}")
-    return found
+    return blends
 
 
 def number_of(word: str) -> float | None:

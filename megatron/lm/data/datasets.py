@@ -248,18 +248,18 @@ def _prepare_cache(config: DataConfig, cache: Path, files: dict[str, IndexedFile
         return
     note = cache / "token_range.json"
     seen = _read_note(note)
-    found = {}
+    entries = {}
     for prefix, file in files.items():
         state = os.stat(f"{prefix}.bin")
-        found[prefix] = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns, tokenizer.vocab_size]
-        if seen.get(prefix) != found[prefix]:
+        entries[prefix] = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns, tokenizer.vocab_size]
+        if seen.get(prefix) != entries[prefix]:
             check_token_range(prefix, file.dtype, tokenizer.vocab_size)
     try:
         if not config.data_cache_path:  # a folder next to the data, which may be shared
             own_folder(cache.parent)
         own_folder(cache)
         with written_aside(note) as stream:
-            stream.write(json.dumps(seen | found).encode())
+            stream.write(json.dumps(seen | entries).encode())
     except (OSError, ValueError) as error:
         raise ValueError(f"index caches cannot be written to {cache} ({error}): set --data-cache-path to a writable folder") from None
 

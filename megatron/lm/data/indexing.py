@@ -178,13 +178,13 @@ def read_counts(prefix: str) -> DatasetCounts | None:
         return None
     remedy = "rebuild the dataset with megatron.lm.tools.preprocess_data, or delete the file: evaluations then report no bits per byte"
     try:
-        found = json.loads(read_text(file))
+        record = json.loads(read_text(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"dataset {prefix}: {file} cannot be read ({error}); {remedy}") from None
     wanted = {field.name: field.type for field in dataclasses.fields(DatasetCounts)}
-    if not isinstance(found, dict) or any(type(found.get(name)).__name__ != kind for name, kind in wanted.items()):
+    if not isinstance(record, dict) or any(type(record.get(name)).__name__ != kind for name, kind in wanted.items()):
         raise ValueError(f"dataset {prefix}: {file} does not contain the counts {', '.join(wanted)}; {remedy}")
-    counts = DatasetCounts(**{name: found[name] for name in wanted})
+    counts = DatasetCounts(**{name: record[name] for name in wanted})
     if counts.tokens < 1 or counts.text_bytes < 1:
         raise ValueError(f"dataset {prefix}: {file} counts {counts.tokens} tokens and {counts.text_bytes} bytes of text; {remedy}")
     return counts
@@ -334,26 +334,15 @@ class _Encoder:
 
 
 def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
-    with path.open(encoding="utf-8-sig") as stream:  # skips a byte order mark
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {number}: expected a JSON object, not a {type(record).__name__}")
-            for key in keys:
-                if key not in record:
-                    raise ValueError(f"{path}, line {number}: no key {key!r}; it has {', '.join(map(repr, record))}: see --json-keys")
-                if not isinstance(record[key], str):
-                    raise ValueError(f"{path}, line {number}: {key!r} must hold text, not {type(record[key]).__name__}")
-                if any("\ud800" <= letter <= "\udfff" for letter in record[key]):
-                    raise ValueError(
-                        f"{path}, line {number}: {key!r} contains half of a surrogate pair, which is not valid text: clean the line"
-                    )
-            yield Document(texts={key: record[key] for key in keys}, source_bytes=len(line.encode()))
+    for number, record, size in rows.lines(path):
+        for key in keys:
+            if key not in record:
+                raise ValueError(f"{path}, line {number}: no key {key!r}; it has {', '.join(map(repr, record))}: see --json-keys")
+            if not isinstance(record[key], str):
+                raise ValueError(f"{path}, line {number}: {key!r} must hold text, not {type(record[key]).__name__}")
+            if any("\ud800" <= letter <= "\udfff" for letter in record[key]):
+                raise ValueError(f"{path}, line {number}: {key!r} contains half of a surrogate pair, which is not text: clean the line")
+        yield Document(texts={key: record[key] for key in keys}, source_bytes=size)
 
 
 def _table(path: Path, keys: list[str]) -> Iterator[Document]:

@@ -211,21 +211,21 @@ def carry(info: dict[str, Any], now: dict[str, Any] | None) -> None:
 
 def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     before, after = saved["datasets"], now["datasets"]
-    found = [] if saved["order"] == now["order"] else [f"drawn as {now['order']} (saved: {saved['order']})"]
-    found += [] if saved["seed"] == now["seed"] else [f"--seed {now['seed']} (saved: {saved['seed']})"]
+    differing = [] if saved["order"] == now["order"] else [f"drawn as {now['order']} (saved: {saved['order']})"]
+    differing += [] if saved["seed"] == now["seed"] else [f"--seed {now['seed']} (saved: {saved['seed']})"]
     if len(before) != len(after):
-        return [*found, f"{len(after)} datasets (saved: {len(before)})"]
+        return [*differing, f"{len(after)} datasets (saved: {len(before)})"]
     for old, new in zip(before, after, strict=True):
         prefix = new["prefix"]
         if old["index"] != new["index"]:
-            found.append(f"{prefix} is not the same dataset as {old['prefix']}")
+            differing.append(f"{prefix} is not the same dataset as {old['prefix']}")
         elif old["content"] != new["content"] or (old.get("whole") or new["whole"]) != (new["whole"] or old.get("whole")):
-            found.append(f"{prefix} has other tokens than {old['prefix']}, in documents of the same lengths")
+            differing.append(f"{prefix} has other tokens than {old['prefix']}, in documents of the same lengths")
         elif old["documents"] != new["documents"]:
-            found.append("documents {} to {} of {} (saved: {} to {}), see --split".format(*new["documents"], prefix, *old["documents"]))
+            differing.append("documents {} to {} of {} (saved: {} to {}), see --split".format(*new["documents"], prefix, *old["documents"]))
         if not math.isclose(old["weight"], new["weight"], rel_tol=1e-9):
-            found.append(f"weight {new['weight']:.6g} of {prefix} (saved: {old['weight']:.6g})")
-    return found
+            differing.append(f"weight {new['weight']:.6g} of {prefix} (saved: {old['weight']:.6g})")
+    return differing
 
 
 def _differing_samples(info: dict[str, Any], config: Config) -> list[str]:
@@ -239,11 +239,11 @@ def _differing_from_config(info: dict[str, Any], config: Config, now: dict[str, 
     """Return the differences for a checkpoint without `data`, from its configuration."""
     saved, length = config_from_dict(info["config"]), config.model.seq_length
     seed, split = saved.training.seed, saved.data.split
-    found = [] if seed == now["seed"] else [f"--seed {now['seed']} (saved: {seed})"]
-    found += [] if split == config.data.split else [f"--split {config.data.split} (saved: {split})"]
+    differing = [] if seed == now["seed"] else [f"--seed {now['seed']} (saved: {seed})"]
+    differing += [] if split == config.data.split else [f"--split {config.data.split} (saved: {split})"]
     samples = saved.training.train_samples or (saved.training.train_iters or 0) * info["consumed_samples"] // info["iteration"]
     for part in now["datasets"]:
         share = samples if len(now["datasets"]) == 1 else math.ceil(math.ceil(samples * part["weight"]) * _SURPLUS)
         if share * length + 1 > part["tokens"]:
-            found.append(f"more than one epoch of {part['prefix']}, which the version that wrote it shuffled together, unlike this one")
-    return found
+            differing.append(f"more than one epoch of {part['prefix']}, which the version that wrote it shuffled together, unlike this one")
+    return differing

@@ -74,14 +74,14 @@ def write_in_parts(
 
 def _identity(options: EncodeOptions) -> dict[str, Any]:
     """Return the settings, with the tokenizer's files by their content."""
-    found = asdict(options)
+    identity = asdict(options)
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = Path(getattr(options.data, name) or "")
         files = [path / "tokenizer.json", path / "tokenizer_config.json"] if path.is_dir() else [path]
         digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
         if digests:
-            found[name] = " ".join(digests)
-    return found
+            identity[name] = " ".join(digests)
+    return identity
 
 
 def _begin(folder: Path, plan: str) -> None:

@@ -56,25 +56,29 @@ def read(path: Path, columns: list[str] | None = None) -> Iterator[tuple[dict[st
         ValueError: a line that is not a JSON object, a table without a column, a damaged file, or a missing library.
     """
     if not is_table(path):
-        yield from _lines(path)
+        yield from ((row, size) for _, row, size in lines(path))
         return
     size(path)  # rejects a folder without a table
     for row in _saved(path, columns) if (path / _SAVED).is_file() else _tables(path, columns):
         yield row, len(json.dumps(row, ensure_ascii=False, default=str).encode())
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+def lines(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """Yield (line number, object, bytes of the line) of a file of JSON lines; ValueError with the number of an invalid line."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # skips a byte order mark
+            except UnicodeDecodeError as error:
+                place = f"{error.reason} at byte {error.start}"
+                raise ValueError(f"{path}, line {number} is not UTF-8 text ({place}): convert the file first") from None
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object in UTF-8") from None
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); every line must be one JSON object") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: expected a JSON object, not a {type(row).__name__}")
-            yield row, len(line)
+            yield number, row, len(line)
 
 
 def _parquet(path: Path) -> list[Path]:
@@ -96,11 +100,11 @@ def _tables(path: Path, columns: list[str] | None) -> Iterator[dict[str, Any]]:
 def _saved(path: Path, columns: list[str] | None) -> Iterator[dict[str, Any]]:
     datasets = _needed("datasets", path)
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except (FileNotFoundError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} cannot be read by datasets ({str(error).partition(chr(10))[0]})") from None
-    _check(path, found.column_names, columns)
-    yield from found.select_columns(columns) if columns is not None else found
+    _check(path, dataset.column_names, columns)
+    yield from dataset.select_columns(columns) if columns is not None else dataset
 
 
 def _check(path: Path, there: list[str], columns: list[str] | None) -> None:

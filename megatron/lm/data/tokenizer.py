@@ -88,10 +88,10 @@ class HuggingFaceTokenizer(Tokenizer):
         # Added tokens may leave gaps, so the number of entries can be below the largest id.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         candidates = EOD_CANDIDATES if eod is None else (eod,)
-        found = next((vocabulary[token] for token in candidates if token in vocabulary), None)
-        if found is None:
+        eod_id = next((vocabulary[token] for token in candidates if token in vocabulary), None)
+        if eod_id is None:
             raise ValueError(f"--tokenizer-model {path} has none of {', '.join(candidates)}: add one to it as a special token")
-        self.eod = found
+        self.eod = eod_id
         self.mask = next((vocabulary[token] for token in MASK_CANDIDATES if token in vocabulary), None)
 
     def word_begins(self) -> np.ndarray:

@@ -133,10 +133,10 @@ def check_text(text: str, normalize: Callable[[str], str]) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError("it has an entry twice")
-    return found
+    return unique
 
 
 def _length(value: Any) -> int:

@@ -197,10 +197,10 @@ class Decoder:
     def _read(self) -> list[Tensor]:
         """Return the tensors that exist before a step and that it reads or writes, as aliases, since a Parameter's memory may be
         replaced."""
-        found = [self._tokens, self._at, self._cos, self._sin]
+        tensors = [self._tokens, self._at, self._cos, self._sin]
         for x in (*self._model.parameters(), *self._model.buffers()):
-            found += [x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x.detach()]
-        return [*found, *(x for layer in self._layers for x in layer.tensors())]
+            tensors += [x.payload, x.scale_inv] if isinstance(x, ScalingTensor) else [x.detach()]
+        return [*tensors, *(x for layer in self._layers for x in layer.tensors())]
 
     def _filled_up(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return the tokens right-padded with 0, int64 [b, longest], and the lengths, int64 [b]."""

@@ -131,10 +131,10 @@ def generate(
         uniforms = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
         drawn, logprobs, finite = _drawn(logits[:, :vocab_size], sampling, uniforms)
         # One host sync per token. FP64 represents token ids and FP32 values exactly.
-        found = torch.stack([drawn.double(), logprobs.double(), finite.double()]).tolist()
-        if not all(found[2]):
+        values = torch.stack([drawn.double(), logprobs.double(), finite.double()]).tolist()
+        if not all(values[2]):
             raise ValueError(_DIVERGED)
-        for row, (token, logprob) in enumerate(zip(map(int, found[0]), found[1], strict=True)):
+        for row, (token, logprob) in enumerate(zip(map(int, values[0]), values[1], strict=True)):
             contexts[row].append(token)
             if made.ended[row]:
                 continue

@@ -87,8 +87,8 @@ class Adapter(TemplateLM):
             pairs = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
-            for context, told in map(make_disjoint_window, pairs):
-                cut.append((None, context, told))
+            for context, scored in map(make_disjoint_window, pairs):
+                cut.append((None, context, scored))
                 owners.append(i)
         totals = [0.0] * len(requests)
         for i, (logprob, _) in zip(owners, self._loglikelihood_tokens(cut), strict=True):
@@ -125,8 +125,8 @@ class Adapter(TemplateLM):
             members.sort(key=lambda member: (-len(member[1]), member[0]))
             for begin in range(0, len(members), self.batch_size):
                 batch = members[begin : begin + self.batch_size]
-                found = self._continued([tokens for _, tokens in batch], until, count, sampling)
-                for (i, _), text in zip(batch, found, strict=True):
+                continuations = self._continued([tokens for _, tokens in batch], until, count, sampling)
+                for (i, _), text in zip(batch, continuations, strict=True):
                     texts[i] = text
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -189,12 +189,12 @@ def evaluate(
         adapter: Any = HFLM(pretrained=model.network, tokenizer=model.tokenizer, batch_size=batch_size, max_length=model.seq_length)
     else:
         adapter = Adapter(model, batch_size)
-    found = simple_evaluate(
+    results = simple_evaluate(
         adapter, tasks=list(tasks), task_manager=known, limit=limit, num_fewshot=fewshot, log_samples=False, batch_size=batch_size
     )
-    assert found is not None
+    assert results is not None
     rows = {}
-    for task, values in found["results"].items():
+    for task, values in results["results"].items():
         named = {key.replace(",none", "").replace(",", "/"): value for key, value in values.items() if _is_result(key, value)}
-        rows[task] = named | {"samples": found["n-samples"][task]["effective"]} if task in found["n-samples"] else named
+        rows[task] = named | {"samples": results["n-samples"][task]["effective"]} if task in results["n-samples"] else named
     return rows

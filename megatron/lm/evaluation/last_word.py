@@ -23,10 +23,10 @@ def passages(documents: Iterable[str]) -> Iterator[dict[str, str]]:
             sentences = [re.sub(r"\s+", " ", sentence).strip() for sentence in _SENTENCE_END.split(paragraph)]
             free = 0
             for at, sentence in enumerate(sentences):
-                found = _LAST.match(sentence)
-                if at < free + BEFORE or found is None:
+                match = _LAST.match(sentence)
+                if at < free + BEFORE or match is None:
                     continue
                 before = " ".join(sentences[at - BEFORE : at])
-                if found["word"].lower() in (word.lower() for word in re.findall(r"[A-Za-z]+", before)):
-                    yield {"context": f"{before} {found['context'].strip()}", "word": found["word"]}
+                if match["word"].lower() in (word.lower() for word in re.findall(r"[A-Za-z]+", before)):
+                    yield {"context": f"{before} {match['context'].strip()}", "word": match["word"]}
                     free = at + 1

@@ -87,7 +87,7 @@ class CheckpointModel:
         for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
             places = hidden[row, start - 1 : len(sequence) - 1].split(_ROWS)
             targets = torch.tensor(sequence[start:], device=hidden.device).split(_ROWS)
-            parts = [_told(self._decoder.head(x)[:, : self._tokenizer.vocab_size], y) for x, y in zip(places, targets, strict=True)]
+            parts = [_score(self._decoder.head(x)[:, : self._tokenizer.vocab_size], y) for x, y in zip(places, targets, strict=True)]
             scores.append(Score(torch.cat([part.logprobs for part in parts]), all(part.greedy for part in parts)))
         return scores
 
@@ -147,7 +147,7 @@ class FolderModel:
         tokens = torch.tensor([[*sequence[:-1], *[0] * (longest + 1 - len(sequence))] for sequence in sequences])
         logits = self.network(tokens.to(self.network.device)).logits
         return [
-            _told(logits[row, start - 1 : len(sequence) - 1].float(), torch.tensor(sequence[start:], device=logits.device))
+            _score(logits[row, start - 1 : len(sequence) - 1].float(), torch.tensor(sequence[start:], device=logits.device))
             for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True))
         ]
 
@@ -197,7 +197,7 @@ def _check(sequences: Sequence[Sequence[int]], starts: Sequence[int], seq_length
             )
 
 
-def _told(logits: Tensor, targets: Tensor) -> Score:
+def _score(logits: Tensor, targets: Tensor) -> Score:
     """Return the score of targets int64 [n] under logits FP32 [n, vocabulary]."""
     if not bool(logits.isfinite().all()):
         raise ValueError("the model's logits are NaN or infinite: it has diverged, load an older checkpoint")

@@ -75,16 +75,16 @@ class PairedDifference:
         """Return a sentence with the difference, its interval, the number of seeds and the verdict."""
         if not math.isfinite(self.absolute.mean):
             return f"{other} against {base}: a loss is non-finite, so one of the two has diverged"
-        told = f"{other} against {base}: {self.absolute.mean:+.4f} nats per token, {100 * self.relative.mean:+.2f} %"
+        difference = f"{other} against {base}: {self.absolute.mean:+.4f} nats per token, {100 * self.relative.mean:+.2f} %"
         if self.relative.half_width is None:
-            return f"{told}, one seed, no interval: {self.verdict(effect)}"
+            return f"{difference}, one seed, no interval: {self.verdict(effect)}"
         low, high = (100 * end for end in self.relative.ends)
         reach = {
             HOLDS: f"the losses are equal within {100 * effect:g} %",
             DOES_NOT_HOLD: f"the losses differ by more than {100 * effect:g} %",
             TOO_SMALL: f"{TOO_SMALL} whether they differ by {100 * effect:g} %",
         }[self.verdict(effect)]
-        return f"{told} (95 % interval {low:+.2f} to {high:+.2f} %), {len(self.seeds)} seeds: {reach}"
+        return f"{difference} (95 % interval {low:+.2f} to {high:+.2f} %), {len(self.seeds)} seeds: {reach}"
 
 
 def paired_difference(base: Mapping[Seed, float], other: Mapping[Seed, float]) -> PairedDifference:

@@ -59,11 +59,11 @@ def windows(count: int, window: int, stride: int) -> Iterator[tuple[int, int, in
     """
     if window < 1 or not 1 <= stride <= window:
         raise ValueError(f"stride {stride} must be between 1 and the window, {window} tokens: a larger one would skip tokens")
-    told = 1
-    while told < count:
-        end = min(told + (window if told == 1 else stride), count)
-        yield max(0, end - window - 1), told, end
-        told = end
+    first = 1
+    while first < count:
+        end = min(first + (window if first == 1 else stride), count)
+        yield max(0, end - window - 1), first, end
+        first = end
 
 
 def perplexity(
@@ -110,4 +110,4 @@ def _cut(model: Model, documents: Iterable[str], window: int, stride: int, seen:
             continue
         for what, more in (("documents", 1), ("tokens", len(tokens) - 1), ("bytes", len(text.encode()))):
             seen[what] += more
-        yield from ((tokens[begin:end], told - begin) for begin, told, end in windows(len(tokens), window, stride))
+        yield from ((tokens[begin:end], first - begin) for begin, first, end in windows(len(tokens), window, stride))

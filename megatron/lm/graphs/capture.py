@@ -9,7 +9,7 @@ from megatron.lm.config.baselines import PeerRecipe
 def obstacle(config: Config) -> str | None:
     """Return why the steps of such a run cannot be captured on any GPU, or None if they can."""
     parallel, training, model = config.parallel, config.training, config.model
-    found = {
+    obstacles = {
         "Transformer Engine's layers are not captured": isinstance(config.precision.named, PeerRecipe),
         # On two H200s: "operation would make the legacy stream depend on a capturing blocking stream", in backward.
         "without --sequence-parallel the all-reduces of tensor-parallel layers are not captured": parallel.tensor_model_parallel_size > 1
@@ -21,7 +21,7 @@ def obstacle(config: Config) -> str | None:
         "--grad-accum-dtype fp8 and fp8-sr do not accumulate in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
         "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",
     }
-    return next((reason for reason, holds in found.items() if holds), None)
+    return next((reason for reason, holds in obstacles.items() if holds), None)
 
 
 def captured(config: Config) -> bool:

@@ -141,11 +141,11 @@ class StageGraphs(Replays):
             torch.cuda.empty_cache()
         for chunk in self.chunks:
             chunk.begin()
-        found = forward_backward(training, batches, forward=self._output)
+        result = forward_backward(training, batches, forward=self._output)
         # In the first slot's memory: its activations are dead by now, and the averages are dead before its next forward.
         self._record(FINISH, training.grad_sync.finish, self.chunks[0].slots[0].pool, finishes=True)
         self._launch(FINISH)
-        return found
+        return result
 
     def _output(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return a chunk's output for a micro-batch, with a gradient, for megatron-core's schedule."""

@@ -25,12 +25,12 @@ FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a 
 
 def obstacle(config: Config) -> str | None:
     """Return why the steps of this run cannot be captured on this machine, or None if they can."""
-    found = {
+    obstacles = {
         "there is no GPU": not torch.cuda.is_available(),
         "Triton is not installed": importlib.util.find_spec("triton") is None,
         "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",
     }
-    return next((reason for reason, holds in found.items() if holds), None) or capture.obstacle(config)
+    return next((reason for reason, holds in obstacles.items() if holds), None) or capture.obstacle(config)
 
 
 def choose(config: Config) -> tuple[str, str]:
@@ -95,7 +95,7 @@ class StepGraphs(Replays):
             self._record(place, functools.partial(self._micro_batch, place), finishes=place in (LAST, ONLY))
             self._launch(place)
             sums.append(self._sums.clone())
-        loss_sums, tokens = zip(*(found.unbind() for found in sums), strict=True)
+        loss_sums, tokens = zip(*(x.unbind() for x in sums), strict=True)
         return torch.stack(loss_sums).sum(), torch.stack(tokens).sum()
 
     def _micro_batch(self, place: str) -> None:
@@ -103,9 +103,9 @@ class StepGraphs(Replays):
         if place in (FIRST, ONLY):
             sync.clear()
         with contextlib.nullcontext() if place in (LAST, ONLY) else sync.no_sync():
-            mean, found = micro_batch_loss(self.training.model, self._inputs.batch)
+            mean, sums = micro_batch_loss(self.training.model, self._inputs.batch)
             share, scaler = mean / self.training.micro_batches, self.training.loss_scaler
             (share if scaler is None else scaler.multiply(share)).backward()
-            self._sums.copy_(torch.stack([found["loss_sum"], found["tokens"]]))
+            self._sums.copy_(torch.stack([sums["loss_sum"], sums["tokens"]]))
         if place in (LAST, ONLY):
             sync.finish()

@@ -59,10 +59,10 @@ def load_model(
     _check_quantization(config, quantized, folder)
     tensors = Tensors(folder)
     weights = {name: _finite(name, tensors) for name in tensors}
-    how = {} if attention is None else {"attn_implementation": attention}
+    options = {} if attention is None else {"attn_implementation": attention}
     generation = _generation_config(folder)
     with _quiet(transformers.utils.logging), one_line(f"{folder} has no model that {kind} can load"):
-        described = _described(getattr(transformers, kind), config, weights, how, folder)
+        described = _described(getattr(transformers, kind), config, weights, options, folder)
         described.config.dtype = config.dtype  # from_config has filled it
         model, report = type(described).from_pretrained(
             None,
@@ -73,7 +73,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # _check_report refuses them, by name
             generation_config=generation,
             trust_remote_code=False,
-            **how,
+            **options,
         )
     _check_report(model, report, folder, fresh)
     model.config.name_or_path = model.name_or_path = str(folder)
@@ -95,11 +95,11 @@ def _finite(name: str, tensors: Tensors) -> Tensor:
     return x
 
 
-def _described(auto: Any, config: Any, weights: Mapping[str, Tensor], how: Mapping[str, str], folder: Path) -> Any:
+def _described(auto: Any, config: Any, weights: Mapping[str, Tensor], options: Mapping[str, str], folder: Path) -> Any:
     """Return the model of `config` on the meta device, if it is no larger than the folder's tensors can fill."""
     size = sum(x.nbytes for x in weights.values())
     with torch.device("meta"), _at_most(_MODULES[0] + _MODULES[1] * len(weights), folder):
-        model: nn.Module = auto.from_config(copy.deepcopy(config), trust_remote_code=False, **how)
+        model: nn.Module = auto.from_config(copy.deepcopy(config), trust_remote_code=False, **options)
     elements = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     if elements > _ELEMENTS[0] + _ELEMENTS[1] * size:
         raise Refused(
@@ -143,9 +143,9 @@ def _check_quantization(config: Any, accepted: Collection[str], folder: Path) ->
 def _check_report(model: Any, report: Mapping[str, Any], folder: Path, fresh: str) -> None:
     """Refuse a model if weights are missing, left over or of another shape. Tied weights are stored once."""
     name = type(model).__name__
-    for key, found, expected in report["mismatched_keys"]:
+    for key, actual, expected in report["mismatched_keys"]:
         raise ValueError(
-            f"{folder}: {key} has shape {list(found)}, but config.json describes {list(expected)}: give the model's own config.json"
+            f"{folder}: {key} has shape {list(actual)}, but config.json describes {list(expected)}: give the model's own config.json"
         )
     missing = sorted(key for key in report["missing_keys"] if not fresh or key.split(".")[0] != fresh)
     if missing:

@@ -32,9 +32,9 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
     with one_line(f"{folder} has no tokenizer that transformers can load"):
         if (folder / "tokenizer.json").exists():
             read_tokenizer_json(folder / "tokenizer.json")
-        found = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, config=config, local_files_only=True, trust_remote_code=False, **settings
         )
-        if (backend := getattr(found, "backend_tokenizer", None)) is not None:
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             check_growth(json.loads(backend.to_str()))  # it may come from other files too
-    return found
+    return tokenizer

@@ -87,12 +87,12 @@ _TABLES = WeakTensorKeyDictionary()
 
 def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin, FP32 [s, r] each, of megatron-core's rotary angles [s, 1, 1, r]."""
-    found = _TABLES.get(angles)
-    if found is None:
+    tables = _TABLES.get(angles)
+    if tables is None:
         with torch.inference_mode(False):  # training reuses tables that evaluation created
             flat = angles.view(angles.shape[0], -1).float()
-            found = _TABLES[angles] = flat.cos(), flat.sin()
-    return found  # type: ignore[no-any-return]
+            tables = _TABLES[angles] = flat.cos(), flat.sin()
+    return tables  # type: ignore[no-any-return]
 
 
 class Attention(SelfAttention):

@@ -72,10 +72,10 @@ def default_cache() -> Path:
 def read_table(path: Path) -> dict[str, Times]:
     """Read cached times by key. A missing or corrupt file reads as empty; invalid entries are skipped."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {key: Times(*value) for key, value in found.items() if _is_times(value)} if isinstance(found, dict) else {}
+    return {key: Times(*value) for key, value in table.items() if _is_times(value)} if isinstance(table, dict) else {}
 
 
 def _is_times(value: object) -> bool:
@@ -179,10 +179,10 @@ def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lamb
     before = saved() if named.fp8 or any(named.states.rounded().values()) else None
     config = replace(config, precision=with_saved_rounding(with_saved_scaling(config.precision, before), before))
     choice = choose(config, measure, before)
-    return settled(config, choice), choice
+    return with_choice(config, choice), choice
 
 
-def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
+def agree_on_layers(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
     """Return rank 0's decision on every rank; collective.
 
     Raises:
@@ -193,7 +193,7 @@ def settle(config: Config, saved: SavedPrecision = lambda: None) -> tuple[Config
     return replace(config, precision=decided.precision), choice
 
 
-def settled(config: Config, choice: Fp8LayerChoice) -> Config:
+def with_choice(config: Config, choice: Fp8LayerChoice) -> Config:
     """Return the configuration with the choice applied."""
     return replace(config, precision=replace(config.precision, bf16_linears=choice.bf16)) if config.precision.named.fp8 else config
 
@@ -204,12 +204,14 @@ def describe(config: Config, choice: Fp8LayerChoice) -> str:
     for name, slots in (("FP8", [s for s in LINEARS if s not in choice.bf16]), ("BF16", choice.bf16)):
         gains = {slot: f"{choice.gains[slot]:.2f}" for slot in slots if slot in choice.gains}
         alike = f"gain {next(iter(gains.values()))}" if len(set(gains.values())) == 1 else ""
-        told = alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
+        details = (
+            alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
+        )
         number = (config.model.num_layers - len(config.layers_in_bf16)) * len(slots)
         if name == "BF16":
             number += len(config.layers_in_bf16) * len(LINEARS)
-            told = "; ".join(filter(None, (told, _whole_layers(config))))
-        counts.append(f"{number} {name}" + (f" ({told})" if told else ""))
+            details = "; ".join(filter(None, (details, _whole_layers(config))))
+        counts.append(f"{number} {name}" + (f" ({details})" if details else ""))
     if not config.precision.named.fp8:
         by = "of Transformer Engine" if isinstance(config.precision.named, PeerRecipe) else str(config.precision.named.compute)
         counts = [f"{config.model.num_layers * len(LINEARS)} {by}"]

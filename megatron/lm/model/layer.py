@@ -76,16 +76,16 @@ class Layer(TransformerLayer):
         x, delta = self._attention(hidden_states.contiguous(), attention_mask, rotary_pos_emb)
         norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2
         gemms = LayerGemm.of(fc1.scaling, fc1.weight), LayerGemm.of(fc2.scaling, fc2.weight)
-        how = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved, self.ends)
+        settings = MLPSettings(self.norm, *gemms, self.activation, self.recompute_fc1, self.saved, self.ends)
         norm_bias = getattr(norm, "bias", None)
-        return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, how), None
+        return MLPBlock.apply(x, delta, norm.weight, norm_bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias, settings), None
 
     def _attention(self, x: Tensor, mask: Tensor | None, rotary_pos_emb: Tensor | None) -> tuple[Tensor, Tensor]:
         attention, norm = self.self_attention, self.input_layernorm
         qkv, proj, core = attention.linear_qkv, attention.linear_proj, attention.core_attention
         rows = x.shape[0] * (self.tp_group.size() if self.ends.spread else 1)
         cos, sin = (x.new_empty(rows, 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else cos_sin(rotary_pos_emb)
-        how = AttentionSettings(
+        settings = AttentionSettings(
             norm=self.norm,
             qkv=LayerGemm.of(qkv.scaling, qkv.weight),
             proj=LayerGemm.of(proj.scaling, proj.weight),
@@ -101,4 +101,4 @@ class Layer(TransformerLayer):
             fp8=core.now() if isinstance(core, FP8CoreAttention) and mask is None else None,
         )
         norm_bias = getattr(norm, "bias", None)
-        return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, how)
+        return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, settings)

@@ -66,7 +66,7 @@ def core_settings(recipe: object, model: "ModelConfig") -> dict[str, Any]:
     return fusions(model) | dict(recipe.core) if isinstance(recipe, PeerRecipe) else {}
 
 
-def block_spec(config: TransformerConfig, found: BackendSpecProvider, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, backend: BackendSpecProvider, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the spec of this rank's (virtual) pipeline stage and the final norm, with the provider's modules.
 
     Like megatron-core's `get_gpt_layer_with_transformer_engine_spec`, but with the provider as an argument. Norms are fused with the linear
@@ -76,9 +76,9 @@ def block_spec(config: TransformerConfig, found: BackendSpecProvider, vp_stage: 
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=found.column_parallel_layer_norm_linear(),
-            core_attention=found.core_attention(),
-            linear_proj=found.row_parallel_linear(),
+            linear_qkv=backend.column_parallel_layer_norm_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
             q_layernorm=IdentityOp,
             k_layernorm=IdentityOp,
         ),
@@ -89,10 +89,10 @@ def block_spec(config: TransformerConfig, found: BackendSpecProvider, vp_stage: 
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp,
-            mlp=get_mlp_module_spec_for_backend(found),
+            mlp=get_mlp_module_spec_for_backend(backend),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    norm = found.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    norm = backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

@@ -17,8 +17,8 @@ def of_layers(config: Config, layers: Iterable[int]) -> list[Config]:
 
 def counted(kinds: Iterable[Config]) -> list[tuple[Config, int]]:
     """Return the distinct configurations of `of_layers`, each with the number of its layers."""
-    found = list(kinds)
-    return [(one, sum(other is one for other in found)) for one in {id(one): one for one in found}.values()]
+    layers = list(kinds)
+    return [(one, sum(other is one for other in layers)) for one in {id(one): one for one in layers}.values()]
 
 
 def stage_layers(config: Config, stage: int) -> list[int]:

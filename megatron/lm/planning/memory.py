@@ -105,18 +105,18 @@ def stage_parameters(config: Config, stage: int) -> list[Parameter]:
     model, tp, stages = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     hidden, last = model.hidden_size, stage == stages - 1
     embedding = Parameter((vocabulary(config) // tp, hidden), "matrix", stages > 1 and not model.untie_embeddings_and_output_weights)
-    found = []
+    parameters = []
     if stage == 0:
-        found.append(embedding)
+        parameters.append(embedding)
         if model.position_embedding_type == "learned_absolute":
-            found.append(Parameter((model.max_positions, hidden), "matrix"))
+            parameters.append(Parameter((model.max_positions, hidden), "matrix"))
     for kind in of_layers(config, stage_layers(config, stage)):
-        found += _layer(kind)
+        parameters += _layer(kind)
     if last:
-        found += _norm(config)
+        parameters += _norm(config)
     if last and (model.untie_embeddings_and_output_weights or stages > 1):
-        found.append(embedding)
-    return found
+        parameters.append(embedding)
+    return parameters
 
 
 def _layer(config: Config) -> list[Parameter]:

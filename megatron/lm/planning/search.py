@@ -64,7 +64,7 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
     Raises:
         ValueError: if no grid divides the model and the GPUs, or none fits; the message has alternatives.
     """
-    found, least, refused = [], None, ""
+    fitting, least, refused = [], None, ""
     for one in candidates(config, cluster, fixed):
         problem = next(iter(_problems(one, cluster.gpus)), None)
         if problem is not None:
@@ -74,11 +74,11 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
         need = max(rank.total for rank in rough)
         least = need if least is None else min(least, need)
         if need / UNEVEN + RESERVED <= capacity:
-            found.append((predict(one, cluster, rates, rough).total, one))
+            fitting.append((predict(one, cluster, rates, rough).total, one))
     if least is None:
         raise ValueError(f"no grid divides this model and {cluster.gpus} GPUs: {refused}")
     fits = []
-    for _, one in sorted(found, key=lambda pair: pair[0]):
+    for _, one in sorted(fitting, key=lambda pair: pair[0]):
         exact = planned(one, cluster, rates)
         if exact.fullest.total + RESERVED <= capacity:
             fits.append(exact)

@@ -147,8 +147,8 @@ def _recomputed_share(config: Config) -> dict[str, float]:
     modules, shapes = training.recompute_modules or ("core_attn",), linear_shapes(config)
     sizes = {slot: outputs * inputs for slot, (outputs, inputs) in shapes.items()}
     mlp = sizes["linear_fc1"] + (0 if config.fuses_layers else sizes["linear_fc2"])
-    found = {"attention": 1.0} if "core_attn" in modules else {}
-    return found | ({"linear": mlp / sum(sizes.values())} if "mlp" in modules else {})
+    shares = {"attention": 1.0} if "core_attn" in modules else {}
+    return shares | ({"linear": mlp / sum(sizes.values())} if "mlp" in modules else {})
 
 
 def _fused_elements(config: Config, rates: Rates) -> float:

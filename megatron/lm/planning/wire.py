@@ -22,16 +22,16 @@ def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
     parallel = config.parallel
     if parallel.tensor_model_parallel_size == 1:
         return {}
-    found: dict[str, Transfer] = {}
+    transfers: dict[str, Transfer] = {}
     for one, layers in counted(of_layers(config, stage_layers(config, stage))):
         for kind, transfer in _of_layers(one, layers).items():
-            before = found.get(kind, Transfer(0.0, 0))
-            found[kind] = Transfer(before.size + transfer.size, before.calls + transfer.calls)
+            before = transfers.get(kind, Transfer(0.0, 0))
+            transfers[kind] = Transfer(before.size + transfer.size, before.calls + transfer.calls)
     first, last = stage == 0, stage == parallel.pipeline_model_parallel_size - 1
     size, ends = _elements(config) * config.precision.recipe.compute.bytes, 2 * first + 2 * last
     if not parallel.sequence_parallel:  # all-reduces
         size, ends = 2 * size, first + last
-    return found | ({"head and embedding": Transfer(size * ends, ends)} if ends else {})
+    return transfers | ({"head and embedding": Transfer(size * ends, ends)} if ends else {})
 
 
 def _elements(config: Config) -> float:
@@ -97,6 +97,6 @@ def by_kind(config: Config, world_size: int) -> dict[str, float]:
     stages = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         gradients, weights = data_parallel(config, copies, stage)
-        found = {"gradients": gradients, "weights": weights, "pipeline": micro_batches * pipeline(config, stage).size}
-        stages.append(found | {kind: micro_batches * sent.size for kind, sent in tensor_parallel(config, stage).items()})
-    return max(stages, key=lambda found: sum(found.values()))
+        sizes = {"gradients": gradients, "weights": weights, "pipeline": micro_batches * pipeline(config, stage).size}
+        stages.append(sizes | {kind: micro_batches * sent.size for kind, sent in tensor_parallel(config, stage).items()})
+    return max(stages, key=lambda sizes: sum(sizes.values()))

@@ -48,9 +48,9 @@ def read(folder: Path) -> Sets:
         if "label" not in row:
             unanswered += 1
             continue
-        found = _row(row, where, "label")
-        if found.question not in asked:
-            train.append(found)
+        label = _row(row, where, "label")
+        if label.question not in asked:
+            train.append(label)
     if not dev:
         raise ValueError(f"{folder / DEV} has no rows: give {_WANTED}")
     if not train:

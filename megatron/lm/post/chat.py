@@ -54,15 +54,15 @@ def encode(tokenizer: Any, messages: Sequence[Message], where: str) -> Example:
     messages = list(messages)
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
         marked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        found = Example(list(marked["input_ids"]), [bool(mark) for mark in marked["assistant_masks"]])
+        example = Example(list(marked["input_ids"]), [bool(mark) for mark in marked["assistant_masks"]])
     else:
         text, spans = _spans(tokenizer, messages, where)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         inside = [any(start <= first < end for start, end in spans) for first, _ in encoded["offset_mapping"]]
-        found = Example(list(encoded["input_ids"]), inside)
-    if not any(found.answer[1:]):  # the first token of all is predicted from nothing
+        example = Example(list(encoded["input_ids"]), inside)
+    if not any(example.answer[1:]):  # the first token of all is predicted from nothing
         raise ValueError(f"{where} has no token of an answer: give each conversation an answer that is not empty")
-    return found
+    return example
 
 
 def encode_answer(tokenizer: Any, prompt: Sequence[Message], answer: str, where: str) -> Example:

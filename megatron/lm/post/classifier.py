@@ -112,10 +112,10 @@ def encode_pair(tokenizer: Tokenizer, first: str, second: str, length: int, wher
     """
     parts = []
     for name, text in (("question", first), ("passage", second)):
-        found = tokenizer.tokenize(text)
-        if not found:
+        tokens = tokenizer.tokenize(text)
+        if not tokens:
             raise ValueError(f"the {name} in {where} has no token: give a text that the tokenizer can encode, or leave the row out")
-        parts.append(found)
+        parts.append(tokens)
     begun = [tokenizer.eod, *parts[0], tokenizer.eod]
     if len(begun) >= length:
         raise ValueError(

@@ -37,17 +37,17 @@ def rows(file: Path) -> list[dict[str, Any]]:
     text = read_text(file, "a file of conversations, JSON or JSON lines")
     if text.lstrip().startswith("["):
         try:
-            found = json.loads(text)
+            records = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is invalid JSON ({error}): give a JSON list of objects, or one object per line") from None
     else:
-        found = list(_lines(file, text))
-    if not found:
+        records = list(_lines(file, text))
+    if not records:
         raise ValueError(f"{file} has no rows: give a file with at least one conversation")
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(records, 1):
         if not isinstance(row, dict):
             raise ValueError(f"row {number} of {file} is not a JSON object: each row must have {_FORMS}")
-    return found
+    return records
 
 
 def _lines(file: Path, text: str) -> Iterator[Any]:
@@ -83,14 +83,14 @@ def prompt(row: Mapping[str, Any], where: str) -> list[Message]:
     """
     if "prompt" in row:
         given = row["prompt"]
-        found = [{"role": "user", "content": given}] if isinstance(given, str) else _turns(given, where)
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else _turns(given, where)
     else:
-        found = _messages({"output": "", **row}, where)
-        if found[-1]["role"] == "assistant":
-            found = found[:-1]
-    if not found or found[-1]["role"] != "user":
+        messages = _messages({"output": "", **row}, where)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+    if not messages or messages[-1]["role"] != "user":
         raise ValueError(f"the prompt of {where} must end with the user's turn")
-    return found
+    return messages
 
 
 def preference(row: Mapping[str, Any], where: str) -> Preference:
@@ -121,30 +121,30 @@ def _answer(value: Any, where: str) -> str:
 def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
     for key in ("messages", "conversations"):
         if key in row:
-            found = _turns(row[key], where)
+            messages = _turns(row[key], where)
             break
     else:
         if not isinstance(row.get("instruction"), str) or not isinstance(row.get("output"), str):
             raise ValueError(f"{where} has {sorted(row)}: a row has {_FORMS}")
         asked = "\n\n".join(text for text in (row["instruction"], row.get("input")) if text)
-        found = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
     system = row.get("system")
-    if system and found[:1] and found[0]["role"] != "system":
-        found = [{"role": "system", "content": system}, *found]
-    if not found:
+    if system and messages[:1] and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    if not messages:
         raise ValueError(f"{where} has no turn: give at least a question and an answer")
-    return found
+    return messages
 
 
 def _turns(turns: Any, where: str) -> list[Message]:
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise ValueError(f"{where} has {turns!r} as its turns: expected a list of messages")
-    found = []
+    messages = []
     for turn in turns:
         role, content = (
             (turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) if isinstance(turn, dict) else (turn, "")
         )
         if role not in _ROLES or not isinstance(content, str):
             raise ValueError(f"{where} has the turn {turn!r}: a turn must have a role (one of {', '.join(_ROLES)}) and content, a text")
-        found.append({"role": _ROLES[role], "content": content})
-    return found
+        messages.append({"role": _ROLES[role], "content": content})
+    return messages

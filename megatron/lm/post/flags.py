@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.lm.post import models
+from megatron.lm.post import conversations, models, packing
 from megatron.lm.shell import arguments
 from msamp.numerics.stochastic_rounding import ROUNDINGS
 
@@ -37,6 +37,49 @@ def common(parser: argparse.ArgumentParser, *, lr: float, train_iters: int) -> N
     add("--no-checkpoints", action="store_true", help="save only metrics, no checkpoints and no model, to measure memory and speed")
     add("--rows", type=arguments.output_file, help="append losses, memory and speed to this CSV file")
     add("--commit", type=arguments.name, help="commit hash for --rows if the tree is not a git checkout")
+
+
+def data(parser: argparse.ArgumentParser, what: str, *, unit: str, in_batch: str, micro_batch: int, global_batch: int) -> None:
+    """Add the flags of supervised data.
+
+    Args:
+        what: the rows of the file, such as "preferences".
+        unit: what --long-rows judges and --valid-rows counts.
+        in_batch: what the batch sizes count.
+        micro_batch: default of --micro-batch-size.
+        global_batch: default of --global-batch-size.
+    """
+    add = parser.add_argument
+    add("--data", required=True, type=arguments.path, help=f"{what}, JSON or JSON lines")
+    add("--seq-length", type=arguments.count(8), default=1024, help="tokens per sequence (default: %(default)s)")
+    add(
+        "--long-rows",
+        default="refuse",
+        choices=packing.LONG,
+        help=f"what to do with {unit} over --seq-length (default: %(default)s)",
+    )
+    add("--micro-batch-size", type=arguments.count(1), default=micro_batch, help=f"{in_batch} per micro-batch (default: %(default)s)")
+    add("--global-batch-size", type=arguments.count(1), default=global_batch, help=f"{in_batch} per step (default: %(default)s)")
+    add("--valid-rows", type=arguments.count(0), default=0, help=f"{unit} at the end of the file held out for validation (default: 0)")
+
+
+def check_multiple(parser: argparse.ArgumentParser, args: argparse.Namespace, part: str) -> None:
+    """Exit with an error unless --global-batch-size is a multiple of `part`, a flag's destination."""
+    whole, size = args.global_batch_size, getattr(args, part)
+    if whole % size:
+        parser.error(f"--global-batch-size {whole} is not a multiple of --{part.replace('_', '-')} {size}")
+
+
+def training_rows(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of --data and how many of them are for training; the last --valid-rows are held out.
+
+    Raises:
+        ValueError: as `conversations.rows`, or if no row is left for training.
+    """
+    given = conversations.rows(args.data)
+    if args.valid_rows >= len(given):
+        raise ValueError(f"--valid-rows {args.valid_rows} of {len(given)} rows leaves no training data: give less than {len(given)}")
+    return given, len(given) - args.valid_rows
 
 
 def device(parser: argparse.ArgumentParser) -> torch.device:

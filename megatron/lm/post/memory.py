@@ -49,13 +49,13 @@ def size(x: torch.Tensor | None) -> int:
 
 def stored(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stored:
     """Return the bytes of a model and the optimizer of its parameters; a parameter that two modules share counts once."""
-    found = Stored()
+    total = Stored()
     for p in model.parameters():
         state = {} if optimizer is None else optimizer.state.get(p, {})
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
         master = size(tensors.pop(MASTER.key, None))
-        found += Stored(size(p), size(gradient(p)), master, sum(map(size, tensors.values())), p.numel())
-    return found
+        total += Stored(size(p), size(gradient(p)), master, sum(map(size, tensors.values())), p.numel())
+    return total
 
 
 def peak(device: torch.device) -> int | None:

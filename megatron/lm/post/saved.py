@@ -67,12 +67,12 @@ def load(folder: Path, settings: Mapping[str, Any], device: torch.device | str) 
     Raises:
         ValueError: if it is damaged or was written with other settings; the message has the first one that differs.
     """
-    found = checkpoints(folder)
-    if not found:
+    folders = checkpoints(folder)
+    if not folders:
         if folder.is_dir() and any(path.name != "metrics.jsonl" and path.suffix != ".partial" for path in folder.iterdir()):
             raise ValueError(f"--save {folder} contains other files but no checkpoint: choose an empty or new folder")
         return None
-    path = found[-1]
+    path = folders[-1]
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file: delete it, and run the same command to resume from the previous one")
     with restoring(path):
@@ -124,12 +124,12 @@ def finish(
     if args.no_checkpoints:
         write_metrics(args.save, metrics)
         return f"{args.save} contains the metrics"
-    told = f"the model is in {save_model(args.save, model, tokenizer, export_state(args, model, optimizer))}"
+    message = f"the model is in {save_model(args.save, model, tokenizer, export_state(args, model, optimizer))}"
     loaded, dtype = models.DTYPES[args.dtype], models.DTYPES[args.export_dtype or args.dtype]
     share = delivered(args.load, model, optimizer, loaded=loaded, dtype=dtype)
     if share is None or share >= TELL_BELOW:
-        return told
-    return f"{told}; {100 * share:.0f} % of what training changed in the weights is left in it, --export-dtype fp32 keeps the rest"
+        return message
+    return f"{message}; {100 * share:.0f} % of what training changed in the weights is left in it, --export-dtype fp32 keeps the rest"
 
 
 def export_state(args: argparse.Namespace, model: Any, optimizer: LowPrecisionOptimizer) -> dict[str, torch.Tensor] | None:

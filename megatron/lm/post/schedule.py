@@ -22,13 +22,13 @@ def learning_rate(step: int, *, steps: int, warmup: int, peak: float, low: float
 def drawn(step: int, count: int, rows: int, seed: int) -> list[int]:
     """Return the row indices of a step: `count` of `rows`, each once per epoch, shuffled in every epoch."""
     orders: dict[int, list[int]] = {}
-    found = []
+    indices = []
     for place in range(step * count, (step + 1) * count):
         epoch, at = divmod(place, rows)
         if epoch not in orders:
             orders[epoch] = torch.randperm(rows, generator=generator(seed, epoch)).tolist()
-        found.append(orders[epoch][at])
-    return found
+        indices.append(orders[epoch][at])
+    return indices
 
 
 def generator(seed: int, number: int) -> torch.Generator:

@@ -54,9 +54,9 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    found = _TYPE(self, *args, **kwargs)
+    name = _TYPE(self, *args, **kwargs)
     # megatron-core's optimizers recognize trainable dtypes by the names of CUDA tensor types.
-    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+    return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
 
 def _current_device() -> torch.device:

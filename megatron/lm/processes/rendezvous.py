@@ -56,8 +56,8 @@ def join(
             if with_agent:  # torchrun's agent has the store, for all its restarts
                 if rank == 0:  # whatever the host's name: torchrun passes only the port to its store
                     _say_open(f"torchrun's port {port}", f"the machine {host}")
-                found = torch.distributed.TCPStore(host, port, is_master=False, timeout=left, wait_for_workers=False)
-                store = meet(found, rank, world_size, left)
+                other = torch.distributed.TCPStore(host, port, is_master=False, timeout=left, wait_for_workers=False)
+                store = meet(other, rank, world_size, left)
             else:
                 inside = listener(host, port) if rank == 0 else None
                 store = torch.distributed.TCPStore(
@@ -116,7 +116,7 @@ def _master() -> tuple[str, int]:
 
 def _resolve(host: str, port: int, end: float) -> None:
     """Wait until the host name resolves: a machine that is just starting may not have one yet."""
-    told = False
+    warned = False
     while True:
         try:
             socket.getaddrinfo(host, port)
@@ -127,9 +127,9 @@ def _resolve(host: str, port: int, end: float) -> None:
             if time.monotonic() >= end:
                 message = f"MASTER_ADDR {host} is unknown ({error.strerror}): set it to the host name or address of rank 0's machine"
                 raise RunStopped(message) from None
-            if not told:
+            if not warned:
                 print(f"warning: MASTER_ADDR {host} is unknown so far ({error.strerror}): waiting for it", file=sys.stderr, flush=True)
-            told = True
+            warned = True
         time.sleep(max(0.0, min(1.0, end - time.monotonic())))
 
 
@@ -153,8 +153,8 @@ def listener(host: str, port: int) -> int | None:
 
 def _is_loopback(host: str, port: int) -> bool:
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in addresses)
     return False
 
 

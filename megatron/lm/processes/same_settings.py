@@ -40,9 +40,9 @@ _LISTED = 4  # ranks that a message lists
 def described(config: Config) -> dict[str, Any]:
     """Return what must be the same on all ranks, by flag: settings (for `PLACES`, whether they are set) and package versions."""
     settings = {name: value for section in config_to_dict(config).values() for name, value in section.items()}
-    found = {flag(name): bool(value) if name in PLACES else value for name, value in settings.items() if name not in _FREE}
+    described_settings = {flag(name): bool(value) if name in PLACES else value for name, value in settings.items() if name not in _FREE}
     packages = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
-    return found | {f"the version of {name}": str(number) for name, number in packages.items()}
+    return described_settings | {f"the version of {name}": str(number) for name, number in packages.items()}
 
 
 def check_same_settings(store: Store, rank: int, world_size: int, config: Config) -> None:
@@ -81,14 +81,14 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> str:
     Args:
         settings: by name, of each rank.
     """
-    found = []
+    lines = []
     for name in dict.fromkeys(name for each in settings for name in each):
         ranks: dict[str, list[int]] = defaultdict(list)
         for rank, each in enumerate(settings):
             ranks[json.dumps(each[name]) if name in each else "unknown"].append(rank)
         if len(ranks) > 1:
-            found.append(f"{name} is {', '.join(f'{value} on {listed(of)}' for value, of in ranks.items())}")
-    return "; ".join(found)
+            lines.append(f"{name} is {', '.join(f'{value} on {listed(of)}' for value, of in ranks.items())}")
+    return "; ".join(lines)
 
 
 def listed(ranks: Sequence[int]) -> str:

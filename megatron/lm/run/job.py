@@ -69,12 +69,12 @@ def _dry_run(config: Config, world_size: int) -> None:
 
     def saved() -> PrecisionConfig | None:
         from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
-        from megatron.lm.run.start import settled
+        from megatron.lm.run.start import with_checkpoint
 
-        found, line = settled(config)
+        resolved, line = with_checkpoint(config)
         if line is not None and os.environ.get("RANK", "0") == "0":
             print(line)
-        return saved_precision(found)
+        return saved_precision(resolved)
 
     capacity, config = fits.device_memory(config.logging.device_memory_gib), fits.with_vocabulary(config)
     fits.check_weights(config, capacity)

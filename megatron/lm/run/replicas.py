@@ -27,10 +27,10 @@ def check_replicas(training: Training, iteration: int, *, finite: bool = True) -
     mine = faults({name: p for p, name in parameter_names(training.model).items()}, training.grad_sync.peers, finite=finite)
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
-    found = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy reports the same
-    if found:
-        more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    damage = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy reports the same
+    if damage:
+        more = f"; and {len(damage) - NAMED} more" if len(damage) > NAMED else ""
         raise RunStopped(
-            f"the weights are damaged after iteration {iteration}: {'; '.join(found[:NAMED])}{more}. No checkpoint was saved after it. If "
-            "it is always the same rank, remove its machine and check its memory. Resume from the previous checkpoint with --ckpt-step"
+            f"the weights are damaged after iteration {iteration}: {'; '.join(damage[:NAMED])}{more}. No checkpoint was saved after it."
+            " If it is always the same rank, remove its machine and check its memory. Resume from the previous checkpoint with --ckpt-step"
         )

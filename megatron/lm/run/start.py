@@ -22,7 +22,7 @@ from megatron.lm.training import identity
 from megatron.lm.training.identity import Run
 
 
-def settled(config: Config) -> tuple[Config, str | None]:
+def with_checkpoint(config: Config) -> tuple[Config, str | None]:
     """Return the configuration with the checkpoint to load and, if requested, its schedule; and a line for the log.
 
     Rank 0 decides. Collective with several ranks.
@@ -33,20 +33,20 @@ def settled(config: Config) -> tuple[Config, str | None]:
     """
     asked = config.checkpoint
     decided, line = rank_0_decides(lambda: _with_schedule(config))
-    found = replace(decided, data=config.data, logging=config.logging)  # a machine may have its own paths for these
+    resolved = replace(decided, data=config.data, logging=config.logging)  # a machine may have its own paths for these
     if dist.is_initialized() and asked.load is not None:
-        _check_seen(found.checkpoint, found.checkpoint.load or asked.load)
-    return found, line
+        _check_seen(resolved.checkpoint, resolved.checkpoint.load or asked.load)
+    return resolved, line
 
 
 def _with_schedule(config: Config) -> tuple[Config, str | None]:
-    """Do the work of `settled` on rank 0."""
-    settings, line = _settled(config.checkpoint)
-    found = replace(config, checkpoint=settings)
-    return take_schedule(found, checkpoint.saved_config(found) if settings.use_checkpoint_opt_param_scheduler else None), line
+    """Do the work of `with_checkpoint` on rank 0."""
+    settings, line = _checkpoint_settings(config.checkpoint)
+    resolved = replace(config, checkpoint=settings)
+    return take_schedule(resolved, checkpoint.saved_config(resolved) if settings.use_checkpoint_opt_param_scheduler else None), line
 
 
-def _settled(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
+def _checkpoint_settings(settings: CheckpointConfig) -> tuple[CheckpointConfig, str | None]:
     """Return the checkpoint settings on rank 0, and a line for the log."""
     load, save = settings.load, settings.save
     if load is not None and settings.resumes_itself:
@@ -78,9 +78,9 @@ def saved_settings(asked: CheckpointConfig) -> Saved | None:
     """Return the settings in the checkpoint that a start with these flags loads; None if it starts from initial weights.
 
     Raises:
-        ValueError: as `settled`, and if the checkpoint cannot be read.
+        ValueError: as `with_checkpoint`, and if the checkpoint cannot be read.
     """
-    settings, _ = _settled(asked)
+    settings, _ = _checkpoint_settings(asked)
     if settings.load is None or not non_persistent.any_in(settings, Path(settings.load)):
         return None
     return checkpoint.saved_settings(settings)
@@ -89,13 +89,13 @@ def saved_settings(asked: CheckpointConfig) -> Saved | None:
 def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
     """Return whether the run in `save` started from the one in `load` with these settings."""
     info, parent = non_persistent.owner_of(settings, save), non_persistent.owner_of(settings, load)
-    found = identity.of(info) if info is not None else None
-    if found is None or found.parent is None or parent is None:
+    saved_run = identity.of(info) if info is not None else None
+    if saved_run is None or saved_run.parent is None or parent is None:
         return False
     return (
-        found.parent.run == identity.name(parent)
-        and found.parent.finetune == settings.finetune
-        and settings.ckpt_step in (None, found.parent.iteration)
+        saved_run.parent.run == identity.name(parent)
+        and saved_run.parent.finetune == settings.finetune
+        and settings.ckpt_step in (None, saved_run.parent.iteration)
     )
 
 

@@ -141,9 +141,9 @@ class StepWatch:
         mine = [self._names[place] for place in self._order if spoiled[place]]
         everywhere: list[list[str]] = [[] for _ in range(self.everyone.ranks)]
         dist.all_gather_object(everywhere, mine)
-        found = {rank: names for rank, names in enumerate(everywhere) if names}
-        what = _described(found) if found else f"no tensor by itself, but the gradient norm is {float(step.grad_norm):g}"
-        row = {"kind": "skipped", "iteration": step.iteration, "tensors": {str(rank): names for rank, names in found.items()}}
+        non_finite = {rank: names for rank, names in enumerate(everywhere) if names}
+        what = _described(non_finite) if non_finite else f"no tensor by itself, but the gradient norm is {float(step.grad_norm):g}"
+        row = {"kind": "skipped", "iteration": step.iteration, "tensors": {str(rank): names for rank, names in non_finite.items()}}
         if self._least is not None:
             self._overflowed(step, what, row)
             return
@@ -191,12 +191,12 @@ class StepWatch:
             print(line, flush=True)
 
 
-def _described(found: dict[int, list[str]]) -> str:
+def _described(non_finite: dict[int, list[str]]) -> str:
     """Return a text with the first few ranks and tensors."""
     parts = []
-    for rank, names in list(found.items())[:NAMED]:
+    for rank, names in list(non_finite.items())[:NAMED]:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         parts.append(f"rank {rank}: {', '.join(names[:NAMED])}{more}")
-    if len(found) > NAMED:
-        parts.append(f"and {len(found) - NAMED} more ranks")
+    if len(non_finite) > NAMED:
+        parts.append(f"and {len(non_finite) - NAMED} more ranks")
     return "; ".join(parts)

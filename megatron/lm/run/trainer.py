@@ -41,7 +41,7 @@ from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.run.reports.weights_and_biases import check_installed
 from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
-from megatron.lm.run.start import settled
+from megatron.lm.run.start import with_checkpoint
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.token_check import TokenCheck
 from megatron.lm.run.watchdog import READING, Watchdog
@@ -63,7 +63,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.requests = Requests(config.training.exit_duration_in_mins)
         all_or_none(partial(check_installed, config))
-        config, line = settled(config)
+        config, line = with_checkpoint(config)
         if line is not None and torch.distributed.get_rank() == 0:
             print(line, flush=True)
         self.config = config
@@ -169,7 +169,7 @@ class Trainer:
             num_workers=self.config.data.num_workers,
             device=process_groups.device(),
         )
-        return self._told(read)
+        return self._watched(read)
 
     def _training_batches(self) -> Batches:
         """Return the batches of the next steps. After rollbacks the data may end early; then it starts again."""
@@ -182,7 +182,7 @@ class Trainer:
         rest = self._batches(self.train_data, (position + training.passed_over) % whole)
         return itertools.chain(rest, self._batches(self.train_data, 0))
 
-    def _told(self, batches: Batches) -> Batches:
+    def _watched(self, batches: Batches) -> Batches:
         """Yield `batches`, and report each to the watchdog."""
         while True:
             before = self.watchdog.phase

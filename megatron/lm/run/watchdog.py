@@ -64,7 +64,7 @@ class Watchdog:
         self.beat = min(BEAT_SECONDS, timeout / 8)
         self.iteration, self.phase = 0, "starting"
         self._moves, self._since = 0, time.monotonic()
-        self._ended, self._stalled, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._ended, self._stalled, self._reported = threading.Event(), threading.Event(), threading.Event()
         self._verdict = ""
 
     @classmethod
@@ -138,12 +138,12 @@ class Watchdog:
             while True:
                 store.set(str(self.rank), json.dumps(self._here()))
                 if self._stalled.is_set() and not store.check(["verdict"]):
-                    found = (str(rank) for rank in range(self.ranks))
-                    places = {int(rank): Whereabouts(*json.loads(store.get(rank))) for rank in found if store.check([rank])}
+                    keys = (str(rank) for rank in range(self.ranks))
+                    places = {int(rank): Whereabouts(*json.loads(store.get(rank))) for rank in keys if store.check([rank])}
                     store.compare_set("verdict", "", verdict(places, self.ranks, self.timeout, time.time()))
                 if store.check(["verdict"]):
                     self._verdict = store.get("verdict").decode()
-                    self._told.set()
+                    self._reported.set()
                 if self._ended.wait(self.beat):
                     return
         except RuntimeError:
@@ -151,7 +151,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         still, moves = 0.0, self._moves
-        while not self._told.is_set():
+        while not self._reported.is_set():
             if self._ended.wait(self.beat):
                 return
             # Counts wake-ups instead of time, because a suspended job has not been waiting.
@@ -159,7 +159,7 @@ class Watchdog:
             if still >= self.timeout:
                 self._stalled.set()
                 if self.ranks > 1:
-                    self._told.wait(ANSWER_SECONDS)
+                    self._reported.wait(ANSWER_SECONDS)
                 break
         here, who = self._here(), f"rank {self.rank}" if self.ranks > 1 else "the process"
         print(
@@ -209,12 +209,12 @@ def verdict(places: Mapping[int, Whereabouts], ranks: int, timeout: float, now: 
             the one that does not wait for the others, because it spins.
         now: seconds since 1970.
     """
-    silent = [rank for rank in range(ranks) if rank not in places or now - places[rank].time > timeout / 2]
+    unresponsive = [rank for rank in range(ranks) if rank not in places or now - places[rank].time > timeout / 2]
     reading = [rank for rank, place in places.items() if place.phase == READING]
     first = min((place.iteration for place in places.values()), default=0)
     behind = [rank for rank, place in places.items() if place.iteration == first]
     busy = [rank for rank, place in places.items() if not place.waits]
-    stuck = silent or reading or next((some for some in (behind, busy) if len(some) < ranks), [])
+    stuck = unresponsive or reading or next((some for some in (behind, busy) if len(some) < ranks), [])
     named = f"{_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck" if stuck else "no rank is behind the others"
     groups: dict[str, list[int]] = {}
     for rank in range(ranks):

@@ -59,13 +59,13 @@ def path(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """Argument type of a file that is written at the end; it refuses a file that could not be written."""
-    found = path(text)
+    file = path(text)
     try:
-        if found.is_dir():
+        if file.is_dir():
             raise argparse.ArgumentTypeError(f"{text} is a folder: give a file in it")
-        above = next(folder for folder in found.absolute().parents if folder.exists())
+        above = next(folder for folder in file.absolute().parents if folder.exists())
         if not above.is_dir():
             raise argparse.ArgumentTypeError(f"{text} is below {above}, which is a file: choose another path")
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}): choose another file") from None
-    return found
+    return file

@@ -107,8 +107,8 @@ def check_package() -> None:
     Raises:
         ValueError: if `import msamp` would import another package, or ours with files overwritten by another.
     """
-    found = importlib.util.find_spec("msamp")
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    installed = importlib.util.find_spec("msamp")
+    folders = list(installed.submodule_search_locations or ()) if installed is not None else []
     file = next((path for path in (Path(folder, "integrations", "ms_amp.py") for folder in folders) if path.is_file()), None)
     if file is None:
         raise ValueError(

@@ -47,8 +47,8 @@ def to_write(path: Path, mode: str = "r+b", *, device: bool = False) -> BinaryIO
             raise ValueError(_refused(path)) from None
         raise
     try:
-        found = os.fstat(descriptor)
-        if not (links and stat.S_ISCHR(found.st_mode)) and not (stat.S_ISREG(found.st_mode) and found.st_nlink <= 1):
+        status = os.fstat(descriptor)
+        if not (links and stat.S_ISCHR(status.st_mode)) and not (stat.S_ISREG(status.st_mode) and status.st_nlink <= 1):
             raise ValueError(_refused(path))
         if mode == "wb":
             os.ftruncate(descriptor, 0)
@@ -93,10 +93,10 @@ def own_folder(path: Path) -> None:
 
 
 def _refused(path: Path) -> str:
-    found = path.lstat()
-    kind = stat.S_IFMT(found.st_mode)
+    status = path.lstat()
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFREG:
-        names = f"{found.st_nlink} names (hard links)"
+        names = f"{status.st_nlink} names (hard links)"
         return f"{path} is a file with {names}, and writing would change all of them: delete it, or put a copy there"
     what = _KINDS.get(kind, "no file")
     leads = f" to {os.readlink(path)}" if kind == stat.S_IFLNK else ""

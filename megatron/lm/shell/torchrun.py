@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, failure = min((explained or error.failures).items(), key=lambda item: item[1].timestamp)
         code = failure.exitcode
         if not explained:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            print(f"error: rank {rank} {how}; its own message, if it left one, is above", file=sys.stderr, flush=True)
+            ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            print(f"error: rank {rank} {ending}; its own message, if it left one, is above", file=sys.stderr, flush=True)
         return 128 - code if code < 0 else code
     except SignalException as error:
         print(f"error: ended by {error.sigval.name}", file=sys.stderr, flush=True)

@@ -236,10 +236,10 @@ def open_board(launch: LaunchEnvironment, limit: float, expected: Sequence[str])
     return Board(store, launch, limit, expected)
 
 
-def check_devices(board: Board, found: Found, slow_factor: float) -> list[str]:
+def check_devices(board: Board, own: Found, slow_factor: float) -> list[str]:
     """Collect the device reports of all processes; return the hosts by rank. RunStopped on every rank if one is missing or has a
     problem."""
-    board.say("device", vars(found))
+    board.say("device", vars(own))
 
     def judge() -> str | None:
         reports = {rank: Found(**word) for rank, word in board.words("device", range(board.launch.world_size)).items()}
@@ -330,9 +330,9 @@ def _judge_sums(
     """Return the problem of a stage, on rank 0; writes the results of its ranks into `heard`."""
     said = board.words(key, itertools.chain(*groups), board.limit + RESPONSE_SECONDS)
     heard |= {rank: Summed(**word) for rank, word in said.items()}
-    silent = [rank for group in groups for rank in group if rank not in heard]
-    if silent:
-        return f"sums {name}: {spoken(silent, board.hosts)} do not answer: they have died or are stopped"
+    unresponsive = [rank for group in groups for rank in group if rank not in heard]
+    if unresponsive:
+        return f"sums {name}: {spoken(unresponsive, board.hosts)} do not answer: they have died or are stopped"
     problems = []
     for group in groups:
         problem = next((heard[rank].problem for rank in group if heard[rank].problem), None)
@@ -359,12 +359,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     launch = launch_from_environment()
-    device, found = look(launch, args.min_free_gib)
+    device, own = look(launch, args.min_free_gib)
     percent = args.slow_percent if args.slow_percent is not None else 50 if device.type == "cuda" else 0
     factor = 1 + percent / 100 if percent else 0.0
     board = open_board(launch, args.timeout_seconds, args.hosts)
     try:
-        hosts = check_devices(board, found, factor)
+        hosts = check_devices(board, own, factor)
         lines = check_links(board, device, hosts, factor)
     except RunStopped as problem:
         if not any(thread.name == HANGING for thread in threading.enumerate()):

@@ -79,7 +79,7 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
         ValueError: no such file, a line that is not a JSON object of a known form, no training line, or no recorded step.
     """
     lines: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in KINDS}
-    told = None
+    precision_line = None
     # By newlines only: Python's splitlines would also split at characters that JSON allows inside a string.
     for number, text in enumerate(io.StringIO(read_text(path, "the trainer's --metrics-file"), newline="\n"), 1):
         if not text.endswith("\n") or not text.strip():
@@ -88,7 +88,7 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
             line = json.loads(text)
             kind = line["kind"]
             if kind == "precision":
-                told = _judged_bytes(line)
+                precision_line = _judged_bytes(line)
             elif kind in lines:
                 lines[kind][line["iteration"]] = _judged(line)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -96,7 +96,7 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
     if not lines["train"]:
         raise ValueError(f"{path} contains no training line: train for at least one --log-interval")
     by_kind = {kind: sorted(of_kind.values(), key=lambda line: line["iteration"]) for kind, of_kind in lines.items()}
-    return Run(name=name, precision=told, steps=read_steps(precision) if precision else [], **by_kind)
+    return Run(name=name, precision=precision_line, steps=read_steps(precision) if precision else [], **by_kind)
 
 
 def is_number(value: Any) -> bool:

@@ -36,8 +36,8 @@ class Run:
 
     def holds(self, info: Mapping[str, Any]) -> bool:
         """Return whether the checkpoint with this `checkpoint.json` belongs to this run."""
-        found = of(info)
-        return self.adopted if found is None else found.id == self.id
+        saved_run = of(info)
+        return self.adopted if saved_run is None else saved_run.id == self.id
 
     def resumed(self, info: Mapping[str, Any]) -> "Run":
         """Return the run that resumes in the checkpoint's folder: the checkpoint's own, or if it has none this one, which adopts it."""
@@ -62,5 +62,5 @@ def of(info: Mapping[str, Any]) -> Run | None:
 
 def name(info: Mapping[str, Any]) -> str:
     """Return the name of a checkpoint's run: its ID, or else the checkpoint's seal."""
-    found = of(info)
-    return found.id if found is not None else info["seal"]
+    saved_run = of(info)
+    return saved_run.id if saved_run is not None else info["seal"]

@@ -46,13 +46,13 @@ def decouple(groups: Sequence[dict[str, Any]], optim: OptimizerConfig) -> list[d
     if optim.decoupled_lr is None:
         return list(groups)
     least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
-    found = []
+    groups_by_rate = []
     for group in groups:
         apart = [p for p in group["params"] if getattr(p, "is_embedding_or_output_parameter", False)]
         rest = [p for p in group["params"] if not getattr(p, "is_embedding_or_output_parameter", False)]
-        found += [group | {"params": rest}] if rest else []
-        found += [group | {"params": apart, "max_lr": optim.decoupled_lr, "min_lr": least}] if apart else []
-    return found
+        groups_by_rate += [group | {"params": rest}] if rest else []
+        groups_by_rate += [group | {"params": apart, "max_lr": optim.decoupled_lr, "min_lr": least}] if apart else []
+    return groups_by_rate
 
 
 def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
@@ -129,24 +129,24 @@ def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
 class Schedule(OptimizerParamScheduler):
     """megatron-core's schedule, without waiting for the device to report whether a step was skipped."""
 
-    _skipped: bool | DeviceFlag = True  # for the last step of `advance_unless`, until `settle` applies it
+    _skipped: bool | DeviceFlag = True  # for the last step of `advance_unless`, until `apply_pending` applies it
     _samples = 0  # sequences of that step
     in_samples = False  # whether the schedule counts samples, instead of iterations
 
     def advance_unless(self, skipped: bool | DeviceFlag, samples: int) -> None:
-        """Advance by one iteration of `samples` sequences unless `skipped`: at once if that is known, else in the next `settle`."""
+        """Advance by one iteration of `samples` sequences unless `skipped`: at once if that is known, else in the next `apply_pending`."""
         self._skipped, self._samples = skipped, samples
         if isinstance(skipped, bool):
-            self.settle()
+            self.apply_pending()
 
-    def settle(self) -> None:
+    def apply_pending(self) -> None:
         """Apply the last recorded step; waits for its flag."""
         skipped, self._skipped = self._skipped, True
         if not skipped:
             self.step(self._samples if self.in_samples else 1)
 
     def state_dict(self) -> dict[str, Any]:
-        self.settle()
+        self.apply_pending()
         return super().state_dict()
 
 

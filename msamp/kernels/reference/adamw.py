@@ -242,7 +242,7 @@ def update_(
     bounded |= is_rounded(batch.ms) or is_rounded(batch.vs)
     adam_(ps, ms, vs, gs, steps, hyper, hyper.largest_step if bounded else math.inf)
     of_m, of_v, of_masters = thresholds_of(batch, steps, rounding)
-    store_(batch.ms, ms, m_bound, of_m, "m", silent=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
+    store_(batch.ms, ms, m_bound, of_m, "m", no_gradient=[g == 0 for g in gs] if is_rounded(batch.ms) else None)
     store_(batch.vs, vs, v_bound, of_v, "v", positive=True)
     store_(batch.masters, ps, p_bound, of_masters, "master")
     if batch.weights:
@@ -266,8 +266,8 @@ def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> lis
     """Return the thresholds of each tensor at its step, for m, v and the masters; None for those rounded to nearest."""
     if rounding == NEAREST:
         return [None, None, None]
-    found = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
-    return [found if stochastic else None for stochastic in rounding]
+    thresholds = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
+    return [thresholds if stochastic else None for stochastic in rounding]
 
 
 def check_keys(batch: Batch) -> None:

@@ -40,9 +40,11 @@ def coat_adamw(
     for part in batch.chunks():
         plain = replace(part, states={key: _loaded(states) for key, states in part.states.items()})
         own = amaxes[:, part.indices]
-        silent = [_without_gradient(g, p, numbers.weight_decay and not decoupled) for g, p in zip(part.grads, part.masters, strict=True)]
+        no_gradient = [
+            _without_gradient(g, p, numbers.weight_decay and not decoupled) for g, p in zip(part.grads, part.masters, strict=True)
+        ]
         update_(plain, numbers, own, kept, coefficient, decoupled=decoupled, rounding=rounding, bounded=True)
-        _store(part.ms, plain.ms, silent, numbers.beta1)
+        _store(part.ms, plain.ms, no_gradient, numbers.beta1)
         _store(part.vs, plain.vs)
 
 
@@ -59,18 +61,18 @@ def _loaded(states: Sequence[torch.Tensor | Expanded]) -> list[torch.Tensor | Ex
 def _store(
     states: Sequence[torch.Tensor | Expanded],
     values: Sequence[torch.Tensor | Expanded],
-    silent: Sequence[torch.Tensor] | None = None,
+    no_gradient: Sequence[torch.Tensor] | None = None,
     beta1: float = 0.0,
 ) -> None:
-    """Overwrite `Expanded` states. Where `silent` (no gradient), codes of m decrease if they would undo more than half of its decay."""
+    """Overwrite `Expanded` states. Where `no_gradient`, codes of m decrease if they would undo more than half of its decay."""
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         if isinstance(state, Expanded) and isinstance(value, torch.Tensor):
             fmt = of_dtype(state.payload.dtype)
             new = quantize_expanded(value, fmt, state.group)
             payload = new.payload
-            if silent is not None:
+            if no_gradient is not None:
                 # A code's value changes with the group's maximum and exponent, so m may decrease although its code stays.
                 largest, k = (state.group.spread(x.double(), value.shape) for x in (new.max, new.k))
-                payload = fallen(payload, fmt.max * (state.dequantize().abs() * beta1**0.5 / largest) ** k, silent[i])
+                payload = fallen(payload, fmt.max * (state.dequantize().abs() * beta1**0.5 / largest) ** k, no_gradient[i])
             for old, now in ((state.payload, payload), (state.max, new.max), (state.k, new.k)):
                 old.copy_(now)

@@ -82,12 +82,12 @@ def _amaxes(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     plain = [x for x in xs if not isinstance(x, ScalingTensor)]
     wide = [x for x in scaled if x.payload.itemsize > 1]
     narrow = [x for x in scaled if x.payload.itemsize == 1]
-    found = dict(zip(map(id, plain), TENSORWISE.amaxes(plain).unbind(), strict=True))
+    by_tensor = dict(zip(map(id, plain), TENSORWISE.amaxes(plain).unbind(), strict=True))
     for members, amax in ((wide, TENSORWISE.amaxes([x.payload for x in wide])), (narrow, _fp8_amaxes([x.payload for x in narrow]))):
         if members:
             amax = amax * torch.stack([x.scale_inv for x in members]).abs()
-            found |= zip(map(id, members), amax.unbind(), strict=True)
-    amaxes = torch.stack([found[id(x)] for x in xs])
+            by_tensor |= zip(map(id, members), amax.unbind(), strict=True)
+    amaxes = torch.stack([by_tensor[id(x)] for x in xs])
     return amaxes.masked_fill(amaxes.isnan(), float("inf"))
 
 

@@ -57,7 +57,7 @@ def store_(
     name: str = "",
     *,
     positive: bool = False,
-    silent: Sequence[torch.Tensor] | None = None,
+    no_gradient: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Overwrite states, plain or ScalingTensors of one format, with FP32 `values`; FP16 saturates.
 
@@ -67,7 +67,7 @@ def store_(
         thresholds: of each state, for stochastic rounding; None rounds to nearest.
         name: the state that has these thresholds: "m", "v" or "master".
         positive: store at least the format's smallest value if the bound is above 0.
-        silent: bool, in the shapes of the values: elements without a gradient, whose code must decrease; None: no elements.
+        no_gradient: bool, in the shapes of the values: elements without a gradient, whose code must decrease; None: no elements.
     """
     if not is_rounded(states):
         for state, value in zip(states, values, strict=True):
@@ -81,13 +81,13 @@ def store_(
     if scaled:
         assert bounds is not None
         scale_invs = [state.scale_inv for state in states]  # type: ignore[attr-defined]
-        found = scale_from_amax(bounds, fmt.max, inverse(torch.stack(scale_invs)))
-        scales, inverses = list(found.unbind()), list(inverse(found).unbind())
+        new_scales = scale_from_amax(bounds, fmt.max, inverse(torch.stack(scale_invs)))
+        scales, inverses = list(new_scales.unbind()), list(inverse(new_scales).unbind())
     for i, (state, value) in enumerate(zip(states, values, strict=True)):
         x = value if scales[i] is None else value * scales[i]
         if positive:
             x = x.clamp(min=(bounds[i] > 0).float() * fmt.smallest if bounds is not None else fmt.smallest)
-        here = None if silent is None else silent[i]
+        here = None if no_gradient is None else no_gradient[i]
         if thresholds is not None:
             payload = cast_stochastically(x, fmt, thresholds[i], name, here)
         else:
@@ -99,16 +99,16 @@ def store_(
         torch._foreach_copy_(scale_invs, inverses)
 
 
-def fallen(payload: torch.Tensor, before: torch.Tensor, silent: torch.Tensor) -> torch.Tensor:
+def fallen(payload: torch.Tensor, before: torch.Tensor, no_gradient: torch.Tensor) -> torch.Tensor:
     """Return `payload` with the next smaller code wherever the gradient is 0 and rounding did not decrease the value.
 
     Args:
         payload: of the new values, FP8, FP16 or BF16.
         before: FP32, the magnitudes of the values that it replaces, in units of the new payload.
-        silent: bool, whether the gradient is 0.
+        no_gradient: bool, whether the gradient is 0.
     """
     magnitude = payload.float().abs()
-    held = silent & (magnitude > 0) & (magnitude >= before)
+    held = no_gradient & (magnitude > 0) & (magnitude >= before)
     # Apart from the sign bit, codes have the order of their magnitudes.
     codes = payload.view(torch.uint8 if payload.element_size() == 1 else torch.int16)
     return (codes - held.to(codes.dtype)).view(payload.dtype)

@@ -280,13 +280,13 @@ def constants_of(batch: Batch, m: int, v: int, master: int, rounding: Rounding) 
     Args:
         m, v, master: mantissa bits of their formats; 23 for a state that is not rounded here.
     """
-    found = {"SR_M": rounding.m and m != 23, "SR_V": rounding.v and v != 23, "SR_P": rounding.masters and master != 23}
-    if not any(found.values()):
-        return {**found, "WIDE": False, "WHOLE": True}
+    constants = {"SR_M": rounding.m and m != 23, "SR_V": rounding.v and v != 23, "SR_P": rounding.masters and master != 23}
+    if not any(constants.values()):
+        return {**constants, "WIDE": False, "WHOLE": True}
     check_keys(batch)
     ends = [offset + g.numel() for offset, g in zip(batch.offsets, batch.grads, strict=True)]
     wide, whole = max(ends, default=0) >= LANES * 2**32, not any(offset % LANES for offset in batch.offsets)
-    return {**found, "WIDE": wide, "WHOLE": whole}
+    return {**constants, "WIDE": wide, "WHOLE": whole}
 
 
 def adamw(

@@ -89,11 +89,11 @@ def _contracted(raw, largest, k, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, H
 
 
 @triton.jit
-def _expanded(x, silent, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
+def _expanded(x, no_gradient, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, HARDWARE: tl.constexpr):
     """Return the payloads of FP32 [groups, GROUP], and each group's maximum and exponent, as `quantize_expanded` does. A short group is
     padded with 0.
 
-    The signed moment is m. Where `silent` (no gradient), x is beta1 times the former m, and codes that would undo more than half of this
+    The signed moment is m. Where `no_gradient`, x is beta1 times the former m, and codes that would undo more than half of this
     decay decrease.
     """
     LOG2_MAX: tl.constexpr = 8.807354922057604 if MANTISSA == 3 else 15.807354922057604
@@ -117,7 +117,7 @@ def _expanded(x, silent, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.constexp
     stored = tl.where(x != 0, tl.maximum(grown, SMALLEST), grown)
     if SIGNED:
         payload = _payload(_with_sign_of(x, stored), MANTISSA, HARDWARE)
-        half_decayed = tl.where(silent, grown * tl.exp2(-0.5 * k * log2_beta1)[:, None], float("inf"))
+        half_decayed = tl.where(no_gradient, grown * tl.exp2(-0.5 * k * log2_beta1)[:, None], float("inf"))
         payload = _payload(_fallen(_value(payload, MANTISSA, HARDWARE), half_decayed, MANTISSA), MANTISSA, HARDWARE)
     else:
         payload = _payload(stored, MANTISSA, HARDWARE)

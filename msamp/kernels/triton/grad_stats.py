@@ -9,7 +9,7 @@ import triton.language as tl
 
 from msamp.kernels.reference.grad_stats import carried
 from msamp.kernels.tables import Tables, numbered
-from msamp.kernels.triton.pack import _bits, _e4m3_square, _in_payload_units, _pointer, _span, _told, _value
+from msamp.kernels.triton.pack import _amax_of_bits, _bits, _e4m3_square, _in_payload_units, _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.tensor import ScalingTensor
 
@@ -78,7 +78,7 @@ def _grad_stats_kernel(
                 whole_sum += raised.to(tl.int64, bitcast=True) - 0x4338000000000000
                 rest = (squares - (raised - 6755399441055744.0)) * 1073741824.0 + 6755399441055744.0
                 rest_sum += rest.to(tl.int64, bitcast=True) - 0x4338000000000000
-    amax = _told(largest)
+    amax = _amax_of_bits(largest)
     if SCALED:
         scale_inv = tl.load(_pointer(tl.load(row + ROW.value.scale_inv), 23, False))
         amax = amax * tl.abs(scale_inv)

@@ -139,7 +139,7 @@ def _in_payload_units(total):
 
 
 @triton.jit
-def _told(largest):
+def _amax_of_bits(largest):
     """The FP32 value of the largest `_bits`; infinity for NaN."""
     return tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -175,11 +175,11 @@ def _pack_kernel(
             largest_code = tl.maximum(largest_code, _bits(stored))
             squares += _e4m3_square(stored)
     if amaxes is not None:
-        tl.atomic_max(amaxes + tensor, _told(largest), sem="relaxed")
+        tl.atomic_max(amaxes + tensor, _amax_of_bits(largest), sem="relaxed")
     if tallies is not None:
         tally = tallies + 3 * tl.load(row + ROW.value.run)
         whole, rest = _in_payload_units(tl.sum(squares, 0))
-        tl.atomic_max(tally, _told(largest_code).to(tl.int32, bitcast=True).to(tl.int64), sem="relaxed")
+        tl.atomic_max(tally, _amax_of_bits(largest_code).to(tl.int32, bitcast=True).to(tl.int64), sem="relaxed")
         tl.atomic_add(tally + 1, whole, sem="relaxed")
         tl.atomic_add(tally + 2, rest, sem="relaxed")
 

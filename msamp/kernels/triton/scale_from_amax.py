@@ -15,8 +15,8 @@ def _scale(v, kept, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     bits = v.to(tl.int32, bitcast=True)
     exponent = EXPONENT - (bits >> 23) - ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-    found = (v > 0.0) & (v < float("inf"))
-    return tl.where(found, ((exponent + 127) << 23).to(tl.float32, bitcast=True), kept)
+    usable = (v > 0.0) & (v < float("inf"))
+    return tl.where(usable, ((exponent + 127) << 23).to(tl.float32, bitcast=True), kept)
 
 
 @triton.jit(do_not_specialize=["numel", "otherwise"])

@@ -75,8 +75,8 @@ def _or_nan(y, x):
 
 
 @triton.jit
-def _stochastic(x, words, silent, MANTISSA: tl.constexpr):
-    """`stochastic_rounding.round_stochastically`; where `silent` (no gradient), values below the smallest normal one round toward zero."""
+def _stochastic(x, words, no_gradient, MANTISSA: tl.constexpr):
+    """`stochastic_rounding.round_stochastically`; where `no_gradient`, values below the smallest normal one round toward zero."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     if MANTISSA == 7:
         added = (words >> (32 - SHIFT)).to(tl.int32, bitcast=True)
@@ -86,8 +86,8 @@ def _stochastic(x, words, silent, MANTISSA: tl.constexpr):
         magnitude = tl.abs(x)
         subnormal = magnitude < TINY
         base = tl.where(subnormal, TINY, 0.0)
-        if silent is not None:
-            words = tl.where(silent & subnormal, 0, words)
+        if no_gradient is not None:
+            words = tl.where(no_gradient & subnormal, 0, words)
         added = (words >> (32 - SHIFT)).to(tl.int32, bitcast=True)
         bits = ((magnitude + base).to(tl.int32, bitcast=True) + added) & -(1 << SHIFT)
         y = _with_sign(bits.to(tl.float32, bitcast=True) - base, x)

@@ -17,6 +17,15 @@ FINISH = 1024
 EVERYWHERE = ["row", "scale_inv", "programs"]
 
 
+@triton.jit
+def _block(x, payload, first, start, numel, FROM: tl.constexpr, TO: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of values and codes, and for each whether the value is not zero, and whether it is not zero but its code is; int32."""
+    at = first + start + tl.arange(0, BLOCK)
+    v = _value(tl.load(x + at, mask=at < numel, other=0), FROM, HARDWARE)
+    code = _value(tl.load(payload + at, mask=at < numel, other=0), TO, HARDWARE)
+    return v, code, (v != 0).to(tl.int32), ((v != 0) & (code == 0)).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=EVERYWHERE[:1])
 def _count_kernel(
     row, x, payload, numel,
@@ -29,13 +38,10 @@ def _count_kernel(
     saturated = tl.zeros((BLOCK,), tl.int32)
     vanished = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, left, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = first + at < numel
-        v = _value(tl.load(x + first + at, mask=inside, other=0), FROM, HARDWARE)
-        code = _value(tl.load(payload + first + at, mask=inside, other=0), TO, HARDWARE)
-        nonzero += (v != 0).to(tl.int32)
+        _, code, present, lost = _block(x, payload, first, start, numel, FROM, TO, HARDWARE, BLOCK)
+        nonzero += present
         saturated += (tl.abs(code) == LIMIT).to(tl.int32)
-        vanished += ((v != 0) & (code == 0)).to(tl.int32)
+        vanished += lost
     tl.atomic_add(row, tl.sum(nonzero, 0).to(tl.int64))
     tl.atomic_add(row + 1, tl.sum(saturated, 0).to(tl.int64))
     tl.atomic_add(row + 2, tl.sum(vanished, 0).to(tl.int64))
@@ -57,17 +63,14 @@ def _tally_kernel(
     noise = tl.zeros((BLOCK,), tl.float64)
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, left, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = first + at < numel
-        v = _value(tl.load(x + first + at, mask=inside, other=0), FROM, HARDWARE)
-        code = _value(tl.load(payload + first + at, mask=inside, other=0), TO, HARDWARE)
-        nonzero += (v != 0).to(tl.int32)
-        vanished += ((v != 0) & (code == 0)).to(tl.int32)
+        v, code, present, lost = _block(x, payload, first, start, numel, FROM, TO, HARDWARE, BLOCK)
+        nonzero += present
+        vanished += lost
         saturated += (tl.abs(code) == LIMIT).to(tl.int32)
         wide = v.to(tl.float64)
-        lost = code.to(tl.float64) * inv - wide
+        error = code.to(tl.float64) * inv - wide
         signal += wide * wide
-        noise += lost * lost
+        noise += error * error
         # The bits of magnitudes have the order of the magnitudes, with NaN above infinity.
         largest = tl.maximum(largest, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     out = partials + program

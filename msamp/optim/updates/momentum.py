@@ -52,12 +52,12 @@ class _Momentum(Update):
         """Load, update and store one parameter."""
         buffers, masters = (x[i : i + 1] for x in (batch.states.get(MOMENTUM.key, []), batch.masters))
         (p,), buffer = load(masters), load(buffers)
-        silent = [self.no_gradient(p, g, batch)] if buffer else None
+        no_gradient = [self.no_gradient(p, g, batch)] if buffer else None
         self.change_(p, g, buffer[0] if buffer else None, batch, batch.steps[i] == 0, numbers)
         step = batch.steps[i] + 1 if batch.steps[i].is_cuda else int(batch.steps[i]) + 1
         drawn = [Thresholds(batch.keys[i], batch.offsets[i], step)]
         if buffer:
-            store_(buffers, buffer, bounds[0], drawn if batch.rounding.m else None, "m", silent=silent)
+            store_(buffers, buffer, bounds[0], drawn if batch.rounding.m else None, "m", no_gradient=no_gradient)
         store_(masters, [p], bounds[1], drawn if batch.rounding.masters else None, "master")
         if batch.weights:
             store_(batch.weights[i : i + 1], load(masters), bounds[1])
@@ -201,8 +201,8 @@ class Muon(_Momentum):
 
 def _memory(stored: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Return payloads (FP8 as bytes) and scales, without copies."""
-    found = []
+    memory = []
     for x in (x for xs in stored for x in xs):
         own, scale = payload(x), scale_inv(x)
-        found += [own.view(torch.uint8) if own.element_size() == 1 else own, *([] if scale is None else [scale])]
-    return found
+        memory += [own.view(torch.uint8) if own.element_size() == 1 else own, *([] if scale is None else [scale])]
+    return memory

@@ -144,7 +144,16 @@ def check(pair: str, betas: tuple[float, float], rounding: str, silent: int) -> 
         assert float(worst.max()) <= 0, {kind: f"{name}: {over:.2f} lr too far" for kind, over in zip(KINDS, worst.tolist(), strict=True)}
 
 
-@each_once(seconds=1.5, pair=list(PAIRS), betas=BETAS, rounding=ROUNDINGS)
+# One case for each kind of state: without a scale, with one, both moments in 8 bits, in groups. All pairs, betas and roundings: below.
+@pytest.mark.parametrize(
+    ("pair", "betas", "rounding"),
+    [
+        ("bf16", BETAS[0], "stochastic"),
+        ("O2", BETAS[1], "nearest"),
+        ("e5m2", BETAS[2], "stochastic"),
+        ("coat-e4m3", BETAS[1], "nearest"),
+    ],
+)
 def test_steps_are_bounded_and_no_weight_moves_on_without_a_gradient(pair, betas, rounding):
     check(pair, betas, rounding, silent=200)
 
@@ -172,7 +181,10 @@ def delivered(pair: str, betas: tuple[float, float], rounding: str, steps: int =
     return -p.detach() / (steps * LR)
 
 
-@each_once(seconds=0.5, pair=list(DECADES), betas=BETAS)
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, marks=[pytest.mark.nightly] * (pair not in ("bf16", "O2", "e4m3"))) for pair in DECADES]
+)
+@pytest.mark.parametrize("betas", [BETAS[0], *(pytest.param(betas, marks=pytest.mark.nightly) for betas in BETAS[1:])], ids=str)
 def test_stochastic_moments_deliver_what_fp32_moments_do(pair, betas):
     share = delivered(pair, betas, "stochastic")
     assert float(share.mean(1).min()) >= 0.99

@@ -240,7 +240,8 @@ class Regression:
         return (self.value - self.target).square().sum().item()
 
 
-def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls():
+@pytest.mark.parametrize("variants", [("a", "plus"), pytest.param(("a", "fp8", "light", "plus"), marks=pytest.mark.nightly(15))], ids=str)
+def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls(variants):
     """beta2 = 0.999, lr 1e-3, no decay. Squared distance to the target after 2,000 steps, and distance to FP32's weights, which moved 2.46:
 
     FP32 0.00084; plus 0.00142, 0.019; light 0.0093, 0.071; fp8 0.131, 0.353; a 6.12, 2.45. EDQ over the first 200 steps, whose updates'
@@ -248,22 +249,24 @@ def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls():
     """
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     fp32 = Regression(lambda params: torch.optim.AdamW(params, **options), torch.float32).run()
-    runs = {v: Regression(lambda params, v=v: collage_adamw(params, **options, variant=v)).run() for v in ("a", "fp8", "light", "plus")}
+    runs = {v: Regression(lambda params, v=v: collage_adamw(params, **options, variant=v)).run() for v in variants}
     away = {v: (run.value - fp32.value).norm().item() for v, run in runs.items()}
     edq = {v: sum(run.edq) / len(run.edq) for v, run in runs.items()}
     lost = {v: sum(run.lost) / len(run.lost) for v, run in runs.items()}
     assert fp32.distance < 0.005
     assert runs["plus"].distance < 0.005
     assert away["plus"] < 0.05
-    assert away["light"] > 2 * away["plus"]
-    assert 2 * away["light"] < away["fp8"] < 0.5
     assert runs["a"].distance > 5.5
     assert away["a"] > 2.0
     assert edq["plus"] == pytest.approx(3.4e-3, rel=0.1)
-    assert edq["fp8"] < edq["light"] < edq["plus"]
     assert edq["a"] < 0.05 * edq["plus"]
     assert lost["a"] > 0.95
-    assert lost["plus"] < 0.05 < lost["fp8"] < 0.3
+    assert lost["plus"] < 0.05
+    if "fp8" in variants:
+        assert away["light"] > 2 * away["plus"]
+        assert 2 * away["light"] < away["fp8"] < 0.5
+        assert edq["fp8"] < edq["light"] < edq["plus"]
+        assert 0.05 < lost["fp8"] < 0.3
 
 
 def test_v_of_plus_follows_fp32_and_that_of_light_only_grows():
@@ -337,7 +340,7 @@ def test_measuring_changes_no_bit(variant):
 
 
 @pytest.mark.parametrize(("variant", "expected"), zip(VARIANTS, (8, 10, 12, 10, 10, 12, 16), strict=True))
-def test_bytes_a_parameter_measured_from_the_tensors(variant, expected):
+def test_bytes_per_parameter_measured_from_the_tensors(variant, expected):
     p = parameters(shapes=[(32, 16)])[0]
     optimizer = collage_adamw([p], variant=variant)
     give_gradients([p], 0)

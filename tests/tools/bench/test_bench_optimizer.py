@@ -81,7 +81,7 @@ def test_every_precision_is_measured(level, flags, monkeypatch):
     assert [row["case"] for row in found] == CASES
     step, quantisation, anew = weights(level, flags).bytes()
     for row, size in zip(found, [anew, quantisation, step, step], strict=True):
-        assert (row["ms"], row["bytes_a_param"]) == (2.0, round(size / (LINEAR + MATRIX + VECTOR), 3))
+        assert (row["ms"], row["bytes_per_param"]) == (2.0, round(size / (LINEAR + MATRIX + VECTOR), 3))
         assert row["share"] == pytest.approx(size / 2e-3 / 1e9, abs=5e-4)
         assert row["level"].split()[0] == ("bf16" if level == "O0" else level)
         assert flags in row["level"]
@@ -94,7 +94,7 @@ def test_a_level_may_have_flags_of_its_own(monkeypatch):
     found = bench_optimizer.measure(bench_optimizer.configuration(level, given), given, 1e9, "cpu", flags="--optimizer-state coat")
     step, *_ = weights("O3", "--optimizer-state coat").bytes()
     assert {row["level"] for row in found} == {f"{level} {TINY}"}
-    assert found[-1]["bytes_a_param"] == round(step / (LINEAR + MATRIX + VECTOR), 3)
+    assert found[-1]["bytes_per_param"] == round(step / (LINEAR + MATRIX + VECTOR), 3)
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):

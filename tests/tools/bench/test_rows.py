@@ -33,3 +33,14 @@ def test_a_row_says_where_it_was_taken():
     assert found["commit"] == "abc1234"
     assert found["gpu"]
     assert found["torch"]
+
+
+def test_written_rows_replace_the_file(tmp_path):
+    path = tmp_path / "new" / "a.csv"
+    for value in (1, 2):
+        rows.write(path, ("case", "ms"), [{"case": "O0", "ms": value}])
+    assert path.read_text() == "case,ms\nO0,2\n"
+
+
+def test_aligned_rows_are_as_wide_as_their_longest_cell():
+    assert rows.aligned(("a", "ms"), [{"a": "O2", "ms": 1234, "more": 0}, {"a": "", "ms": 5}]) == " a    ms\nO2  1234\n       5"

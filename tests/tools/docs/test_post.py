@@ -15,7 +15,7 @@ DPO = {"model": "m", "global_batch_size": "8", "steps": "9", "seed": "1", "recip
        "accuracy_last": "0.75", "pairs_per_s": "3.00", "policy_weight_mib": "256", "reference_weight_mib": "256", "state_mib": "1536",
        "peak_mib": "4000"}  # fmt: skip
 PPO = {"model": "m", "reward": "arithmetic", "global_batch_size": "64", "steps": "90", "seed": "1", "recipe": "O0", "reward_first": "0.1",
-       "reward_last": "0.8", "kl_last": "0.5", "s_a_step": "", "weight_mib": "768", "state_mib": "3000", "gradient_mib": "512",
+       "reward_last": "0.8", "kl_last": "0.5", "s_per_step": "", "weight_mib": "768", "state_mib": "3000", "gradient_mib": "512",
        "peak_mib": "9000"}  # fmt: skip
 ENCODER = {"precision": "bf16-d", "phase": "phase1", "steps": "9", "train_loss": "6", "valid_loss": "5.5", "ppl": "244.69", "peak_gib": ""}
 BOOLQ = {"precision": "bf16-d", "tuned_at": "bf16-d", "seed": "1", "steps": "9", "loss_first": "0.7", "loss_last": "0.6",

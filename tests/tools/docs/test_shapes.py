@@ -9,7 +9,7 @@ BY_HAND = {"O0": 18, "O1": 11, "O2": 6, "O3": 7, "`coat`": 9.125, "`collage-ligh
 
 
 def test_bytes_of_a_parameter_are_those_by_hand_and_their_parts_add_up():
-    cells = shapes.bytes_a_parameter().cells
+    cells = shapes.bytes_per_parameter().cells
     assert {line[0]: float(line[-1]) for line in cells} == BY_HAND
     for line in cells:
         parts = (part for cell in line[1:-1] for part in cell.removesuffix(", its own master").split(" + "))

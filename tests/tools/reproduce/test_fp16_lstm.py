@@ -58,4 +58,4 @@ def test_the_command(tmp_path, capsys):
 def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
     (tmp_path / "text").write_text("too short")
     assert code(fp16_lstm.main, ["--text", str(tmp_path / "text"), "--size", "tiny"]) == 2
-    assert "the text has 9 bytes, and size tiny reads 8 in a row: give 200 or more" in capsys.readouterr().err
+    assert "the text has 9 bytes, too few for sequences of 8 (size tiny): give 200 or more" in capsys.readouterr().err

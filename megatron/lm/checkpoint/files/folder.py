@@ -45,8 +45,8 @@ def partial_folder(folder: Path) -> Path:
 
 def iteration_of(folder: Path) -> int | None:
     """Return the iteration in a folder's name; None for other names."""
-    found = _NAME.fullmatch(folder.name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def marked_iteration(root: Path) -> int | None:
@@ -185,12 +185,12 @@ def candidates(root: Path, iteration: int | None = None, *, unhealthy: bool = Fa
         return Candidates([root / RELEASE], [])
     marked, marker = marked_iteration(root) if iteration is None else iteration, root / LATEST_CHECKPOINT_FILE
     # A replaced checkpoint is next to, or for a moment at the path of, the one that was saved over it.
-    found = sorted(_numbered(root), key=lambda pair: (-pair[0], pair[1].name))
-    offered = [(n, path) for n, path in found if (n == iteration if iteration is not None else marked is None or n <= marked)]
+    by_iteration = sorted(_numbered(root), key=lambda pair: (-pair[0], pair[1].name))
+    offered = [(n, path) for n, path in by_iteration if (n == iteration if iteration is not None else marked is None or n <= marked)]
     remarks: list[str] = []
-    if marked is None and found:
+    if marked is None and by_iteration:
         remarks.append(f"{marker} is missing or invalid: using the newest healthy checkpoint")
-    newer = sorted({number for number, _ in found} - {number for number, _ in offered}) if iteration is None else []
+    newer = sorted({number for number, _ in by_iteration} - {number for number, _ in offered}) if iteration is None else []
     if newer:
         remarks.append(
             f"{marker} names iteration {marked}: newer ones, {', '.join(map(str, newer))}, are ignored (choose one with --ckpt-step)"
@@ -358,9 +358,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder.rename(partial_folder(folder)), ignore_errors=True)
 
 
-def prune(newest: Path, keep: int, *, settled: bool) -> None:
+def prune(newest: Path, keep: int, *, confirmed: bool) -> None:
     """Delete the checkpoints of a run up to `newest`, the last it saved, except for the last `keep` and the newest healthy ones. It keeps
-    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `settled`; and all of them if
+    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `confirmed`; and all of them if
     `newest` is unhealthy.
     """
     last = sealed_info(newest)
@@ -377,7 +377,7 @@ def prune(newest: Path, keep: int, *, settled: bool) -> None:
     mine.sort()
     healthy = [path for _, _, is_healthy, path in mine if is_healthy]
     if newest in healthy:
-        healthy = healthy[-1 if settled else -2 :]
+        healthy = healthy[-1 if confirmed else -2 :]
     for *_, path in mine[:-keep]:
         if path not in healthy:
             remove(path)

@@ -118,10 +118,10 @@ def natural(number: Any) -> int:
 
 def size(numbers: Iterable[Any]) -> torch.Size:
     """Return a shape or an offset; raise a ValueError if no tensor can have it."""
-    found = [natural(number) for number in numbers]
-    if len(found) > _MOST_DIMS or math.prod(max(1, number) for number in found) > _MOST_ELEMENTS:
+    sizes = [natural(number) for number in numbers]
+    if len(sizes) > _MOST_DIMS or math.prod(max(1, number) for number in sizes) > _MOST_ELEMENTS:
         raise ValueError(f"a shape in it has more than {_MOST_DIMS} dimensions, or more than 2^48 elements")
-    return torch.Size(found)
+    return torch.Size(sizes)
 
 
 def check(folder: Path, plan: Plan) -> None:

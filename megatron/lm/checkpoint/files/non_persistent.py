@@ -48,11 +48,11 @@ def candidates_of(settings: CheckpointConfig) -> Candidates:
     """Return the checkpoints of one run to try for `--load`, best first: those of both folders by iteration."""
     assert settings.load is not None
     root = Path(settings.load)
-    found, beside = candidates(root, settings.ckpt_step, unhealthy=settings.load_unhealthy), folder_of(settings, root)
+    checkpoints, beside = candidates(root, settings.ckpt_step, unhealthy=settings.load_unhealthy), folder_of(settings, root)
     if beside is None:
-        return found
+        return checkpoints
     others = candidates(beside, settings.ckpt_step, unhealthy=settings.load_unhealthy)
-    run, folders, remarks = owner(root), list(found.folders), [*found.remarks, *others.remarks]
+    run, folders, remarks = owner(root), list(checkpoints.folders), [*checkpoints.remarks, *others.remarks]
     for folder in others.folders:
         if run is None or _is_of(run, folder):
             folders.append(folder)

@@ -150,7 +150,7 @@ class Stored:
             ValueError: if a region is not in the checkpoint, or a file cannot be read.
         """
         for region in regions:
-            entry, shape, found = self._entry(region.key), region.into.shape, 0
+            entry, shape, elements = self._entry(region.key), region.into.shape, 0
             if region.into.dtype != entry.dtype:
                 raise ValueError(f"{self.folder}: {region.key} is {entry.dtype}, expected {region.into.dtype}; load an older checkpoint")
             for chunk in entry.chunks if len(entry.shape) == len(shape) else ():
@@ -163,8 +163,8 @@ class Stored:
                         for offset in (region.offset, chunk.offset)
                     )
                     region.into[tuple(target)] = self._rows(entry, chunk, source)
-                    found += math.prod(lengths)
-            if found != shape.numel():
+                    elements += math.prod(lengths)
+            if elements != shape.numel():
                 raise ValueError(f"{self.folder}: {region.key} is {tuple(entry.shape)}; {tuple(shape)} at {region.offset} is not all in it")
 
     def _rows(self, entry: Entry, chunk: Chunk, part: Sequence[slice]) -> Tensor:
@@ -173,12 +173,12 @@ class Stored:
         try:
             with regular_file(file).open("rb") as stream:
                 shape = (part[0].stop - part[0].start, *chunk.shape[1:]) if part else ()
-                found = torch.empty(shape, dtype=entry.dtype)
+                values = torch.empty(shape, dtype=entry.dtype)
                 stream.seek(chunk.start + (part[0].start * row if part else 0))
-                _fill(stream, found)
+                _fill(stream, values)
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} cannot be read ({error}); load an older checkpoint") from None
-        return found[(slice(None), *part[1:])] if part else found
+        return values[(slice(None), *part[1:])] if part else values
 
     def tensor(self, key: str) -> Tensor:
         """Return a whole tensor in its stored dtype."""

@@ -83,20 +83,20 @@ def configuration(folder: Path, common: Mapping[str, Any], config: Config) -> Co
     Raises:
         ValueError: the checkpoint records a length or a schedule that no run has.
     """
-    args, found = arguments(common), config_to_dict(config)
+    args, settings = arguments(common), config_to_dict(config)
     precision = "fp16-amp" if args.get("fp16") is True else "bf16" if args.get("bf16") is True else "fp32"  # only for the log
-    found["precision"] = {"precision": precision}
-    found["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
+    settings["precision"] = {"precision": precision}
+    settings["parallel"] = {f"{axis}_model_parallel_size": _size(args, axis) for axis in ("tensor", "pipeline")}
     length = "train_samples" if config.schedule_steps.in_samples else "train_iters"
     of_samples = [("data", name) for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")]
     for section, name in (("training", "seed"), ("training", length), ("data", "split"), *of_samples):
-        if type(args.get(name)) is type(found[section].get(name)):
-            found[section][name] = args[name]
+        if type(args.get(name)) is type(settings[section].get(name)):
+            settings[section][name] = args[name]
     try:
         if "rampup_batch_size" in args:
-            found["training"]["rampup_batch_size"] = [int(word) for word in args["rampup_batch_size"] or ()]
-        found["optimizer"] |= _optimizer(common, config.schedule_steps.in_samples)
-        return config_from_dict(found)
+            settings["training"]["rampup_batch_size"] = [int(word) for word in args["rampup_batch_size"] or ()]
+        settings["optimizer"] |= _optimizer(common, config.schedule_steps.in_samples)
+        return config_from_dict(settings)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / COMMON_FILE} has an invalid schedule ({error}); load an older checkpoint") from None
 
@@ -105,18 +105,18 @@ def _optimizer(common: Mapping[str, Any], in_samples: bool) -> dict[str, Any]:
     """Return learning rate and weight decay of the checkpoint, by field of `OptimizerConfig`."""
     args, schedule = arguments(common), _schedule(common)
     names = (*("lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), "decoupled_lr", "decoupled_min_lr")
-    found = {name: args[name] for name in names if name in args}
+    settings = {name: args[name] for name in names if name in args}
     renamed = {"max_lr": "lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_style", "end_wd": "weight_decay"}
-    found |= {name: schedule[key] for key, name in renamed.items() if key in schedule}
+    settings |= {name: schedule[key] for key, name in renamed.items() if key in schedule}
     if "lr_warmup_steps" not in schedule or "lr_decay_steps" not in schedule:
-        return found
+        return settings
     decay, warmup = natural(schedule["lr_decay_steps"]), schedule["lr_warmup_steps"]
     step = 1 if in_samples else _samples_per_step(args, natural(args.get("consumed_train_samples", 0) or 0), natural(common["iteration"]))
     unit, other = ("samples", "iters") if in_samples else ("iters", "samples")
-    found |= {f"lr_decay_{unit}": decay // step, f"lr_decay_{other}": None, f"lr_warmup_{other}": 0, "lr_warmup_fraction": None}
+    settings |= {f"lr_decay_{unit}": decay // step, f"lr_decay_{other}": None, f"lr_warmup_{other}": 0, "lr_warmup_fraction": None}
     if warmup % step:  # --lr-warmup-fraction may give any number
-        return found | {f"lr_warmup_{unit}": 0, "lr_warmup_fraction": warmup / decay}
-    return found | {f"lr_warmup_{unit}": int(warmup // step)}
+        return settings | {f"lr_warmup_{unit}": 0, "lr_warmup_fraction": warmup / decay}
+    return settings | {f"lr_warmup_{unit}": int(warmup // step)}
 
 
 def _samples_per_step(args: Mapping[str, Any], consumed: int, iteration: int) -> int:
@@ -171,29 +171,29 @@ def differing(args: Mapping[str, Any], model: ModelConfig, free: Collection[str]
         expected |= {"rope_scaling_factor": model.rope_scaling_factor} if model.use_rope_scaling else {}
     if model.position_embedding_type == "learned_absolute":
         expected["max_position_embeddings"] = model.max_positions
-    found = [
-        _told(name, value, args[name])
+    mismatches = [
+        _mismatch(name, value, args[name])
         for name, value in expected.items()
         if name not in free and args.get(name) is not None and args[name] != value
     ]
     factor, name = args.get("rotary_seq_len_interpolation_factor"), "rotary_seq_len_interpolation_factor"
     if model.position_embedding_type == "rope" and (model.rotary_seq_len_interpolation_factor or 1) != (factor or 1) and name not in free:
-        found.append(_told(name, model.rotary_seq_len_interpolation_factor, factor))
+        mismatches.append(_mismatch(name, model.rotary_seq_len_interpolation_factor, factor))
     epsilon = args.get("norm_epsilon", args.get("layernorm_epsilon"))
     if epsilon is not None and epsilon != model.norm_epsilon:
-        found.append(_told("norm_epsilon", model.norm_epsilon, epsilon))
+        mismatches.append(_mismatch("norm_epsilon", model.norm_epsilon, epsilon))
     if isinstance(bias := args.get("add_bias_linear"), bool) and bias == model.disable_bias_linear:
-        found.append(_told("disable_bias_linear", model.disable_bias_linear, not bias))
+        mismatches.append(_mismatch("disable_bias_linear", model.disable_bias_linear, not bias))
     elif bias is False and isinstance(args.get("add_qkv_bias"), bool) and args["add_qkv_bias"] != model.add_qkv_bias:
-        found.append(_told("add_qkv_bias", model.add_qkv_bias, args["add_qkv_bias"]))
+        mismatches.append(_mismatch("add_qkv_bias", model.add_qkv_bias, args["add_qkv_bias"]))
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups") if args.get("group_query_attention") is True else heads
     if groups is not None and groups != model.query_groups:
-        found.append(_told("num_query_groups", model.query_groups, groups))
-    return found
+        mismatches.append(_mismatch("num_query_groups", model.query_groups, groups))
+    return mismatches
 
 
-def _told(name: str, now: Any, then: Any) -> str:
+def _mismatch(name: str, now: Any, then: Any) -> str:
     return f"{flag(name)} {now} (saved: {then})"
 
 

@@ -102,15 +102,15 @@ class _Machine:
 
     def pop(self, kind: type = object) -> Any:
         """Pop the top of the stack, which must be a `kind`."""
-        found = self.stack.pop()
-        if not isinstance(found, kind):
-            raise TypeError(f"it has a {type(found).__name__} instead of a {kind.__name__}")
-        return found
+        value = self.stack.pop()
+        if not isinstance(value, kind):
+            raise TypeError(f"it has a {type(value).__name__} instead of a {kind.__name__}")
+        return value
 
     def pop_mark(self) -> list[Any]:
         """Pop all objects since the last mark."""
-        found, self.stack = self.stack, self.marks.pop()
-        return found
+        values, self.stack = self.stack, self.marks.pop()
+        return values
 
     def mark(self, arg: Any) -> None:
         self.marks.append(self.stack)
@@ -138,8 +138,8 @@ class _Machine:
         self.stack.append(record)
 
     def items(self, arg: Any) -> None:
-        found = self.pop_mark()
-        pairs = list(zip(found[::2], found[1::2], strict=True))
+        values = self.pop_mark()
+        pairs = list(zip(values[::2], values[1::2], strict=True))
         self.table().extend(pairs)
 
     def item(self, arg: Any) -> None:
@@ -154,25 +154,25 @@ class _Machine:
         return self.top(Pairs)
 
     def appends(self, arg: Any) -> None:
-        found = self.pop_mark()
-        self.top(list).extend(found)
+        values = self.pop_mark()
+        self.top(list).extend(values)
 
     def append(self, arg: Any) -> None:
-        found = self.pop()
-        self.top(list).append(found)
+        value = self.pop()
+        self.top(list).append(value)
 
     def top(self, kind: type) -> Any:
-        found = self.pop(kind)
-        self.stack.append(found)
-        return found
+        value = self.pop(kind)
+        self.stack.append(value)
+        return value
 
     def tuple_since_mark(self, arg: Any) -> None:
-        found = tuple(self.pop_mark())
-        self.stack.append(found)
+        values = tuple(self.pop_mark())
+        self.stack.append(values)
 
     def tuple_of(self, count: int) -> None:
-        found = [self.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(found)))
+        values = [self.pop() for _ in range(count)]
+        self.stack.append(tuple(reversed(values)))
 
     def keep(self, place: int) -> None:
         self.memo[place] = self.stack[-1]
@@ -223,14 +223,14 @@ def interpreted(data: bytes, modules: Sequence[str] = ()) -> Any:
     try:
         for operation, arg, _ in pickletools.genops(data):
             machine.do(operation.name, arg)
-        (found,) = machine.stack
+        (result,) = machine.stack
     except IndexError:
         raise ValueError("it pops an empty stack") from None
     except KeyError as error:
         raise ValueError(f"it reads place {error} of its memo, which is empty") from None
     except TypeError as error:
         raise ValueError(str(error)) from None
-    return found
+    return result
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
@@ -240,10 +240,10 @@ def _fields(record: Any, name: str) -> dict[str, Any]:
     return {key: value for key, value in record.state[0] if isinstance(key, str)}
 
 
-def _pairs(found: Any) -> Pairs:
-    if not isinstance(found, Pairs):
+def _pairs(value: Any) -> Pairs:
+    if not isinstance(value, Pairs):
         raise ValueError("it has something other than a table")
-    return found
+    return value
 
 
 def _size(record: Any) -> torch.Size:
@@ -319,12 +319,12 @@ def chunk_of_zip(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         raise ValueError(f"a chunk is not a tensor file of torch.save ({error})") from None
     match interpreted(pickled):
         case Record("torch._utils _rebuild_tensor_v2", (storage, 0, tuple(sizes), tuple(strides), *_)):
-            found = _STORAGES.get(_storage(storage))
+            known_dtype = _STORAGES.get(_storage(storage))
         case Record("torch._utils _rebuild_tensor_v3", (storage, 0, tuple(sizes), tuple(strides), _, _, Name(name), *_)):
-            found = _DTYPE_NAMES.get(name) if _storage(storage) == _BITS else None
+            known_dtype = _DTYPE_NAMES.get(name) if _storage(storage) == _BITS else None
         case _:
             raise ValueError("a chunk is not a tensor file of torch.save")
-    if found != dtype or size(sizes) != shape or len(elements) != shape.numel() * dtype.itemsize:
+    if known_dtype != dtype or size(sizes) != shape or len(elements) != shape.numel() * dtype.itemsize:
         raise ValueError(f"a chunk is not {tuple(shape)} {dtype}, as in the plan")
     flat = torch.frombuffer(bytearray(elements), dtype=torch.uint8).view(dtype) if elements else torch.empty(0, dtype=dtype)
     try:
@@ -356,31 +356,31 @@ def plain_of_zip(data: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _plain(found: Any, left: Iterator[int], numbers: dict[str, bytes]) -> Any:
+def _plain(node: Any, left: Iterator[int], numbers: dict[str, bytes]) -> Any:
     """`left`: has one item per value that may still be read, since nested lists that repeat others grow exponentially. `numbers`: bytes of
     storages that may be a single number.
     """
     if next(left, None) is None:
         raise ValueError(f"it has more than {_MOST_VALUES} values")
-    match found:
+    match node:
         case Record("argparse Namespace", _, [Pairs() as pairs]) | Record("types SimpleNamespace", _, [Pairs() as pairs]):
             return _plain(pairs, left, numbers)
         case Record("collections OrderedDict" | "collections defaultdict", _, _, pairs):
             return _plain(pairs, left, numbers)
         case Pairs():
-            return {key: _plain(value, left, numbers) for key, value in found if isinstance(key, str | int)}
+            return {key: _plain(value, left, numbers) for key, value in node if isinstance(key, str | int)}
         case list() | tuple():
-            return [_plain(value, left, numbers) for value in found]
+            return [_plain(value, left, numbers) for value in node]
         case Record("torch._utils _rebuild_tensor_v2", (Record("persistent", ("storage", Name(name), str(key), *_)), 0, () | (1,), *_)):
             dtype, data = _STORAGES.get(name), numbers.get(key, b"")
             return torch.frombuffer(bytearray(data), dtype=dtype).item() if dtype is not None and len(data) == dtype.itemsize else None
         case None | bool() | int() | float() | str():
-            return found
+            return node
     return None
 
 
-def _storage(found: Any) -> str:
-    match found:
+def _storage(value: Any) -> str:
+    match value:
         case Record("persistent", ("storage", Name(name), "0", *_)):
             return name
     return ""

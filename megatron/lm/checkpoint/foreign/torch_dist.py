@@ -43,8 +43,8 @@ def read_common(folder: Path) -> dict[str, Any]:
     """
     file = folder / FORMAT_FILE
     try:
-        found = json.loads(_bytes(file))
-        if not isinstance(found, dict) or found.get("sharded_backend") != "torch_dist":
+        metadata = json.loads(_bytes(file))
+        if not isinstance(metadata, dict) or metadata.get("sharded_backend") != "torch_dist":
             raise ValueError("its sharded_backend is not torch_dist; save it with --ckpt-format torch_dist")
         file = folder / COMMON_FILE
         common = plain_of_zip(_bytes(file))
@@ -133,34 +133,34 @@ class TorchDist(Stored):
 
 def optimizer_step(common: Mapping[str, Any]) -> int:
     """Return the optimizer's step count in `common.pt`: in the groups of a distributed optimizer, else next to the states."""
-    found = [common.get("optimizer")]
-    while found:
-        here = found.pop(0)
+    optimizers = [common.get("optimizer")]
+    while optimizers:
+        here = optimizers.pop(0)
         if isinstance(here, dict):
             for key in ("step", "common_step"):
                 if isinstance(here.get(key), int | float) and 0 <= here[key] < 2**24:
                     return int(here[key])
-            found += list(here.values())
+            optimizers += list(here.values())
         elif isinstance(here, list):
-            found += here
+            optimizers += here
     iteration = common.get("iteration")
     return iteration if type(iteration) is int else 0
 
 
 def _translated(plan: Plan, named: Mapping[str, MegatronName]) -> Plan:
     shapes = {name.name: plan[key].shape for key, name in named.items() if name.prefix == "model"}
-    found: Plan = {}
+    translated: Plan = {}
     for key, name in named.items():
         entry, whole = plan[key], shapes.get(name.name)
         if whole is not None and len(entry.shape) == len(whole) + 1:
             entry = _joined(key, entry, whole)
         if not name.stacked:
-            found[f"{name.prefix}/{name.name}"] = Entry(entry.dtype, entry.shape, tuple(_tile(chunk) for chunk in entry.chunks))
+            translated[f"{name.prefix}/{name.name}"] = Entry(entry.dtype, entry.shape, tuple(_tile(chunk) for chunk in entry.chunks))
             continue
         for layer in range(entry.shape[0]):
             chunks = tuple(_of_layer(chunk, layer) for chunk in entry.chunks if 0 <= layer - chunk.offset[0] < chunk.shape[0])
-            found[f"{name.prefix}/{name.name.format(layer)}"] = Entry(entry.dtype, entry.shape[1:], chunks)
-    return found
+            translated[f"{name.prefix}/{name.name.format(layer)}"] = Entry(entry.dtype, entry.shape[1:], chunks)
+    return translated
 
 
 def _tile(chunk: Chunk) -> _Tile:

@@ -44,7 +44,9 @@ def write(folder: Path, items: Iterable[Item], common: Mapping[str, Any], object
     shards: dict[str, list[CheckpointableShardedTensor]] = {}
     for item in items:
         shards.setdefault(item.key, []).append(_shard(item))
-    state: dict[str, Any] = {key: found[0] if len(found) == 1 else LocalShardsContainer(found) for key, found in shards.items()}
+    state: dict[str, Any] = {
+        key: local_shards[0] if len(local_shards) == 1 else LocalShardsContainer(local_shards) for key, local_shards in shards.items()
+    }
     if first:
         state |= {key: _nothing() for key in objects}
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)

@@ -94,8 +94,8 @@ def _is_payload(item: Item) -> bool:
 def _of_numbers(training: Training, items: Sequence[Item]) -> Iterator[str]:
     """Yield the problems of step counts and of automatic gradient scaling's mu."""
     for prefix, low, high, dtype in (("step", 0, training.iteration, torch.float32), ("mu", 0, MU_MAX, torch.float64)):
-        found = [item for item in items if item.key.startswith(f"{prefix}/")]
-        for item, (value,) in zip(found, _on_host(item.tensor.reshape(1) for item in found), strict=True):
+        matching = [item for item in items if item.key.startswith(f"{prefix}/")]
+        for item, (value,) in zip(matching, _on_host(item.tensor.reshape(1) for item in matching), strict=True):
             problem = number_problem(value, low, high, dtype, whole=prefix == "step")
             if problem is not None:
                 yield f"{item.key}{problem}"

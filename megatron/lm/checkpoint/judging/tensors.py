@@ -30,10 +30,10 @@ def extents(x: Tensor) -> Tensor:
     if x.element_size() == 1:  # no reductions of FP8 in torch, but its codes are ordered by magnitude, with NaN last
         x = x.reshape(-1)
         negative = x.view(torch.uint8).amax()
-        found = torch.stack([negative.where(negative >= 128, 0), x.view(torch.int8).amax().clamp(min=0).view(torch.uint8)]).view(x.dtype)
+        range_ = torch.stack([negative.where(negative >= 128, 0), x.view(torch.int8).amax().clamp(min=0).view(torch.uint8)]).view(x.dtype)
     else:
-        found = torch.stack(torch.aminmax(x.detach()))
-    low, high = found.float().unbind()
+        range_ = torch.stack(torch.aminmax(x.detach()))
+    low, high = range_.float().unbind()
     return torch.stack([low.clamp(max=0), high.clamp(min=0)])
 
 

@@ -21,13 +21,13 @@ def advantages(
     """
     held = torch.where(mask, values, 0)
     later_value = later = torch.zeros_like(held[:, 0])
-    found = []
+    reversed_advantages = []
     for place in reversed(range(held.shape[1])):
         delta = rewards[:, place] + gamma * later_value - held[:, place]
         later = torch.where(mask[:, place], delta + gamma * lam * later, 0)
         later_value = held[:, place]
-        found.append(later)
-    gains = torch.stack(found[::-1], dim=1)
+        reversed_advantages.append(later)
+    gains = torch.stack(reversed_advantages[::-1], dim=1)
     return gains, torch.where(mask, gains + held, 0)
 
 

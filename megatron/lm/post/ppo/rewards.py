@@ -51,20 +51,20 @@ def digits(answer: str, expected: str) -> float:
 
 def number(answer: str, expected: str) -> float:
     """Return 1 for the expected number and nothing else, 1/2 if it is the last number in a text, 1/10 for another number."""
-    found = re.findall(r"\d+", answer)
-    if not found:
+    numbers = re.findall(r"\d+", answer)
+    if not numbers:
         return 0.0
     if answer.strip().rstrip(".") == expected:
         return 1.0
-    return 0.5 if found[-1] == expected else 0.1
+    return 0.5 if numbers[-1] == expected else 0.1
 
 
 def tagged(answer: str, expected: str) -> float:
     """Return 1/2 for an answer `<answer>NUMBER</answer>` and nothing else, 1 if the number is right; 1/10 for the tags alone."""
-    found = re.fullmatch(r"\s*<answer>\s*(\d+)\s*</answer>\s*", answer)
-    if found is None:
+    match = re.fullmatch(r"\s*<answer>\s*(\d+)\s*</answer>\s*", answer)
+    if match is None:
         return 0.1 if re.search(r"<answer>.*</answer>", answer, re.DOTALL) else 0.0
-    return 1.0 if found[1] == expected else 0.5
+    return 1.0 if match[1] == expected else 0.5
 
 
 TASKS = {

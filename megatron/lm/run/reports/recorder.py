@@ -84,7 +84,7 @@ class Recorder:
         self.training, self.interval, self.scalars = training, interval, scalars
         self.recording = False
         self._first = training.iteration + 1
-        modules = [found for chunk in chunks(training.model) for found in named_globally(chunk)]
+        modules = [module for chunk in chunks(training.model) for module in named_globally(chunk)]
         self.layers = [(name, layer) for name, layer in modules if isinstance(layer, FP8Gemm)]
         # Every measured cast: layer, scales, and the tensors by row.
         self.watched: list[tuple[str, TensorScales, dict[int, str]]] = [
@@ -248,9 +248,9 @@ def line(
     """Return the line of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
     by_layer: dict[str, dict[str, list[float | int | None]]] = {}
     for (layer, tensor), tally in casts.items():
-        found = judge(tally)
-        scale = found.pop("scale")
-        values: list[float | int | None] = [*map(_short, found.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
+        verdict = judge(tally)
+        scale = verdict.pop("scale")
+        values: list[float | int | None] = [*map(_short, verdict.values()), round(math.log2(scale)) if 0 < scale < math.inf else None]
         if tensor == "grad_reduced" and not sums_in_fp32:  # no rank has the FP32 sum to compare with
             values[1] = values[3] = None
         by_layer.setdefault(layer, {})[tensor] = values
@@ -269,15 +269,15 @@ def line(
 def summary(row: Mapping[str, Any]) -> dict[str, float]:
     """Summarize a line for TensorBoard: mean and worst over layers of underflow, saturation and SQNR, by kind of layer and tensor; mean and
     worst over parameters of the undelivered fraction of updates; and the total of the updates."""
-    found: dict[tuple[str, str, str], list[float]] = {}
+    by_tensor: dict[tuple[str, str, str], list[float]] = {}
     for layer, tensors in row["casts"].items():
         kind = re.sub(r"^decoder\.layers\.\d+\.", "", layer)
         for tensor, values in tensors.items():
             for column, value in zip(CAST_COLUMNS, values, strict=True):
                 if column in WORST and value is not None:
-                    found.setdefault((kind, tensor, column), []).append(value)
+                    by_tensor.setdefault((kind, tensor, column), []).append(value)
     curves: dict[str, float] = {}
-    for (kind, tensor, column), several in found.items():
+    for (kind, tensor, column), several in by_tensor.items():
         curves[f"{kind}/{tensor}/{column}"] = sum(several) / len(several)
         curves[f"{kind}/{tensor}/{column}_worst"] = WORST[column](several)
     undelivered = [values[UPDATE_COLUMNS.index("undelivered")] for values in row["updates"].values()]

@@ -15,7 +15,7 @@ from helpers import dist, tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.model import fp8_layers
-from megatron.lm.model.fp8_layers import Fp8LayerChoice, Measure, Shape, Times, choose, describe, read_table, settled, write_table
+from megatron.lm.model.fp8_layers import Fp8LayerChoice, Measure, Shape, Times, choose, describe, read_table, with_choice, write_table
 from megatron.lm.model.linear import FP8Gemm, WideGemm
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -310,7 +310,7 @@ def decide(cache: str) -> tuple[tuple[str, ...], str]:
             raise ValueError("no checkpoint there") if torch.distributed.get_rank() == 0 else AssertionError("only rank 0 decides")
 
         try:
-            fp8_layers.settle(settings, fail)
+            fp8_layers.agree_on_layers(settings, fail)
         except ValueError as error:
             return bf16, str(error)
         raise AssertionError("the failure of rank 0 was not told")
@@ -334,8 +334,8 @@ def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path)
 
 def test_a_choice_enters_only_fp8_configurations(tmp_path: Path):
     plain = tiny.config("unread", opt_level="O0")
-    assert settled(plain, Fp8LayerChoice()) is plain
-    assert settled(config(tmp_path), Fp8LayerChoice(("linear_qkv",))).precision.bf16_linears == ("linear_qkv",)
+    assert with_choice(plain, Fp8LayerChoice()) is plain
+    assert with_choice(config(tmp_path), Fp8LayerChoice(("linear_qkv",))).precision.bf16_linears == ("linear_qkv",)
 
 
 @pytest.mark.gpu

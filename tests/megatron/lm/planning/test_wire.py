@@ -71,7 +71,7 @@ def test_gradients_and_weights_by_their_formats(flags: str, copies: int, gradien
     assert wire.data_parallel(config, 1, 0) == (0.0, 0.0)
 
 
-def test_bytes_a_parameter_are_those_that_two_gpus_counted():
+def test_bytes_per_parameter_are_those_that_two_gpus_counted():
     """`wire_mib` of tools/bench/results/data_parallel.csv, commit d2fde52."""
     for flags, mib in (
         ("--opt-level O3", 1350.351),

@@ -11,13 +11,13 @@ from helpers.checkpoints import of, published, seal
 from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.config import CheckpointConfig
-from megatron.lm.run.start import settled
+from megatron.lm.run.start import with_checkpoint
 from megatron.lm.training.identity import Run
 
 
 def start(**settings: Any) -> tuple[CheckpointConfig, str | None]:
     """What a start with these settings comes to."""
-    config, line = settled(tiny.config("corpus", **{key: str(x) if isinstance(x, Path) else x for key, x in settings.items()}))
+    config, line = with_checkpoint(tiny.config("corpus", **{key: str(x) if isinstance(x, Path) else x for key, x in settings.items()}))
     return config.checkpoint, line
 
 
@@ -129,5 +129,5 @@ def test_identities_in_whole_runs(prefix: Path, tmp_path: Path, capsys: pytest.C
 
 def test_the_rest_of_the_settings_stays(a: Path):
     asked = tiny.config("corpus", save=str(a), load=str(a), keep_last=3)
-    assert settled(asked) == (asked, None)
-    assert settled(replace(asked, checkpoint=CheckpointConfig()))[0].checkpoint == CheckpointConfig()
+    assert with_checkpoint(asked) == (asked, None)
+    assert with_checkpoint(replace(asked, checkpoint=CheckpointConfig()))[0].checkpoint == CheckpointConfig()

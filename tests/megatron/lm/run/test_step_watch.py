@@ -24,7 +24,7 @@ from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.run import trainer
 from megatron.lm.run.signals import Requests
-from megatron.lm.run.start import settled
+from megatron.lm.run.start import with_checkpoint
 from megatron.lm.training.state import Batches, StepResult, Training
 
 # What only one of two ranks meets
@@ -56,7 +56,7 @@ def seen_by_one(folder: str) -> str:
     own = Path(folder) / str(torch.distributed.get_rank())
     settings = tiny.config("corpus", load=str(own), save=str(own))
     try:
-        return str(settled(settings)[0].checkpoint.load is None)
+        return str(with_checkpoint(settings)[0].checkpoint.load is None)
     except ValueError as error:
         return str(error)
 

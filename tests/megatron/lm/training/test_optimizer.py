@@ -246,8 +246,8 @@ def test_the_schedule_moves_on_by_steps_that_count_as_soon_as_it_is_told():
     assert schedule.num_steps == 1
     schedule.advance_unless(flag(False), 8)
     assert schedule.num_steps == 1
-    schedule.settle()
-    schedule.settle()
+    schedule.apply_pending()
+    schedule.apply_pending()
     assert schedule.num_steps == 2
     schedule.advance_unless(flag(True), 8)
     assert schedule.state_dict()["num_steps"] == 2

@@ -280,7 +280,7 @@ def test_what_a_kill_left_is_cleared_before_writing(tmp_path: Path):
 def save(root: Path, iteration: int) -> None:
     tidy(root)
     publish(written(root, iteration, "new"))
-    prune(iteration_folder(root, iteration), 1, settled=True)
+    prune(iteration_folder(root, iteration), 1, confirmed=True)
 
 
 @pytest.mark.parametrize("iteration", [6, 4], ids=["a new one", "over itself"])
@@ -318,11 +318,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypa
 
 def test_prune_keeps_the_newest_up_to_the_one_just_saved(tmp_path: Path):
     folders = {iteration: published(tmp_path, iteration) for iteration in (2, 4, 6, 8)}
-    prune(folders[6], 2, settled=True)  # of a run that went back: 8 is newer
+    prune(folders[6], 2, confirmed=True)  # of a run that went back: 8 is newer
     assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
-    prune(folders[6], 1, settled=True)
+    prune(folders[6], 1, confirmed=True)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
-    prune(folders[6], 5, settled=True)
+    prune(folders[6], 5, confirmed=True)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
 
 
@@ -331,12 +331,12 @@ def test_prune_never_removes_the_newest_healthy_one(tmp_path: Path):
     for iteration in (2, 4):
         published(tmp_path, iteration)
     for iteration in (6, 8, 10):
-        prune(published(tmp_path, iteration, problem=DEAD), 2, settled=True)
+        prune(published(tmp_path, iteration, problem=DEAD), 2, confirmed=True)
     assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000008", "iter_0000010", MARKER]
     (iteration_folder(tmp_path, 4) / "data").unlink()  # then it serves nobody
-    prune(published(tmp_path, 12, problem=DEAD), 1, settled=True)
+    prune(published(tmp_path, 12, problem=DEAD), 1, confirmed=True)
     assert names(tmp_path) == ["iter_0000002", "iter_0000012", MARKER]
-    prune(published(tmp_path, 14), 1, settled=True)
+    prune(published(tmp_path, 14), 1, confirmed=True)
     assert names(tmp_path) == ["iter_0000014", MARKER]
 
 
@@ -344,11 +344,11 @@ def test_prune_keeps_what_is_left_if_the_newest_turns_out_unhealthy(tmp_path: Pa
     """The one before goes once the newest is settled."""
     for iteration in (2, 4, 6):
         published(tmp_path, iteration)
-    prune(iteration_folder(tmp_path, 6), 1, settled=False)
+    prune(iteration_folder(tmp_path, 6), 1, confirmed=False)
     assert names(tmp_path) == ["iter_0000004", "iter_0000006", MARKER]
-    prune(published(tmp_path, 8, problem=DEAD), 1, settled=False)
+    prune(published(tmp_path, 8, problem=DEAD), 1, confirmed=False)
     assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
-    prune(published(tmp_path, 10), 1, settled=True)
+    prune(published(tmp_path, 10), 1, confirmed=True)
     assert names(tmp_path) == ["iter_0000010", MARKER]
 
 
@@ -366,9 +366,9 @@ def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
             try:
                 for iteration in (4, 6):
                     if sound and iteration > 4:
-                        prune(iteration_folder(root, iteration - 2), 1, settled=True)
+                        prune(iteration_folder(root, iteration - 2), 1, confirmed=True)
                     publish(written(root, iteration, **run))
-                    prune(iteration_folder(root, iteration), 1, settled=False)
+                    prune(iteration_folder(root, iteration), 1, confirmed=False)
                     if not sound:
                         condemn(iteration_folder(root, iteration), DEAD)
             except Killed:
@@ -408,7 +408,7 @@ def test_prune_leaves_other_runs_alone(tmp_path: Path):
     published(tmp_path, 2, **of(Run()))
     for iteration in (4, 6):
         published(tmp_path, iteration, **mine)
-    prune(published(tmp_path, 8, **mine), 1, settled=True)
+    prune(published(tmp_path, 8, **mine), 1, confirmed=True)
     assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000008", MARKER]
 
 
@@ -417,7 +417,7 @@ def test_prune_counts_no_replaced_one_before_the_one_in_its_place(tmp_path: Path
     second.rename(second.with_name("iter_0000004.replaced"))
     newest = published(tmp_path, 4, "new")
     first.rename(first.with_name("iter_0000004.replaced"))  # as a kill leaves it: publishing has removed the one before
-    prune(newest, 1, settled=True)
+    prune(newest, 1, confirmed=True)
     assert names(tmp_path) == ["iter_0000004", MARKER]
 
 
@@ -426,7 +426,7 @@ def test_prune_leaves_what_it_does_not_know(tmp_path: Path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "common.pt").write_text("theirs")
     for iteration in (2, 4):
-        prune(published(tmp_path, iteration), 1, settled=True)
+        prune(published(tmp_path, iteration), 1, confirmed=True)
     assert names(tmp_path) == ["iter_0000001", "iter_0000002.old", "iter_0000004", MARKER, "notes"]
 
 

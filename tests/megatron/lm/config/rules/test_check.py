@@ -17,48 +17,48 @@ from megatron.lm.config.cli import parse_args, section_types
 from megatron.lm.config.rules.check import RULES, check, single_values
 from megatron.lm.config.schema import flag
 
-# flags beside (and over) those of `refusals.GOOD`, processes, what the message must hold
-REFUSALS = {
-    "precision": ("--precision int8", 1, "--precision int8: choose one of fp32, fp16-amp, bf16, .*coat, O1, O2, O3"),
-    "operands": ("--opt-level O2 --fp8-recipe rowwise", 1, "--fp8-recipe rowwise: choose one of delayed, tensorwise"),
-    "window": ("--opt-level O2 --fp8-amax-history-len 0", 1, r"--fp8-amax-history-len 0: give a number in \[1, 65536\]"),
-    "algorithm": ("--opt-level O2 --fp8-amax-compute-algo mean", 1, "--fp8-amax-compute-algo mean: choose one of max, most_recent"),
-    "margin": ("--opt-level O2 --fp8-margin 17", 1, r"--fp8-margin 17: give a number in \[0, 16\]"),
-    "exchange": ("--opt-level O2 --grad-exchange mpi", 1, "--grad-exchange mpi: choose one of fp32-sum, nccl"),
-    "dropout": ("--hidden-dropout 1", 1, r"--hidden-dropout 1.0: give a number in \[0, 1\)"),
-    "layers": ("--num-layers 0", 1, r"--num-layers 0: give a number in \[1, 10000\]"),
-    "seed": ("--seed 4294967296", 1, r"--seed 4294967296: give a number in \[0, 2147483647\]"),
-    "gain": ("--opt-level O2 --fp8-min-gain -1", 1, r"--fp8-min-gain -1.0: give a number in \[0, 1e\+30\]"),
-    "loss scale of 0": ("--fp16 --loss-scale 0", 1, r"--loss-scale 0.0: give a number in \(0, 1e\+30\]"),
-    "hysteresis of 0": ("--fp16 --hysteresis 0", 1, r"--hysteresis 0: give a number in \[1, 2147483647\]"),
-    "bucket": ("--ddp-bucket-size 0", 2, r"--ddp-bucket-size 0: give a number in \[1, 2147483647\]"),
-    "lr": ("--lr 0", 1, r"--lr 0.0: give a number in \(0, 1e\+30\]"),
-    "lr nan": ("--lr nan", 1, r"--lr nan: give a number in \(0, 1e\+30\]"),
-    "negative step": ("--ckpt-step -1 --load folder", 1, r"--ckpt-step -1: give a number in \[0, 2147483647\]"),
-    "no skipped step": ("--max-skipped-steps 0", 1, r"--max-skipped-steps 0: give a number in \[1, 2147483647\]"),
-    "no time": ("--exit-duration-in-mins 0", 1, r"--exit-duration-in-mins 0.0: give a number in \(0, 1e\+30\]"),
-    "endless": ("--train-iters 100000000000000000000", 1, r"--train-iters 100000000000000000000: give a number in \[1, 2147483647\]"),
-    "deep": ("--num-layers 100000000", 1, r"--num-layers 100000000: give a number in \[1, 10000\]"),
-    "wide": ("--hidden-size 100000000", 1, r"--hidden-size 100000000: give a number in \[1, 16777216\]"),
-    "heads": ("--kv-channels 1000000000", 1, r"--kv-channels 1000000000: give a number in \[1, 16777216\]"),
-    "vocabulary": ("--vocab-size 1000000000000", 1, r"--vocab-size 1000000000000: give a number in \[1, 2147483647\]"),
-    "lr beyond FP32": ("--lr 1e38", 1, r"--lr 1e\+38: give a number in \(0, 1e\+30\]"),
-    "timeout": ("--distributed-timeout-minutes 1e300", 1, r"--distributed-timeout-minutes 1e\+300: give a number in \(0, 525600\]"),
-    "window of spikes": ("--loss-spike-window 100000000000000000000", 1, r"--loss-spike-window 10+: give a number in \[1, 1000000\]"),
-    "readers": ("--num-workers 100000000", 1, r"--num-workers 100000000: give a number in \[0, 1024\]"),
-    "beta": ("--adam-beta1 0.9999999999999999", 1, r"--adam-beta1 0.9+: give a number in \[0, 0.9999999\]"),
-    "keep none": ("--keep-last 0 --save new", 1, r"--keep-last 0: give a number in \[1, 2147483647\]"),
-    "empty save": ("--save ''", 1, r"--save '' is empty \(is a shell variable unset\?\): give a value, or drop the flag"),
-    "blank load": ("--load ' '", 1, r"--load ' ' is empty"),
-    "empty data": ("--data-path ''", 1, r"--data-path '' is empty"),
-    "empty among data": ("--data-path corpus ''", 1, r"--data-path '' is empty"),
-}
+# flags beside (and over) those of `refusals.GOOD`, what the message must hold, processes (1)
+REFUSALS: list[refusals.Refusal] = [
+    ("--precision int8", "--precision int8: choose one of fp32, fp16-amp, bf16, .*coat, O1, O2, O3"),
+    ("--opt-level O2 --fp8-recipe rowwise", "--fp8-recipe rowwise: choose one of delayed, tensorwise"),
+    ("--opt-level O2 --fp8-amax-history-len 0", r"--fp8-amax-history-len 0: give a number in \[1, 65536\]"),
+    ("--opt-level O2 --fp8-amax-compute-algo mean", "--fp8-amax-compute-algo mean: choose one of max, most_recent"),
+    ("--opt-level O2 --fp8-margin 17", r"--fp8-margin 17: give a number in \[0, 16\]"),
+    ("--opt-level O2 --grad-exchange mpi", "--grad-exchange mpi: choose one of fp32-sum, nccl"),
+    ("--hidden-dropout 1", r"--hidden-dropout 1.0: give a number in \[0, 1\)"),
+    ("--num-layers 0", r"--num-layers 0: give a number in \[1, 10000\]"),
+    ("--seed 4294967296", r"--seed 4294967296: give a number in \[0, 2147483647\]"),
+    ("--opt-level O2 --fp8-min-gain -1", r"--fp8-min-gain -1.0: give a number in \[0, 1e\+30\]"),
+    ("--fp16 --loss-scale 0", r"--loss-scale 0.0: give a number in \(0, 1e\+30\]"),
+    ("--fp16 --hysteresis 0", r"--hysteresis 0: give a number in \[1, 2147483647\]"),
+    ("--ddp-bucket-size 0", r"--ddp-bucket-size 0: give a number in \[1, 2147483647\]", 2),
+    ("--lr 0", r"--lr 0.0: give a number in \(0, 1e\+30\]"),
+    ("--lr nan", r"--lr nan: give a number in \(0, 1e\+30\]"),
+    ("--ckpt-step -1 --load folder", r"--ckpt-step -1: give a number in \[0, 2147483647\]"),
+    ("--max-skipped-steps 0", r"--max-skipped-steps 0: give a number in \[1, 2147483647\]"),
+    ("--exit-duration-in-mins 0", r"--exit-duration-in-mins 0.0: give a number in \(0, 1e\+30\]"),
+    ("--train-iters 100000000000000000000", r"--train-iters 100000000000000000000: give a number in \[1, 2147483647\]"),
+    ("--num-layers 100000000", r"--num-layers 100000000: give a number in \[1, 10000\]"),
+    ("--hidden-size 100000000", r"--hidden-size 100000000: give a number in \[1, 16777216\]"),
+    ("--kv-channels 1000000000", r"--kv-channels 1000000000: give a number in \[1, 16777216\]"),
+    ("--vocab-size 1000000000000", r"--vocab-size 1000000000000: give a number in \[1, 2147483647\]"),
+    ("--lr 1e38", r"--lr 1e\+38: give a number in \(0, 1e\+30\]"),
+    ("--distributed-timeout-minutes 1e300", r"--distributed-timeout-minutes 1e\+300: give a number in \(0, 525600\]"),
+    ("--loss-spike-window 100000000000000000000", r"--loss-spike-window 10+: give a number in \[1, 1000000\]"),
+    ("--num-workers 100000000", r"--num-workers 100000000: give a number in \[0, 1024\]"),
+    ("--adam-beta1 0.9999999999999999", r"--adam-beta1 0.9+: give a number in \[0, 0.9999999\]"),
+    ("--keep-last 0 --save new", r"--keep-last 0: give a number in \[1, 2147483647\]"),
+    ("--save ''", r"--save '' is empty \(is a shell variable unset\?\): give a value, or drop the flag"),
+    ("--load ' '", r"--load ' ' is empty"),
+    ("--data-path ''", r"--data-path '' is empty"),
+    ("--data-path corpus ''", r"--data-path '' is empty"),
+]
 
 
 @pytest.mark.promise("Starting and ending", "Impossible sizes and numbers are refused with their legal range.")
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusal_names_value_and_remedy(name):
-    refusals.assert_refused(*REFUSALS[name])
+@pytest.mark.parametrize("refusal", REFUSALS, ids=str)
+def test_refusal_names_value_and_remedy(refusal):
+    refusals.assert_refused(*refusal)
 
 
 def test_every_rule_names_sections():
