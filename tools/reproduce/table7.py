@@ -82,7 +82,11 @@ class Scheme(NamedTuple):
 
 
 def scheme(level: str, tp_wire: str = "bf16", saved_input: str = "shard") -> Scheme:
-    """Return the bytes per element that a level sends: O1 and O2 gather FP8 and send partial sums in BF16. ValueError for an unknown level."""
+    """Return the bytes per element that a level sends: O1 and O2 gather FP8, and their partial sums are BF16.
+
+    Raises:
+        ValueError: an unknown level.
+    """
     sent = recipe.by_name(level)
     if sent.gathers_fp8:
         partial = 1 if sent.fp8_wire else 2
