@@ -143,4 +143,5 @@ class Sentence:
 
     def markdown(self) -> str:
         """Return the paragraph."""
-        return "\n".join(textwrap.wrap(f"{self.text} {Table((), (), self.sources)._provenance()}", 118))
+        text = f"{self.text} {Table((), (), self.sources)._provenance()}"
+        return "\n".join(textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False))  # an address stays whole
