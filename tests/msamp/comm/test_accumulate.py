@@ -61,8 +61,9 @@ def losses(name: str, kind: str, sort: str, shape: tuple[int, ...], checkpoints:
 @pytest.mark.parametrize(
     ("kind", "sort"),
     [
-        *(("log-normal", "own"), ("normal", "shared")),
-        *(NIGHTLY(*case) for case in (("normal", "own"), ("channel-outlier", "own"), ("channel-outlier", "shared"))),
+        ("normal", "shared"),
+        *(NIGHTLY(kind, "own") for kind in KINDS),
+        NIGHTLY("channel-outlier", "shared"),
     ],
 )
 def test_bf16_keeps_3_percent_over_64_micro_batches_and_3_and_a_half_over_256(kind, sort):

@@ -258,9 +258,15 @@ def alike(seen: str) -> dict[tuple[str, str, bool], list[bytes]]:
     found = {}
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     rank = torch.distributed.get_rank() if ranks > 1 else 0
-    names = ["sgd", "nesterov", "plain", *(["muon"] if hasattr(torch.optim, "Muon") else [])]
-    for name in names:
-        for level in ("fp32", "O2", "O3") if seen == "the same" else ("fp32",):
+    # Every update at one level, and the one with the most of its own at all.
+    levels = {
+        "sgd": ["O2"],
+        "nesterov": ["O3"],
+        "plain": ["fp32"],
+        **({"muon": ["fp32", "O2", "O3"]} if hasattr(torch.optim, "Muon") else {}),
+    }
+    for name, own in levels.items():
+        for level in own if seen == "the same" else ("fp32",):
             for zero in (False, True) if ranks > 1 else (False,):
                 low, optimizer = msamp.initialize(model := mlp(), of_torch(name, model), level, zero=zero, clip_grad=float("inf"))
                 for step in range(4):

@@ -1,6 +1,5 @@
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from megatron.core import parallel_state
 from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.processes.environment import LaunchEnvironment
 
 
@@ -23,15 +21,6 @@ def config(**parallel: object) -> Config:
         training=TrainingConfig(micro_batch_size=1, train_iters=1, seed=5),
         parallel=ParallelConfig(**parallel),
     )
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with cpu_home():
-        yield
-        process_groups.shutdown()
 
 
 def test_more_processes_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch):
