@@ -82,6 +82,7 @@ def _trainer(draw: random.Random, box: Path) -> Command:
     if draw.random() < 0.1:
         argv = _changed(argv, draw)
     large = any(word.strip("+-.").replace("_", "").isdecimal() and len(word) > 2 for word in argv)
+    large |= "--preset" in argv and not any(word.startswith("--global-batch-size") for word in argv)  # a batch of a thousand sequences
     if trained and not large:
         # Nothing is dry: the flags that name places outside are left out, because the trainer would rightly go there.
         inside = [word for word in argv if not word.startswith(("/", "~", ".."))]

@@ -52,14 +52,13 @@ class TokenDigests:
 
     def __init__(self, train: Dataset | None) -> None:
         self.files = sources(train)
-        paths = [Path(f"{prefix}.bin") for prefix, _ in self.files]
-        mine: list[tuple[str, str | None]] = []
+        mine: list[tuple[str, str | None, str]] = []
         sizes, problem = [], None
         try:
-            for path, (_, folder) in zip(paths, self.files, strict=True):
-                state = os.stat(path)
+            for prefix, folder in self.files:
+                state = os.stat(f"{prefix}.bin")
                 sizes.append(state.st_size)
-                mine.append((_key(state), _read_note(folder).get(_key(state))))
+                mine.append((_key(state), _read_note(folder).get(_key(state)), prefix))
         except OSError as error:
             problem = f"{error.filename} cannot be read ({error.strerror})"
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -69,10 +68,11 @@ class TokenDigests:
         self._known: dict[tuple[int, str], str | None] = {}
         reader: dict[tuple[int, str], int] = {}
         for rank, (files, _) in enumerate(everyone):
-            for number, (key, digest) in enumerate(files):
+            for number, (key, digest, _) in enumerate(files):
                 reader.setdefault((number, key), rank)
                 self._known[number, key] = self._known.get((number, key)) or digest
         self._key_of = [[files[number][0] for files, _ in everyone] for number in range(len(self.files))]
+        self._prefix_of = [[files[number][2] for files, _ in everyone] for number in range(len(self.files))]
         self._check_ranks()
         todo = [number for number, key in reader if reader[number, key] == dist.get_rank() and self._known[number, key] is None]
         self._hashing = Hashing({number: self.files[number] for number in todo}, sum(sizes[number] for number in todo))
@@ -116,15 +116,14 @@ class TokenDigests:
         self._hashing.thread.join()
 
     def _check_ranks(self) -> None:
-        for number, (prefix, _) in enumerate(self.files):
-            keys = self._key_of[number]
-            digests = [self._known[number, key] for key in keys]
+        for number, prefixes in enumerate(self._prefix_of):
+            digests = [self._known[number, key] for key in self._key_of[number]]
             first = next((rank for rank, digest in enumerate(digests) if digest is not None), 0)
             other = next((rank for rank, digest in enumerate(digests) if digest not in (None, digests[first])), None)
             if other is not None:
                 raise ValueError(
-                    f"the ranks read different data: the training data {prefix} of rank {other} has other tokens than that of rank "
-                    f"{first}. Copy the same files to all machines, or use a folder that they share"
+                    f"the ranks read different data: the training data {prefixes[other]} of rank {other} has other tokens than "
+                    f"{prefixes[first]} of rank {first}. Copy the same files to all machines, or use a folder that they share"
                 )
 
     @staticmethod

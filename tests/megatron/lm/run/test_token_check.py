@@ -36,15 +36,19 @@ def change_a_token(prefix: Path) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it, and the next run's data are read only when a save waits for them, or the run ends."""
+    return slow_reading(monkeypatch)
+
+
+def slow_reading(patch: pytest.MonkeyPatch) -> Callable[[], None]:
     waited, whole = threading.Event(), Hashing._digest
     waits, closes = TokenDigests.wait, TokenDigests.close
 
     def begin() -> None:
         waited.clear()
-        monkeypatch.setattr(token_check, "SMALL", 0)
-        monkeypatch.setattr(Hashing, "_digest", lambda self, stream: whole(self, stream) if waited.wait(60) else None)
-        monkeypatch.setattr(TokenDigests, "wait", lambda self, seconds: (waited.set(), waits(self, seconds)))
-        monkeypatch.setattr(TokenDigests, "close", lambda self: (waited.set(), closes(self)))
+        patch.setattr(token_check, "SMALL", 0)
+        patch.setattr(Hashing, "_digest", lambda self, stream: whole(self, stream) if waited.wait(60) else None)
+        patch.setattr(TokenDigests, "wait", lambda self, seconds: (waited.set(), waits(self, seconds)))
+        patch.setattr(TokenDigests, "close", lambda self: (waited.set(), closes(self)))
 
     return begin
 
@@ -147,20 +151,23 @@ def test_a_run_that_saves_nothing_says_what_it_did_not_compare(
 
 
 def on_ranks(corpus: str, folder: str, settings: dict[str, Any]) -> str:
+    """What a rank of a run says that ends, where the data of a resumed run are read slowly."""
     order._PARTS, order._PART_BYTES = 2, 64
-    token_check.SMALL = -1  # type: ignore[misc]
-    try:
-        run(Path(corpus), **{"save": folder, "global_batch_size": 8, "train_iters": 2} | settings)
-    except ValueError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        if "load" in settings:
+            slow_reading(patch)()
+        try:
+            run(Path(corpus), **{"save": folder, "global_batch_size": 8, "train_iters": 2} | settings)
+        except ValueError as error:
+            return str(error)
     return ""
 
 
-def test_all_ranks_refuse_it(corpus: Path, gloo_prefix: Path, tmp_path: Path):
-    arguments: Callable[..., tuple[Any, ...]] = lambda **settings: (on_ranks, 2, str(corpus), str(tmp_path / "save"), settings)  # noqa: E731
-    assert dist.run(*arguments()) == ["", ""]
+def test_all_ranks_refuse_it_before_the_next_save(corpus: Path, gloo_prefix: Path, tmp_path: Path):
+    folder = str(tmp_path / "save")
+    assert dist.run(on_ranks, 2, str(corpus), folder, {}) == ["", ""]
     change_a_token(corpus)
-    first, second = dist.run(*arguments(load=str(tmp_path / "save"), train_iters=4, save_interval=1))
+    first, second = dist.run(on_ranks, 2, str(corpus), folder, {"load": folder, "train_iters": 4, "save_interval": 1})
     assert first == second
-    assert "has other tokens than" in first
+    assert "corpus.bin has other tokens than when the checkpoint in" in first
     assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == ["iter_0000002"]
