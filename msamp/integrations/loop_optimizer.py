@@ -116,12 +116,15 @@ class LoopOptimizer(FP8AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         taken = state.pop("taken", None)  # missing when torch's load_state_dict calls this, which does not change the gradients
+        finite = state.pop("untaken", None)
         super().__setstate__(state)
         if "casts" not in vars(self):
             self.casts = BackwardCasts()
         self._attach_casts()
         if taken is not None:
-            self._taken(taken)  # a copied gradient has its own version
+            self._taken(taken)  # a gradient that was copied has its own version
+        if finite is not None and all(gradient(p) is None for p in self._params()):
+            self.scaling.abandon(finite)  # the copy of a parameter has no gradient, so that no step will use these
         _LIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -336,6 +339,11 @@ class LoopOptimizer(FP8AdamW):
         if found_inf is None:
             return super().decide(ready)
         if not isinstance(found_inf, torch.Tensor):  # a sum over no gradients
+            if self.grad_sync is not None and self.grad_sync.shard:
+                raise ValueError(
+                    "the optimizer is sharded (ZeRO), and GradScaler finds no gradient in p.grad; pass zero=False to msamp.initialize and "
+                    "call optimizer.synchronize() before scaler.unscale_(optimizer) or scaler.step(optimizer)"
+                )
             if self.grad_sync is not None:
                 raise ValueError(
                     "GradScaler found no gradient: on several processes p.grad is None until gradients are averaged; call "
@@ -374,7 +382,7 @@ class LoopOptimizer(FP8AdamW):
                 "model's parameters; save state_dict(), and load it into an optimizer that msamp.initialize returns for the copy"
             )
         own = {"recipe": self.recipe, "scaling": self.scaling, "grad_sync": None, "taken": [_is_taken(p) for p in self._params()]}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "untaken": self._untaken()}
 
 
 def _is_taken(p: torch.Tensor) -> bool:

@@ -163,6 +163,17 @@ class ScalingTensor(torch.Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any) -> ScalingTensor:
         return cls(inner["payload"], inner["scale_inv"], dtype)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScalingTensor:
+        """A copy that shares no memory with this tensor. A parameter's has no gradient, as the copy of any torch.nn.Parameter: otherwise
+        the copy of a model would have the gradients of its FP8 weights and not those of its biases."""
+        g, known = self.grad, id(self.grad) in memo
+        copied: ScalingTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        if g is not None and isinstance(self, torch.nn.Parameter):
+            copied.grad = None
+            if not known:
+                memo.pop(id(g), None)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # An FP8 payload is pickled as bytes: plain pickle does not support float8 storage.
         payload = self.payload.view(torch.uint8) if self.payload.itemsize == 1 else self.payload

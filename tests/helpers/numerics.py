@@ -37,7 +37,7 @@ def make(kind: str, shape: tuple[int, ...], seed: int = 0, device: torch.device 
     """FP32 test input, the same on every device: standard normal; normal with every 32nd channel 50 times as large; log-normal
     magnitudes (sigma 2, some 25 binades) with random signs."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
+    x = torch.randn(shape, generator=generator, dtype=torch.float32)
     if kind == "channel-outlier":
         x[..., ::32] *= 50.0
     elif kind == "log-normal":

@@ -268,14 +268,21 @@ def test_a_copy_casts_too_and_trains_on_bit_for_bit(how):
     assert_same(model, other)
 
 
-def test_gradients_of_a_copy_are_its_own():
-    model, optimizer = started()
-    backward(model)
-    other, second = copy.deepcopy((model, optimizer))
-    model[0].weight.grad.zero_()
-    assert narrow(other) == MATRICES
-    assert other[0].weight.grad.abs().max() > 0
-    second.step()
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_between_backward_and_step_has_no_gradient_as_torch_s_and_no_trace_of_a_bad_one(how, bad):
+    pair = model, optimizer = started()
+    steps(model, optimizer, 2)
+    optimizer.zero_grad()
+    (loss_of(model, 2) * (float("inf") if bad else 1.0)).backward()
+    assert narrow(model) == MATRICES
+    other, second = how(pair)
+    assert all(p.grad is None for p in other.parameters())
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad()
+    for each in (pair, (other, second)):
+        steps(*each, 2, first=3)
+    assert_same(model, other)
 
 
 def test_loaded_weights_and_states_leave_the_hooks():

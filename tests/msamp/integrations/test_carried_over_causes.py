@@ -1,0 +1,342 @@
+"""What initialize promises of layers, gradients and saved states holds after load, copy, pickle, save and a second call, on one process
+and on two. The ranks run all causes in one launch."""
+
+import copy
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import msamp
+from helpers import dist
+from helpers.carried_over import COLLECTIVE, WAYS, Pair, begin, carried, loss_of, net, train, written
+from helpers.choices import each_once
+from helpers.numerics import make
+from msamp.numerics import recipe
+from msamp.numerics.fp8_gradient import FP8Gradient
+from msamp.numerics.tensor import ScalingTensor
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:less than half"),
+    pytest.mark.filterwarnings("ignore:`?torch.nn.utils.weight_norm"),
+]
+
+
+# ----------------------------------------------------------------------------------------------- weights that are computed
+
+
+COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "parametrized": parametrizations.weight_norm,
+}
+# torch copies no module whose weight is the result of a graph, and pickles no parametrized one.
+TORCH_REFUSES = {("parametrized", "pickle"), *((kind, "copy") for kind in COMPUTED if kind != "parametrized")}
+
+
+def with_a_computed_weight(kind: str) -> nn.Module:
+    model = net()
+    COMPUTED[kind](model[0])
+    return model
+
+
+def computed_weight(way: str, kind: str) -> None:
+    """The layer stays, with its reason, and the losses are those of a run that was not carried over."""
+
+    def fresh() -> nn.Module:
+        return with_a_computed_weight(kind)
+
+    pair = begin("O2", fresh())
+    train(*pair, range(3))
+    want = train(*carried("save", pair, "O2", fresh), range(3, 6))
+    model, optimizer = carried(way, pair, "O2", fresh)
+    assert not isinstance(model[0], msamp.FP8Linear)
+    assert isinstance(model[2], msamp.FP8Linear)
+    assert any(name.startswith("0") for name in msamp.survey(model).left)
+    got = train(model, optimizer, range(3, 6))
+    assert got == (pytest.approx(want, rel=0.01) if way == "second call" else want)
+
+
+@each_once(kind=list(COMPUTED), way=WAYS)
+def test_a_layer_with_a_computed_weight_trains_each_way(kind, way):
+    if (kind, way) in TORCH_REFUSES:
+        plain, duplicate = with_a_computed_weight(kind), copy.deepcopy if way == "copy" else pickle.dumps
+        plain(make("normal", (4, 32)))
+        with pytest.raises(RuntimeError) as refused:
+            duplicate(plain)
+        pair = begin("O2", with_a_computed_weight(kind))
+        train(*pair, range(1))
+        with pytest.raises(RuntimeError, match=re.escape(str(refused.value)[:40])):
+            duplicate(pair)
+    else:
+        computed_weight(way, kind)
+
+
+# ------------------------------------------------------------------------------------------------------------- GradScaler
+
+
+def under_a_scaler(pair: Pair, scaler: torch.amp.GradScaler, steps: range, bad: int | None = None) -> list[float]:
+    """Losses; in step `bad` the last rank overflows."""
+    model, optimizer = pair
+    losses = []
+    last = not torch.distributed.is_initialized() or torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        scaler.scale(loss * (float("inf") if step == bad and last else 1.0)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@each_once(level=["O1", "O3"], way=WAYS)
+def test_grad_scaler_continues_after_a_skipped_step_each_way(level, way):
+    """A run whose last step before the way was skipped continues like one that was not carried over."""
+    after = {}
+    for each in (None, way):
+        pair, scaler = begin(level), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        under_a_scaler(pair, scaler, range(3), bad=2)
+        if each is not None:
+            states = written(scaler.state_dict())
+            pair, scaler = carried(each, pair, level), torch.amp.GradScaler("cpu")
+            scaler.load_state_dict(states)
+        assert scaler.get_scale() == 1024.0  # doubled after two steps, halved by the third
+        after[each] = under_a_scaler(pair, scaler, range(3, 6), bad=4)
+        assert pair[1].skipped_steps == (2 if each in (None, "load", "copy", "pickle") else 1)
+        assert scaler.get_scale() == 512.0
+    assert after[way] == (pytest.approx(after[None], rel=0.01) if way == "second call" else after[None])
+
+
+def under_zero() -> str:
+    model, optimizer = begin("O3")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(ValueError, match=r"sharded \(ZeRO\)") as refused:
+        scaler.step(optimizer)
+    return str(refused.value)
+
+
+# ----------------------------------------------------------------------------------------------------- gradients are tensors
+
+
+def assert_gradients_are_tensors(model: nn.Module, plain: list[torch.Tensor]) -> None:
+    gs = [p.grad for p in model.parameters()]
+    assert all(g.dtype == p.dtype and g.shape == p.shape for g, p in zip(gs, model.parameters(), strict=True))
+    for g, want in zip(gs, plain, strict=True):
+        assert torch.equal(torch.cat([g.view(-1), g.flatten()]), torch.cat([want.view(-1)] * 2))
+        assert torch.sgn(g).equal(torch.sgn(want))
+        assert (g > 0).equal(want > 0)
+        assert not torch.isnan(g).any()
+        assert np.array_equal(g.numpy(), want.numpy())
+    norms = torch.stack(torch._foreach_norm(gs))
+    assert torch.allclose(norms, torch.stack([want.norm() for want in plain]), rtol=1e-3)
+
+
+def values(g: torch.Tensor) -> torch.Tensor:
+    return g.dequantize() if isinstance(g, FP8Gradient | ScalingTensor) else g.clone()
+
+
+@each_once(level=["O1", "O3"], way=WAYS)
+def test_gradients_are_tensors_each_way(level, way):
+    """Gradients that exist when the pair is carried over, where they are, and those of the next backward."""
+    pair = begin(level)
+    train(*pair, range(2))
+    pair[1].zero_grad()
+    loss_of(pair[0], 2).backward()
+    pair[1].synchronize()
+    before = [values(p.grad) for p in pair[0].parameters()]
+    model, optimizer = carried(way, pair, level)
+    if way in ("copy", "pickle"):  # as torch: a Parameter is copied without its gradient
+        assert all(p.grad is None for p in model.parameters())
+    elif way != "save":
+        assert_gradients_are_tensors(model, before)
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    optimizer.synchronize()
+    assert isinstance(model[0].weight.grad, FP8Gradient)
+    assert_gradients_are_tensors(model, [values(p.grad) for p in model.parameters()])
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert float(norm) > 1e-3
+    optimizer.step()
+    assert float(optimizer.grad_norm) == pytest.approx(1e-3, rel=0.02)
+
+
+# -------------------------------------------------------------------------------------------------------------- saved states
+
+
+def shared() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 32)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+@each_once(level=["O1", "coat"], way=WAYS)
+def test_a_shared_layer_has_a_plain_state_each_way(level, way):
+    """A layer under two names has the plain state of an unconverted model, by every door, and loads into one."""
+    pair = begin(level, shared())
+    train(*pair, range(2))
+    model, optimizer = carried(way, pair, level, shared)
+    states = [msamp.plain_state_dict(model), msamp.plain_state_dict(model, optimizer)]
+    msamp.save_plain(model, optimizer)
+    states.append(written(model.state_dict()))
+    for state in states:
+        assert list(state) == list(shared().state_dict())
+        other = shared()
+        other.load_state_dict(state, strict=True)
+        assert torch.allclose(other[0].weight, model[0].weight.dequantize(), rtol=0.07, atol=0.01)
+    train(model, optimizer, range(2, 3))
+
+
+BETWEEN = (("O2", {}, "O2", {"fp8_recipe": "tensorwise"}), ("O2", {"fp8_recipe": "blockwise"}, "O3", {}), ("O3", {}, "coat", {}))
+
+
+@each_once(pair=range(len(BETWEEN)), way=WAYS)
+def test_an_exact_state_of_another_recipe_loads_each_way(pair, way):
+    """The exact state of one recipe loads into another that was carried over; where the windows differ they restart."""
+    first, options, second, others = BETWEEN[pair]
+    saved, loaded = begin(first, **options), begin(second, **others)
+    train(*saved, range(2))
+    train(*loaded, range(3))
+    saved = carried(way, saved, first, **options)
+    model, optimizer = carried(way, loaded, second, **others)
+    model.load_state_dict(written(saved[0].state_dict()))
+    for one, other in ((model[0], saved[0][0]), (model[2], saved[0][2])):
+        assert torch.allclose(one.weight.dequantize(), other.weight.dequantize(), rtol=0.07, atol=0.01)
+        same_window = one.scaling.history.shape == other.scaling.history.shape
+        assert one.scaling.steps == (other.scaling.steps if same_window else 0)
+    assert train(model, optimizer, range(3))[-1] < 10
+
+
+# ---------------------------------------------------------------------------------------------------------- what stays in 16 bits
+
+
+class Experts(nn.Module):
+    """Experts as transformers 5 has them: one 3-D weight for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(make("normal", (4, 32, 64)) * 0.1)
+        self.down_proj = nn.Parameter(make("normal", (4, 64, 32)) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bf,efo->bo", torch.einsum("bi,eif->bf", x, self.gate_up_proj).relu(), self.down_proj)
+
+
+def mixture() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), Experts())
+
+
+@each_once(level=["O1", "O3"], way=WAYS)
+def test_the_share_of_experts_is_said_each_way(level, way):
+    """The survey says what share of the FLOPs experts leave in 16 bits, and they train."""
+    pair = begin(level, mixture())
+    lines = str(msamp.survey(pair[0]))
+    assert f"{4 * 2 * 32 * 64 / (32 * 32 + 4 * 2 * 32 * 64):.1%} of the FLOPs stay in 16 or 32 bits" in lines
+    train(*pair, range(2))
+    model, optimizer = carried(way, pair, level, mixture)
+    assert str(msamp.survey(model)) == lines
+    before = model[1].down_proj.detach().clone()
+    train(model, optimizer, range(2, 3))
+    assert type(model[1].down_proj) is nn.Parameter
+    assert not model[1].down_proj.equal(before)
+
+
+@each_once(level=["O1", "O3"], way=WAYS)
+def test_a_default_dtype_left_on_changes_no_bit_each_way(level, way):
+    """`torch.set_default_dtype` left on changes no bit of a run that is carried over."""
+    losses = []
+    for dtype in (torch.float32, torch.float64):
+        pair = begin(level)
+        fresh = net()
+        torch.set_default_dtype(dtype)
+        try:
+            train(*pair, range(2))
+            losses.append(train(*carried(way, pair, level, lambda fresh=fresh: fresh), range(2, 4)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert losses[0] == losses[1]
+
+
+def assert_refuses_second_derivatives(model: nn.Module, first: str) -> None:
+    x = make("normal", (4, 32)).requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=rf"{re.escape(first)} was called under a .*exclude_names"):
+        torch.func.vmap(model)(x.detach())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_and_transforms_are_refused_each_way(way):
+    pair = begin("O2")
+    train(*pair, range(2))
+    assert_refuses_second_derivatives(carried(way, pair, "O2")[0], "0.weight")
+
+
+# ------------------------------------------------------------------------------------------------------------- two processes
+
+
+def everything() -> nn.Module:
+    """A computed weight, a layer under two names, experts, and a last layer."""
+    torch.manual_seed(0)
+    pruned, layer = nn.Linear(32, 32), nn.Linear(32, 32)
+    prune.l1_unstructured(pruned, "weight", amount=0.5)
+    return nn.Sequential(pruned, layer, nn.Tanh(), layer, Experts(), nn.Linear(32, 32))
+
+
+def on_two_processes() -> dict[str, Any]:
+    """Losses by way, and what GradScaler is told under ZeRO."""
+    found: dict[str, Any] = {}
+    warnings.simplefilter("ignore")
+    for way in COLLECTIVE:
+        pair, scaler = begin("O2", everything(), zero=False), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        lines = str(msamp.survey(pair[0]))
+        under_a_scaler(pair, scaler, range(2), bad=1)
+        pair = model, optimizer = carried(way, pair, "O2", everything, zero=False)
+        fresh = torch.amp.GradScaler("cpu")
+        fresh.load_state_dict(written(scaler.state_dict()))
+        torch.set_default_dtype(torch.float64)
+        try:
+            found[way] = under_a_scaler(pair, fresh, range(2, 4), bad=3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert fresh.get_scale() == 256.0  # halved twice
+        assert str(msamp.survey(model)) == lines
+        optimizer.zero_grad()
+        loss_of(model, 4).backward()
+        optimizer.synchronize()
+        assert_gradients_are_tensors(model, [values(p.grad) for p in model.parameters()])
+        optimizer.step()
+        assert_refuses_second_derivatives(model, "1.weight")
+        plain = msamp.plain_state_dict(model, optimizer)
+        assert list(plain) == list(everything().state_dict())
+        everything().load_state_dict(plain, strict=True)
+        other = msamp.convert(everything(), recipe.O2.with_gemm(recipe.GEMMS["tensorwise"]))
+        other.load_state_dict(written(model.state_dict()))
+        assert torch.allclose(other[1].weight.dequantize(), model[1].weight.dequantize(), rtol=0.07, atol=0.01)
+    for duplicate in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ValueError, match="cannot be copied or pickled"):
+            duplicate(optimizer)
+    found["ZeRO"] = under_zero()
+    return found
+
+
+@pytest.mark.promise("Conversion", "What it keeps is kept after load, copy, pickle, save and a second call, on one process and on two.")
+def test_so_does_each_cause_on_two_processes():
+    first, second = dist.run(on_two_processes, 2, timeout=280)
+    assert first == second
+    assert "pass zero=False to msamp.initialize" in first["ZeRO"]
+    assert first["load"] == first["save"]
+    assert first["second call"] == pytest.approx(first["load"], rel=0.01)
