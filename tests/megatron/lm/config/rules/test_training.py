@@ -62,7 +62,7 @@ REFUSALS = {
     "world": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         6,
-        "6 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: start 4 or 8, or lower the two sizes",
+        "6 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: start 4 or 8, or lower these sizes",
     ),
     "global batch": (
         "--global-batch-size 10",
