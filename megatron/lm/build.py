@@ -41,7 +41,7 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
     if recipe.fp8:
         warn_if_emulated(process_groups.device())
     sent = WireBytes()
-    stages = process_groups.virtual_pipeline_size(config)
+    stages = config.virtual_stages
     model: nn.Module
     if stages is None:
         model = build_model(config, recipe, vocab_size, sent=sent)

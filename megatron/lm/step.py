@@ -50,6 +50,7 @@ from megatron.lm.data.documents import DOCUMENTS
 from megatron.lm.errors import RunStopped
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.loss import mean_loss
+from megatron.lm.processes.grid import Ranks
 from megatron.lm.training.gradients import chunks, count_pipeline_traffic
 from megatron.lm.training.state import Batches, StepResult, Training
 from msamp.optim.device_flag import DeviceCopy
@@ -175,7 +176,7 @@ def forward_backward(
         micro_batches = training.config.num_micro_batches(torch.distributed.get_world_size())
     config, parts = training.config, chunks(training.model)
     results = get_forward_backward_func()(
-        forward_step_func=functools.partial(_forward_step, forward),
+        forward_step_func=functools.partial(_forward_step, forward, training.grid.context),
         # Each chunk of an interleaved stage takes every micro-batch.
         data_iterator=batches if len(parts) == 1 else list(itertools.tee(batches, len(parts))),
         model=parts,
@@ -192,12 +193,12 @@ def forward_backward(
 
 
 def _forward_step(
-    forward: Callable[[nn.Module, dict[str, Tensor]], Tensor], batches: Batches, model: GPT
+    forward: Callable[[nn.Module, dict[str, Tensor]], Tensor], context: Ranks, batches: Batches, model: GPT
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
-    return forward(model, batch), functools.partial(mean_loss, loss_mask=batch["loss_mask"])
+    return forward(model, batch), functools.partial(mean_loss, loss_mask=batch["loss_mask"], context=context)
 
 
-def micro_batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def micro_batch_loss(training: Training, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `mean_loss` of one micro-batch, without a pipeline schedule."""
-    return mean_loss(model_output(model, batch), batch["loss_mask"])
+    return mean_loss(model_output(training.model, batch), batch["loss_mask"], training.grid.context)

@@ -132,7 +132,7 @@ def grid(config: Config, ranks: int) -> dict[str, Any]:
     return {
         "tp": tp,
         "pp": parallel.pipeline_model_parallel_size,
-        "vpp": process_groups.virtual_pipeline_size(config) or 1,
+        "vpp": config.virtual_stages or 1,
         "dp": config.data_parallel_size(ranks),
         "sp": "on" if parallel.sequence_parallel else "off",
         "tp_wire": parallel.tp_wire if tp > 1 else "",

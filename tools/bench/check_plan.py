@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.parallel import ParallelConfig
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
@@ -120,7 +121,8 @@ def configuration(row: Row) -> Config:
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[preset]["sequence_parallel"] else []
     rest = rest.replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp")
-    copies = int(row.get("gpus") or 1) // (int(row.get("tp") or 1) * int(row.get("pp") or 1))
+    parallel = ParallelConfig(tensor_model_parallel_size=int(row.get("tp") or 1), pipeline_model_parallel_size=int(row.get("pp") or 1))
+    copies = parallel.axes(int(row.get("gpus") or 1)).data
     batch = int(row["micro_batch"]) * copies * int(row.get("micro_batches") or 1)
     flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *shlex.split(rest), *of_all]
     flags += ["--micro-batch-size", row["micro_batch"]]

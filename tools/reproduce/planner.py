@@ -64,7 +64,7 @@ def configuration(model: str, precision: str, *flags: str) -> Any:
 def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str, Any]:
     """Return the row of a planned grid."""
     config, parallel, training = one.config, one.config.parallel, one.config.training
-    copies, batch = config.data_parallel_size(gpus), config.global_batch_size(gpus)
+    axes, batch = config.axes(gpus), config.global_batch_size(gpus)
     chunk = f" / {parallel.num_layers_per_virtual_pipeline_stage}" if parallel.num_layers_per_virtual_pipeline_stage else ""
     columns = {
         "what": what,
@@ -72,7 +72,7 @@ def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str
         "precision": config.precision.name,
         "gpus": gpus,
         "sequence": config.model.seq_length,
-        "grid": f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}{chunk} x {copies}",
+        "grid": f"{axes.tensor} x {axes.pipeline}{chunk} x {axes.data}",
         "micro_batch": training.micro_batch_size,
         "recompute": training.recompute_granularity or "",
         "gib": round(one.fullest.total / memory.GIB, 2),
@@ -104,8 +104,7 @@ def context(precision: str, sequence: int) -> dict[str, Any]:
     config = configuration("175b", precision, "--seq-length", str(sequence), "--global-batch-size", str(batch), "--micro-batch-size", "1")
     machines, grids = cluster(32), []
     for one in candidates(config, machines, ("micro_batch_size", "recompute_granularity", "num_layers_per_virtual_pipeline_stage")):
-        parallel = one.parallel
-        if parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size == 32:
+        if one.axes(32).model == 32:
             grids.append(planned(one, machines, rates_of(GPU)))
     leanest = min(grids, key=lambda one: one.fullest.total)
     fits = leanest.fullest.total + memory.RESERVED <= PAPER_GIB * memory.GIB

@@ -75,12 +75,12 @@ def info(training: Training) -> dict[str, Any]:
 
 def items(training: Training) -> list[Item]:
     """Return the chunks that this rank saves; one of several ranks with the same chunk saves it."""
-    where, chunks_of_rank = places(training.model), list(_rng_items(training.grid))
-    share = _Share(training.grid.copies)
+    where, chunks_of_rank, grid = places(training.model), list(_rng_items(training.grid)), training.grid
+    share, names, optimizer = _Share(), names_of(training.model), training.optimizer
+    copies = {name: grid.gradients(p) for p, name in names.items()}
     for name, x in training.model.state_dict().items():
         if name in where:  # skips megatron-core's empty `_extra_state`
-            chunks_of_rank += share.mine(list(_chunks("model", where[name], x)))
-    names, optimizer = names_of(training.model), training.optimizer
+            chunks_of_rank += share.mine(list(_chunks("model", where[name], x)), copies.get(name, grid.copies))
     for holding in optimizer.holdings():
         state = optimizer.state.get(holding.weight)
         if not state:
@@ -88,10 +88,10 @@ def items(training: Training) -> list[Item]:
         mine, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.formats).states]
         chunks = [chunk for key in keys if key in state for chunk in _chunks(key, mine, as_stored(state, key), holding.rows)]
         chunks += _scalars("step", mine, state["step"], holding.rows)
-        chunks_of_rank += chunks if training.grad_sync.shard else share.mine(chunks)
+        chunks_of_rank += chunks if training.grad_sync.shard else share.mine(chunks, grid.gradients(holding.param))
     for name, mu in training.grad_sync.state_dict()["mu"].items():
         marks = [Item.whole(at(f"mu/{place.name}", place.offset), mu) for place in where[name] if place.first]
-        chunks_of_rank += share.mine(marks)
+        chunks_of_rank += share.mine(marks, copies.get(name, grid.copies))
     return chunks_of_rank
 
 
@@ -122,15 +122,17 @@ def _name_of(rest: str) -> str:
 
 
 class _Share:
-    """Assigns chunks that all `copies` have to the rank with the fewest bytes to write; all ranks compute the same assignment."""
+    """Assigns chunks that several ranks have to the one with the fewest bytes to write; all these ranks compute the same assignment."""
 
-    def __init__(self, copies: Ranks) -> None:
-        self.copies, self.loads = copies, [0] * copies.size
+    def __init__(self) -> None:
+        self._loads: dict[Ranks, list[int]] = {}
 
-    def mine(self, group: list[Item]) -> list[Item]:
-        lightest = self.loads.index(min(self.loads))
-        self.loads[lightest] += sum(item.tensor.nbytes for item in group)
-        return group if lightest == self.copies.rank else []
+    def mine(self, group: list[Item], copies: Ranks) -> list[Item]:
+        """Return the `group` of chunks, which all `copies` have, if this rank writes it; else nothing."""
+        loads = self._loads.setdefault(copies, [0] * copies.size)
+        lightest = loads.index(min(loads))
+        loads[lightest] += sum(item.tensor.nbytes for item in group)
+        return group if lightest == copies.rank else []
 
 
 def group_keys(key: str, offset: Sequence[int]) -> tuple[str, str]:

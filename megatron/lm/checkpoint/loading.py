@@ -24,6 +24,7 @@ from megatron.lm.checkpoint.values import chunk_offsets
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.config.from_checkpoint import Saved
+from megatron.lm.config.parallel import AXES
 from megatron.lm.config.saved_schedule import differing_schedule
 from megatron.lm.data.order import carry, check_same
 from megatron.lm.processes import process_groups
@@ -299,10 +300,7 @@ def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
 def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[str, Tensor] | None:
     saved, now = config_from_dict(info["config"]).parallel, training.config.parallel
     prefix = f"rng/{rng.own_number(training.grid)}/"
-    same = (saved.tensor_model_parallel_size, saved.pipeline_model_parallel_size) == (
-        now.tensor_model_parallel_size,
-        now.pipeline_model_parallel_size,
-    )
+    same = all(getattr(saved, AXES[axis]) == getattr(now, AXES[axis]) for axis in ("tensor", "context", "pipeline"))
     states = {key.removeprefix(prefix): stored.tensor(key) for key in stored.tensors if key.startswith(prefix)} if same else {}
     if states:
         try:
@@ -367,7 +365,7 @@ def _schedule_place(training: Training, info: dict[str, Any]) -> int:
 def _say_what_changed(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     was, now = config_from_dict(info["config"]), training.config
     changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"):
+    for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage"):
         before, after = getattr(was.parallel, name), getattr(now.parallel, name)
         changed += [f"{flag(name)} {before} -> {after}"] if before != after else []
     linears = [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)]

@@ -99,7 +99,9 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
         parser.error(str(error))
     if chosen and values["dry_run"] and values["vocab_size"] is None and values["tokenizer_type"] is None:
         values["vocab_size"] = published_vocabulary(chosen)  # a dry run has no tokenizer to determine it
-    config = config_from_dict({name: {f.name: values[f.name] for f in fields(cls)} for name, cls in section_types().items()})
+    config = config_from_dict(
+        {name: {f.name: values[f.name] for f in fields(cls) if f.name in values} for name, cls in section_types().items()}
+    )
     return Parsed(config, tuple(lines) if megatron_defaults or not defaults else (*lines, described(defaults)))
 
 
@@ -304,7 +306,7 @@ def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
     parser = _preset_parser()
     for section, cls in section_types().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
-        for setting in fields(cls):
+        for setting in (one for one in fields(cls) if one.metadata["refused"] is None):
             _add_flag(group, setting, _hints(cls)[setting.name], presets.get(setting.name, setting.default))
     return parser
 

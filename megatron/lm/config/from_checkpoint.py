@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.lm.config.model import ModelConfig
 from megatron.lm.config.outputs import CheckpointConfig
+from megatron.lm.config.parallel import AXES, ParallelConfig
 from megatron.lm.config.schema import flag
 
 Saved = Mapping[str, Mapping[str, Any]]  # section -> setting -> value, as in `checkpoint.json`
@@ -21,7 +22,7 @@ _GIVEN_FIRST = {
 }
 _LEFT_OUT = {"attention_backend", "init_method_std"}
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-_GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+_GRID = (*AXES.values(), "num_layers_per_virtual_pipeline_stage")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def taken(checkpoint: CheckpointConfig, saved: Saved | None) -> TakenFlags:
     if not checkpoint.no_use_tokenizer_model_from_checkpoint_args:
         wanted["data"] = list(_TOKENIZER)
     if checkpoint.use_mp_args_from_checkpoint_args:
-        wanted["parallel"] = list(_GRID)
+        wanted["parallel"] = [f.name for f in fields(ParallelConfig) if f.name in _GRID and f.metadata["refused"] is None]
     settings = {
         name: saved[section][name] for section, names in wanted.items() if section in saved for name in names if name in saved[section]
     }

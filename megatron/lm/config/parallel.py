@@ -1,5 +1,6 @@
-"""Settings of parallelism and communication."""
+"""Settings of parallelism and communication, and the axes along which they split a run over its processes."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,17 @@ if TYPE_CHECKING:
 TP_WIRES = ("bf16", "fp8")
 TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
+# Why the trainer does not split along an axis yet, and what to do instead.
+NO_CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
+NO_EXPERTS = "mixture of experts is not supported yet: drop the expert flags to train a dense model, or train the MoE with Megatron-LM"
+# Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`Axes`).
+AXES = {
+    "tensor": "tensor_model_parallel_size",
+    "context": "context_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert tensor": "expert_tensor_parallel_size",
+}
 
 
 def exchange_names() -> tuple[str, ...]:
@@ -35,11 +47,67 @@ def mu_rules() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Sizes of the grid of processes along its axes, as megatron-core defines them.
+
+    Processes are numbered along tensor, then context, data and pipeline:
+
+        world = tensor x context x data x pipeline
+
+    The experts of a mixture of experts (MoE) divide the same processes of a pipeline stage differently:
+
+        tensor x context x data = expert_tensor x expert x expert_data
+
+    Attributes:
+        tensor: processes that share each layer.
+        context: processes that share each sequence.
+        data: processes, or groups of them, that read different samples.
+        pipeline: processes that share the stack of layers.
+        expert: processes that share the experts of a layer.
+        expert_tensor: processes that share each expert.
+        expert_data: processes with the same part of the same experts.
+    """
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+    @property
+    def model(self) -> int:
+        """Processes that together have one copy of the model's parameters, experts excepted."""
+        return self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Processes with the same part of the model, experts excepted: they average its gradients, and ZeRO shards over them."""
+        return self.context * self.data
+
+    def __str__(self) -> str:
+        context = f" x CP {self.context}" if self.context > 1 else ""
+        experts = f", experts: TP {self.expert_tensor} x EP {self.expert} x DP {self.expert_data}" if self.splits_experts else ""
+        return f"TP {self.tensor}{context} x PP {self.pipeline} x DP {self.data}{experts}"
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts are divided differently from the rest of the model."""
+        return self.expert > 1 or self.expert_tensor != self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Parallelism of a model over processes."""
 
     tensor_model_parallel_size: int = setting("processes that share each layer (TP)", 1, legal=COUNT)
     pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
+    context_parallel_size: int = setting("processes that share each sequence (CP)", 1, legal=COUNT, refused=NO_CONTEXT)
+    expert_model_parallel_size: int = setting("processes that share the experts of a layer (EP)", 1, legal=COUNT, refused=NO_EXPERTS)
+    expert_tensor_parallel_size: int | None = setting(
+        "processes that share each expert; derived: --tensor-model-parallel-size", None, legal=COUNT, refused=NO_EXPERTS
+    )
     num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
     sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)
     tp_wire: str = setting(
@@ -67,6 +135,33 @@ class ParallelConfig:
     distributed_timeout_minutes: float = setting(
         "minutes without progress until a process names the stuck rank and ends", 10.0, legal=Interval(0, 60 * 24 * 365, low_open=True)
     )
+
+    def axes(self, world_size: int) -> Axes:
+        """Return the grid of `world_size` processes; its data axes are rounded down unless `world_size` is a multiple of `unit`."""
+        tensor, context, pipeline = self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
+        expert, expert_tensor = self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor
+        return Axes(
+            tensor=tensor,
+            context=context,
+            data=world_size // (tensor * context * pipeline),
+            pipeline=pipeline,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            expert_data=world_size // (expert_tensor * expert * pipeline),
+        )
+
+    @property
+    def unit(self) -> int:
+        """The number of processes must be a multiple of it."""
+        one = self.axes(1)
+        return one.pipeline * math.lcm(one.tensor * one.context, one.expert_tensor * one.expert)
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Size of each axis by its setting: of tensor and pipeline parallelism, and of the other axes in `AXES` if they are used."""
+        always = (AXES["tensor"], AXES["pipeline"])
+        sizes = {setting: getattr(self, setting) for setting in AXES.values()}
+        return {setting: size for setting, size in sizes.items() if setting in always or size != getattr(type(self), setting)}
 
 
 @dataclass(frozen=True, kw_only=True)

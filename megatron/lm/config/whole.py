@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.lm.config.batch_sizes import BatchSizes, Ramp
 from megatron.lm.config.model import ModelConfig
 from megatron.lm.config.outputs import CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
-from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
+from megatron.lm.config.parallel import Axes, CommunicationConfig, ParallelConfig
 from megatron.lm.config.precision import LINEARS, PrecisionConfig
 from megatron.lm.config.training import DataConfig, OptimizerConfig, TrainingConfig
 
@@ -103,9 +103,25 @@ class Config:
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple
 
+    def axes(self, world_size: int) -> Axes:
+        """Return the grid of `world_size` processes."""
+        return self.parallel.axes(world_size)
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """Model chunks per pipeline stage; None without interleaving."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else None
+
+    @property
+    def rows(self) -> int:
+        """Tokens of each sequence whose hidden states a process has between two layers, which it also sends to the next stage."""
+        tensor = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+        return self.model.seq_length // (self.parallel.context_parallel_size * tensor)
+
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of model copies among `world_size` processes."""
-        return world_size // (self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size)
+        """Return how many of `world_size` processes, or of the groups that share samples, read different samples."""
+        return self.axes(world_size).data
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Return the number of sequences of each iteration."""

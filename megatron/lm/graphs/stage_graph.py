@@ -80,9 +80,8 @@ class Chunk:
 
     def __init__(self, number: int, model: GPT, config: Config) -> None:
         self.number, self.model = number, model
-        parallel, device = config.parallel, next(model.parameters()).device
-        rows = config.model.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-        shape = (rows, config.training.micro_batch_size, config.model.hidden_size)
+        device = next(model.parameters()).device
+        shape = (config.rows, config.training.micro_batch_size, config.model.hidden_size)
         hidden = torch.empty(shape, dtype=model.config.pipeline_dtype, device=device)
         self._output_like = torch.empty((), device=device) if model.post_process else hidden
         self.grad_output = torch.empty_like(self._output_like)

@@ -103,7 +103,7 @@ class StepGraphs(Replays):
         if place in (FIRST, ONLY):
             sync.clear()
         with contextlib.nullcontext() if place in (LAST, ONLY) else sync.no_sync():
-            mean, sums = micro_batch_loss(self.training.model, self._inputs.batch)
+            mean, sums = micro_batch_loss(self.training, self._inputs.batch)
             share, scaler = mean / self.training.micro_batches, self.training.loss_scaler
             (share if scaler is None else scaler.multiply(share)).backward()
             self._sums.copy_(torch.stack([sums["loss_sum"], sums["tokens"]]))

@@ -24,7 +24,7 @@ from megatron.lm.model.peer import block_spec as peer_block_spec
 from megatron.lm.model.peer import check_available, core_settings, provider
 from megatron.lm.model.spec import block_spec
 from megatron.lm.processes.grid import Grid
-from megatron.lm.processes.process_groups import device, virtual_pipeline_size
+from megatron.lm.processes.process_groups import device
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.vocabulary_loss import COMPUTE, linear_cross_entropy
@@ -140,7 +140,7 @@ class GPT(GPTModel):
 def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
     """Return megatron-core's configuration of the model in `config`, with parameters in `recipe.compute_dtype`."""
     model, parallel = config.model, config.parallel
-    interleaved = virtual_pipeline_size(config) is not None
+    interleaved = config.virtual_stages is not None
     settings = functools.partial(
         TransformerConfig,
         num_layers=model.num_layers,
@@ -175,7 +175,10 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         pipeline_dtype=recipe.compute_dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_stages,
         sequence_parallel=parallel.sequence_parallel,
         # Over gloo, batched point-to-point communication gives interleaved stages wrong gradients.
         overlap_p2p_comm=interleaved,

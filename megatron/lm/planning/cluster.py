@@ -23,15 +23,14 @@ class Cluster:
     latency: float
 
     def data_parallel_peers(self, config: Config) -> tuple[int, int]:
-        """Return (data-parallel ranks, those of them on one host). Rank order is tensor, data, pipeline."""
-        copies = config.data_parallel_size(self.gpus)
-        return copies, max(1, min(copies, self.per_host // config.parallel.tensor_model_parallel_size))
+        """Return (ranks that average gradients, those of them on one host). Rank order is tensor, context, data, pipeline."""
+        axes = config.axes(self.gpus)
+        return axes.copies, max(1, min(axes.copies, self.per_host // axes.tensor))
 
     def crosses_hosts(self, config: Config) -> bool:
         """Return whether neighboring pipeline stages are on different hosts."""
-        return (
-            self.gpus > self.per_host and config.data_parallel_size(self.gpus) * config.parallel.tensor_model_parallel_size >= self.per_host
-        )
+        axes = config.axes(self.gpus)
+        return self.gpus > self.per_host and axes.copies * axes.tensor >= self.per_host
 
     def copies(self, config: Config) -> bool:
         """Return whether tensor-parallel ranks copy the activations of FP8 layers to each other's GPUs, as `--tp-transport auto` chooses on

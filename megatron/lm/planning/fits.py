@@ -42,7 +42,7 @@ def check_fits(config: Config, world_size: int, device_memory: float, reserved: 
     check_weights(config, device_memory)
     fullest = max(plan(config, world_size), key=lambda rank: rank.total)
     if fullest.total + reserved > device_memory:
-        remedies = ", ".join(_remedies(config, fullest, config.data_parallel_size(world_size)))
+        remedies = ", ".join(_remedies(config, fullest, config.axes(world_size).copies))
         beside = f" and {reserved / GIB:g} for CUDA and NCCL" if reserved else ""
         raise ValueError(
             f"pipeline stage {fullest.stage} needs {fullest.total / GIB:.1f} GiB per process{beside}, but the device has "
@@ -52,8 +52,8 @@ def check_fits(config: Config, world_size: int, device_memory: float, reserved: 
 
 def check_weights(config: Config, device_memory: float) -> None:
     """Raise a ValueError if one process's weights alone, at a byte each, need more than `device_memory`; fast for any number of layers."""
-    parallel, count = config.parallel, parameter_count(config.model, vocabulary(config))
-    share = count // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    count = parameter_count(config.model, vocabulary(config))
+    share = count // config.axes(1).model
     if share > device_memory:
         raise ValueError(
             f"the model has {count:.3g} parameters, {share:.3g} of them per process, but the device has "

@@ -82,7 +82,7 @@ class Rank:
 
 def plan(config: Config, world_size: int) -> list[Rank]:
     """Return the memory of every rank of the grid, one of each tensor-parallel group; `config` must have passed `check.check`."""
-    copies = config.data_parallel_size(world_size)
+    copies = config.axes(world_size).copies
     ranks = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         parameters = stage_parameters(config, stage)
@@ -409,7 +409,7 @@ def _compute_bytes(config: Config) -> int:
 
 
 def _tokens(config: Config) -> int:
-    return config.model.seq_length * config.training.micro_batch_size
+    return config.model.seq_length // config.parallel.context_parallel_size * config.training.micro_batch_size
 
 
 def _sequence_split(config: Config) -> int:
@@ -419,10 +419,9 @@ def _sequence_split(config: Config) -> int:
 def report(config: Config, world_size: int) -> str:
     """Return a text with grid, parameters, and GiB of the emptiest and the fullest rank."""
     parallel, training, ranks = config.parallel, config.training, plan(config, world_size)
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     virtual = parallel.num_layers_per_virtual_pipeline_stage
     grid = (
-        f"grid: {world_size} process{'es' if world_size > 1 else ''} = TP {tp} x PP {pp} x DP {config.data_parallel_size(world_size)}"
+        f"grid: {world_size} process{'es' if world_size > 1 else ''} = {config.axes(world_size)}"
         + (", sequence parallel" if parallel.sequence_parallel else "")
         + (f", {virtual} layers per virtual stage" if virtual else "")
         + (", ZeRO" if config.shards_optimizer else "")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.lm.config import Config
+from megatron.lm.config.parallel import AXES
 from megatron.lm.config.rules import shape, training
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
@@ -29,7 +30,7 @@ RECOMPUTED: tuple[dict[str, Any], ...] = (
     },
     {"recompute_granularity": "full", "recompute_modules": (), "recompute_method": "uniform", "recompute_num_layers": 1},
 )
-GRID = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "sequence_parallel")
+GRID = (AXES["tensor"], AXES["pipeline"], "num_layers_per_virtual_pipeline_stage", "sequence_parallel")
 UNEVEN = 1.05  # allowed ratio of the busiest rank of a partition to the mean
 
 
@@ -102,18 +103,13 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
     batches = [config.training.micro_batch_size] if "micro_batch_size" in fixed else list(MICRO_BATCHES)
     again = [{}] if any(name.startswith("recompute") for name in fixed) else list(RECOMPUTED)
     for tp, pp, micro_batch, recomputed in itertools.product(tensor, stages, batches, again):
-        if cluster.gpus % (tp * pp):
+        grid = replace(given, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        if cluster.gpus % grid.unit:
             continue
         chunks = [given.num_layers_per_virtual_pipeline_stage] if GRID[2] in fixed else _chunks(model.num_layers // pp if pp > 1 else 1)
         for chunk in chunks:
             split = given.sequence_parallel if GRID[3] in fixed else tp > 1
-            parallel = replace(
-                given,
-                tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
-                num_layers_per_virtual_pipeline_stage=chunk,
-                sequence_parallel=split,
-            )
+            parallel = replace(grid, num_layers_per_virtual_pipeline_stage=chunk, sequence_parallel=split)
             trained = replace(config.training, micro_batch_size=micro_batch, **recomputed)
             yield replace(config, parallel=parallel, training=trained)
 
@@ -139,10 +135,10 @@ def _chunks(layers: int) -> list[int | None]:
 
 def _even(config: Config, gpus: int) -> list[Rank]:
     """Return a rank of each stage, with sharded states divided evenly by the number of ranks."""
-    parallel, share = config.parallel, config.data_parallel_size(gpus) if config.shards_optimizer else 1
-    one_copy = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    axes = config.axes(gpus)
+    share = axes.copies if config.shards_optimizer else 1
     micro_batches, ranks = config.num_micro_batches(gpus), []
-    for rank in _of_states(_bare(config, 2 if micro_batches > 1 else 1), one_copy):
+    for rank in _of_states(_bare(config, 2 if micro_batches > 1 else 1), axes.model):
         states = {name: round(size / share) for name, size in rank.states.items()}
         activations = memory.stage_activations(config, rank.stage, micro_batches)
         ranks.append(replace(rank, states=states, gradient=round(rank.gradient / share), activations=activations))
@@ -151,16 +147,16 @@ def _even(config: Config, gpus: int) -> list[Rank]:
 
 def _exact(config: Config, gpus: int) -> list[Rank]:
     """Return the result of `memory.plan`."""
-    copies, micro_batches = config.data_parallel_size(gpus), config.num_micro_batches(gpus)
-    activations = [memory.stage_activations(config, stage, micro_batches) for stage in range(config.parallel.pipeline_model_parallel_size)]
-    ranks = _of_states(_bare(config, copies * (2 if micro_batches > 1 else 1)), gpus)
+    axes, micro_batches = config.axes(gpus), config.num_micro_batches(gpus)
+    activations = [memory.stage_activations(config, stage, micro_batches) for stage in range(axes.pipeline)]
+    ranks = _of_states(_bare(config, axes.copies * (2 if micro_batches > 1 else 1)), gpus)
     return [replace(rank, activations=activations[rank.stage]) for rank in ranks]
 
 
 def _bare(config: Config, batch: int) -> Config:
-    """Return the settings that model states depend on, so that many grids share a cached result: no recomputation, no chunks, and one or
-    two micro-batches per step."""
-    parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None)
+    """Return the settings that model states depend on, so that many grids share a cached result: no recomputation, no chunks, whole
+    sequences, and one or two micro-batches per step."""
+    parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1)
     bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, **RECOMPUTED[0])
     return replace(config, parallel=parallel, training=bare)
 

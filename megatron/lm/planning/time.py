@@ -64,8 +64,7 @@ def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -
         raise ValueError(f"--precision {config.precision.name} uses FP32 GEMMs, which have no measured rate: choose a 16-bit or FP8 one")
     graph, pp = captured(config), config.parallel.pipeline_model_parallel_size
     stages = [_stage(config, cluster, rates, stage, graph=graph) for stage in range(pp)]
-    micro_batches, chunk = config.num_micro_batches(cluster.gpus), config.parallel.num_layers_per_virtual_pipeline_stage
-    chunks = config.model.num_layers // pp // chunk if chunk else 1
+    micro_batches, chunks = config.num_micro_batches(cluster.gpus), config.virtual_stages or 1
     slowest = max(stages, key=lambda stage: stage.seconds)
     bubble = (sum(stage.seconds for stage in stages) - slowest.seconds) / chunks
     seconds = {kind: micro_batches * value for kind, value in slowest.kinds.items()}
@@ -237,13 +236,13 @@ def _update(config: Config, cluster: Cluster, rates: Rates, rank: Rank, stage: l
     seconds = (2 * states + weight + 2 * rank.gradient) / rates("update")
     if config.precision.recipe.states.m.group:
         seconds += rank.parameters * owned * rates("update of groups")
-    copies = config.data_parallel_size(cluster.gpus)
+    copies = config.axes(cluster.gpus).copies
     return seconds + (rank.parameters * rates("data parallel") if copies > 1 else 0.0)
 
 
 def _exchange(config: Config, cluster: Cluster, rates: Rates, stage: int, micro_batch: float, *, graph: bool) -> float:
     """Return the exposed seconds of gradient and weight communication. With graphs all weights are gathered before the next step."""
-    copies = config.data_parallel_size(cluster.gpus)
+    copies = config.axes(cluster.gpus).copies
     gradients, weights = wire.data_parallel(config, copies, stage)
     if copies == 1:
         return 0.0

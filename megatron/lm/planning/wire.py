@@ -65,15 +65,12 @@ def _of_layers(config: Config, layers: int) -> dict[str, Transfer]:
 
 def pipeline(config: Config, stage: int) -> Transfer:
     """Return the transfers per micro-batch to neighboring stages: per chunk an activation forward and a gradient back."""
-    parallel, model = config.parallel, config.model
-    stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    stages = config.parallel.pipeline_model_parallel_size
     if stages == 1:
         return Transfer(0.0, 0)
-    chunks = model.num_layers // stages // chunk if chunk else 1
-    sends = 2 * chunks - (stage == 0) - (stage == stages - 1)
-    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    tokens = model.seq_length * config.training.micro_batch_size // split
-    return Transfer(float(sends * tokens * model.hidden_size * config.precision.recipe.compute.bytes), sends)
+    sends = 2 * (config.virtual_stages or 1) - (stage == 0) - (stage == stages - 1)
+    size = config.rows * config.training.micro_batch_size * config.model.hidden_size * config.precision.recipe.compute.bytes
+    return Transfer(float(sends * size), sends)
 
 
 def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float]:
@@ -93,7 +90,7 @@ def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float
 
 def by_kind(config: Config, world_size: int) -> dict[str, float]:
     """Return the bytes that a rank of the busiest stage sends per step, by kind."""
-    micro_batches, copies = config.num_micro_batches(world_size), config.data_parallel_size(world_size)
+    micro_batches, copies = config.num_micro_batches(world_size), config.axes(world_size).copies
     stages = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         gradients, weights = data_parallel(config, copies, stage)

@@ -1,25 +1,34 @@
 """The grid of ranks: groups of ranks by purpose.
 
-The processes of a run form a grid of data, pipeline and tensor parallelism. Code does not name the axes of the grid, but requests the ranks
-for a purpose:
+The processes of a run form a grid of data, pipeline, tensor, context and expert parallelism. Code does not name the axes of the grid, but
+requests the ranks for a purpose:
 
-copies      have the same part of the model; they average its gradients and share the writing of a checkpoint
-batch       read different samples of the same step
-tensor      have the shards of one layer
-pipeline    have the stages of one model
-scales      share the amax histories of a layer, so that what they send each other has one scale
-model       together have one whole model; they agree on its gradient norm and random states
-embedding   have a copy each of the tied embedding: the first and the last pipeline stage
+copies         have the same part of the model; they average its gradients, shard its optimizer states under ZeRO, and share the writing of
+               a checkpoint
+batch          read different samples of the same step
+context        read different parts of the same sequences
+tensor         have the shards of one layer
+pipeline       have the stages of one model
+scales         share the amax histories of a layer, so that what they send each other has one scale
+model          together have one whole model, but for experts; they agree on its gradient norm and random states
+embedding      have a copy each of the tied embedding: the first and the last pipeline stage
+experts        have different experts of the same layer, and send each other tokens
+expert_tensor  have the shards of one expert
+expert_copies  as `copies`, of experts
+expert_model   as `model`, of experts
 
-Methods that depend on the kind of a parameter take the parameter: which ranks average its gradient, whether this rank counts it in a sum
-over the model, which other ranks add to its gradient.
+Methods that depend on the kind of a parameter take the parameter: which ranks average its gradient, which together have one model with it,
+whether this rank counts it in a sum over the model, which other ranks add to its gradient. megatron-core marks the parameters of experts
+that are spread over ranks (`allreduce = False`).
 
-To add an axis, change two places: `process_groups.initialize`, which creates the groups, and `Grid.current`, which assigns them purposes:
+`megatron.lm.config.parallel.Axes` has the sizes of the axes of a configuration, `process_groups.create_groups` creates the groups, and
+`Grid.current` assigns them purposes. Who adds an axis changes these three. The axes of context and expert parallelism are all here, with
+size 1 until the trainer supports them. What they still require:
 
-- Context parallelism splits each sequence. Its ranks have the same parameters and see other tokens, so they join `copies` and `scales`.
-  They read the same samples, so `batch` does not change. The part of a sequence that a rank reads is one more purpose.
-- Expert parallelism gives ranks different experts. `gradients` and `counts` then depend on an attribute of the parameter, since experts
-  have fewer replicas than the rest. Until the gradient synchronizer supports several groups, `build_grad_sync` refuses such a model.
+- Context parallelism: the part of each sequence that a rank reads, attention over `context`. Gradients, ZeRO, the loss's mean over a
+  sequence and scales already span its ranks.
+- Expert parallelism: layers that send tokens over `experts`, and a gradient synchronizer for several groups (until then `build_grad_sync`
+  refuses such a model). Experts share scales over `scales` too, so that the experts at the same place in all ranks have one scale.
 """
 
 from collections.abc import Iterable
@@ -54,6 +63,11 @@ class Ranks(WithGroup):
         rank = -1 if group is None else dist.get_rank(group)
         return cls() if rank < 0 else cls(rank, dist.get_world_size(group), group)
 
+    def or_same(self, other: "Ranks") -> "Ranks":
+        """Return `other` if it has the same ranks, else these: groups of the same ranks are equal only if they are one group."""
+        same = self.group is not None and other.group is not None and _members(self.group) == _members(other.group)
+        return other if same else self
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranks) and self._key == other._key
 
@@ -68,7 +82,16 @@ class Ranks(WithGroup):
         return self.rank, self.size, self._group
 
 
+def _members(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
 ALONE = Ranks()
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Return whether a parameter belongs to experts that are spread over ranks, so that it has other copies than the rest."""
+    return not getattr(parameter, "allreduce", True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,31 +100,47 @@ class Grid:
 
     copies: Ranks = ALONE
     batch: Ranks = ALONE
+    context: Ranks = ALONE
     tensor: Ranks = ALONE
     pipeline: Ranks = ALONE
     scales: Ranks = ALONE
     model: Ranks = ALONE
     embedding: Ranks = ALONE
+    experts: Ranks = ALONE
+    expert_tensor: Ranks = ALONE
+    expert_copies: Ranks = ALONE
+    expert_model: Ranks = ALONE
     chunks: int = 1
 
     @classmethod
     def current(cls) -> "Grid":
         """Return the grid of the groups that `process_groups.initialize` created."""
-        data = Ranks.of(parallel_state.get_data_parallel_group())
+        copies = Ranks.of(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        tensor = Ranks.of(parallel_state.get_tensor_model_parallel_group())
+        model = Ranks.of(parallel_state.get_model_parallel_group())
         return cls(
-            copies=data,
-            batch=data,
-            tensor=Ranks.of(parallel_state.get_tensor_model_parallel_group()),
+            copies=copies,
+            batch=Ranks.of(parallel_state.get_data_parallel_group()),
+            context=Ranks.of(parallel_state.get_context_parallel_group()),
+            tensor=tensor,
             pipeline=Ranks.of(parallel_state.get_pipeline_model_parallel_group()),
-            scales=Ranks.of(parallel_state.get_tensor_and_data_parallel_group()),
-            model=Ranks.of(parallel_state.get_model_parallel_group()),
+            scales=Ranks.of(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
+            model=model,
             embedding=Ranks.of(parallel_state.get_embedding_group(check_initialized=False)),
+            experts=Ranks.of(parallel_state.get_expert_model_parallel_group()),
+            expert_tensor=Ranks.of(parallel_state.get_expert_tensor_parallel_group()).or_same(tensor),
+            expert_copies=Ranks.of(parallel_state.get_expert_data_parallel_group()).or_same(copies),
+            expert_model=Ranks.of(parallel_state.get_expert_tensor_model_pipeline_parallel_group()).or_same(model),
             chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         )
 
     def gradients(self, parameter: Tensor) -> Ranks:
-        """Return the ranks that average the gradient of `parameter`: all its data-parallel replicas."""
-        return self.copies
+        """Return the ranks that average the gradient of `parameter`: all its replicas."""
+        return self.expert_copies if is_expert(parameter) else self.copies
+
+    def parts(self, parameter: Tensor) -> Ranks:
+        """Return the ranks that together have one whole model, as far as it is of the kind of `parameter`: experts or the rest."""
+        return self.expert_model if is_expert(parameter) else self.model
 
     def sums(self, parameters: Iterable[Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
         """Return the ranks that sum gradients in addition to averaging, each with its parameters, in the same order on all ranks.
@@ -121,10 +160,11 @@ class Grid:
         A parameter that is the same on several tensor-parallel ranks counts on the first of them, a tied embedding on the first stage.
 
         Args:
-            every_copy: True if the sum does not span data-parallel replicas (a sum over `model`), or if they have different elements of the
+            every_copy: True if the sum does not span replicas (a sum over `parts`), or if they have different elements of the
                 parameter (ZeRO); False if the sum is over all ranks and all have the parameter, so that only the first replica counts.
         """
-        own = self.tensor.rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+        tensor = self.expert_tensor if is_expert(parameter) else self.tensor
+        own = tensor.rank == 0 or getattr(parameter, "tensor_model_parallel", False)
         return own and not getattr(parameter, "shared", False) and (every_copy or self.gradients(parameter).rank == 0)
 
     def is_first_stage(self, chunk: int | None = None) -> bool:

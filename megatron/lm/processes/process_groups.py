@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron.lm.config import Config
+from megatron.lm.config.schema import flag
 from megatron.lm.processes import rendezvous
 from megatron.lm.processes.cpu_home import enter_cpu_home
 from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment
@@ -30,23 +31,23 @@ def device() -> torch.device:
 
 
 def initialize(config: Config) -> None:
-    """Create the process groups of data, tensor and pipeline parallelism, set this process's device and seed every generator.
+    """Create the process groups of the grid, set this process's device and seed every generator.
 
     An existing default process group is reused. Ranks with the same pipeline stage and tensor shard get the same seed (for dropout; weights
     are drawn by name) whatever their data-parallel rank; stages and shards get different seeds.
 
     Raises:
         ValueError: if the environment is invalid (`launch_from_environment`), this machine has more processes than GPUs, NCCL has no GPU,
-            the number of processes is not a multiple of tensor x pipeline parallel size, or ranks have different settings.
+            the number of processes is not a multiple of `ParallelConfig.unit`, or ranks have different settings.
         RunStopped: if the processes do not meet within `--distributed-timeout-minutes`.
     """
     parallel = config.parallel
     launch = launch_from_environment()
     backend = _backend(parallel.distributed_backend)
-    model_parallel_size = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    if launch.world_size % model_parallel_size:
+    if launch.world_size % parallel.unit:
         raise ValueError(
-            f"{launch.world_size} processes are not a multiple of tensor x pipeline parallel size {model_parallel_size}: start one"
+            f"{launch.world_size} processes are not a multiple of {parallel.unit}, which the sizes of the grid require "
+            f"({', '.join(f'{flag(setting)} {size}' for setting, size in parallel.given.items())}): start one"
         )
     enter_cpu_home()
     if launch.world_size == 1:
@@ -63,15 +64,24 @@ def initialize(config: Config) -> None:
         else:
             meeting.enter_context(rendezvous.deadline(launch.rank, launch.world_size, limit))
             rendezvous.join(backend, launch.rank, launch.world_size, limit, timeout, check)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
-            distributed_timeout_minutes=timeout / timedelta(minutes=1),
-            # The second set of groups over gloo is only for megatron-core's own optimizer checkpoints, and takes seconds to create.
-            create_gloo_process_groups=False,
-        )
+        create_groups(config, timeout)
     seed_all(config.training.seed)
+
+
+def create_groups(config: Config, timeout: timedelta) -> None:
+    """Create megatron-core's groups of the grid over the default process group; their collectives end after `timeout`."""
+    axes = config.axes(torch.distributed.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=axes.tensor,
+        pipeline_model_parallel_size=axes.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_stages,
+        context_parallel_size=axes.context,
+        expert_model_parallel_size=axes.expert,
+        expert_tensor_parallel_size=axes.expert_tensor,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),
+        # The second set of groups over gloo is only for megatron-core's own optimizer checkpoints, and takes seconds to create.
+        create_gloo_process_groups=False,
+    )
 
 
 def _stay_inside() -> None:
@@ -79,12 +89,6 @@ def _stay_inside() -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def virtual_pipeline_size(config: Config) -> int | None:
-    """Return the number of model chunks per pipeline stage, or None without interleaving."""
-    layers = config.parallel.num_layers_per_virtual_pipeline_stage
-    return config.model.num_layers // config.parallel.pipeline_model_parallel_size // layers if layers else None
 
 
 def seed_all(seed: int) -> None:

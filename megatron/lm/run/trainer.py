@@ -149,14 +149,16 @@ class Trainer:
             print(f"{parameters / 1e6:.1f}M parameters, model state {state_gib} GiB per process, {steps}", flush=True)
 
     def _grid(self) -> str:
-        """Return ` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`; empty if every process has the whole model."""
-        parallel, copies = self.config.parallel, self.training.grid.copies.size
-        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        if tensor * pipeline == 1:
+        """Return ` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`, and other axes if they are used; empty for data alone."""
+        parallel, axes = self.config.parallel, self.config.axes(torch.distributed.get_world_size())
+        if parallel.unit == 1:
             return ""
-        stages = process_groups.virtual_pipeline_size(self.config)
+        stages = self.config.virtual_stages
         sequence = " with sequence" if parallel.sequence_parallel else ""
-        return f" (tensor {tensor}{sequence}, pipeline {pipeline}{f' x {stages} virtual' if stages else ''}, data {copies})"
+        context = f", context {axes.context}" if axes.context > 1 else ""
+        experts = f", experts: tensor {axes.expert_tensor}, expert {axes.expert}, data {axes.expert_data}" if axes.splits_experts else ""
+        pipeline = f"pipeline {axes.pipeline}{f' x {stages} virtual' if stages else ''}"
+        return f" (tensor {axes.tensor}{sequence}{context}, {pipeline}, data {axes.data}{experts})"
 
     def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
         readers = self.training.grid.batch

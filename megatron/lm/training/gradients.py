@@ -64,12 +64,8 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
 
 def count_pipeline_traffic(sent: WireBytes, config: Config, parts: Sequence[GPTModel], micro_batches: int) -> None:
     """Count the bytes that this rank sends to other pipeline stages in a step: per micro-batch an activation forward, a gradient back."""
-    model, parallel = config.model, config.parallel
-    if parallel.pipeline_model_parallel_size == 1:
+    if config.parallel.pipeline_model_parallel_size == 1:
         return
-    tokens = model.seq_length * config.training.micro_batch_size
-    if parallel.sequence_parallel:
-        tokens //= parallel.tensor_model_parallel_size
     transfers = sum((not part.post_process) + (not part.pre_process) for part in parts)
-    size = tokens * model.hidden_size * parts[0].config.pipeline_dtype.itemsize
+    size = config.rows * config.training.micro_batch_size * config.model.hidden_size * parts[0].config.pipeline_dtype.itemsize
     sent.add("activation", "pipeline send", transfers * micro_batches * size)

@@ -111,17 +111,24 @@ def build_optimizer(
 def global_norm(params: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function from the gradient norms of `params`, FP64 [n], to the norm over the whole grid, counting every tensor once."""
     grid = Grid.current()
-    peers = Peers(grid.model.group, WireBytes())
     counts = [grid.counts(p, every_copy=True) for p in params]
-    counted = torch.tensor(counts, dtype=torch.float64, device=params[0].device)
+    # One sum over the ranks of each kind of parameter, in the same order on all ranks, also on those without experts.
+    kinds = list(dict.fromkeys((grid.model, grid.expert_model)))
+    sums = []
+    for ranks in kinds:
+        own = [count and grid.parts(p) == ranks for count, p in zip(counts, params, strict=True)]
+        sums.append((Peers(ranks.group, WireBytes()), torch.tensor(own, dtype=torch.float64, device=params[0].device)))
 
     def combine(norms: Tensor) -> Tensor:
-        if peers.ranks == 1:
+        if all(peers.ranks == 1 for peers, _ in sums):
             return torch.linalg.vector_norm(norms)
-        # Multiplying by 0 instead of selecting keeps non-finite copies visible. An all-gather and a sum in rank order gives all
-        # data-parallel replicas the same bits, which an all-reduce may not.
-        total = (norms.square() * counted).sum().reshape(1)
-        return peers.all_gather(total, [1] * peers.ranks, "the gradient norm of the grid").sum().sqrt()
+        totals = []
+        for peers, counted in sums:
+            # Multiplying by 0 instead of selecting keeps non-finite copies visible. An all-gather and a sum in rank order gives all
+            # replicas the same bits, which an all-reduce may not.
+            total = (norms.square() * counted).sum().reshape(1)
+            totals.append(peers.all_gather(total, [1] * peers.ranks, "the gradient norm of the grid").sum())
+        return sum(totals[1:], totals[0]).sqrt()
 
     return combine
 

@@ -1,8 +1,8 @@
 """Flags of the model's architecture."""
 
 from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
+from megatron.lm.config.parallel import NO_EXPERTS
 
-MOE = "mixture of experts is not supported yet: drop the expert flags to train a dense model, or train the MoE with Megatron-LM"
 MLA = "multi-latent attention is not supported: use multi-head or grouped-query attention (--group-query-attention)"
 HYBRID = "Mamba and linear attention are not supported: drop it, or use Megatron-LM"
 OTHER_MODELS = "this trainer builds only GPT, and BERT as RoBERTa trains it (--objective masked-lm): use Megatron-LM for this model"
@@ -154,7 +154,7 @@ FLAGS = (
         "--cache-mla-latents",
     ),
     *refused(
-        MOE,
+        NO_EXPERTS,
         "--num-experts N",
         "--moe-*",
         "--overlap-moe-expert-parallel-comm",

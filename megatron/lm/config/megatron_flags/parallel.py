@@ -1,18 +1,33 @@
 """Flags of parallelism and communication."""
 
-from megatron.lm.config.megatron_flags.model import MOE
-from megatron.lm.config.megatron_flags.row import accepted, dropped, refused, translated
+from dataclasses import fields
 
-CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
+from megatron.lm.config.megatron_flags.row import Row, accepted, dropped, refused, translated
+from megatron.lm.config.parallel import AXES, NO_CONTEXT, ParallelConfig
+from megatron.lm.config.schema import flag
+
 FSDP = "the trainer shards the optimizer's states and sends gradients to their owners: use --use-distributed-optimizer, or --opt-level O3"
 STAGES = "all pipeline stages have the same number of layers: choose --num-layers as a multiple of the stages"
 NCCL = "it only changes speed: buckets of --ddp-bucket-size are sent on their own stream"
 TP_COMM = "it only changes speed, in Transformer Engine; at O3, --tp-transport copies overlaps transfers of activations with GEMMs"
 
+
+def _axes() -> tuple[Row, ...]:
+    """Return the lines of the flags with the sizes of the grid: the trainer has the flag, or only its size 1 until it supports the axis."""
+    refusals = {setting.name: setting.metadata["refused"] for setting in fields(ParallelConfig) if setting.name in AXES.values()}
+    rows: list[Row] = []
+    for name, why in refusals.items():
+        if why is None:
+            rows += accepted(f"{flag(name)} N")
+        else:
+            rows += dropped(f"{name.partition('_')[0]} parallelism is not supported, and size 1 means none", f"{flag(name)} 1")
+            rows += refused(why, f"{flag(name)} N")
+    return tuple(rows)
+
+
 FLAGS = (
+    *_axes(),
     *accepted(
-        "--tensor-model-parallel-size N",
-        "--pipeline-model-parallel-size N",
         "--num-layers-per-virtual-pipeline-stage N",
         "--sequence-parallel",
         "--use-distributed-optimizer",
@@ -25,16 +40,7 @@ FLAGS = (
     *translated("--use-distributed-optimizer", "--data-parallel-sharding-strategy optim"),
     *translated("--tensor-model-parallel-size N", "--model-parallel-size N"),
     *translated("--num-layers-per-virtual-pipeline-stage N", "--num-virtual-stages-per-pipeline-rank N"),
-    *dropped(
-        "context parallelism is not supported, and size 1 means none",
-        "--context-parallel-size 1",
-        "--cp-comm-type TEXT...",
-    ),
-    *dropped(
-        "expert parallelism is not supported, and size 1 means none",
-        "--expert-model-parallel-size 1",
-        "--expert-tensor-parallel-size 1",
-    ),
+    *dropped("context parallelism is not supported, and size 1 means none", "--cp-comm-type TEXT..."),
     *dropped(
         "it adds nothing to this trainer's own sharding",
         "--data-parallel-sharding-strategy no_shard",
@@ -84,13 +90,11 @@ FLAGS = (
     *dropped("--distributed-timeout-minutes applies to the whole run", "--distributed-timeout-seconds-after-init N"),
     *dropped("there is one copy of the sharded states here", "--num-distributed-optimizer-instances 1"),
     *refused(
-        CONTEXT,
-        "--context-parallel-size N",
+        NO_CONTEXT,
         "--hierarchical-context-parallel-sizes N...",
         "--max-seqlen-per-dp-cp-rank N",
         "--hybrid-context-parallel",
     ),
-    *refused(MOE, "--expert-model-parallel-size N", "--expert-tensor-parallel-size N"),
     *refused(
         FSDP,
         "--use-torch-fsdp2",

@@ -8,14 +8,13 @@ from megatron.lm.config.whole import Config, Problems, Rules
 
 
 def batches(config: Config, world_size: int) -> Problems:
-    """World size must be divisible by TP x PP, the global batch by micro-batch x DP, micro-batches of an interleaved pipeline by PP."""
+    """World size must be divisible by the grid's sizes, the global batch by micro-batch x DP, micro-batches of an interleaved pipeline by
+    PP."""
     parallel, micro = config.parallel, config.training.micro_batch_size
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size < 1 or world_size % (tp * pp):
-        yield (
-            f"{world_size} processes do not fit --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}: "
-            f"start {nearest_multiples(world_size, tp * pp)}, or lower the two sizes"
-        )
+    pp = parallel.pipeline_model_parallel_size
+    if world_size < 1 or world_size % parallel.unit:
+        sizes = " x ".join(f"{flag(setting)} {size}" for setting, size in parallel.given.items())
+        yield f"{world_size} processes do not fit {sizes}: start {nearest_multiples(world_size, parallel.unit)}, or lower these sizes"
         return
     copies = config.data_parallel_size(world_size)
     size = config.global_batch_size(world_size)

@@ -119,8 +119,8 @@ def test_data_parallel_ranks_share_the_writing():
     groups = [[Item.whole(f"{number}", torch.zeros(elements))] for number, elements in enumerate([10, 40, 10, 10, 10, 30, 0, 10])]
     dealt = []
     for rank in range(3):
-        share = content._Share(Ranks(rank, 3))
-        dealt.append([item for group in groups for item in share.mine(group)])
+        share = content._Share()
+        dealt.append([item for group in groups for item in share.mine(group, Ranks(rank, 3))])
     assert sorted(item.key for items in dealt for item in items) == sorted(item.key for (item,) in groups)
     loads = [sum(item.tensor.nbytes for item in items) for items in dealt]
     assert max(loads) - min(loads) <= 4 * 40  # the largest tensor

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.lm.config import CommunicationConfig
-from megatron.lm.config.parallel import exchange_names, grad_scalings, mu_rules
+from megatron.lm.config import CommunicationConfig, ParallelConfig
+from megatron.lm.config.parallel import AXES, Axes, exchange_names, grad_scalings, mu_rules
 from msamp.comm import exchange
 
 
@@ -36,3 +36,18 @@ def test_choices_are_those_of_the_tables(monkeypatch):
     assert exchange_names() == ("fp32-sum", "nccl", "mine")
     assert CommunicationConfig(grad_exchange="mine").exchange == mine
     assert CommunicationConfig(grad_exchange="mine").gradient_scaling is None
+
+
+def test_axes_follow_from_the_settings_and_the_number_of_processes():
+    dense = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
+    assert dense.axes(64) == Axes(tensor=2, context=1, data=8, pipeline=4, expert=1, expert_tensor=2, expert_data=8)
+    assert (dense.unit, dense.axes(64).model, dense.axes(64).copies) == (8, 8, 8)
+    assert str(dense.axes(64)) == "TP 2 x PP 4 x DP 8"
+    assert dense.given == {AXES["tensor"]: 2, AXES["pipeline"]: 4}
+    long = ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=4)
+    assert (long.unit, long.axes(64).data, long.axes(64).copies) == (8, 8, 32)
+    assert str(long.axes(64)) == "TP 2 x CP 4 x PP 1 x DP 8"
+    moe = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8, expert_tensor_parallel_size=1)
+    assert (moe.unit, moe.axes(64).data, moe.axes(64).expert_data, moe.axes(64).splits_experts) == (8, 32, 8, True)
+    assert str(moe.axes(64)) == "TP 2 x PP 1 x DP 32, experts: TP 1 x EP 8 x DP 8"
+    assert moe.given == {AXES["tensor"]: 2, AXES["pipeline"]: 1, AXES["expert"]: 8, AXES["expert tensor"]: 1}

@@ -29,7 +29,7 @@ def weights(**settings: Any) -> dict[str, tuple[Tensor, int | None]]:
     config = tiny.config("corpus", **{**SHAPE, **settings})
     found: dict[str, tuple[Tensor, int | None]] = {}
     with tiny.started(config):
-        stages = process_groups.virtual_pipeline_size(config)
+        stages = config.virtual_stages
         for stage in [None] if stages is None else range(stages):
             model = build_model(config, build_recipe(config.precision), tiny.VOCABULARY, stage)
             for name, module in named_globally(model):

@@ -1,18 +1,28 @@
 """What the grid answers: which ranks count, begin, end and sum."""
 
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.parallel_state import RankGenerator
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers import dist, tiny
+from megatron.lm.checkpoint import content, rng
+from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.config.precision import build_recipe
+from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import ALONE, Grid, Ranks
 from megatron.lm.training.gradients import build_grad_sync
+from megatron.lm.training.optimizer import global_norm
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 SP, VPP = {"sequence_parallel": True}, {"num_layers_per_virtual_pipeline_stage": 1}
@@ -69,18 +79,15 @@ def test_sums_beside_the_average():
     assert Grid().gradients(plain) == ALONE
 
 
-class WithExperts(Grid):
-    """A further axis: experts have fewer copies than the rest, told by megatron-core's mark."""
-
-    def gradients(self, parameter: Tensor) -> Ranks:
-        return self.copies if getattr(parameter, "allreduce", True) else Ranks(self.copies.rank // 2, self.copies.size // 2)
-
-
 def test_an_expert_axis_answers_by_parameter_and_one_synchroniser_for_two_averages_is_refused():
-    expert, grid = parameter(allreduce=False), WithExperts(copies=Ranks(1, 4))
-    assert (grid.gradients(expert), grid.gradients(parameter())) == (Ranks(0, 2), Ranks(1, 4))
+    expert, dense = parameter(allreduce=False), parameter()
+    grid = Grid(copies=Ranks(1, 4), expert_copies=Ranks(0, 2), tensor=Ranks(0, 2), model=Ranks(0, 2), expert_model=Ranks(1, 4))
+    assert (grid.gradients(expert), grid.gradients(dense)) == (Ranks(0, 2), Ranks(1, 4))
+    assert (grid.parts(expert), grid.parts(dense)) == (Ranks(1, 4), Ranks(0, 2))
     assert grid.counts(expert, every_copy=False)
-    assert not grid.counts(parameter(), every_copy=False)
+    assert not grid.counts(dense, every_copy=False)
+    second = Grid(tensor=Ranks(1, 2))  # of dense layers alone: each expert is on one rank
+    assert (second.counts(expert, every_copy=True), second.counts(dense, every_copy=True)) == (True, False)
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model[1].weight.allreduce = False  # type: ignore[assignment, union-attr]
     config = tiny.config("corpus", precision="bf16")
@@ -88,7 +95,111 @@ def test_an_expert_axis_answers_by_parameter_and_one_synchroniser_for_two_averag
         build_grad_sync(model, config, build_recipe(config.precision), grid=grid)
 
 
-PURPOSES = ("copies", "batch", "tensor", "pipeline", "scales", "model", "embedding")
+PURPOSES = tuple(field.name for field in fields(Grid) if field.name != "chunks")
+EIGHT = [
+    {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+    {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    {"expert_model_parallel_size": 4},
+    {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 4},
+    {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "context_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "context_parallel_size": 4},
+]
+
+
+def members(ranks: Ranks) -> list[int]:
+    return [torch.distributed.get_rank()] if ranks.group is None else torch.distributed.get_process_group_ranks(ranks.group)
+
+
+@pytest.fixture
+def eight() -> Iterator[Callable[[int], None]]:
+    """Become one of eight processes, whose collectives do nothing."""
+
+    def become(rank: int) -> None:
+        process_groups.shutdown()
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+
+    yield become
+    process_groups.shutdown()
+
+
+@pytest.mark.parametrize("sizes", EIGHT, ids=lambda sizes: " ".join(f"{name.split('_size')[0]} {size}" for name, size in sizes.items()))
+def test_groups_of_eight_ranks_are_those_of_megatron_core(sizes: dict[str, int], eight: Callable[[int], None]):
+    config = tiny.config("corpus", num_layers=4, **sizes)
+    axes = config.axes(8)
+    assert axes.tensor * axes.context * axes.data * axes.pipeline == 8
+    assert axes.expert_tensor * axes.expert * axes.expert_data == axes.tensor * axes.copies
+    dense = RankGenerator(tp=axes.tensor, ep=1, dp=axes.data, pp=axes.pipeline, cp=axes.context, order="tp-cp-ep-dp-pp")
+    sparse = RankGenerator(tp=axes.expert_tensor, ep=axes.expert, dp=axes.expert_data, pp=axes.pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    expected = {
+        "copies": (dense, "dp-cp"),
+        "batch": (dense, "dp"),
+        "context": (dense, "cp"),
+        "tensor": (dense, "tp"),
+        "pipeline": (dense, "pp"),
+        "scales": (dense, "tp-dp-cp"),
+        "model": (dense, "tp-pp"),
+        "experts": (sparse, "ep"),
+        "expert_tensor": (sparse, "tp"),
+        "expert_copies": (sparse, "dp"),
+        "expert_model": (sparse, "tp-ep-pp"),
+    }
+    for rank in (0, 3, 5, 6):
+        eight(rank)
+        process_groups.create_groups(config, timedelta(minutes=1))
+        grid = Grid.current()
+        for purpose, (generator, axis) in expected.items():
+            assert members(getattr(grid, purpose)) == next(group for group in generator.get_ranks(axis) if rank in group), purpose
+        sizes_found = (grid.tensor.size, grid.context.size, grid.batch.size, grid.pipeline.size, grid.copies.size)
+        assert sizes_found == (axes.tensor, axes.context, axes.data, axes.pipeline, axes.copies)
+        assert (grid.expert_tensor.size, grid.experts.size, grid.expert_copies.size) == (axes.expert_tensor, axes.expert, axes.expert_data)
+        if not axes.splits_experts and axes.context == 1:
+            assert (grid.expert_copies, grid.expert_model) == (grid.copies, grid.model)  # one gradient synchronizer serves both
+
+
+def on_four() -> dict[str, Any]:
+    """On two pairs of ranks, of which each shares a sequence: groups, a mean over a sequence, its gradient, who writes a checkpoint. Then
+    the norm of experts on two ranks."""
+    process_groups.create_groups(tiny.config("corpus", context_parallel_size=2), timedelta(minutes=1))
+    grid, rank = Grid.current(), torch.distributed.get_rank()
+    model = nn.Linear(2, 3, bias=False)
+    model.weight.data.fill_(1.0)
+    model.config = SimpleNamespace()  # type: ignore[assignment]
+    config = tiny.config("corpus", precision="fp32")
+    sync = build_grad_sync(model, config, build_recipe(config.precision), grid=grid)
+    mask = (torch.arange(4) < [1, 3, 2, 0][rank]).float()[None]  # tokens that count in each part
+    mean, report = mean_loss((model(torch.full((4, 2), rank + 1.0)).sum(-1) * mask[0]).sum(), mask, grid.context)
+    mean.backward()
+    sync.finish()
+    share = content._Share()
+    found = {
+        "groups": {purpose: members(getattr(grid, purpose)) for purpose in PURPOSES},
+        "mean": (float(mean), float(report["tokens"])),
+        "gradient": [average.unique().tolist() for _, _, average in sync.averages() if average is not None],
+        "written": [n for n in range(8) if share.mine([Item.whole(str(n), torch.zeros(4))], grid.gradients(model.weight))],
+        "random states": rng.own_number(grid),
+    }
+    process_groups.leave_grid()
+    process_groups.create_groups(tiny.config("corpus", expert_model_parallel_size=2), timedelta(minutes=1))
+    norm = global_norm([parameter(), parameter(allreduce=False)])
+    found["norm"] = float(norm(torch.tensor([3.0, 4.0 * (1 + Grid.current().experts.rank)], dtype=torch.float64)))
+    process_groups.leave_grid()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="four processes on one GPU")
+def test_two_parts_of_two_sequences_on_four_processes():
+    for rank, found in enumerate(dist.run(on_four, 4)):
+        pair, everyone = [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]
+        wide = {"context": pair, "batch": [rank % 2, rank % 2 + 2], "copies": everyone, "scales": everyone, "expert_copies": everyone}
+        assert found["groups"] == {purpose: wide.get(purpose, [rank]) for purpose in PURPOSES}
+        # Losses of a token are 6, 12, 18 and 24: one sequence has the mean (6 + 3 x 12) / 4 = 10.5, the other 18.
+        assert found["mean"] == [(3.0, 1.0), (18.0, 3.0), (36.0, 2.0), (0.0, 0.0)][rank]
+        assert found["gradient"] == [[(1.75 + 3.0) / 2]]
+        assert found["written"] == [rank, rank + 4]
+        assert found["random states"] == rank
+        assert found["norm"] == (9 + 16 + 64) ** 0.5
 
 
 def on_two() -> dict[str, dict[str, Any]]:
@@ -117,7 +228,11 @@ def on_two() -> dict[str, dict[str, Any]]:
 def test_groups_of_two_processes_by_purpose():
     for rank, found in enumerate(dist.run(on_two, 2, init=False)):
         both, alone = (rank, 2, 3), (0, 1, rank + 1)
-        together = {"DP": {"copies", "batch", "scales"}, "TP": {"tensor", "scales", "model"}, "PP": {"pipeline", "model", "embedding"}}
+        together = {
+            "DP": {"copies", "batch", "scales", "expert_copies"},
+            "TP": {"tensor", "scales", "model", "expert_tensor", "expert_model"},
+            "PP": {"pipeline", "model", "embedding", "expert_model"},
+        }
         for name, purposes in together.items():
             assert {p: found[name][p] for p in PURPOSES} == {p: both if p in purposes else alone for p in PURPOSES}, name
             assert found[name]["chunks"] == (2 if name == "PP" else 1)
@@ -128,3 +243,13 @@ def test_only_the_grid_and_its_maker_ask_megatron_core_for_groups():
     files = [path for top in ("megatron", "tools") for path in (root / top).rglob("*.py")]
     asking = {path.relative_to(root).as_posix() for path in files if re.search(r"\bparallel_state\b", path.read_text(encoding="utf-8"))}
     assert asking == {"megatron/lm/processes/grid.py", "megatron/lm/processes/process_groups.py"}
+
+
+BY_HAND = re.compile(r"(\btp|tensor(_model_parallel_size)?)\)* \*+ \(*([\w.]+\.)?(pp|pipeline(_model_parallel_size)?)\b")
+
+
+def test_only_the_axes_of_a_configuration_multiply_their_sizes():
+    root = Path(__file__).parents[4]
+    files = [path for top in ("megatron", "tools") for path in (root / top).rglob("*.py")]
+    multiplying = {path.relative_to(root).as_posix() for path in files if BY_HAND.search(path.read_text(encoding="utf-8"))}
+    assert multiplying == {"megatron/lm/config/parallel.py"}

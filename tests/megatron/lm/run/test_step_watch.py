@@ -22,6 +22,7 @@ from megatron.lm import checkpoint, pretrain, step
 from megatron.lm.errors import RunStopped
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes.cpu_home import cpu_home
+from megatron.lm.processes.grid import Ranks
 from megatron.lm.run import trainer
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint
@@ -98,8 +99,8 @@ def test_a_skipped_step_names_rank_and_tensors_in_the_order_of_backward(prefix: 
 def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(prefix: Path, monkeypatch: pytest.MonkeyPatch, bad: float):
     calls = itertools.count(1)
 
-    def spoiled(loss_sum: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return mean_loss(loss_sum + (bad if next(calls) == 2 else 0.0), loss_mask)
+    def spoiled(loss_sum: Tensor, loss_mask: Tensor, context: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
+        return mean_loss(loss_sum + (bad if next(calls) == 2 else 0.0), loss_mask, context)
 
     monkeypatch.setattr(step, "mean_loss", spoiled)
     rows, _ = trained(tiny.config(prefix, opt_level="O2", train_iters=4))

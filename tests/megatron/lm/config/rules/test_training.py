@@ -52,7 +52,7 @@ REFUSALS: list[refusals.Refusal] = [
     ),
     (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        "6 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: start 4 or 8, or lower the two sizes",
+        "6 processes do not fit --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: start 4 or 8, or lower these sizes",
         6,
     ),
     (
