@@ -22,12 +22,20 @@ from megatron.lm.config.megatron_flags import listing
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from tools.docs import figures as drawn
-from tools.docs import planner, post, promises, published, reproduction, rounding
+from tools.docs import planner, post, promises, published, records, reproduction, rounding
 from tools.docs import tables as listed
 from tools.docs.evidence import COMPUTED, ROOT, History, unproven
 from tools.docs.figures import Figure
 
-TABLES = listed.TABLES | planner.TABLES | post.TABLES | published.TABLES | rounding.TABLES | {"reproduction": reproduction.overview}
+TABLES = (
+    listed.TABLES
+    | planner.TABLES
+    | post.TABLES
+    | published.TABLES
+    | records.TABLES
+    | rounding.TABLES
+    | {"reproduction": reproduction.overview}
+)
 FIGURES = drawn.FIGURES | planner.FIGURES
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FIGURE_FOLDER = "docs/results/figures"

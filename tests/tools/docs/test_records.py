@@ -1,0 +1,56 @@
+"""The records: the best rows of each model and card, each with a command that its tool takes."""
+
+import argparse
+import shlex
+
+import pytest
+
+from tools.bench import bench_grid, bench_step
+from tools.docs import records
+
+CELLS = records.records().cells
+
+
+def test_fastest_and_leanest_are_the_best_of_the_rows():
+    rows = list(records.measured())
+    assert len(CELLS) >= 15
+    for name, cards, what, speed, gib, commit, _, _ in CELLS:
+        alike = [
+            row
+            for _, row in rows
+            if records.model(row) == name.removesuffix(" †")
+            and "{} x {}".format(*records.cards(row)) == cards
+            and (row["case"].split()[0] == "O0") == what.endswith("BF16")
+        ]
+        assert commit in {row["commit"] for row in alike}
+        if what.startswith("fastest"):
+            assert int(speed.replace(",", "")) == max(int(row["tokens_s_gpu"]) for row in alike)
+        else:
+            assert float(gib) == round(min(map(records.peak, alike)), 1)
+
+
+@pytest.mark.parametrize("command", sorted({line[-1].strip("`") for line in CELLS}))
+def test_each_command_is_one_that_its_tool_takes(command, monkeypatch):
+    words = shlex.split(command)
+    tool = next(tool for tool in (bench_grid, bench_step) if f"tools/bench/{tool.__name__.rpartition('.')[2]}.py" in words)
+    flags = words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
+    taken = {}
+
+    class Parsed(Exception):
+        pass
+
+    def parse(self, args=None, namespace=None):
+        found, rest = self.parse_known_args(args, namespace)
+        taken.update(vars(found), rest=rest)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(Parsed):
+        tool.main.__wrapped__(flags) if hasattr(tool.main, "__wrapped__") else tool.main(flags)
+    assert taken["rest"] == []
+    assert taken["preset"] in ("1.3b", "7b", "13b", "llama2-7b", "llama3-8b")
+
+
+def test_layers_of_a_model_and_other_models_have_no_record():
+    assert records.model({"preset": "llama3-8b --num-layers 8 --seq-length 8192 --vocab-size 128256"}) is None
+    assert records.model({"preset": "llama3-8b --seq-length 8192 --fp8-min-gain 0 --vocab-size 128256"}) == "Llama-3-8B, sequence 8,192"
