@@ -7,8 +7,12 @@ if the stream is saved unrounded. This reads 2 bytes per element in backward ins
 
 With FP8 attention (`msamp.nn.fp8_attention`), the rotary embedding writes FP8 queries, keys and values, and the attention's FP8 output is
 already the projection's operand. These four are saved instead of the 16-bit ones, and the rotary embedding's backward reads FP8 gradients.
+
+With norms of queries and keys (`msamp.nn.head_norms`), the queries and keys before them are saved too, and one more pass casts QKV's
+gradient.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +34,7 @@ from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
 from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
+from msamp.nn.head_norms import HeadNorms, HeadNormWeights, cast_packed
 from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.tensor import ScalingTensor
@@ -77,9 +82,10 @@ class AttentionSettings(NamedTuple):
 
 
 class AttentionBlock(torch.autograd.Function):
-    """(x, norm weight and bias, QKV weight and bias, projection weight and bias, settings) -> (x, attention's update of x).
+    """(x, norm weight and bias, QKV weight and bias, projection weight and bias, settings, weights) -> (x, attention's update of x).
 
-    It returns x so that the norm's backward kernel can add the gradient of the residual path.
+    The weights are the four of `HeadNormWeights` for norms of queries and keys, or none. The block returns x so that the norm's backward
+    kernel can add the gradient of the residual path.
     """
 
     @staticmethod
@@ -93,6 +99,7 @@ class AttentionBlock(torch.autograd.Function):
         proj_weight: ScalingTensor,
         proj_bias: torch.Tensor | None,
         settings: AttentionSettings,
+        *head_norms: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         b, x2d = x.shape[1], x.view(-1, x.shape[-1])
         qkv_gemm, proj, ends = settings.qkv, settings.proj, settings.ends
@@ -104,15 +111,17 @@ class AttentionBlock(torch.autograd.Function):
         qkv = gathered.product(qkv_gemm.output_rows(n_scale_inv, w_qkv, qkv_bias, x.dtype))
         whole = gathered.keep() if ends.keeps_gathered and settings.keep else None
         gathered.done()
-        attention = (_Wide if settings.fp8 is None else _Narrow)(qkv.view(-1, b, qkv.shape[-1]), settings)
+        packed = qkv.view(-1, b, qkv.shape[-1])
+        heads = HeadNorms(packed, settings.norm, HeadNormWeights(*head_norms), settings.heads, settings.groups) if head_norms else None  # type: ignore[arg-type]
+        attention = (_Wide if settings.fp8 is None else _Narrow)(packed, settings)
         o = attention.codes(o_scale_inv)
         product = proj.output_rows(o_scale_inv, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
         delta = ends.sum_output(product, o, proj)
         if settings.keep:
             weights = (qkv_weight.payload, qkv_bias, proj_weight.payload, proj_bias)
             kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, o_scale_inv, whole, *weights)
-            ctx.save_for_backward(*settings.saved.keep(x2d), *kept)
-            ctx.attention, ctx.settings = attention.kept(), settings
+            ctx.save_for_backward(*head_norms, *settings.saved.keep(x2d), *kept)
+            ctx.attention, ctx.heads, ctx.settings, ctx.head_norms = attention.kept(), heads, settings, len(head_norms)
             ctx.weight_dtypes = (qkv_weight.dtype, proj_weight.dtype)
         return x, delta.view(x.shape)
 
@@ -129,6 +138,7 @@ class AttentionBlock(torch.autograd.Function):
         gathered: bool = False,
         recompute: bool = False,
         fp8: bool = False,
+        head_norms: bool = False,
     ) -> SavedBytes:
         """Return the memory saved for backward, see `SavedBytes`.
 
@@ -139,26 +149,39 @@ class AttentionBlock(torch.autograd.Function):
             saved, recompute: as in `AttentionSettings`.
             ranks, gathered: number of ranks that share the rows, and whether the gathered input is saved.
             fp8: whether the attention runs in FP8.
+            head_norms: whether queries and keys have norms.
         """
         norm = saved.element_bytes(wide) * hidden / ranks + hidden * gathered
+        before = HeadNorms.saved_bytes(heads, groups, head_size, wide) if head_norms else 0.0
         if fp8:
-            return SavedBytes(norm, FP8Attention.saved_bytes(heads, groups, head_size, output=not recompute))
+            return SavedBytes(norm, before + FP8Attention.saved_bytes(heads, groups, head_size, output=not recompute))
         queries, keys = heads * head_size, groups * head_size
         copied = queries if 1 < groups < heads else 0.0  # with several groups the queries are not contiguous in the QKV output
-        return SavedBytes(norm, wide * (queries + 2 * keys + (0.0 if recompute else queries + copied)))
+        return SavedBytes(norm, before + wide * (queries + 2 * keys + (0.0 if recompute else queries + copied)))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_x: torch.Tensor, grad_delta: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        stream, kept = KeptByBlock.of(ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        head_norms, (stream, kept) = saved[: ctx.head_norms], KeptByBlock.of(saved[ctx.head_norms :])
         settings, dtypes = ctx.settings, ctx.weight_dtypes
-        return *finish_backward(settings, stream, kept, _inner(ctx, stream, kept, grad_delta), residual=grad_x, weight_dtypes=dtypes), None
+        of_heads: list[torch.Tensor | None] = []  # filled by `_inner`
+        inner = functools.partial(_inner, ctx, stream, kept, grad_delta, head_norms, of_heads)
+        return *finish_backward(settings, stream, kept, inner(), residual=grad_x, weight_dtypes=dtypes), None, *of_heads
 
 
-def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_delta: torch.Tensor) -> Inner:
-    """Backward through the projection, the attention and the rotary embedding."""
-    settings, attention, device, dtype = ctx.settings, ctx.attention, grad_delta.device, grad_delta.dtype
-    del ctx.attention
+def _inner(
+    ctx: Any,
+    stream: Sequence[torch.Tensor],
+    kept: KeptByBlock,
+    grad_delta: torch.Tensor,
+    head_norms: Sequence[torch.Tensor],
+    of_heads: list[torch.Tensor | None],
+) -> Inner:
+    """Backward through the projection, the attention, the rotary embedding and the norms of the heads, whose gradients it appends to
+    `of_heads`."""
+    settings, attention, heads, device, dtype = ctx.settings, ctx.attention, ctx.heads, grad_delta.device, grad_delta.dtype
+    del ctx.attention, ctx.heads
     qkv, proj, ends = settings.qkv, settings.proj, settings.ends
     grad_y = start_grad_output(proj, grad_delta, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
     again = start_input_again(settings, stream, kept, dtype)
@@ -171,7 +194,12 @@ def _inner(ctx: Any, stream: Sequence[torch.Tensor], kept: KeptByBlock, grad_del
     def rotated_back(**options: Any) -> CastTransposed:
         return CastTransposed(*ops.rotary_backward(dq, dk, dv, settings.cos, settings.sin, scale_invs=scale_invs, **options))
 
-    grad, made = first_grad_output(qkv, rotated_back, colsum=kept.first_bias is not None, device=device)
+    run: Callable[..., CastTransposed] = rotated_back
+    if heads is not None:
+        packed = rotated_back(scale=None, amax_slot=None, dtype=dtype).payload
+        of_heads += heads.backward(packed.view(*dq.shape[:2], -1), HeadNormWeights(*head_norms))
+        run = functools.partial(cast_packed, packed)
+    grad, made = first_grad_output(qkv, run, colsum=kept.first_bias is not None, device=device)
     return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
 
 

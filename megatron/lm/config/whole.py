@@ -94,9 +94,9 @@ class Config:
 
     def fuses(self, recipe: "Recipe") -> bool:
         """Return whether the linear layers of a transformer layer are two fused FP8 blocks in this recipe: all four in FP8, with casts that
-        the block kernels support, and nothing between QKV and the rotary embedding."""
+        the block kernels support."""
         fp8 = recipe.gemm is not None and recipe.gemm.fusible and not self.precision.bf16_linears
-        return fp8 and not self.model.hidden_dropout and not self.model.qk_layernorm
+        return fp8 and not self.model.hidden_dropout
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Round `vocab_size` up to a multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""

@@ -50,6 +50,11 @@ class Layer(TransformerLayer):
         attention, mlp = self.self_attention, self.mlp
         return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
 
+    def _head_norms(self) -> tuple[nn.Module, ...]:
+        """Return the norms of queries and keys, if the model has them."""
+        attention = self.self_attention
+        return (attention.q_layernorm, attention.k_layernorm) if self.config.qk_layernorm else ()
+
     @property
     def ends(self) -> Ends:
         """Return the communication at the ends of the blocks; none without tensor parallelism."""
@@ -58,7 +63,7 @@ class Layer(TransformerLayer):
     def weight_holders(self) -> Iterator[nn.Module]:
         """Iterate over the modules whose weights this layer's own forward uses, so they must be gathered before it."""
         if self.fused:
-            yield from (self.input_layernorm, self.pre_mlp_layernorm, *self._linears())
+            yield from (self.input_layernorm, self.pre_mlp_layernorm, *self._head_norms(), *self._linears())
 
     def forward(
         self,
@@ -101,4 +106,5 @@ class Layer(TransformerLayer):
             fp8=core.now() if isinstance(core, FP8CoreAttention) and mask is None else None,
         )
         norm_bias = getattr(norm, "bias", None)
-        return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, settings)
+        heads = [parameter for one in self._head_norms() for parameter in (one.weight, getattr(one, "bias", None))]
+        return AttentionBlock.apply(x, norm.weight, norm_bias, qkv.weight, qkv.bias, proj.weight, proj.bias, settings, *heads)

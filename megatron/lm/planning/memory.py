@@ -241,8 +241,7 @@ def _fused_layer(config: Config) -> tuple[float, float, float]:
     """Return the bytes per token of a fused layer: norms, attention, MLP."""
     model, wide, again, split = config.model, _compute_bytes(config), _recomputed(config), _sequence_split(config)
     heads, groups, width = _widths(config)
-    saved = saved_activations(config.precision)
-    gathered = split > 1 and config.parallel.tp_saved_input == "gathered"
+    saved, gathered = saved_activations(config.precision), split > 1 and config.parallel.tp_saved_input == "gathered"
     attention = AttentionBlock.saved_bytes(
         model.hidden_size,
         heads,
@@ -254,6 +253,7 @@ def _fused_layer(config: Config) -> tuple[float, float, float]:
         gathered=gathered,
         recompute="core_attn" in again and not model.attention_dropout,
         fp8=config.precision.attention_precision == "fp8",
+        head_norms=model.qk_layernorm,
     )
     mlp = MLPBlock.saved_bytes(model.hidden_size, width, wide, saved, ranks=split, gathered=gathered, recompute="mlp" in again)
     return attention.norm + mlp.norm, attention.inner, mlp.inner

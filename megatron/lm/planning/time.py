@@ -160,6 +160,9 @@ def _fused_elements(config: Config, rates: Rates) -> float:
     seconds = 2 * hidden / split * rates("norm") + ffn * rates("swiglu" if model.swiglu else "gelu")  # squared ReLU moves GELU's bytes
     if model.position_embedding_type == "rope":
         seconds += tokens * channels * rates("rotary")
+    if model.qk_layernorm:  # norms of queries and keys, and a cast of QKV's gradient that the rotary embedding's backward otherwise does
+        normed = channels - model.query_groups * model.head_size / tp
+        seconds += tokens * (normed * rates("norm") + channels * rates("cast"))
     # With tensor parallelism every rank gathers, casts and sums whole rows.
     seconds += hidden * (rates("rest of a layer") if tp == 1 else rates("rest of a layer, tp"))
     if config.precision.kept_activations != "compute":

@@ -64,6 +64,15 @@ def test_attention_block(groups: int, recompute: bool, saved: Saved):
     assert (norm, sum(held.values()) / TOKENS) == want
 
 
+def test_attention_block_with_norms_of_queries_and_keys():
+    half, groups = attention_half(recipe.O2, groups=2), 2
+    weights = [torch.ones(D), torch.zeros(D), torch.ones(D), torch.zeros(D)]
+    through = AttentionBlock.apply(stream(), *half.arguments(), attention_settings(half, groups), *weights)
+    kept = sum(kept.rows.nbytes for kept in through[0].grad_fn.heads.kept) / TOKENS
+    plain, normed = (AttentionBlock.saved_bytes(H, HEADS, groups, D, WIDE, AsItIs(), head_norms=norms) for norms in (False, True))
+    assert (normed.norm, normed.inner) == (plain.norm, plain.inner + kept)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_attention_block_in_fp8(recompute: bool):
     half = attention_half(recipe.O3)

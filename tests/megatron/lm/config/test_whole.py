@@ -71,3 +71,4 @@ def test_layers_are_fused_where_all_of_a_layer_is_fp8(name):
     split = make(precision=PrecisionConfig(precision=name), parallel=ParallelConfig(tensor_model_parallel_size=2))
     assert split.fuses_layers is recipe.by_name(name).gathers_fp8
     assert not dataclasses.replace(fused, model=dataclasses.replace(GPT, hidden_dropout=0.1)).fuses_layers
+    assert dataclasses.replace(fused, model=dataclasses.replace(GPT, qk_layernorm=True)).fuses_layers is fused.fuses_layers

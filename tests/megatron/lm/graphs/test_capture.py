@@ -27,7 +27,8 @@ CAPTURED = {
     "--attention-dropout 0.1": False,
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": False,
     "--recompute-granularity selective": True,
-    "--recompute-granularity selective --qk-layernorm": False,
+    "--recompute-granularity selective --qk-layernorm": True,
+    "--recompute-granularity selective --bf16-linears linear_qkv": False,
     "--grad-accum-dtype fp8": False,
 }
 

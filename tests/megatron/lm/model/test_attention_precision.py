@@ -57,7 +57,7 @@ def test_at_the_other_levels(tmp_path: Path, precision: str):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("more", [{"bf16_linears": ("linear_proj",)}, {"qk_layernorm": True}, {"hidden_dropout": 0.1}], ids=str)
+@pytest.mark.parametrize("more", [{"bf16_linears": ("linear_proj",), "qk_layernorm": True}, {"hidden_dropout": 0.1}], ids=str)
 def test_in_layers_that_are_not_fused(tmp_path: Path, more: dict[str, Any]):
     run = {way: settings(tmp_path, train_iters=20, attention_precision=way, **more) for way in ("fp8", "bf16")}
     narrow, wide = (tiny.losses(tiny.run(run[way])) for way in ("fp8", "bf16"))

@@ -40,7 +40,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "add_qkv_bias": True,
         "position_embedding_type": "none",
     },
-    "stretched": {"use_rope_scaling": True, "rotary_base": 5e5},
+    "stretched, norms of heads with bias": {"use_rope_scaling": True, "rotary_base": 5e5, "qk_layernorm": True},
+    "qk norm": {
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "disable_bias_linear": True,
+    },
 }
 
 
@@ -235,12 +244,16 @@ def test_operands_gathered_in_fp8_have_the_bits_of_those_cast_after_megatron_cor
         assert_same_bits(ours[rank][1:], theirs[rank][1:])
 
 
-RECOMPUTED = list(itertools.product((["core_attn"], ["mlp"], ["core_attn", "mlp"]), ("rope", "llama"), (O2, O3)))
+RECOMPUTED = [
+    *itertools.product((["core_attn"], ["mlp"], ["core_attn", "mlp"]), ("rope", "llama"), (O2, O3)),
+    (["core_attn", "mlp"], "qk norm", O3),
+]
 
 
 @pytest.mark.parametrize(
-    ("modules", "shape", "recipe"),  # of 12 three, in which each choice of one stands beside each of another or nearly so
-    [pytest.param(*case, marks=[pytest.mark.nightly] * (i not in (3, 4, 10))) for i, case in enumerate(RECOMPUTED)],
+    # Of 12 three, in which each choice of one stands beside each of another or nearly so; and one with norms of the heads.
+    ("modules", "shape", "recipe"),
+    [pytest.param(*case, marks=[pytest.mark.nightly] * (i not in (3, 4, 10, 12))) for i, case in enumerate(RECOMPUTED)],
     ids=str,
 )
 def test_selective_recomputation_changes_no_bit(modules: list[str], shape: str, recipe: Recipe):

@@ -215,16 +215,20 @@ def test_fp8_attention_keeps_a_byte_an_element():
     assert per_element(grouped) == 16 + statistics - 2 * 3 / 4
     unfused = f"{fp8} --bf16-linears linear_qkv"
     assert per_element(unfused) == 27 + 1 - 8 + 4 + statistics
-    assert per_element(f"{fp8} --qk-layernorm") == 31 + ROPE - 2 + statistics  # its norms keep what they see
+    assert per_element(f"{fp8} --qk-layernorm") == 20 - 4 + 4 + statistics  # its norms keep what they see
+    assert per_element(f"{unfused} --qk-layernorm") == 32 + ROPE - 2 + statistics
     again = "--recompute-granularity selective --recompute-modules core_attn --qk-layernorm"
-    assert per_element(f"{fp8} {again}") == per_element(f"--opt-level O3 {again}")
+    assert per_element(f"{fp8} {again}") == 18 - 3 + 4
+    assert per_element(f"{unfused} {again}") == per_element(f"--opt-level O3 {again} --bf16-linears linear_qkv")
 
 
 def test_norms_of_queries_and_keys_keep_a_copy_of_grouped_queries():
-    for level, unit in (("O0", 36), ("O3", 31)):
+    grouped = "--group-query-attention --num-query-groups 4 --qk-layernorm"
+    for level, unit in (("O0", 36), ("O3 --bf16-linears linear_qkv", 32)):
         assert per_element(f"--opt-level {level} --qk-layernorm") == unit + ROPE  # not fused; what the norms see are views
-        grouped = "--group-query-attention --num-query-groups 4 --qk-layernorm"
         assert per_element(f"--opt-level {level} {grouped}") == unit - 2 * 2 * 3 / 4 - 2 * 3 / 4 + ROPE + 2
+    assert per_element("--opt-level O3 --qk-layernorm") == 20 + 2 + 2  # fused: copies of queries and keys before the norms
+    assert per_element(f"--opt-level O3 {grouped}") == 20 - 2 * 2 * 3 / 4 + 2 + 2 + 2 / 4
 
 
 def test_bf16_linears_keep_bf16_inputs_in_a_layer_that_is_not_fused():

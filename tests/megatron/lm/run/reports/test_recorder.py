@@ -289,7 +289,7 @@ def test_delayed_scales_are_judged_as_they_are(tmp_path: Path):
     assert large["saturation"] > 0.9
 
 
-@pytest.mark.parametrize("more", [{}, {"qk_layernorm": True}], ids=["fused", "not fused"])
+@pytest.mark.parametrize("more", [{"qk_layernorm": True}, {"bf16_linears": ("linear_proj",)}], ids=["fused", "not fused"])
 def test_fp8_attention_is_recorded_and_ends_with_the_same_bits(prefix: Path, tmp_path: Path, more: dict[str, Any]):
     config = tiny.config(prefix, precision="O3", attention_precision="fp8", train_iters=4, **more)
     record = {"record_precision": str(tmp_path / "p.jsonl"), "record_interval": 1}

@@ -1,0 +1,69 @@
+"""Norms of queries and keys in a packed projection against torch's own in FP64."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from helpers.numerics import make
+from msamp.kernels import ops
+from msamp.nn.attention_block import split_heads
+from msamp.nn.block import Norm
+from msamp.nn.head_norms import HeadNorms, HeadNormWeights, cast_packed
+from msamp.numerics.metrics import sqnr_db
+
+S, B, D, EPS = 5, 2, 16, 1e-5
+
+
+def weights(rms: bool) -> HeadNormWeights:
+    found = [1 + make("normal", (D,), seed=seed) / 4 for seed in range(4)]
+    return HeadNormWeights(found[0], None if rms else found[1], found[2], None if rms else found[3])
+
+
+def plain(qkv: torch.Tensor, held: HeadNormWeights, rms: bool, heads: int, groups: int) -> list[torch.Tensor]:
+    query, key, value = split_heads(qkv, heads, groups)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.rms_norm(x, (D,), weight, EPS) if rms else functional.layer_norm(x, (D,), weight, bias, EPS)
+
+    return [norm(query, held.query_weight, held.query_bias), norm(key, held.key_weight, held.key_bias), value]
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+def test_forward_and_backward_are_those_of_torch(heads: int, groups: int, rms: bool):
+    qkv, held = make("normal", (S, B, (heads + 2 * groups) * D), seed=9), weights(rms)
+    grads = [make("normal", (S, B, n, D), seed=seed) for seed, n in ((5, heads), (6, groups), (7, groups))]
+    wide = qkv.double().requires_grad_()
+    leaves = HeadNormWeights(*(None if x is None else x.double().requires_grad_() for x in held))  # type: ignore[arg-type]
+    out = plain(wide, leaves, rms, heads, groups)
+    given = [x for x in leaves if x is not None]
+    want, *of_weights = torch.autograd.grad(out, [wide, *given], [g.double() for g in grads])
+
+    packed = qkv.clone()
+    norms = HeadNorms(packed, Norm(EPS, rms), held, heads, groups)
+    for ours, theirs in zip(split_heads(packed, heads, groups), out, strict=True):
+        torch.testing.assert_close(ours, theirs.detach().float(), rtol=1e-5, atol=1e-5)
+    no_rotation = torch.empty(S, 0)
+    grad = ops.rotary_backward(*grads, no_rotation, no_rotation, scale=None, amax_slot=None, dtype=torch.float32)[0]
+    found = norms.backward(grad.view(S, B, -1), held)
+    torch.testing.assert_close(grad.view(S, B, -1), want.float(), rtol=1e-4, atol=1e-5)
+    assert [x is None for x in found] == [x is None for x in held]
+    for ours, theirs in zip([x for x in found if x is not None], of_weights, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_one_token_of_one_group_keeps_what_its_norms_saw():
+    """A single row is contiguous in the packed projection, which the normalized values overwrite."""
+    qkv = make("normal", (1, 1, 3 * D), seed=3)
+    norms = HeadNorms(packed := qkv.clone(), Norm(EPS, True), weights(True), 1, 1)
+    assert norms.kept[0].rows.flatten().equal(qkv[0, 0, :D])
+    assert not packed.equal(qkv)
+
+
+def test_a_packed_gradient_is_cast_for_both_gemms_or_left_wide():
+    grad = make("normal", (32, 48), seed=4).bfloat16()
+    made = cast_packed(grad, dtype=torch.float8_e5m2, scale=torch.tensor(4.0), amax_slot=None, colsum=True)
+    assert made.payload.t().equal(made.payload_t)
+    assert sqnr_db(grad.float(), made.payload.float() * made.scale_inv) > 20
+    assert made.sums.sum(0).allclose(grad.float().sum(0), atol=1e-3)
+    assert cast_packed(grad, dtype=torch.float32, scale=None, amax_slot=None).payload.equal(grad.float())
