@@ -40,7 +40,6 @@ UNPLANNED_TP = ("5fa3333b",)
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 # Until then O1 and O2 sent BF16 between tensor-parallel ranks, and their layers were not fused there.
 UNFUSED_TP = "2026-11-26"
-GRAPHS_OF_STAGES = "2026-11-26"  # until this day, a row with pipeline stages and without --cuda-graph ran eager steps
 AUTO_TRANSPORT = "2026-11-25"  # from this day on, a row without --tp-transport ran with auto; before, with nccl
 NO_NVLINK = "off"
 KINDS = {
@@ -129,8 +128,6 @@ def configuration(row: Row) -> Config:
     flags += ["--micro-batch-size", row["micro_batch"]]
     if row["commit"] in EARLIER:
         flags += ["--cuda-graph", "none"]
-    if row["date"] <= GRAPHS_OF_STAGES and parallel.pipeline_model_parallel_size > 1:
-        flags = ["--cuda-graph", "none", *flags]
     if row["date"] < AUTO_TRANSPORT:
         flags = ["--tp-transport", "nccl", *flags]
     return parse_args(flags)

@@ -13,7 +13,6 @@ from typing import Any
 from megatron.lm.config import Config
 from megatron.lm.config.parallel import AXES
 from megatron.lm.config.rules import shape, training
-from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.memory import GIB, RESERVED, Rank
@@ -59,8 +58,7 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
     """Return at most `top` grids that fit, the fastest first.
 
     Args:
-        config: the run; its grid, micro-batch size and recomputation are searched unless `fixed` names them, and for pipelines whether
-            graphs run the steps.
+        config: the run; its grid, micro-batch size and recomputation are searched unless `fixed` names them.
         capacity: bytes of a GPU, of which `RESERVED` stay free.
         fixed: field names of settings that are not searched.
 
@@ -113,11 +111,7 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
             split = given.sequence_parallel if GRID[3] in fixed else tp > 1
             parallel = replace(grid, num_layers_per_virtual_pipeline_stage=chunk, sequence_parallel=split)
             trained = replace(config.training, micro_batch_size=micro_batch, **recomputed)
-            one = replace(config, parallel=parallel, training=trained)
-            yield one
-            # Graphs of pipeline stages have memory for each micro-batch in flight: eager steps may fit where they do not.
-            if pp > 1 and "cuda_graph" not in fixed and captured(one):
-                yield replace(one, training=replace(trained, cuda_graph="none"))
+            yield replace(config, parallel=parallel, training=trained)
 
 
 def _problems(config: Config, gpus: int) -> Iterator[str]:
@@ -163,8 +157,7 @@ def _bare(config: Config, batch: int) -> Config:
     """Return the settings that model states depend on, so that many grids share a cached result: no recomputation, no chunks, whole
     sequences, and one or two micro-batches per step."""
     parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1)
-    graph = config.training.cuda_graph if captured(config) else "none"  # recomputation may prevent graphs, in which gradients differ
-    bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, cuda_graph=graph, **RECOMPUTED[0])
+    bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, **RECOMPUTED[0])
     return replace(config, parallel=parallel, training=bare)
 
 
