@@ -40,6 +40,8 @@ UNPLANNED_TP = ("5fa3333b",)
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 # Until then O1 and O2 sent BF16 between tensor-parallel ranks, and their layers were not fused there.
 UNFUSED_TP = "2026-11-26"
+# Until then no layer with norms of queries and keys was fused.
+UNFUSED_HEADS = "2026-11-26"
 AUTO_TRANSPORT = "2026-11-25"  # from this day on, a row without --tp-transport ran with auto; before, with nccl
 NO_NVLINK = "off"
 KINDS = {
@@ -83,7 +85,7 @@ class Compared:
     @functools.cached_property
     def kind(self) -> str:
         """Kind of comparison: one of `KINDS`."""
-        if self.row["commit"] in EARLIER or self.rotated_by_torch or self.unfused_tp:
+        if self.row["commit"] in EARLIER or self.rotated_by_torch or self.unfused_tp or self.unfused_heads:
             return "earlier"
         if is_fitted(self.file, self.row):
             return "fitted"
@@ -106,6 +108,11 @@ class Compared:
         recipe = self.config.precision.recipe
         several = self.config.parallel.tensor_model_parallel_size > 1
         return several and recipe.gathers_fp8 and not recipe.fp8_wire and self.row["date"] < UNFUSED_TP
+
+    @property
+    def unfused_heads(self) -> bool:
+        """Whether its tree computed layers from modules that today's fuses, see `UNFUSED_HEADS`."""
+        return self.config.model.qk_layernorm and self.config.fuses_layers and self.row["date"] < UNFUSED_HEADS
 
     @property
     def configured_bf16(self) -> bool:

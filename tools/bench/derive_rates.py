@@ -100,7 +100,7 @@ def profiled(kind: str, commit: str = PROFILED) -> float:
 
 def step(name: str, commit: str, case: str, micro_batch: int = 4) -> float:
     """Return the seconds of a step of GPT-1.3B."""
-    return float(one(name, commit=commit, case=case, preset="1.3b", micro_batch=str(micro_batch))["ms"]) * 1e-3
+    return float(one(name, gpu=GPU, commit=commit, case=case, preset="1.3b", micro_batch=str(micro_batch))["ms"]) * 1e-3
 
 
 def arithmetic() -> Iterator[Rate]:
@@ -192,7 +192,7 @@ def whole_steps() -> Iterator[Rate]:
     kinds = [row["kind"] for row in read(PROFILE) if row["commit"] == PROFILED_TP and row["kind"] not in ("NCCL", "idle")]
     beside = sum(profiled(kind, PROFILED_TP) for kind in kinds) + gap
     for name, case in (("tp exposed", f"{TP} --tp-transport nccl"), ("tp exposed, copies", TP)):
-        sent = float(one(GRID, commit=SPLIT_TP, case=case)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
+        sent = float(one(GRID, gpu=GPU, commit=SPLIT_TP, case=case)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
         exposed = (step(GRID, SPLIT_TP, case, 8) - beside) / sent
         yield Rate(name, None, exposed, "share", f"{GRID}: {case}, less its kernels", SPLIT_TP)
     for name, case in (("host bf16", "O0"), ("host fp8", "O3")):

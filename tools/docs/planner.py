@@ -95,6 +95,8 @@ def outside() -> Table:
             cause = "the tree ran eagerly, on hosts whose speed differed from day to day" if one.configured_bf16 else EARLIER
         elif one.rotated_by_torch:
             cause = "torch's operations rotated queries and keys where layers are not fused"
+        elif one.unfused_heads:
+            cause = "layers with norms of queries and keys were not fused"
         elif one.unfused_tp:
             cause = "the tree sent BF16 between tensor-parallel ranks at O1 and O2, whose layers were not fused there"
         if one.row["commit"] in check_plan.UNPLANNED_TP and one.config.parallel.tensor_model_parallel_size > 1:
