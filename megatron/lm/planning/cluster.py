@@ -34,7 +34,7 @@ class Cluster:
 
     def copies(self, config: Config) -> bool:
         """Return whether tensor-parallel ranks copy the activations of FP8 layers to each other's GPUs, as `--tp-transport auto` chooses on
-        a host with NVLink under sequence parallelism."""
+        a host with NVLink under sequence parallelism. The rate is of two cards; of more it is an extrapolation."""
         parallel = config.parallel
         near = parallel.tensor_model_parallel_size <= self.per_host
         return near and parallel.tp_transport != "nccl" and parallel.sequence_parallel and config.precision.recipe.gathers_fp8

@@ -50,7 +50,7 @@ def test_the_tool_prints_and_writes_a_table(tmp_path, capsys):
     path = tmp_path / "new" / "table8.csv"
     assert table8.main(["--models", "175b", "--ranks", "2", "--csv", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "no activations" in printed
+    assert "without activations" in printed
     with path.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert tuple(rows[0]) == table8.COLUMNS

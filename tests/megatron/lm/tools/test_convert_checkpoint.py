@@ -186,7 +186,7 @@ def test_inspect_lists_what_is_there(known, capsys):
     saved = known("llama")
     assert run("inspect", "--load", "here") == 0
     text = capsys.readouterr().out
-    for line in ("iter_0000007: whole", "version: 3", "iteration: 7", "precision: O3", "grid: TP 1 x PP 1 x DP 1"):
+    for line in ("iter_0000007: whole", "version: 3", "iteration: 7", "precision: O3", "grid: TP 1 x PP 1\n"):
         assert line in text
     rows = {line.split()[0]: line for line in text.splitlines() if line}
     scale = saved.weight("decoder.layers.0.mlp.linear_fc1.weight").scale_inv.item()
