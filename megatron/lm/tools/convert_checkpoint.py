@@ -177,8 +177,10 @@ def inspect(args: argparse.Namespace) -> str:
     config = saved.config
     shown = ("version", "torch", "iteration", "consumed_samples", "vocab_size")
     lines = [f"{saved.folder}: whole", *(f"{key}: {saved.info[key]}" for key in shown if key in saved.info)]
-    parallel, processes = config.parallel, saved.info.get("processes")  # version 3 does not say how many there were
-    grid = f"{parallel.axes(processes or parallel.unit)}".partition(" x DP" if processes is None else "\n")[0]
+    processes = saved.info.get("processes")  # version 3 does not say how many there were
+    parallel = config.parallel
+    grid = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size}"
+    grid = grid if processes is None else f"{config.axes(processes)}"
     lines += [f"precision: {config.precision.name}", f"grid: {grid}", f"flags: {shlex.join(to_argv(config))}", ""]
     lines.append(f"{'tensor':<56}{'shape':<20}{'dtype':<16}{'bytes':>14}  scale_inv")
     elements, size = 0, 0
