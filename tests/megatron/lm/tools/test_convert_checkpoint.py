@@ -30,7 +30,8 @@ class Known:
 
     def __init__(self, settings, folder):
         self.weights = random_weights(settings)
-        self.info = {"version": 3, "config": config_to_dict(settings), "vocab_size": VOCABULARY, "iteration": 7, "consumed_samples": 28}
+        counts = {"version": 3, "processes": 1, "vocab_size": VOCABULARY, "iteration": 7, "consumed_samples": 28}
+        self.info = counts | {"config": config_to_dict(settings)}
         self.config, self.folder = settings, folder
 
     def names(self):
@@ -186,7 +187,7 @@ def test_inspect_lists_what_is_there(known, capsys):
     saved = known("llama")
     assert run("inspect", "--load", "here") == 0
     text = capsys.readouterr().out
-    for line in ("iter_0000007: whole", "version: 3", "iteration: 7", "precision: O3", "grid: TP 1 x PP 1\n"):
+    for line in ("iter_0000007: whole", "version: 3", "iteration: 7", "precision: O3", "grid: TP 1 x PP 1 x DP 1"):
         assert line in text
     rows = {line.split()[0]: line for line in text.splitlines() if line}
     scale = saved.weight("decoder.layers.0.mlp.linear_fc1.weight").scale_inv.item()
