@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if name == "--version":
-        from msamp import __version__
+        from megatron.lm.command.environment import msamp_version
 
-        print(f"msamp {__version__}")
+        print(f"msamp {msamp_version()}")
         return 0
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, 1)

@@ -1,13 +1,16 @@
 """Print what a bug report needs: versions, GPUs with their links, and the environment variables that change training.
 
-msamp env
-msamp env --json
+    msamp env
+    msamp env --json
+
+It answers in an environment without torch too, which it then reports.
 """
 
 import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +31,7 @@ PACKAGES = (
     "accelerate",
     "lightning",
 )
-# No others, since variables may contain passwords. Of these a proxy's address in NCCL_* is the most private.
+# No others, since variables may contain passwords.
 PREFIXES = ("CUDA_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")
 
 
@@ -63,14 +66,27 @@ def describe() -> Iterator[tuple[str, str]]:
             yield name, os.environ[name]
 
 
+def msamp_file() -> Path:
+    """Return the library's `__init__.py`, without importing it, which would import torch."""
+    found = importlib.util.find_spec("msamp")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin)
+
+
+def msamp_version() -> str:
+    """Return the library's version, as `setup.py` reads it."""
+    match = re.search(r'^__version__ = "([^"]+)"', msamp_file().read_text(encoding="utf-8"), re.MULTILINE)
+    assert match is not None
+    return match[1]
+
+
 def _msamp() -> str:
     """Return version, commit and folder."""
-    import msamp  # here: it imports torch
-
-    folder = Path(msamp.__file__).parents[1]
+    folder = msamp_file().parents[1]
     git = _output("git", "-C", str(folder), "log", "-1", "--format=%h of %cs") if (folder / ".git").exists() else ""
     changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no") if git else ""
-    return f"{msamp.__version__}{f', commit {git}' if git else ''}{' with changes' if changed else ''} ({folder})"
+    return f"{msamp_version()}{f', commit {git}' if git else ''}{' with changes' if changed else ''} ({folder})"
 
 
 def _torch() -> Iterator[tuple[str, str]]:

@@ -1,7 +1,10 @@
 """`msamp env` prints what a bug report needs, and no password."""
 
-import importlib.util
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,8 @@ import torch
 
 import msamp
 from megatron.lm.command import environment
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_versions_and_settings(capsys, monkeypatch):
@@ -40,7 +45,8 @@ def test_the_commit_of_a_checkout_is_named_and_elsewhere_none(monkeypatch, tmp_p
 
     monkeypatch.setattr(environment, "_output", output)
     (tmp_path / "msamp").mkdir()
-    monkeypatch.setattr(msamp, "__file__", str(tmp_path / "msamp/__init__.py"))
+    shutil.copy(msamp.__file__, tmp_path / "msamp")
+    monkeypatch.setattr(environment, "msamp_file", lambda: tmp_path / "msamp/__init__.py")
     assert environment._msamp() == f"{msamp.__version__} ({tmp_path})"
     assert not asked
     (tmp_path / ".git").mkdir()
@@ -71,8 +77,11 @@ def test_gpus_and_their_links(monkeypatch):
     assert found["cuDNN, NCCL"].endswith(", 2.28.9")
 
 
-def test_without_torch_it_says_so(monkeypatch):
-    present = importlib.util.find_spec
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name == "torch" else present(name))
-    monkeypatch.setattr(environment, "_msamp", lambda: "0.1.0")
-    assert dict(environment.describe())["torch"] == "not installed"
+@pytest.mark.parametrize(("word", "name", "value"), [("env", "torch", "not installed"), ("--version", "msamp", msamp.__version__)])
+def test_it_answers_without_any_package(word, name, value, tmp_path):
+    """`-S` leaves the interpreter without its site-packages."""
+    command = [sys.executable, "-S", "-m", "megatron.lm.command.dispatch", word]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = dict(line.split(None, 1) for line in done.stdout.splitlines())
+    assert lines["msamp"].startswith(msamp.__version__)
+    assert lines[name] == value
