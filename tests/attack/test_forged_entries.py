@@ -45,7 +45,7 @@ def test_an_entry_of_another_shape_or_dtype_ends_in_a_line(level: str, kinds: Se
         for number, change in enumerate(fuzz_checkpoints.CHANGES[5:]):  # those of shape and dtype
             try:
                 changed = change(held[key]).contiguous()
-            except (NotImplementedError, RuntimeError, TypeError):  # a change that FP8 has not got
+            except (NotImplementedError, RuntimeError, TypeError):  # an operation that FP8 lacks
                 continue
             made = Path(shutil.copytree(good, tmp_path / good.name))
             checkpoints.rewrite(made, {key: changed})

@@ -33,8 +33,8 @@ MEMORY, TIME = "memory", "time"
 EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")
 # Trees where a tensor-parallel rank stored all its logits, also in FP32; later trees compute the loss in chunks.
 FORMER_HEAD = ("02ce428?", "f551bc2?")
-# Trees whose tensor-parallel ranks used up to 0.6 GiB more than planned, in layers or in the head: it is not known where; and graphs of
-# their pipeline stages less.
+# Trees whose tensor-parallel ranks used up to 0.6 GiB more than planned (it is not known where), and whose graphs of pipeline stages used
+# less.
 UNPLANNED_TP = ("5fa3333b",)
 # Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")

@@ -46,7 +46,7 @@ def test_each_command_is_one_that_its_tool_takes(command, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     with pytest.raises(Parsed):
-        tool.main.__wrapped__(flags) if hasattr(tool.main, "__wrapped__") else tool.main(flags)
+        tool.main.__wrapped__(flags)
     assert taken["rest"] == []
     assert taken["preset"] in ("1.3b", "7b", "13b", "llama2-7b", "llama3-8b")
 

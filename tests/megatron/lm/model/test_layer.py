@@ -218,14 +218,14 @@ def assert_close_over_two_ranks(recipe: Recipe, shape: str, way: str) -> None:
         torch.testing.assert_close(losses.mean(), exact_losses.mean(), rtol=0, atol=3e-2 if way == "fp8 sums" else 1e-2)
         assert gradients.keys() == composed.keys()
         close = {name: sqnr_db(exact_gradients[name].float(), gradients[name].float()) for name in gradients}
-        # 2 dB less than on one GPU: sums travel in E5M2. Norms of heads sharpen the attention, which costs 2 dB more; a bias of all keys
-        # changes a softmax by their rotation only, so that its gradient is small and lies anywhere.
-        close = {name: db for name, db in close.items() if not name.endswith("k_layernorm.bias")}
-        assert {name: db for name, db in close.items() if db < (8 if "norm" in shape else 10)} == {}
+        # 2 dB less than on one GPU: sums travel in E5M2. RMSNorms of heads sharpen the attention, which costs 2 dB more; a bias of all keys
+        # changes a softmax by their rotation only, so that its gradient is small: on one rank either of the two is closer by up to 4 dB.
+        of_keys = {name for name in close if name.endswith("k_layernorm.bias")}
+        assert {name: db for name, db in close.items() if db < (8 if shape == "qk norm" or name in of_keys else 10)} == {}
         if way == "fp8 sums":
             theirs = {name: sqnr_db(exact_gradients[name].float(), composed[name].float()) for name in gradients}
             # The gradient of a bias has few values: from seed to seed either of the two is closer by up to 5 dB.
-            lost = {name: 6.0 if exact_gradients[name].dim() == 1 else 3.0 for name in close}
+            lost = {name: 6.0 if exact_gradients[name].dim() == 1 else 3.0 for name in close} | dict.fromkeys(of_keys, 8.0)
             assert {name: (db, theirs[name]) for name, db in close.items() if db < theirs[name] - lost[name]} == {}
 
 
