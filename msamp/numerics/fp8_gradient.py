@@ -40,13 +40,15 @@ class _Cell:
 
     Attributes:
         held: the values, a ScalingTensor (narrow) or a plain tensor (wide).
-        format: the format of the narrow form.
+        narrow_dtype: of the payload of the narrow form.
         zeroed: whether nothing but zeros has been stored since the last cast, apart from what one backward may have added.
     """
 
+    __slots__ = ("held", "narrow_dtype", "zeroed")
+
     def __init__(self, held: ScalingTensor) -> None:
         self.held: torch.Tensor = held
-        self.format = held.format
+        self.narrow_dtype = held.payload.dtype
         self.zeroed = False
 
     def widen(self) -> None:
@@ -60,7 +62,7 @@ class _Cell:
 
     def zero_(self) -> None:
         if not isinstance(self.held, ScalingTensor):
-            payload = torch.empty(self.held.shape, dtype=self.format.dtype, device=self.held.device)
+            payload = torch.empty(self.held.shape, dtype=self.narrow_dtype, device=self.held.device)
             self.held = ScalingTensor(payload, payload.new_ones((), dtype=torch.float32), self.held.dtype)
         self.held.zero_()
         self.zeroed = True
@@ -82,7 +84,10 @@ class FP8Gradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, narrow: ScalingTensor) -> FP8Gradient:
-        return cls._alias(_Cell(narrow), narrow, ())
+        payload = narrow.payload
+        made = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=narrow.dtype, device=payload.device)
+        made._cell, made._views = _Cell(narrow), ()
+        return made  # type: ignore[no-any-return]
 
     @classmethod
     def _alias(cls, cell: _Cell, like: torch.Tensor, views: tuple[View, ...]) -> FP8Gradient:

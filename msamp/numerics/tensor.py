@@ -55,6 +55,7 @@ class ScalingTensor(torch.Tensor):
     payload: torch.Tensor
     scale_inv: torch.Tensor
     label: str = ""
+    _tally: Tally | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # see __torch_dispatch__, below autograd
 
@@ -67,16 +68,18 @@ class ScalingTensor(torch.Tensor):
             raise ValueError(f"a payload of {payload.dtype} has no scale; use torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16")
         if scale_inv.dtype != torch.float32 or scale_inv.numel() != 1:
             raise ValueError(f"scale_inv is {scale_inv.dtype} of shape {tuple(scale_inv.shape)}; it must be one torch.float32 value")
-        return torch.Tensor._make_wrapper_subclass(
+        made: ScalingTensor = torch.Tensor._make_wrapper_subclass(
             cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device, requires_grad=False
         )
+        made.payload, made.scale_inv, made._tally = payload, scale_inv, None if tally is None else Tally(tally, payload)
+        return made
 
-    def __init__(
-        self, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16, *, tally: torch.Tensor | None = None
-    ) -> None:
-        self.payload = payload
-        self.scale_inv = scale_inv
-        self._tally = None if tally is None else Tally(tally, payload)
+    @classmethod
+    def of(cls, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> ScalingTensor:
+        """Return what the constructor does for a contiguous payload in a scaled format, without its checks: for casts of many tensors."""
+        made: ScalingTensor = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)
+        made.payload, made.scale_inv, made._tally = payload, scale_inv, None
+        return made
 
     @classmethod
     def quantize(cls, x: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> ScalingTensor:

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +27,8 @@ from msamp.optim.grad_cast import GradCast
 GROUP_ELEMENTS = 2**28  # 512 MiB of BF16
 GROUPS = 8  # groups per backward of a large model
 
-Place = tuple[torch.device, int]  # a device, and the stream on which its gradients arrived
+Place = tuple[int, int]  # the index of a device, -1 for the CPU, and the stream on which its gradients arrived
+_CPU: Place = (-1, 0)
 
 
 class BackwardCasts:
@@ -37,10 +37,11 @@ class BackwardCasts:
     def __init__(self) -> None:
         self._formats: dict[int, Format] = {}  # by the id of a parameter, which the optimizer holds
         self._total = 0  # elements of the hooked parameters
+        self._group = GROUP_ELEMENTS  # elements of a group
         self._handles: dict[int, RemovableHandle] = {}
         self._pending: dict[Place, dict[int, torch.Tensor]] = {}
         self._elements: dict[Place, int] = {}
-        self._casts: dict[tuple[Place, int, Format], GradCast] = {}  # by their place in backward: the same gradients in every step
+        self._casts: dict[tuple[Place, int, str], GradCast] = {}  # by their place in backward: the same gradients in every step
         self._flushes: dict[Place, int] = {}
         self._backward = -1
         self._paused = 0
@@ -60,6 +61,7 @@ class BackwardCasts:
                 self._total += p.numel()
                 # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
                 self._handles[id(p)] = p.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self)))
+        self._group = max(GROUP_ELEMENTS, self._total // GROUPS)
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -77,17 +79,21 @@ class BackwardCasts:
             self._paused -= 1
 
     def arrived(self, p: torch.Tensor) -> None:
-        """Record a gradient that backward has accumulated in `p.grad`, and cast its group once that is complete."""
-        if self._paused or not _can_be_cast(p.grad) or id(p) not in self._formats:
+        """Record that backward has accumulated a gradient in `p.grad`, and cast its group once that is complete. The host runs this for
+        each parameter while the GPU may wait for it, so everything that can be asked once per group is left to `_cast`."""
+        if self._paused:
             return
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward, self._flushes = backward, {}  # gradients that a failed backward left in `_pending` are cast with the rest
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_ended, weakref.ref(self)))
-        place = p.device, _stream(p)
-        self._pending.setdefault(place, {})[id(p)] = p
-        self._elements[place] = self._elements.get(place, 0) + p.numel()
-        if self._elements[place] >= max(GROUP_ELEMENTS, self._total // GROUPS):
+        device = p.get_device()
+        place = _CPU if device < 0 else (device, torch._C._cuda_getCurrentRawStream(device))
+        if place not in self._pending:
+            self._pending[place], self._elements[place] = {}, 0
+        self._pending[place][id(p)] = p
+        self._elements[place] += p.numel()
+        if self._elements[place] >= self._group:
             self._cast(place)
 
     def ended(self) -> None:
@@ -97,41 +103,38 @@ class BackwardCasts:
 
     @torch.no_grad()
     def _cast(self, place: Place) -> None:
+        device, stream = place
         number = self._flushes[place] = self._flushes.get(place, 0) + 1
-        self._elements[place] = 0
-        by_format: dict[Format, list[torch.Tensor]] = {}
-        for p in self._pending.pop(place).values():
-            if _can_be_cast(p.grad):  # hooks of the loop may have taken it since
-                by_format.setdefault(self._formats[id(p)], []).append(p)
-        for fmt, params in by_format.items():
-            cast = self._casts.setdefault((place, number, fmt), GradCast())
-            gradients = [_plain(p.grad) for p in params]
-            if place[1] != _stream(params[0]):
+        pending = self._pending.pop(place)
+        if device >= 0 and torch.cuda.is_current_stream_capturing():
+            return  # memory of a graph is not freed
+        by_format: dict[str, tuple[Format, list[torch.Tensor], list[torch.Tensor]]] = {}
+        for key, p in pending.items():
+            g, fmt = p.grad, self._formats.get(key)
+            plain = _plain(g)
+            if plain is not None and fmt is not None:
+                _, params, gradients = by_format.setdefault(fmt.name, (fmt, [], []))
+                params.append(p)
+                gradients.append(plain)
+        for name, (fmt, params, gradients) in by_format.items():
+            cast = self._casts.setdefault((place, number, name), GradCast())
+            if device >= 0 and stream != torch._C._cuda_getCurrentRawStream(device):
                 for g in gradients:
-                    g.record_stream(torch.cuda.current_stream(place[0]))
+                    g.record_stream(torch.cuda.current_stream(device))
             for p, narrow in zip(params, cast(gradients, fmt), strict=True):
                 assert isinstance(narrow, ScalingTensor)
-                if isinstance(p.grad, FP8Gradient):
+                if type(p.grad) is FP8Gradient:
                     p.grad.narrow_to(narrow)
                 else:
                     p.grad = FP8Gradient(narrow)
 
 
-def _can_be_cast(g: torch.Tensor | None) -> bool:
-    """Whether a gradient is the result of a single backward, in memory that may be freed."""
-    if isinstance(g, FP8Gradient):
-        return g.was_zeroed and not isinstance(g.held, ScalingTensor)
-    if type(g) is not torch.Tensor or g.requires_grad or g.layout is not torch.strided:
-        return False
-    return not (g.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _plain(g: Any) -> torch.Tensor:
-    return g.held if isinstance(g, FP8Gradient) else g  # type: ignore[no-any-return]
-
-
-def _stream(p: torch.Tensor) -> int:
-    return torch.cuda.current_stream(p.device).cuda_stream if p.is_cuda else 0
+def _plain(g: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient to be cast, the result of a single backward, as a plain tensor; None for any other: hooks of the loop may have
+    replaced it, or it is a sum."""
+    if type(g) is FP8Gradient:
+        return g.held if g.was_zeroed and not isinstance(g.held, ScalingTensor) else None
+    return g if type(g) is torch.Tensor and not g.requires_grad and g.layout is torch.strided else None
 
 
 def _arrived(casts: "weakref.ref[BackwardCasts]", p: torch.Tensor) -> None:

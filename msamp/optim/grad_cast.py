@@ -58,7 +58,7 @@ class GradCast:
         scales = ops.scale_from_amax(amaxes, fmt.max, None, 1.0)
         scale_invs = inverse(scales).add_(amaxes, alpha=0.0).unbind()  # 0 times Inf or NaN is NaN: one launch instead of seven
         payloads = _packed(tables, gs, fmt, scales)
-        return [ScalingTensor(made, scale_inv, g.dtype) for made, scale_inv, g in zip(payloads, scale_invs, gs, strict=True)]
+        return [ScalingTensor.of(made, scale_inv, g.dtype) for made, scale_inv, g in zip(payloads, scale_invs, gs, strict=True)]
 
 
 def _packed(tables: Tables, gs: Sequence[torch.Tensor], fmt: Format, scales: torch.Tensor | None) -> list[torch.Tensor]:

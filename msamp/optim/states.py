@@ -24,7 +24,7 @@ import torch
 from msamp.numerics.formats import FP32, PLAIN_FP16, Format, of_dtype
 from msamp.numerics.range_expand import STATE_GROUP, Expanded
 from msamp.numerics.stochastic_rounding import tensor_key
-from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.numerics.tensor import PLAIN, ScalingTensor, fp32_values
 
 # FP8-LM's Table 6, #3 and #4, both reproduced on a 125M GPT (docs/reproduction/fp8lm-table6.md).
 SEEN = {
@@ -132,7 +132,7 @@ def as_stored(state: Mapping[str, torch.Tensor], key: str) -> Stored:
 
 def local(x: Any) -> Any:
     """Return this process's shard of a DTensor (FSDP2's parameters and gradients), and any other tensor unchanged."""
-    return getattr(x, "_local_tensor", x)
+    return x if type(x) in PLAIN or type(x) is ScalingTensor else getattr(x, "_local_tensor", x)  # looking for what is missing is slow
 
 
 def is_scaled(x: Stored) -> bool:

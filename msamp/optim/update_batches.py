@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from msamp.numerics.tensor import PLAIN
 from msamp.optim.kept_states import update_of
 from msamp.optim.shard import Holding
 from msamp.optim.states import as_stored, is_scaled, payload
@@ -53,4 +54,6 @@ def update_batches(
 
 def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
     """Return the dtype in which a tensor is stored and whether it has a scale; None for None."""
+    if type(x) in PLAIN:
+        return x.dtype, False
     return None if x is None else (payload(x).dtype, is_scaled(x))

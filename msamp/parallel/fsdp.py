@@ -50,11 +50,8 @@ class ShardedWeight(ScalingTensor):
     rows with a scale of its own.
     """
 
-    _scales: tuple[int, torch.Tensor, torch.Tensor] | None  # version of the payload, multiplier to FP8, scale_inv of the gathered weight
-
-    def __init__(self, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(payload, scale_inv, dtype)
-        self._scales = None
+    # Version of the payload, multiplier to FP8, scale_inv of the gathered weight.
+    _scales: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def set_amax(self, amax: torch.Tensor, cast: Cast) -> None:
         """Set the scales of the gathered weight from the amax of the whole stored weight, FP32 0-dim."""

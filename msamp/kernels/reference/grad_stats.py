@@ -54,8 +54,9 @@ def check_lengths(gs: Sequence[torch.Tensor], factors: torch.Tensor | None = Non
     `grad_stats`, without its tables."""
     if factors is not None and not len(gs) == factors.numel() == len(units):
         raise ValueError(f"{len(gs)} gradients were passed with {factors.numel()} factors and {len(units)} units; pass as many of each")
-    if len(devices := {g.device for g in gs}) > 1:
-        raise ValueError(f"gradients are on {', '.join(sorted(map(str, devices)))}; pass gradients of one device")
+    if any(g.device != gs[0].device for g in gs):
+        devices = sorted({str(g.device) for g in gs})
+        raise ValueError(f"gradients are on {', '.join(devices)}; pass gradients of one device")
 
 
 def carried(sums: torch.Tensor) -> torch.Tensor:

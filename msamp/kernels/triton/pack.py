@@ -201,7 +201,7 @@ def pack(
     block, warps = (BLOCK, WARPS) if tallies is None else (MEASURED_BLOCK, MEASURED_WARPS)
     for dtype in set(dtypes):
         rows = [
-            Row(numel=elements, source=addresses[i] + first * dtype.itemsize, target=base + start * size, tensor=i, run=run)
+            Row(elements, addresses[i] + first * dtype.itemsize, base + start * size, i, run)
             for run, (i, first, elements, start) in enumerate(spans)
             if dtypes[i] == dtype
         ]
