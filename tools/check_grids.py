@@ -62,7 +62,7 @@ CASES = {
     "O3 TP all": f"--opt-level O3 {TP} {ALL}",
     "O0 PP": f"--opt-level O0 {PP}",
     "O3 PP": f"--opt-level O3 {PP} --cuda-graph none",
-    "O3 PP graphs": f"--opt-level O3 {PP} --cuda-graph micro-batch",
+    "O3 PP graphs": f"--opt-level O3 {PP} --cuda-graph step",
     "O2 PP interleaved": f"--opt-level O2 {INTERLEAVED}",
     "O3 PP interleaved graphs": f"--opt-level O3 {INTERLEAVED} --cuda-graph micro-batch",
 }

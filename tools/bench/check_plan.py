@@ -42,6 +42,7 @@ ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 UNFUSED_TP = "2026-11-26"
 # Until then no layer with norms of queries and keys was fused.
 UNFUSED_HEADS = "2026-11-26"
+GRAPHS_OF_STAGES = "2026-11-26"  # until this day, a row with pipeline stages and without --cuda-graph ran eager steps
 AUTO_TRANSPORT = "2026-11-25"  # from this day on, a row without --tp-transport ran with auto; before, with nccl
 NO_NVLINK = "off"
 KINDS = {
@@ -135,6 +136,8 @@ def configuration(row: Row) -> Config:
     flags += ["--micro-batch-size", row["micro_batch"]]
     if row["commit"] in EARLIER:
         flags += ["--cuda-graph", "none"]
+    if row["date"] <= GRAPHS_OF_STAGES and parallel.pipeline_model_parallel_size > 1:
+        flags = ["--cuda-graph", "none", *flags]
     if row["date"] < AUTO_TRANSPORT:
         flags = ["--tp-transport", "nccl", *flags]
     return parse_args(flags)

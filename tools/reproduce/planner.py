@@ -66,13 +66,14 @@ def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str
     config, parallel, training = one.config, one.config.parallel, one.config.training
     axes, batch = config.axes(gpus), config.global_batch_size(gpus)
     chunk = f" / {parallel.num_layers_per_virtual_pipeline_stage}" if parallel.num_layers_per_virtual_pipeline_stage else ""
+    eager = " eager" if axes.pipeline > 1 and not one.step.captured else ""
     columns = {
         "what": what,
         "model": model,
         "precision": config.precision.name,
         "gpus": gpus,
         "sequence": config.model.seq_length,
-        "grid": f"{axes.tensor} x {axes.pipeline}{chunk} x {axes.data}",
+        "grid": f"{axes.tensor} x {axes.pipeline}{chunk} x {axes.data}{eager}",
         "micro_batch": training.micro_batch_size,
         "recompute": training.recompute_granularity or "",
         "gib": round(one.fullest.total / memory.GIB, 2),

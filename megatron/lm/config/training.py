@@ -82,7 +82,8 @@ class TrainingConfig:
         legal=COUNT,
     )
     cuda_graph: str | None = setting(
-        "replay forward and backward of a micro-batch as a CUDA graph; step: the update too; derived: step where possible",
+        "replay forward and backward of a micro-batch as a CUDA graph, on each pipeline stage; step: the update too; derived: step where "
+        "possible",
         None,
         choices=("none", "micro-batch", "step"),
     )

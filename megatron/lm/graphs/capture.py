@@ -25,9 +25,8 @@ def obstacle(config: Config) -> str | None:
 
 
 def captured(config: Config) -> bool:
-    """Return whether steps are CUDA graphs on a GPU with Triton and NCCL; with pipeline stages only if the flag requests them."""
-    asked = config.training.cuda_graph
-    return asked != "none" and (asked is not None or config.parallel.pipeline_model_parallel_size == 1) and obstacle(config) is None
+    """Return whether steps are CUDA graphs on a GPU with Triton and NCCL."""
+    return config.training.cuda_graph != "none" and obstacle(config) is None
 
 
 def slots(stage: int, stages: int, chunks: int, micro_batches: int) -> Sequence[int]:

@@ -19,7 +19,6 @@ from megatron.lm.processes import process_groups
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training.state import Batches, Training
 
-UNASKED = "pipeline stages only use graphs with --cuda-graph step or micro-batch: over NCCL they are new"
 FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a micro-batch in a step
 
 
@@ -34,7 +33,7 @@ def obstacle(config: Config) -> str | None:
 
 
 def choose(config: Config) -> tuple[str, str]:
-    """Return the mode and its reason: the value of `--cuda-graph`, or by default "step" if it is possible with one pipeline stage.
+    """Return the mode and its reason: the value of `--cuda-graph`, or by default "step" if it is possible.
 
     Raises:
         ValueError: if the flag requests graphs and they are impossible.
@@ -42,8 +41,6 @@ def choose(config: Config) -> tuple[str, str]:
     asked, reason = config.training.cuda_graph, obstacle(config)
     if asked == "none":
         return "none", "--cuda-graph none"
-    if reason is None and not capture.captured(config):
-        return "none", UNASKED
     if reason is None:
         stages = " of a stage, by micro-batch" if config.parallel.pipeline_model_parallel_size > 1 else ""
         return asked or "step", f"forward and backward{stages}" if asked == "micro-batch" else f"forward and backward{stages}, and update"

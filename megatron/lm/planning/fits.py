@@ -8,6 +8,7 @@ from megatron.lm.config.precision import saved_activations
 from megatron.lm.config.presets import parameter_count
 from megatron.lm.data.masked import model_vocabulary
 from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.graphs.capture import captured
 from megatron.lm.planning.memory import GIB, RESERVED, Rank, plan, vocabulary
 from megatron.lm.planning.rates import GPUS
 from msamp.nn.saved_activations import AS_IT_IS
@@ -80,6 +81,8 @@ def _remedies(config: Config, rank: Rank, copies: int) -> Iterator[str]:
     states = rank.weight + sum(rank.states.values())
     if not config.shards_optimizer:
         yield "add --use-distributed-optimizer"
+    if config.parallel.pipeline_model_parallel_size > 1 and captured(config):  # each micro-batch in flight has its own memory
+        yield "add --cuda-graph none"
     if rank.activations > states / 4:
         if config.training.micro_batch_size > 1:
             yield f"lower --micro-batch-size {config.training.micro_batch_size}"

@@ -326,12 +326,12 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     1F1B has P - p micro-batches in flight on stage p of P; interleaved with V chunks per stage, 2 (P - p - 1) + (V - 1) P + 1 times a
     chunk. In CUDA graphs each of the chunks' `slots` has its own memory (`_in_slots`). Full recomputation keeps the inputs of its units and
     all activations of one unit; selective adds the recomputed part of one layer. With `--reset-attention-mask` each micro-batch in flight
-    has its mask. The last stage adds the maximum of two peaks: final norm,
-    LM head and cross entropy of one micro-batch (`_head`), and backward of a layer after them (`_backward_of_a_layer`).
+    has its mask. The last stage adds the maximum of two peaks: final norm, LM head and cross entropy of one micro-batch (`_head`), and
+    backward of a layer after them (`_backward_of_a_layer`).
     """
     model, training, parallel = config.model, config.training, config.parallel
     stages, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    layers = model.num_layers // stages
+    layers, unit = model.num_layers // stages, training.recompute_num_layers or 1
     if chunk is None:
         chunk, under_way = layers, min(micro_batches, stages - stage)
     else:
@@ -339,7 +339,6 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
         under_way = min(micro_batches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
     fullest = max(([layer_activations(kind) for kind in of_layers(config, part)] for part in stage_chunks(config, stage)), key=sum)
     stream = _compute_bytes(config) * model.hidden_size * _tokens(config) // _sequence_split(config)
-    unit = training.recompute_num_layers or 1
     if training.recompute_granularity != "full":
         kept, again = sum(fullest), max(_recomputed_at_once(kind) for kind in of_layers(config, stage_layers(config, stage)))
     elif training.recompute_method == "uniform":
@@ -443,6 +442,9 @@ def report(config: Config, world_size: int) -> str:
         sizes = {**vars(rank), **rank.states, "total": rank.total}
         where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"
         table.append(f"{where:<34}" + "".join(f"{sizes[name] / GIB:>12.2f}" for name in columns))
+    eager = plan(replace(config, training=replace(training, cuda_graph="none")), world_size)
+    if (graphs := max(rank.total for rank in ranks) - max(rank.total for rank in eager)) > 0:
+        table.append(f"CUDA graphs of pipeline stages take {graphs / GIB:.2f} GiB of the fullest rank: --cuda-graph none does without them")
     if mask := _document_mask(config):
         table.append(f"activations include {mask / GIB:.2f} GiB per micro-batch in flight for the mask of --reset-attention-mask")
     return "\n".join([grid, batch, size, *table])

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.lm.config import Config
 from megatron.lm.config.parallel import AXES
 from megatron.lm.config.rules import shape, training
+from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.memory import GIB, RESERVED, Rank
@@ -58,7 +59,8 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
     """Return at most `top` grids that fit, the fastest first.
 
     Args:
-        config: the run; its grid, micro-batch size and recomputation are searched unless `fixed` names them.
+        config: the run; its grid, micro-batch size and recomputation are searched unless `fixed` names them, and for pipelines whether
+            graphs run the steps.
         capacity: bytes of a GPU, of which `RESERVED` stay free.
         fixed: field names of settings that are not searched.
 
@@ -111,7 +113,11 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
             split = given.sequence_parallel if GRID[3] in fixed else tp > 1
             parallel = replace(grid, num_layers_per_virtual_pipeline_stage=chunk, sequence_parallel=split)
             trained = replace(config.training, micro_batch_size=micro_batch, **recomputed)
-            yield replace(config, parallel=parallel, training=trained)
+            one = replace(config, parallel=parallel, training=trained)
+            yield one
+            # Graphs of pipeline stages have memory for each micro-batch in flight: eager steps may fit where they do not.
+            if pp > 1 and "cuda_graph" not in fixed and captured(one):
+                yield replace(one, training=replace(trained, cuda_graph="none"))
 
 
 def _problems(config: Config, gpus: int) -> Iterator[str]:
@@ -157,7 +163,8 @@ def _bare(config: Config, batch: int) -> Config:
     """Return the settings that model states depend on, so that many grids share a cached result: no recomputation, no chunks, whole
     sequences, and one or two micro-batches per step."""
     parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1)
-    bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, **RECOMPUTED[0])
+    graph = config.training.cuda_graph if captured(config) else "none"  # recomputation may prevent graphs, in which gradients differ
+    bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, cuda_graph=graph, **RECOMPUTED[0])
     return replace(config, parallel=parallel, training=bare)
 
 

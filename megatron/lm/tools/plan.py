@@ -32,6 +32,7 @@ SEARCHED = {
     "--no-sequence-parallel": "sequence_parallel",
     "--micro-batch-size": "micro_batch_size",
     "--recompute-granularity": "recompute_granularity",
+    "--cuda-graph": "cuda_graph",
 }
 # Flags that a plan always sets, so that the same command line works for every model.
 DEFAULTS = ("--use-distributed-optimizer", "--fp8-min-gain", "0", "--dry-run")
@@ -132,6 +133,8 @@ def flags_of(config: Config, model: str) -> list[str]:
         words += ["--num-layers-per-virtual-pipeline-stage", str(parallel.num_layers_per_virtual_pipeline_stage)]
     if parallel.sequence_parallel or PRESETS[model]["sequence_parallel"]:
         words.append("--sequence-parallel" if parallel.sequence_parallel else "--no-sequence-parallel")
+    if training.cuda_graph:
+        words += ["--cuda-graph", training.cuda_graph]
     if training.recompute_granularity:
         words += ["--recompute-granularity", training.recompute_granularity]
     if training.recompute_modules:

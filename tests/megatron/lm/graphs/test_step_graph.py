@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers import dist, replayed, tiny
 from megatron.lm.build import build_training
 from megatron.lm.graphs.replay import UPDATE
-from megatron.lm.graphs.step_graph import FIRST, LAST, UNASKED, StepGraphs, build, choose, obstacle
+from megatron.lm.graphs.step_graph import FIRST, LAST, StepGraphs, build, choose, obstacle
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports import lost_updates
 from megatron.lm.run.reports.lost_updates import LostUpdates
@@ -51,9 +51,10 @@ def test_what_is_captured_is_told(monkeypatch):
     stages = {"pipeline_model_parallel_size": 2, "num_layers": 4}
     assert choose(tiny.config("corpus")) == ("step", "forward and backward, and update")
     assert choose(tiny.config("corpus", cuda_graph="micro-batch")) == ("micro-batch", "forward and backward")
-    assert choose(tiny.config("corpus", **stages)) == ("none", UNASKED)
-    told = choose(tiny.config("corpus", **stages, cuda_graph="step"))
+    told = choose(tiny.config("corpus", **stages))
     assert told == ("step", "forward and backward of a stage, by micro-batch, and update")
+    assert choose(tiny.config("corpus", **stages, cuda_graph="step")) == told
+    assert choose(tiny.config("corpus", **stages, cuda_graph="none")) == ("none", "--cuda-graph none")
 
 
 def test_without_a_gpu_there_is_none(monkeypatch):

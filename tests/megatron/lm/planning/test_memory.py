@@ -303,7 +303,7 @@ def test_with_a_large_micro_batch_backward_of_a_layer_is_more_than_the_head():
 
 
 def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
-    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4 --cuda-graph none")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
     head = 2 * stream + HEAD
     assert [stage_activations(config, stage, 8) for stage in range(4)] == [24 * layer, 18 * layer, 12 * layer, 6 * layer + head]
@@ -334,7 +334,7 @@ def test_the_mask_of_documents_is_kept_once_for_each_micro_batch_under_way():
 
 
 def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
-    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4 --cuda-graph step")
+    config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
     head, beside = (
         2 * stream + HEAD,
@@ -345,6 +345,10 @@ def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
         *(count * (each + beside) + 2 * stream for count in (4, 3, 2)),
         each + max(head, beside) + 2 * stream,
     ]
+    eager = dataclasses.replace(config, training=dataclasses.replace(config.training, cuda_graph="none"))
+    more = max(rank.total for rank in plan(config, 4)) - max(rank.total for rank in plan(eager, 4))
+    assert f"CUDA graphs of pipeline stages take {more / 2**30:.2f} GiB of the fullest rank: --cuda-graph none" in report(config, 4)
+    assert "CUDA graphs" not in report(eager, 4)
     interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
     chunks = slots(0, 4, 2, 8)
     assert stage_activations(interleaved, 0, 8) == sum(count * (3 * layer + 2 * stream + beside) + 2 * stream for count in chunks)

@@ -55,7 +55,8 @@ def test_what_is_fixed_stays():
     assert {one.parallel.tensor_model_parallel_size for one in found} == {4}
     assert {one.training.micro_batch_size for one in found} == {2}
     assert {one.training.recompute_granularity for one in found} == {None}
-    assert {one.parallel.pipeline_model_parallel_size for one in found} == {1, 2, 4}
+    modes = {(one.parallel.pipeline_model_parallel_size, one.training.cuda_graph) for one in found}
+    assert modes == {(1, None), (2, None), (2, "none"), (4, None), (4, "none")}  # eager steps of a pipeline need less memory
 
 
 def test_tensor_parallelism_stays_on_a_host_and_splits_the_sequence():

@@ -102,5 +102,5 @@ def test_flags_say_all_that_was_searched():
     words += (
         " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 5 --no-sequence-parallel"
     )
-    words += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    words += " --cuda-graph none --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     assert flags_of(parse_args(words.split()), "13b") == words.split()
