@@ -44,7 +44,7 @@ setup(
     packages=find_packages(include=["msamp", "msamp.*"]) + find_namespace_packages(include=["megatron.lm", "megatron.lm.*"]),
     package_data={
         "msamp": ["py.typed"],
-        "megatron.lm.data": ["requirements-text.txt"],
+        "megatron.lm.data.tokenizers": ["requirements-text.txt"],
         "megatron.lm.planning": ["rates.csv"],
         "megatron.lm.evaluation.tasks": [
             "boolq.yaml",

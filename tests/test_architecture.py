@@ -13,6 +13,7 @@ from helpers.precision_names import decisions_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450  # physical lines per file
+MAX_FILES = 12  # at the top of a folder of megatron/lm, whatever their kind
 PATHS_OF_A_MACHINE = re.compile(r"(?<![\w.])/(work|root)\b|(?<!\w)\.library\b")
 
 
@@ -34,6 +35,12 @@ def test_files_stay_short():
     lengths = {path: read(path).count("\n") for path in PYTHON}
     too_long = {path: lines for path, lines in lengths.items() if lines > MAX_LINES}
     assert not too_long, f"more than {MAX_LINES} lines: split each into files with one subject"
+
+
+def test_folders_of_the_trainer_stay_small():
+    files_of = {folder: [path for path in folder.iterdir() if path.is_file()] for folder in (ROOT / "megatron/lm").glob("**/")}
+    too_many = {str(folder.relative_to(ROOT)): len(found) for folder, found in files_of.items() if len(found) > MAX_FILES}
+    assert not too_many, f"more than {MAX_FILES} files: split each folder into rooms with one subject"
 
 
 def test_every_source_file_has_its_mirror_test():

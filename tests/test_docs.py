@@ -9,8 +9,8 @@ import pytest
 
 import msamp
 from megatron.lm.config.cli import _parser
-from megatron.lm.config.megatron_flags.row import DROPPED, TRANSLATED
 from megatron.lm.config.megatron_flags.table import TABLE
+from megatron.lm.config.megatron_flags.topics.row import DROPPED, TRANSLATED
 
 ROOT = Path(__file__).parents[1]
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))

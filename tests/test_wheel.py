@@ -100,7 +100,7 @@ def test_the_built_wheel_holds_the_tools_of_users_and_no_benchmarks(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {f"megatron/lm/tools/{tool}.py" for tool in TOOLS} <= names
-    assert {"msamp/py.typed", "megatron/lm/data/requirements-text.txt"} <= names
+    assert {"msamp/py.typed", "megatron/lm/data/tokenizers/requirements-text.txt"} <= names
     assert {name.partition("/")[0] for name in names} == {"msamp", "megatron", f"msamp-{msamp.__version__}.dist-info"}
     assert not {name for name in names if name.startswith("megatron/") and not name.startswith("megatron/lm/")}
 

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,9 +256,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = options.cases or [name for name in CASES if options.gpus or not any(word in CASES[name] for word in GPU_ONLY)]
     rows = []
     with ThreadPoolExecutor(options.at_once) as pool:
-        for row in pool.map(lambda name: check_case(name, options), names):
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+        for done in as_completed([pool.submit(check_case, name, options) for name in names]):
+            rows.append(done.result())
+            print(json.dumps(rows[-1]), flush=True)
+    rows.sort(key=lambda row: names.index(row["case"]))
     print(
         "\n".join(
             f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *([row[key] for key in COLUMNS] for row in rows))

@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config, ParallelConfig
 from megatron.lm.config.cli import parse_args
-from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.presets import GPT2_VOCABULARY
 from megatron.lm.config.rules.check import check
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers
 from megatron.lm.model.attention import SDPAttention

@@ -12,8 +12,8 @@ import argparse
 import shlex
 import sys
 
-from megatron.lm.config import baselines
-from megatron.lm.config.precision import recipe_by_name
+from megatron.lm.config.sections import baselines
+from megatron.lm.config.sections.precision import recipe_by_name
 from megatron.lm.shell.arguments import Parser
 from megatron.lm.shell.exit_codes import command
 from msamp.numerics import recipe

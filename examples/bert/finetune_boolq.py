@@ -22,12 +22,12 @@ from torch.nn import functional
 from megatron.lm import checkpoint
 from megatron.lm.build import build_training
 from megatron.lm.config import CheckpointConfig, Config, DataConfig, LoggingConfig, ParallelConfig, PrecisionConfig
-from megatron.lm.config.precision import OPT_LEVELS
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.rules.data import SIZED
-from megatron.lm.config.training import TOKENIZERS, OptimizerConfig, TrainingConfig
+from megatron.lm.config.sections.precision import OPT_LEVELS
+from megatron.lm.config.sections.training import TOKENIZERS, OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import CommunicationConfig, FaultConfig
-from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.errors import RunStopped
 from megatron.lm.post import boolq, flags
 from megatron.lm.post.classifier import POOLING, Classifier, Example, batch, check_encoder, check_recipe, encode_pair

@@ -15,7 +15,7 @@ step.py       one training step
 training/     the training state, optimizer and schedule, gradient all-reduce, health, identity
 model/        the GPT, and the choice of its FP8 layers
 hugging_face/ folders of Hugging Face and their models, read without running their code
-data/         tokenizers, datasets and batches
+data/         tokenizers, preprocessing of text, reading of datasets, batches
 cleaning/     filters for raw text
 processes/    rendezvous, process groups, device and seeds, the grid of ranks, megatron-core without CUDA
 shell/        command-line behavior: flags, files, logs, exit codes, SIGINT, torchrun without its traceback

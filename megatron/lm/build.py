@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.lm import checkpoint
 from megatron.lm.config import Config
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers
 from megatron.lm.model.attention import check_precision

@@ -9,7 +9,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from helpers import tiny
-from megatron.lm.config.training import DEFAULT_SPLIT
+from megatron.lm.config.sections.training import DEFAULT_SPLIT
 from megatron.lm.errors import RunStopped
 
 EOD = tiny.VOCABULARY - 1

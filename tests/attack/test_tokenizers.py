@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers import post_runs
-from megatron.lm.data.tokenizer import HuggingFaceTokenizer
+from megatron.lm.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from megatron.lm.evaluation.models import opened
 from megatron.lm.post import models
 from megatron.lm.tools import preprocess_data

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers import tiny
 from megatron.lm.config import Config
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import build_model
 
 LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}

@@ -4,7 +4,7 @@
 import ast
 from collections.abc import Iterator
 
-from megatron.lm.config import baselines
+from megatron.lm.config.sections import baselines
 from msamp.numerics import recipe
 
 TABLE = "msamp/numerics/recipe.py"  # where the names stand

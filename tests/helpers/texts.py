@@ -10,7 +10,7 @@ import tokenizers
 
 from helpers import checkpoints
 from megatron.lm.config import DataConfig
-from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
 
 # Of the United States' annual messages, in the public domain; with letters of two and of three bytes in UTF-8.
 SPEECH = (

@@ -22,9 +22,9 @@ from helpers import numerics
 from megatron.lm import pretrain
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import config_from_dict, section_types
-from megatron.lm.config.precision import rule_setting
 from megatron.lm.config.rules.check import check
-from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.config.sections.precision import rule_setting
+from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.processes.environment import world_size_from_environment

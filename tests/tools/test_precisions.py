@@ -2,8 +2,8 @@ import argparse
 
 import pytest
 
-from megatron.lm.config import baselines
 from megatron.lm.config.cli import parse_args
+from megatron.lm.config.sections import baselines
 from msamp.numerics import recipe
 from tools.precisions import case_flags, known, legal_case, legal_precision, main, precision_flags
 

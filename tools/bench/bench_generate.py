@@ -25,8 +25,8 @@ import torch
 
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.presets import PRESETS
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.evaluation.decoding import Decoder
 from megatron.lm.evaluation.generation import Sampling, generate
 from megatron.lm.hugging_face.folder import write_json, write_tensors

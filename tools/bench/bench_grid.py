@@ -36,9 +36,9 @@ import torch.distributed as dist
 
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
-from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.presets import parameter_count
 from megatron.lm.config.rules.check import check
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.graphs import replay, step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from megatron.lm.config import Config, ModelConfig
-from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.config.rules.check import check
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.training.optimizer import build_loss_scaler

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.config.parallel import ParallelConfig
 from megatron.lm.config.presets import PRESETS
+from megatron.lm.config.sections.parallel import ParallelConfig
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.rates import GPUS, rates_of

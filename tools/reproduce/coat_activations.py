@@ -179,7 +179,7 @@ def error_row(xs: Sequence[Tensor], way: Saved, what: str, kind: str) -> dict[st
 def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
     """Yield the bytes that a layer saves per token at O0 and O2, with both values of --save-activations."""
     from megatron.lm.config import PrecisionConfig
-    from megatron.lm.config.precision import saved_activations
+    from megatron.lm.config.sections.precision import saved_activations
     from megatron.lm.planning import memory
 
     model = config.model

@@ -45,7 +45,7 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.check import check
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets
-from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.graphs import step_graph
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes import process_groups

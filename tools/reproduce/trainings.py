@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.indexing import Document, EncodeOptions, write_datasets
-from megatron.lm.data.tokenizer import END_OF_TEXT
+from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT
 from megatron.lm.tools.report import Run, read_run
 from msamp.optim.collage import collage_adamw, update_quality
 from tools.reproduce.compare_precisions import Job, Session, cards, complete, train

@@ -24,9 +24,9 @@ from megatron.lm.checkpoint.values import chunk_offsets
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.config.from_checkpoint import Saved
-from megatron.lm.config.parallel import AXES
 from megatron.lm.config.saved_schedule import differing_schedule
-from megatron.lm.data.order import carry, check_same
+from megatron.lm.config.sections.parallel import AXES
+from megatron.lm.data.reading.order import carry, check_same
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.processes.grid import Grid

@@ -16,9 +16,9 @@ from megatron.lm.checkpoint.tensor_reader import check_number
 from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
-from megatron.lm.config.precision import build_recipe
 from megatron.lm.config.rules.check import single_values
-from megatron.lm.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.lm.config.sections.precision import build_recipe
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.processes import process_groups

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.lm.cleaning import code, duplicates, quality
-from megatron.lm.data import rows
+from megatron.lm.data.preprocessing import rows
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import parents
 from megatron.lm.shell.opening import own_folder

@@ -1,15 +1,15 @@
 """Settings of a training run: ten frozen dataclasses and `Config`, which contains one of each.
 
-`schema` defines how a setting is declared, one file per subject declares the settings, `cli` turns them into flags, and `check` validates
-them with the `rules`.
+`sections` declares the settings, one file per subject, `whole` joins them to `Config`, `cli` turns them into flags, `megatron_flags` treats
+those of Megatron-LM that have another meaning here, and `rules` validates combinations of settings.
 """
 
-from megatron.lm.config.model import ModelConfig
-from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
-from megatron.lm.config.parallel import CommunicationConfig, ParallelConfig
-from megatron.lm.config.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, OPT_LEVELS, PrecisionConfig
-from megatron.lm.config.schema import Interval, flag, setting
-from megatron.lm.config.training import DEFAULT_SPLIT, TOKENIZERS, DataConfig, OptimizerConfig, TrainingConfig
+from megatron.lm.config.sections.model import ModelConfig
+from megatron.lm.config.sections.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
+from megatron.lm.config.sections.parallel import CommunicationConfig, ParallelConfig
+from megatron.lm.config.sections.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, OPT_LEVELS, PrecisionConfig
+from megatron.lm.config.sections.schema import Interval, flag, setting
+from megatron.lm.config.sections.training import DEFAULT_SPLIT, TOKENIZERS, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import Config
 
 __all__ = [

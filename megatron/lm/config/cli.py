@@ -20,9 +20,9 @@ from megatron.lm.config.megatron_flags.defaults import described, differing, meg
 from megatron.lm.config.megatron_flags.in_context import Given
 from megatron.lm.config.megatron_flags.listing import help_sections
 from megatron.lm.config.megatron_flags.yaml_file import words_of
-from megatron.lm.config.outputs import CheckpointConfig
 from megatron.lm.config.presets import PRESETS, in_other_units, preset, published_vocabulary
-from megatron.lm.config.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
+from megatron.lm.config.sections.outputs import CheckpointConfig
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
 from megatron.lm.config.whole import Config
 from megatron.lm.errors import report
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron.lm.config.model import ModelConfig
-from megatron.lm.config.outputs import CheckpointConfig
-from megatron.lm.config.parallel import AXES, ParallelConfig
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.model import ModelConfig
+from megatron.lm.config.sections.outputs import CheckpointConfig
+from megatron.lm.config.sections.parallel import AXES, ParallelConfig
+from megatron.lm.config.sections.schema import flag
 
 Saved = Mapping[str, Mapping[str, Any]]  # section -> setting -> value, as in `checkpoint.json`
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.lm.config.rules.check import single_values
 from megatron.lm.config.rules.training import schedule
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config
 
 # Settings of a schedule other than its length: they mean the same in every run.

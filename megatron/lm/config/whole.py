@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.batch_sizes import BatchSizes, Ramp
-from megatron.lm.config.model import ModelConfig
-from megatron.lm.config.outputs import CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
-from megatron.lm.config.parallel import Axes, CommunicationConfig, ParallelConfig
-from megatron.lm.config.precision import LINEARS, PrecisionConfig
-from megatron.lm.config.training import DataConfig, OptimizerConfig, TrainingConfig
+from megatron.lm.config.sections.batch_sizes import BatchSizes, Ramp
+from megatron.lm.config.sections.model import ModelConfig
+from megatron.lm.config.sections.outputs import CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
+from megatron.lm.config.sections.parallel import Axes, CommunicationConfig, ParallelConfig
+from megatron.lm.config.sections.precision import LINEARS, PrecisionConfig
+from megatron.lm.config.sections.training import DataConfig, OptimizerConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from msamp.numerics.recipe import Recipe

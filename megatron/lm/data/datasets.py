@@ -23,10 +23,10 @@ from torch.utils.data import Dataset
 
 from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.blend_file import SPLITS, Blend, parse_blend, parse_split
-from megatron.lm.data.indexing import read_counts
-from megatron.lm.data.order import Builder, EpochDataset, MockDataset
-from megatron.lm.data.token_files import HEADER, MAGIC, index_bytes
-from megatron.lm.data.tokenizer import Tokenizer
+from megatron.lm.data.preprocessing.indexing import read_counts
+from megatron.lm.data.reading.order import Builder, EpochDataset, MockDataset
+from megatron.lm.data.reading.token_files import HEADER, MAGIC, index_bytes
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.opening import own_folder, read_text

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron.lm.config import Config
-from megatron.lm.data.tokenizer import Tokenizer
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 
 DOCUMENTS = "documents"
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from megatron.lm.config import Config
 from megatron.lm.data.documents import DOCUMENTS
-from megatron.lm.data.tokenizer import Tokenizer
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 
 MASKED = "masked-lm"
 KEPT, REPLACED = 0.1, 0.1  # fractions of the selected tokens that are unchanged, and that become a random token

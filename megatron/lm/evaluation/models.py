@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.lm.data.tokenizer_json import check_text
+from megatron.lm.data.tokenizers.tokenizer_json import check_text
 from megatron.lm.evaluation.generation import Generated, Sampling, generate
 from megatron.lm.hugging_face.config_file import one_line
 from megatron.lm.hugging_face.models import check_vocabulary, load_model
@@ -62,7 +62,7 @@ class CheckpointModel:
 
     def __init__(self, path: Path) -> None:
         from megatron.lm.checkpoint import CheckpointReader, load_for_inference
-        from megatron.lm.config.precision import build_recipe
+        from megatron.lm.config.sections.precision import build_recipe
         from megatron.lm.evaluation.decoding import Decoder
 
         info = CheckpointReader(path).info

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.lm.config import Config
-from megatron.lm.config.baselines import PeerRecipe
+from megatron.lm.config.sections.baselines import PeerRecipe
 
 
 def obstacle(config: Config) -> str | None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.data.tokenizer_json import check_growth, read_tokenizer_json
+from megatron.lm.data.tokenizers.tokenizer_json import check_growth, read_tokenizer_json
 from megatron.lm.hugging_face.config_file import one_line, read_config, refuse_code
 from megatron.lm.hugging_face.folder import read_json, refuse_irregular
 

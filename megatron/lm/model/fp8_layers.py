@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
-from megatron.lm.config.baselines import PeerRecipe
-from megatron.lm.config.precision import with_saved_rounding, with_saved_scaling
 from megatron.lm.config.presets import linear_shapes
+from megatron.lm.config.sections.baselines import PeerRecipe
+from megatron.lm.config.sections.precision import with_saved_rounding, with_saved_scaling
 from megatron.lm.processes.agreement import rank_0_decides
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.linear import FP8Linear

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.lm.config import LINEARS, Config
-from megatron.lm.config.baselines import PeerRecipe
-from megatron.lm.config.precision import saved_activations
+from megatron.lm.config.sections.baselines import PeerRecipe
+from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.model.attention import check_backend, document_mask
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.nn import functional
 
-from megatron.lm.config.baselines import INSTALL, PeerRecipe, installed
+from megatron.lm.config.sections.baselines import INSTALL, PeerRecipe, installed
 
 if TYPE_CHECKING:
     from megatron.lm.config import ModelConfig

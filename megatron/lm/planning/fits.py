@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.lm.config import Config, flag
-from megatron.lm.config.precision import saved_activations
 from megatron.lm.config.presets import parameter_count
+from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.data.masked import model_vocabulary
-from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning.memory import GIB, RESERVED, Rank, plan, vocabulary
 from megatron.lm.planning.rates import GPUS

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.lm.config import LINEARS, Config
-from megatron.lm.config.precision import saved_activations
 from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes, parameter_count
+from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.graphs.capture import captured, slots
 from megatron.lm.planning.layers import of_layers, stage_chunks, stage_layers
 from msamp.comm.accumulate import OWNER, Plain, accumulator

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.lm.config import Config
-from megatron.lm.config.parallel import AXES
 from megatron.lm.config.rules import shape, training
+from megatron.lm.config.sections.parallel import AXES
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.lm.config.baselines import PeerRecipe
+from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.data.masked import MASKED, model_vocabulary
-from megatron.lm.data.tokenizer import Tokenizer
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 from megatron.lm.model.gpt import GPT
 from msamp.numerics.recipe import Recipe
 

@@ -21,9 +21,9 @@ Methods that depend on the kind of a parameter take the parameter: which ranks a
 whether this rank counts it in a sum over the model, which other ranks add to its gradient. megatron-core marks the parameters of experts
 that are spread over ranks (`allreduce = False`).
 
-`megatron.lm.config.parallel.Axes` has the sizes of the axes of a configuration, `process_groups.create_groups` creates the groups, and
-`Grid.current` assigns them purposes. Who adds an axis changes these three. The axes of context and expert parallelism are all here, with
-size 1 until the trainer supports them. What they still require:
+`megatron.lm.config.sections.parallel.Axes` has the sizes of the axes of a configuration, `process_groups.create_groups` creates the
+groups, and `Grid.current` assigns them purposes. Who adds an axis changes these three. The axes of context and expert parallelism are all
+here, with size 1 until the trainer supports them. What they still require:
 
 - Context parallelism: the part of each sequence that a rank reads, attention over `context`. Gradients, ZeRO, the loss's mean over a
   sequence and scales already span its ranks.

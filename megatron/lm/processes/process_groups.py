@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron.lm.config import Config
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.schema import flag
 from megatron.lm.processes import rendezvous
 from megatron.lm.processes.cpu_home import enter_cpu_home
 from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment

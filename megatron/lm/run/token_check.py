@@ -9,7 +9,7 @@ reports each.
 
 import torch.distributed as dist
 
-from megatron.lm.data.token_digests import SMALL, TokenDigests, awaited, verify
+from megatron.lm.data.reading.token_digests import SMALL, TokenDigests, awaited, verify
 from megatron.lm.run.watchdog import Watchdog
 from megatron.lm.training.state import Training
 

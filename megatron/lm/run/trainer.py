@@ -16,15 +16,15 @@ from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.blend_file import describe
 from megatron.lm.config.presets import parameter_count
-from megatron.lm.data import order
 from megatron.lm.data.batch import batches
 from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.documents import numbered
-from megatron.lm.data.indexing import read_counts
 from megatron.lm.data.masked import MASKED, masked, model_vocabulary
-from megatron.lm.data.same_data import check_same_data
-from megatron.lm.data.token_digests import TokenDigests
-from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.data.preprocessing.indexing import read_counts
+from megatron.lm.data.reading import order
+from megatron.lm.data.reading.same_data import check_same_data
+from megatron.lm.data.reading.token_digests import TokenDigests
+from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.errors import RunStopped
 from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.lm.cleaning.pipeline import PART_BYTES, Rules, clean
-from megatron.lm.data import rows
+from megatron.lm.data.preprocessing import rows
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.progress import Progress
 

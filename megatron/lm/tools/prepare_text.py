@@ -31,15 +31,15 @@ from typing import Any
 import numpy as np
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.indexing import DatasetCounts, Document, EncodeOptions, write_datasets
-from megatron.lm.data.progress import Progress
-from megatron.lm.data.tokenizer import END_OF_TEXT
+from megatron.lm.data.preprocessing.indexing import DatasetCounts, Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.progress import Progress
+from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file, path
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder
 
-REQUIREMENTS = Path(__file__).parents[1] / "data" / "requirements-text.txt"
+REQUIREMENTS = Path(__file__).parents[1] / "data" / "tokenizers" / "requirements-text.txt"
 FORM = 1  # increase it when the prepared files change, so that older ones are rebuilt
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"

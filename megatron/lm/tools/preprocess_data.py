@@ -8,16 +8,16 @@ import time
 from pathlib import Path
 
 from megatron.lm.config import TOKENIZERS, DataConfig
-from megatron.lm.data.indexing import (
+from megatron.lm.data.preprocessing.indexing import (
     DOCUMENT_SEPARATORS,
     EncodeOptions,
     check_inputs,
     read_documents,
     write_datasets,
 )
-from megatron.lm.data.parts import PART_BYTES, write_in_parts
-from megatron.lm.data.progress import Progress
-from megatron.lm.data.rows import identity
+from megatron.lm.data.preprocessing.parts import PART_BYTES, write_in_parts
+from megatron.lm.data.preprocessing.progress import Progress
+from megatron.lm.data.preprocessing.rows import identity
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, name, path
 

@@ -4,7 +4,7 @@ import csv
 import pytest
 import torch
 
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor
 from tools.bench import bench_optimizer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from tools.reproduce import trainings
 from tools.reproduce.trainings import Loop, byte_data, byte_symbols, collage, pieces
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import config_from_dict
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.schema import flag
 
 VERSION = 6
 
@@ -149,7 +149,7 @@ def _is_health(entry: Any) -> bool:
 
 
 def _is_data(entry: Any) -> bool:
-    """Return whether it is a valid entry of `megatron.lm.data.order`."""
+    """Return whether it is a valid entry of `megatron.lm.data.reading.order`."""
     match entry:
         case {"order": str() | int(), "seed": int(), "datasets": [*datasets]}:
             return all(map(_is_dataset, datasets))

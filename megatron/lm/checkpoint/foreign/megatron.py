@@ -13,7 +13,7 @@ from megatron.lm.checkpoint.foreign.names import layer_of
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, TorchDist, names_of_weights, read_common
 from megatron.lm.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron.lm.config.cli import config_from_dict, config_to_dict
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.schema import flag
 
 _BATCH = "global_batch_size"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.lm.config.megatron_flags import fp8, in_context
 from megatron.lm.config.megatron_flags.in_context import Given, Values
-from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, Verdict, spelled
 from megatron.lm.config.megatron_flags.table import closest, find, lines_about, names
+from megatron.lm.config.megatron_flags.topics.row import ACCEPTED, DROPPED, REFUSED, Verdict, spelled
 
 JUDGES = {**in_context.JUDGES, **fp8.JUDGES}
 

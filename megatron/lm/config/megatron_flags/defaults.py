@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron.lm.config.megatron_flags.fp8 import FP8_FLAGS, asks_for_fp8
 from megatron.lm.config.megatron_flags.in_context import Given
-from megatron.lm.config.megatron_flags.row import setting_of
-from megatron.lm.config.precision import OPT_LEVELS
-from megatron.lm.config.schema import LARGEST_COUNT
+from megatron.lm.config.megatron_flags.topics.row import setting_of
+from megatron.lm.config.sections.precision import OPT_LEVELS
+from megatron.lm.config.sections.schema import LARGEST_COUNT
 
 PRECISIONS = ("--precision", "--opt-level", "--bf16", "--fp16", *FP8_FLAGS)
 

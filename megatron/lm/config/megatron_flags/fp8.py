@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron.lm.config.megatron_flags.in_context import Given, Values
-from megatron.lm.config.megatron_flags.row import DROPPED, REFUSED, TRANSLATED, Verdict
-from megatron.lm.config.precision import recipe_by_name
+from megatron.lm.config.megatron_flags.topics.row import DROPPED, REFUSED, TRANSLATED, Verdict
+from megatron.lm.config.sections.precision import recipe_by_name
 
 if TYPE_CHECKING:
     from msamp.numerics.recipe import Recipe

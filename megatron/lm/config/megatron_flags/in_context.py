@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.lm.config.blend_file import number_of
-from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Verdict, setting_of
+from megatron.lm.config.megatron_flags.topics.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Verdict, setting_of
 
 Values = tuple[str, ...]
 

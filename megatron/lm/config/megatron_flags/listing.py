@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Iterator
 
 from megatron.lm.config.megatron_flags.defaults import DEFAULTS
-from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Row
 from megatron.lm.config.megatron_flags.table import TABLE
+from megatron.lm.config.megatron_flags.topics.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Row
 
 PAGE = "docs/reference/megatron_flags.md"
 WIDTH = 132

@@ -8,8 +8,8 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from megatron.lm.config.megatron_flags import data, model, outputs, parallel, precision, training
-from megatron.lm.config.megatron_flags.row import Row
+from megatron.lm.config.megatron_flags.topics import data, model, outputs, parallel, precision, training
+from megatron.lm.config.megatron_flags.topics.row import Row
 
 TABLE: Mapping[str, tuple[Row, ...]] = MappingProxyType(
     {

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron.lm.config.megatron_flags.row import spelled
 from megatron.lm.config.megatron_flags.table import closest, lines_about, names
+from megatron.lm.config.megatron_flags.topics.row import spelled
 
 SECTIONS = ("language_model", "model_parallel")
 Words = list[str]

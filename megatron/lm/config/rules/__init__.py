@@ -1,5 +1,5 @@
 """Rules for combinations of settings, by subject. A rule yields messages, each with the value, what is allowed and the fix.
 
 Every file ends with its `RULES`: rule -> the sections that it reads. A rule gets only sections with legal single values, so it may divide
-by them. The modules that read files validate their contents (data/datasets.py, data/tokenizer.py, checkpoint/).
+by them. The modules that read files validate their contents (data/datasets.py, data/tokenizers/tokenizer.py, checkpoint/).
 """

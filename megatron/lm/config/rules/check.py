@@ -6,7 +6,7 @@ Single values are checked against the choices and intervals of their fields, and
 from dataclasses import fields
 
 from megatron.lm.config.rules import communication, data, outputs, precision, shape, training
-from megatron.lm.config.schema import choices_of, flag
+from megatron.lm.config.sections.schema import choices_of, flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
 RULES: Rules = shape.RULES | precision.RULES | communication.RULES | training.RULES | data.RULES | outputs.RULES

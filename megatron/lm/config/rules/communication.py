@@ -1,9 +1,9 @@
 """Rules for gradients between data-parallel processes and activations between tensor-parallel ones."""
 
-from megatron.lm.config.parallel import CommunicationConfig
-from megatron.lm.config.precision import FP8_FORMATS
 from megatron.lm.config.rules.precision import refusal
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.parallel import CommunicationConfig
+from megatron.lm.config.sections.precision import FP8_FORMATS
+from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
 

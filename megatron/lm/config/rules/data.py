@@ -3,8 +3,8 @@
 import os
 
 from megatron.lm.config.blend_file import parse_blend, parse_split
-from megatron.lm.config.schema import flag
-from megatron.lm.config.training import DEFAULT_SPLIT, DataConfig
+from megatron.lm.config.sections.schema import flag
+from megatron.lm.config.sections.training import DEFAULT_SPLIT, DataConfig
 from megatron.lm.config.whole import Config, Problems, Rules
 
 TOKENIZER_SETTINGS = {
@@ -102,7 +102,7 @@ def masking(config: Config, world_size: int) -> Problems:
 
 def documents(config: Config, world_size: int) -> Problems:
     """`--reset-attention-mask` needs an attention that takes a mask."""
-    from megatron.lm.config.baselines import PeerRecipe  # torch
+    from megatron.lm.config.sections.baselines import PeerRecipe  # torch
 
     if not config.data.reset_attention_mask:
         return

@@ -5,8 +5,8 @@ import stat
 from dataclasses import fields
 from pathlib import Path
 
-from megatron.lm.config.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, ProfilingConfig
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, ProfilingConfig
+from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
 

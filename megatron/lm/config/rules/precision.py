@@ -2,8 +2,8 @@
 
 from dataclasses import fields, replace
 
-from megatron.lm.config.precision import COAT_FORMATS, OPTIMIZER_STATES, PrecisionConfig
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.precision import COAT_FORMATS, OPTIMIZER_STATES, PrecisionConfig
+from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
 STATE_FIELDS = ("optimizer_state", "master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
@@ -79,8 +79,8 @@ def layers_in_bf16(config: Config, world_size: int) -> Problems:
 
 def fp8_scaling(config: Config, world_size: int) -> Problems:
     """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
-    from megatron.lm.config.baselines import PeerRecipe
-    from megatron.lm.config.precision import RULE_SETTINGS, gemm_of, rule_setting
+    from megatron.lm.config.sections.baselines import PeerRecipe
+    from megatron.lm.config.sections.precision import RULE_SETTINGS, gemm_of, rule_setting
 
     precision = config.precision
     if precision.contradiction is not None:
@@ -133,7 +133,7 @@ def loss_scaling(config: Config, world_size: int) -> Problems:
 
 def peer_layers(config: Config, world_size: int) -> Problems:
     """A baseline's library must be installed, and its recipe excludes flags of our own layers and states."""
-    from megatron.lm.config.baselines import INSTALL, PeerRecipe, installed
+    from megatron.lm.config.sections.baselines import INSTALL, PeerRecipe, installed
 
     precision, named = config.precision, None if config.precision.contradiction else config.precision.named
     if not isinstance(named, PeerRecipe):

@@ -2,8 +2,8 @@
 
 import math
 
-from megatron.lm.config.model import FLASH_ATTENTION_PACKAGE
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.model import FLASH_ATTENTION_PACKAGE
+from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
 

@@ -1,9 +1,9 @@
 """Rules for batches, the learning rate's schedule, recomputation and determinism."""
 
-from megatron.lm.config.batch_sizes import MOST_SIZES
 from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.rules.shape import nearest_multiples
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.batch_sizes import MOST_SIZES
+from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megatron.lm.config import Config, DataConfig
-from megatron.lm.data.byte_pairs import GPT2BPETokenizer
-from megatron.lm.data.sentence_pieces import SentencePieceTokenizer
-from megatron.lm.data.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+from megatron.lm.data.tokenizers.byte_pairs import GPT2BPETokenizer
+from megatron.lm.data.tokenizers.sentence_pieces import SentencePieceTokenizer
+from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
 from megatron.lm.hugging_face.folder import refuse_irregular, write_json
 
 

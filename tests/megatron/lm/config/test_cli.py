@@ -11,9 +11,9 @@ import pytest
 
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict, parse_args, section_types, to_argv
-from megatron.lm.config.precision import recipe_names
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.config.rules.check import single_values
+from megatron.lm.config.sections.precision import recipe_names
 from msamp.numerics import recipe
 
 REQUIRED = shlex.split(

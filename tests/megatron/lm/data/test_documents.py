@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from helpers import tiny
 from megatron.lm.data.documents import NumberedDocuments, document_numbers, numbered
 from megatron.lm.data.masked import masked
-from megatron.lm.data.tokenizer import NullTokenizer
+from megatron.lm.data.tokenizers.tokenizer import NullTokenizer
 from megatron.lm.model.attention import document_mask
 
 EOD = 9

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from helpers import tiny
 from megatron.lm.data.masked import MaskedDataset, masked, model_vocabulary
-from megatron.lm.data.tokenizer import NullTokenizer, Tokenizer
+from megatron.lm.data.tokenizers.tokenizer import NullTokenizer, Tokenizer
 
 LENGTH, VOCABULARY = 1000, 101
 

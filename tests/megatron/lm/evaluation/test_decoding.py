@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import hf_models, tiny
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.evaluation.decoding import Decoder
 from megatron.lm.model.gpt import build_model
 from msamp.numerics.tensor import ScalingTensor

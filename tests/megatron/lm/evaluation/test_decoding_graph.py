@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers import hf_models, recorded, tiny
 from megatron.lm.build import build_training
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.evaluation import decoding, decoding_graph
 from megatron.lm.evaluation.decoding import Decoder
 from megatron.lm.evaluation.decoding_graph import WARM_UP, Captured, CudaDevice, DecodingGraphs, obstacle

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helpers import dist, tiny
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model import linear
 from megatron.lm.model.gpt import build_model, transformer_config
 from megatron.lm.model.linear import FP8Gemm, column_linear, output_linear, row_linear

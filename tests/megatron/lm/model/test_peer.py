@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from helpers import tiny
 from megatron.lm import checkpoint
-from megatron.lm.config import Config, baselines
-from megatron.lm.config.baselines import PeerRecipe
+from megatron.lm.config import Config
+from megatron.lm.config.sections import baselines
+from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers, gpt, peer
 from megatron.lm.model.attention import SDPAttention

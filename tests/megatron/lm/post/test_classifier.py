@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from helpers import tiny
-from megatron.lm.config.baselines import find
-from megatron.lm.data.tokenizer import NullTokenizer
+from megatron.lm.config.sections.baselines import find
+from megatron.lm.data.tokenizers.tokenizer import NullTokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.post.classifier import Classifier, Example, batch, check_encoder, check_recipe, encode_pair
 from megatron.lm.processes import process_groups

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers import dist, tiny
 from megatron.lm.checkpoint import content, rng
 from megatron.lm.checkpoint.files.storage import Item
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import ALONE, Grid, Ranks
@@ -252,4 +252,4 @@ def test_only_the_axes_of_a_configuration_multiply_their_sizes():
     root = Path(__file__).parents[4]
     files = [path for top in ("megatron", "tools") for path in (root / top).rglob("*.py")]
     multiplying = {path.relative_to(root).as_posix() for path in files if BY_HAND.search(path.read_text(encoding="utf-8"))}
-    assert multiplying == {"megatron/lm/config/parallel.py"}
+    assert multiplying == {"megatron/lm/config/sections/parallel.py"}

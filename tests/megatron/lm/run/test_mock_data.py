@@ -12,7 +12,7 @@ from helpers import dist, tiny
 from megatron.lm import pretrain
 from megatron.lm.config import DEFAULT_SPLIT
 from megatron.lm.data.datasets import build_datasets
-from megatron.lm.data.tokenizer import NullTokenizer
+from megatron.lm.data.tokenizers.tokenizer import NullTokenizer
 from megatron.lm.processes import process_groups
 
 FLAGS = shlex.split(

@@ -11,8 +11,8 @@ import pytest
 
 from helpers import dist, tiny
 from megatron.lm.checkpoint.files.folder import read_info
-from megatron.lm.data import order, token_digests
-from megatron.lm.data.token_digests import Hashing, TokenDigests
+from megatron.lm.data.reading import order, token_digests
+from megatron.lm.data.reading.token_digests import Hashing, TokenDigests
 from megatron.lm.run import token_check
 
 SMALLEST = {"num_layers": 1, "precision": "bf16", "train_iters": 2}

@@ -14,7 +14,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.tokenizer import build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.tools import prepare_text
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers import dist, tiny
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training import gradients

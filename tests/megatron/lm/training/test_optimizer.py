@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from helpers import dist, tiny
-from megatron.lm.config.precision import build_recipe
+from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.initial import named_globally
 from megatron.lm.processes import process_groups

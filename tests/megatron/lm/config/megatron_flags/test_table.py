@@ -8,8 +8,8 @@ import pytest
 from helpers.megatron_lines import BY_LINE
 from megatron.lm.config.cli import known_flags
 from megatron.lm.config.megatron_flags.apply import apply
-from megatron.lm.config.megatron_flags.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, spelled
 from megatron.lm.config.megatron_flags.table import TABLE, closest, distance_of, find, lines_about, names
+from megatron.lm.config.megatron_flags.topics.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, spelled
 
 ROWS = [row for rows in TABLE.values() for row in rows]
 NAMES = (Path(__file__).parents[4] / "helpers" / "megatron_flag_names.txt").read_text().split()

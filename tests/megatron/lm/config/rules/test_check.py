@@ -15,7 +15,7 @@ from helpers.refusals import config
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.config.cli import parse_args, section_types
 from megatron.lm.config.rules.check import RULES, check, single_values
-from megatron.lm.config.schema import flag
+from megatron.lm.config.sections.schema import flag
 
 # flags beside (and over) those of `refusals.GOOD`, what the message must hold, processes (1)
 REFUSALS: list[refusals.Refusal] = [

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from helpers.hf_models import config
 from helpers.tokenizer_files import sentence_pieces, token_list
 from megatron.lm.config import DataConfig
-from megatron.lm.data.tokenizer import END_OF_TEXT, build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT, build_tokenizer
 from megatron.lm.tools.convert.tokenizer_files import found, matching, write
 
 TEXT = "It's the state of the union: 1,234 words - naïve façade.\n\n  the the 🙂 end"

@@ -1,0 +1,72 @@
+"""Flags of data and tokenizers."""
+
+from megatron.lm.config.megatron_flags.topics.row import accepted, dropped, refused, translated
+
+FIM = "fill-in-the-middle is not supported: transform the documents before `python -m megatron.lm.tools.preprocess_data`"
+
+FLAGS = (
+    *accepted(
+        "--data-path TEXT...",
+        "--train-data-path TEXT...",
+        "--valid-data-path TEXT...",
+        "--test-data-path TEXT...",
+        "--data-args-path FILE",
+        "--per-split-data-args-path FILE",
+        "--mock-data",
+        "--split TEXT",
+        "--data-cache-path FOLDER",
+        "--tokenizer-type TEXT",
+        "--tokenizer-model FILE",
+        "--vocab-file FILE",
+        "--merge-file FILE",
+        "--vocab-size N",
+        "--tiktoken-pattern TEXT",
+        "--tiktoken-num-special-tokens N",
+        "--tokenizer-special-tokens TEXT...",
+        "--legacy-tokenizer",
+        "--num-workers N",
+        "--eod-mask-loss",
+        "--mask-prob X",
+        "--reset-position-ids",
+        "--reset-attention-mask",
+    ),
+    *dropped("each epoch is read in one shuffled order, which --seed determines", "--dataloader-type single", "--dataloader-type cyclic"),
+    *dropped("token files are always memory-mapped, which reads the same tokens", "--no-mmap-bin-files"),
+    *dropped("blends are drawn sample by sample, without a surplus", "--mid-level-dataset-surplus X"),
+    *dropped(
+        "index caches are built once, by rank 0, and memory-mapped",
+        "--num-dataset-builder-threads N",
+        "--dataloader-fast-cache-load",
+        "--dataloader-defer-npy-index-mmap",
+        "--per-dataset-sequences-path FILE",
+    ),
+    *dropped("tokens are not padded here", "--allow-ambiguous-pad-tokens"),
+    *dropped("it is the share of short sequences in BERT's sentence pairs, which are not supported", "--short-seq-prob X"),
+    *dropped("all data is used, at a sample rate of 1", "--sample-rate 1"),
+    *dropped("the tokenizer's own files determine it", "--tokenizer-hf-use-fast"),
+    *translated("--tokenizer-special-tokens TEXT...", "--tiktoken-special-tokens TEXT..."),
+    *refused("GPT has a single sequence length: give only --seq-length", "--decoder-seq-length N"),
+    *refused(
+        "BERT's sentence pairs are not supported: use HuggingFaceTokenizer with --objective masked-lm",
+        "--tokenizer-type BertWordPieceLowerCase",
+        "--tokenizer-type BertWordPieceCase",
+    ),
+    *refused(
+        "the model reads only text: choose a text tokenizer",
+        "--tokenizer-type MultimodalTokenizer",
+        "--tokenizer-type NullMultimodalTokenizer",
+    ),
+    *refused("this command only pre-trains: use examples/sft to fine-tune", "--tokenizer-type SFTTokenizer"),
+    *refused(
+        "special tokens come from the tokenizer's own files: add them there",
+        "--tokenizer-metadata FILE",
+        "--tokenizer-sentencepiece-legacy",
+        "--tokenizer-hf-include-special-tokens",
+    ),
+    *refused("a tokenizer's own code is never run: use HuggingFaceTokenizer with its tokenizer.json", "--trust-remote-code"),
+    *refused("the embedding's size follows from the tokenizer's vocabulary: give --make-vocab-size-divisible-by", "--padded-vocab-size N"),
+    *refused("batches come only from --data-path: drop it", "--dataloader-type TEXT"),
+    *refused("all data is used: sample it before `python -m megatron.lm.tools.preprocess_data`", "--sample-rate X"),
+    *refused("data is read from a file system: copy or mount it", "--object-storage-cache-path FOLDER"),
+    *refused(FIM, "--fim-*"),
+)

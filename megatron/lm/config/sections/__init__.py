@@ -1,0 +1,1 @@
+"""The settings, one file per subject, and how a setting is declared (`schema`)."""

@@ -1,0 +1,216 @@
+"""Settings of parallelism and communication, and the axes along which they split a run over its processes."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.lm.config.sections.schema import COUNT, Interval, setting
+
+if TYPE_CHECKING:
+    from msamp.comm.exchange import Exchange
+
+TP_WIRES = ("bf16", "fp8")
+TP_TRANSPORTS = ("auto", "nccl", "copies")
+TP_SAVED_INPUTS = ("shard", "gathered")
+# Why the trainer does not split along an axis yet, and what to do instead.
+NO_CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
+NO_EXPERTS = "mixture of experts is not supported yet: drop the expert flags to train a dense model, or train the MoE with Megatron-LM"
+# Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`Axes`).
+AXES = {
+    "tensor": "tensor_model_parallel_size",
+    "context": "context_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert tensor": "expert_tensor_parallel_size",
+}
+
+
+def exchange_names() -> tuple[str, ...]:
+    """Return the values of `--grad-exchange`: built-in and registered gradient exchanges."""
+    from msamp.comm import exchange
+
+    return exchange.names()
+
+
+def grad_scalings() -> tuple[str, ...]:
+    """Return the values of `--grad-scaling` over all exchanges."""
+    from msamp.comm.grad_scaling import GRAD_SCALINGS
+
+    return tuple(GRAD_SCALINGS)
+
+
+def mu_rules() -> tuple[str, ...]:
+    """Return the values of `--mu-rule`."""
+    from msamp.comm.grad_scaling import MU_RULES
+
+    return MU_RULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Sizes of the grid of processes along its axes, as megatron-core defines them.
+
+    Processes are numbered along tensor, then context, data and pipeline:
+
+        world = tensor x context x data x pipeline
+
+    The experts of a mixture of experts (MoE) divide the same processes of a pipeline stage differently:
+
+        tensor x context x data = expert_tensor x expert x expert_data
+
+    Attributes:
+        tensor: processes that share each layer.
+        context: processes that share each sequence.
+        data: processes, or groups of them, that read different samples.
+        pipeline: processes that share the stack of layers.
+        expert: processes that share the experts of a layer.
+        expert_tensor: processes that share each expert.
+        expert_data: processes with the same part of the same experts.
+    """
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+    @property
+    def model(self) -> int:
+        """Processes that together have one copy of the model's parameters, experts excepted."""
+        return self.tensor * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Processes with the same part of the model, experts excepted: they average its gradients, and ZeRO shards over them."""
+        return self.context * self.data
+
+    def __str__(self) -> str:
+        context = f" x CP {self.context}" if self.context > 1 else ""
+        experts = f", experts: TP {self.expert_tensor} x EP {self.expert} x DP {self.expert_data}" if self.splits_experts else ""
+        return f"TP {self.tensor}{context} x PP {self.pipeline} x DP {self.data}{experts}"
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts are divided differently from the rest of the model."""
+        return self.expert > 1 or self.expert_tensor != self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism of a model over processes."""
+
+    tensor_model_parallel_size: int = setting("processes that share each layer (TP)", 1, legal=COUNT)
+    pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
+    context_parallel_size: int = setting("processes that share each sequence (CP)", 1, legal=COUNT, refused=NO_CONTEXT)
+    expert_model_parallel_size: int = setting("processes that share the experts of a layer (EP)", 1, legal=COUNT, refused=NO_EXPERTS)
+    expert_tensor_parallel_size: int | None = setting(
+        "processes that share each expert; derived: --tensor-model-parallel-size", None, legal=COUNT, refused=NO_EXPERTS
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
+    sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)
+    tp_wire: str = setting(
+        "format of the reduction of a row-parallel layer's output at O3 with tensor parallelism: BF16, or FP8 that each process sums in "
+        "FP32",
+        "bf16",
+        choices=TP_WIRES,
+    )
+    tp_saved_input: str = setting(
+        "what a column-parallel layer keeps of its gathered FP8 input for backward with --sequence-parallel: its own shard, which is "
+        "gathered again in backward, or all of it",
+        "shard",
+        choices=TP_SAVED_INPUTS,
+    )
+    tp_transport: str = setting(
+        "transport of activations between tensor-parallel processes at O1 to O3: NCCL, copies between the GPUs of one host, or auto, the "
+        "faster of the two, tested and measured at the start; with --deterministic, auto means copies where they are possible",
+        "auto",
+        choices=TP_TRANSPORTS,
+    )
+    use_distributed_optimizer: bool = setting(
+        "shard the optimizer's states over the data-parallel processes: ZeRO, which O3 always has", False
+    )
+    distributed_backend: str = setting("collectives; auto: nccl with CUDA, else gloo", "auto", choices=("auto", "nccl", "gloo"))
+    distributed_timeout_minutes: float = setting(
+        "minutes without progress until a process names the stuck rank and ends", 10.0, legal=Interval(0, 60 * 24 * 365, low_open=True)
+    )
+
+    def axes(self, world_size: int) -> Axes:
+        """Return the grid of `world_size` processes; its data axes are rounded down unless `world_size` is a multiple of `unit`."""
+        tensor, context, pipeline = self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
+        expert, expert_tensor = self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor
+        return Axes(
+            tensor=tensor,
+            context=context,
+            data=world_size // (tensor * context * pipeline),
+            pipeline=pipeline,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            expert_data=world_size // (expert_tensor * expert * pipeline),
+        )
+
+    @property
+    def unit(self) -> int:
+        """The number of processes must be a multiple of it."""
+        one = self.axes(1)
+        return one.pipeline * math.lcm(one.tensor * one.context, one.expert_tensor * one.expert)
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Size of each axis by its setting: of tensor and pipeline parallelism, and of the other axes in `AXES` if they are used."""
+        always = (AXES["tensor"], AXES["pipeline"])
+        sizes = {setting: getattr(self, setting) for setting in AXES.values()}
+        return {setting: size for setting, size in sizes.items() if setting in always or size != getattr(type(self), setting)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """Communication between data-parallel processes (FP8-LM, section 2.1 and figure 7)."""
+
+    grad_exchange: str = setting(
+        "how FP8 gradients are summed over the ranks: in FP32 by their owner, or in FP8 by NCCL as in the paper",
+        "fp32-sum",
+        choices=exchange_names,
+    )
+    grad_scaling: str | None = setting(
+        "guard against overflow of --grad-exchange nccl: a factor mu that adapts itself, or division by the number of ranks "
+        "before or after the sum; derived: auto",
+        None,
+        choices=grad_scalings,
+    )
+    mu_rule: str | None = setting(
+        "how mu of --grad-scaling auto decreases when gradients saturate: by half, or at once to 1/2 as in the paper; derived: halve",
+        None,
+        choices=mu_rules,
+    )
+    overlap_grad_reduce: bool = setting("send gradients bucket by bucket during backward; on by default, unlike in Megatron-LM", True)
+    overlap_param_gather: bool = setting(
+        "gather weights under ZeRO bucket by bucket while the next forward runs; on by default, unlike in Megatron-LM", True
+    )
+    ddp_bucket_size: int | None = setting("elements in a bucket of gradients or weights; derived: 2^27", None, legal=COUNT)
+
+    @property
+    def exchange(self) -> "Exchange":
+        """The gradient exchange of `--grad-exchange`. ValueError for an unknown one."""
+        from msamp.comm import exchange
+
+        return exchange.by_name(self.grad_exchange)
+
+    @property
+    def gradient_scaling(self) -> str | None:
+        """One of the exchange's scalings; None if the exchange has none, because it cannot overflow."""
+        return self.grad_scaling or next(iter(self.exchange.scalings), None)
+
+    @property
+    def mu_adaptation(self) -> str | None:
+        """One of `mu_rules`; None if mu is not adaptive."""
+        from msamp.comm.grad_scaling import GRAD_SCALINGS
+
+        scaling = self.gradient_scaling
+        return self.mu_rule or ("halve" if scaling is not None and GRAD_SCALINGS[scaling].adapts else None)
+
+    @property
+    def bucket_size(self) -> int:
+        """Elements per bucket; a larger tensor has its own bucket."""
+        return self.ddp_bucket_size or 2**27

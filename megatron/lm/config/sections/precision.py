@@ -1,0 +1,423 @@
+"""Settings of the recipe and its variations, and the recipe built from the precision flags. Independent of shapes and devices.
+
+msamp is imported where it is used, so that flags are parsed and refused without importing torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Interval, flag, setting
+
+if TYPE_CHECKING:
+    from msamp.nn.saved_activations import Saved
+    from msamp.numerics.recipe import Cast, Gemms, Product, Recipe
+    from msamp.numerics.scaling import Scaling
+
+OPT_LEVELS = ("O0", "O1", "O2", "O3")
+STATE_FORMATS = ("fp32", "bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
+FP8_FORMATS = ("fp8-e4m3", "fp8-e5m2")
+COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
+GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
+GRAD_ACCUM_PLACES = ("rank", "owner")
+ACTIVATIONS_SAVED = ("compute", "coat")
+FAST_ACCUMULATIONS = ("output", "all")
+ATTENTION_PRECISIONS = ("bf16", "fp8")
+OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
+RULE_SETTINGS = {"fp8_amax_history_len": "window", "fp8_amax_compute_algo": "algorithm", "fp8_margin": "margin"}  # flag -> the rule's
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Return the values of `--precision`: built-in and registered recipes."""
+    from megatron.lm.config.sections import baselines
+    from msamp.numerics import recipe
+
+    return (*recipe.names(), *baselines.names())
+
+
+def gemm_names() -> tuple[str, ...]:
+    """Return the values of `--fp8-recipe`."""
+    from msamp.numerics.recipe import GEMMS
+
+    return tuple(GEMMS)
+
+
+def output_layer_precisions() -> tuple[str, ...]:
+    """Return the values of `--output-layer-precision`."""
+    from msamp.nn.vocabulary_loss import PRECISIONS
+
+    return PRECISIONS
+
+
+def roundings() -> tuple[str, ...]:
+    """Return the values of `--master-rounding` and `--moment-rounding`."""
+    from msamp.numerics.stochastic_rounding import ROUNDINGS
+
+    return ROUNDINGS
+
+
+def amax_algorithms() -> tuple[str, ...]:
+    """Return the values of `--fp8-amax-compute-algo`."""
+    from msamp.numerics.scaling import ALGORITHMS
+
+    return ALGORITHMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """Name of the recipe, and the loss scale of FP16."""
+
+    precision: str | None = setting(
+        "recipe: bf16 has FP32 masters; bf16-* and collage-* are Collage's options with BF16 gradients (collage-fp8: pairs of BF16 and "
+        "E4M3); coat has FP8 GEMMs, moments and saved activations; O1 to O3 are FP8-LM's levels; te-* are bf16 with Transformer Engine's "
+        "layers if it is installed (te-bf16, or FP8 with delayed, current or block scaling); further recipes can be registered; derived: "
+        "--opt-level, else bf16",
+        None,
+        choices=recipe_names,
+    )
+    opt_level: str | None = setting("FP8-LM's level, which sets how much of the training is in FP8 (O0 is bf16)", None, choices=OPT_LEVELS)
+    bf16: bool = setting("the same as --precision bf16", False)
+    fp16: bool = setting("the same as --precision fp16-amp: FP16 with FP32 masters and a loss scale", False)
+    loss_scale: float | None = setting("a constant loss scale for fp16-amp; derived: a dynamic one", None, legal=POSITIVE)
+    initial_loss_scale: float = setting(
+        "initial dynamic loss scale of fp16-amp; Megatron-LM: 2^32",
+        2.0**16,
+        legal=Interval(0, 2.0**32, low_open=True),
+    )
+    min_loss_scale: float = setting("smallest dynamic loss scale; the run stops below it", 1.0, legal=POSITIVE)
+    loss_scale_window: int = setting(
+        "steps without overflow after which the dynamic loss scale doubles; Megatron-LM: 1000", 2000, legal=COUNT
+    )
+    hysteresis: int = setting(
+        "overflows since the last doubling after which the dynamic loss scale is halved; earlier ones only skip their step",
+        2,
+        legal=COUNT,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(RecipeConfig):
+    """The recipe, and variations of its casts and formats (FP8-LM, table 6)."""
+
+    fp8_recipe: str | None = setting(
+        "scaling of the operands of FP8 GEMMs: per tensor, by the amaxes of past steps (delayed) or the current one (tensorwise), per "
+        "block of 128, with FP32 scales as in DeepSeek-V3 or powers of two, or per block of 32 with shared exponents (mxfp8); derived: the "
+        "resumed checkpoint's, else the recipe's own: delayed at O1 to O3 and tensorwise with coat",
+        None,
+        choices=gemm_names,
+    )
+    fp8_amax_history_len: int | None = setting(
+        "length of delayed scaling's amax history in steps; derived: the checkpoint's, else 16; Megatron-LM: 1",
+        None,
+        legal=Interval(1, 2**16),
+    )
+    fp8_amax_compute_algo: str | None = setting(
+        "which amax of the history delayed scaling uses, the largest or the last; derived: the checkpoint's, else max; Megatron-LM: "
+        "most_recent",
+        None,
+        choices=amax_algorithms,
+    )
+    fp8_margin: int | None = setting(
+        "headroom of delayed scaling for growing amaxes: its scales are divided by 2^margin; derived: the checkpoint's, else 0",
+        None,
+        legal=Interval(0, 16),
+    )
+    fp8_fast_accumulation: str = setting(
+        "which FP8 GEMMs of linear layers with per-tensor scales may accumulate entirely in the tensor cores, with about 14 bits: the "
+        "output, or all, including the gradients; the emulation on a CPU always accumulates in full precision",
+        "output",
+        choices=FAST_ACCUMULATIONS,
+    )
+    fp8_min_gain: float = setting(
+        "smallest measured gain of a linear layer, BF16 time / FP8 time on this GPU; layers below it stay in BF16 at O1 to O3 and with "
+        "coat; 0: all are FP8 and nothing is measured; no effect at other precisions, so that the same flags work for all",
+        1.0,
+        legal=NON_NEGATIVE,
+    )
+    fp8_gain_cache: str | None = setting("JSON file with the gains measured so far; derived: in the user's cache folder", None)
+    bf16_linears: tuple[str, ...] | None = setting(
+        "linear layers of a transformer layer that stay in BF16 at O1 to O3 and with coat; derived: the resumed checkpoint's choice, else "
+        "by --fp8-min-gain",
+        None,
+        choices=LINEARS,
+    )
+    first_last_layers_bf16: bool = setting(
+        "keep the linear layers and the attention of the first and the last transformer layers in BF16 at O1 to O3 and with coat", False
+    )
+    num_layers_at_start_in_bf16: int = setting("first layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
+    num_layers_at_end_in_bf16: int = setting("last layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
+    output_layer_precision: str = setting(
+        "precision of the LM head's GEMMs for the training loss: the compute dtype, or at O1 to O3 and with coat FP8 with just-in-time "
+        "scales, fp8 for the logits, fp8-all for their two gradients too; returned logits stay in the compute dtype",
+        "bf16",
+        choices=output_layer_precisions,
+    )
+    attention_precision: str = setting(
+        "precision of the attention core: the compute dtype, or at O1 to O3 and with coat FP8 with delayed scales, with cuDNN's kernels on "
+        "Hopper (heads of 128 channels) and later (extra `cudnn`), or their definition in plain torch on a CPU; generation uses the "
+        "compute dtype",
+        "bf16",
+        choices=ATTENTION_PRECISIONS,
+    )
+    master_format: str | None = setting(
+        "format of master weights where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS
+    )
+    grad_format: str | None = setting(
+        "format of weight gradients where linear layers are FP8; derived: the recipe's own", None, choices=STATE_FORMATS
+    )
+    optimizer_state: str | None = setting(
+        "format of both moments of matrices, wherever the update is FP32 arithmetic; coat is coat-e4m3: COAT's FP8 with a maximum and an "
+        "exponent per 128 elements of a row; derived: the level's own",
+        None,
+        choices=tuple(OPTIMIZER_STATES),
+    )
+    exp_avg_format: str | None = setting(
+        "format of the first moment where linear layers are FP8, or COAT's wherever the update is FP32 arithmetic; derived: by "
+        "--optimizer-state, else the level's own",
+        None,
+        choices=(*STATE_FORMATS, *COAT_FORMATS),
+    )
+    exp_avg_sq_format: str | None = setting(
+        "format of the second moment where linear layers are FP8, or COAT's wherever the update is FP32 arithmetic; derived: by "
+        "--optimizer-state, else the level's own",
+        None,
+        choices=(*STATE_FORMATS, *COAT_FORMATS),
+    )
+    master_rounding: str | None = setting(
+        "rounding of masters narrower than FP32: nearest, which loses updates below half the distance to the next value, or stochastic "
+        "with seeded thresholds, which applies them on average; derived: the resumed checkpoint's, else the recipe's own",
+        None,
+        choices=roundings,
+    )
+    moment_rounding: str | None = setting(
+        "rounding of moments narrower than FP32, except COAT's; stochastic still rounds the second moment to nearest where that keeps it "
+        "within 2 %, as in FP16 at --adam-beta2 0.95; derived: the resumed checkpoint's, else the recipe's own",
+        None,
+        choices=roundings,
+    )
+    save_activations: str | None = setting(
+        "format in which the inputs of norms, GELU and SwiGLU are saved for backward: the compute dtype, or E4M3 with a scale per 16 "
+        "channels (COAT); derived: compute, or coat with --precision coat",
+        None,
+        choices=ACTIVATIONS_SAVED,
+    )
+    grad_accum_dtype: str | None = setting(
+        "format in which gradients accumulate over the micro-batches of a step; fp8-sr rounds stochastically; derived: bf16 where the "
+        "weight gradients are FP8, with Collage's options and with coat's own gradients, else fp32",
+        None,
+        choices=GRAD_ACCUM_DTYPES,
+    )
+    grad_accum_on: str = setting(
+        "where gradients accumulate over the micro-batches of a step: on each rank, for the whole model; or on the owner of each row, in "
+        "FP32, to which every micro-batch sends its gradients: 4 bytes per parameter over all ranks together, and as many times the "
+        "communication as there are micro-batches",
+        "rank",
+        choices=GRAD_ACCUM_PLACES,
+    )
+
+    @property
+    def requests(self) -> dict[str, str]:
+        """Return the flags that select a recipe, as written, with the name of the recipe."""
+        asked = {}
+        if self.precision is not None:
+            asked[f"--precision {self.precision}"] = self.precision
+        if self.opt_level is not None:
+            asked[f"--opt-level {self.opt_level}"] = self.opt_level
+        if self.bf16:
+            asked["--bf16"] = "bf16"
+        if self.fp16:
+            asked["--fp16"] = "fp16-amp"
+        return asked
+
+    @property
+    def contradiction(self) -> str | None:
+        """Return the error if two flags select different recipes; otherwise None."""
+        if len({recipe_by_name(name).name for name in self.requests.values()}) > 1:
+            return f"{' and '.join(self.requests)} contradict each other: keep one of them"
+        return None
+
+    @property
+    def named(self) -> Recipe:
+        """The recipe that the flags select, without variations; bf16 without such a flag.
+
+        Raises:
+            ValueError: an unknown name, or two flags that select different recipes.
+        """
+        if self.contradiction is not None:
+            raise ValueError(self.contradiction)
+        return recipe_by_name(next(iter(self.requests.values()), "bf16"))
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        """`named` with the scaling and formats of the flags. ValueError as for `named`, and for formats that the recipe does not
+        support."""
+        return build_recipe(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Pickle only the settings; another process looks the recipe up by name."""
+        return {key: value for key, value in self.__dict__.items() if key != "recipe"}
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe. ValueError as for `named`."""
+        return self.named.name
+
+    @property
+    def kept_activations(self) -> str:
+        """How inputs of norms and activation functions are saved for backward: one of `ACTIVATIONS_SAVED`."""
+        return self.save_activations or self.named.activations
+
+    @property
+    def grad_accum(self) -> str:
+        """Format in which weight gradients accumulate over micro-batches: one of `GRAD_ACCUM_DTYPES`, or "owner"."""
+        return self.grad_accum_on if self.grad_accum_on == "owner" else self.grad_accum_dtype or self.recipe.accumulator
+
+
+def recipe_by_name(name: str) -> Recipe:
+    """Return the recipe with this name, as in `--precision`.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    from megatron.lm.config.sections import baselines
+    from msamp.numerics import recipe
+
+    return baselines.find(name) or recipe.by_name(name)
+
+
+def build_recipe(precision: PrecisionConfig) -> Recipe:
+    """Build the recipe that the flags select, with their scaling and state formats (Table 6 of FP8-LM).
+
+    Raises:
+        ValueError: flags that select two recipes, or formats that the recipe's update does not support.
+    """
+    from msamp.numerics import formats
+    from msamp.numerics.recipe import KINDS
+    from msamp.optim import updates
+
+    recipe, gemm = precision.named, gemm_of(precision)
+    moments = OPTIMIZER_STATES[precision.optimizer_state] if precision.optimizer_state else None
+    names = {
+        "master": precision.master_format,
+        "grad": precision.grad_format,
+        "m": precision.exp_avg_format or moments,
+        "v": precision.exp_avg_sq_format or moments,
+    }
+    varied = recipe.with_states(**{key: formats.by_name(name) for key, name in names.items() if name is not None})
+    varied = varied.with_rounding(master=precision.master_rounding, moments=precision.moment_rounding)
+    for states in map(varied.formats_of, KINDS):
+        updates.by_name(states.update).check_group(updates.format_names(states), decoupled=True)
+    return varied if gemm is None or gemm == recipe.gemm else varied.with_gemm(gemm)
+
+
+def gemm_of(precision: PrecisionConfig) -> Gemms | None:
+    """Return the casts of the recipe's FP8 GEMMs, with the scaling rules and accumulation of the flags; None without FP8 GEMMs.
+
+    Raises:
+        ValueError: fast accumulation with block-scaled operands.
+    """
+    from msamp.numerics.recipe import GEMMS
+
+    own = precision.named.gemm
+    if own is None:
+        return None
+    given = {key: getattr(precision, name) for name, key in RULE_SETTINGS.items() if getattr(precision, name) is not None}
+    gemm = own if precision.fp8_recipe is None else GEMMS[precision.fp8_recipe]
+    gemm = _with_rules(gemm, lambda rule: replace(rule, **{key: given[key] for key in _settings(rule) & given.keys()}))  # type: ignore[type-var]
+    return gemm.all_fast() if precision.fp8_fast_accumulation == "all" else gemm
+
+
+def _settings(rule: Scaling) -> set[str]:
+    """Return the names of a scaling rule's settings."""
+    return {field.name for field in fields(rule) if field.init} if is_dataclass(rule) else set()
+
+
+def _with_rules(gemm: Gemms, change: Callable[[Scaling], Scaling]) -> Gemms:
+    """Apply `change` to the scaling rule of every operand of the GEMMs."""
+    from msamp.numerics.recipe import Gemms
+
+    def cast(x: Cast) -> Cast:
+        return replace(x, scaling=change(x.scaling))
+
+    def product(x: Product) -> Product:
+        return replace(x, left=cast(x.left), right=cast(x.right))
+
+    return Gemms(product(gemm.output), product(gemm.grad_input), product(gemm.grad_weight))
+
+
+def rule_setting(precision: PrecisionConfig, name: str) -> int | str | None:
+    """Return the value of one of `RULE_SETTINGS` in the scaling rules of this recipe; None if no rule has it."""
+    gemm, key = gemm_of(precision), RULE_SETTINGS[name]
+    rules = [cast.scaling for cast in gemm.casts.values()] if gemm is not None else []
+    return next((getattr(rule, key) for rule in rules if key in _settings(rule)), None)
+
+
+def gemm_name(precision: PrecisionConfig) -> str | None:
+    """Return the value of `--fp8-recipe` for the casts of this recipe; None if they have no name."""
+    from msamp.numerics.recipe import GEMMS
+
+    return precision.fp8_recipe or next((name for name, gemm in GEMMS.items() if gemm == precision.named.gemm), None)
+
+
+def with_saved_scaling(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
+    """Return the settings of a resume: scaling settings that are not set are taken from the checkpoint.
+
+    A recipe with other default casts than the saved one, such as coat after O2, keeps its own scaling.
+
+    Args:
+        precision: of the run that resumes.
+        saved: of the run that wrote the checkpoint; None if none is resumed.
+
+    Raises:
+        ValueError: with each explicit setting that differs from the checkpoint's.
+    """
+    if saved is None or precision.named.gemm is None or precision.named.gemm != saved.named.gemm:
+        return precision
+    stored = {"fp8_recipe": gemm_name(saved)} | {name: rule_setting(saved, name) for name in RULE_SETTINGS}
+    given = {name: getattr(precision, name) for name in stored if getattr(precision, name) is not None}
+    differing = [
+        f"{flag(name)} {value} (saved: {'none' if stored[name] is None else stored[name]})"
+        for name, value in given.items()
+        if value != stored[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"the checkpoint scales the operands of its GEMMs differently: {'; '.join(differing)}. Drop the flag to keep the saved "
+            "scaling, or add --finetune to start a new run from the weights"
+        )
+    return replace(precision, **{name: getattr(saved, name) for name in stored if name not in given})
+
+
+def with_saved_rounding(precision: PrecisionConfig, saved: PrecisionConfig | None) -> PrecisionConfig:
+    """Return the settings of a resume: masters and moments are rounded as in the checkpoint, unless flags override this.
+
+    If no optimizer state can be rounded stochastically in the new formats, as after a change of recipe, the recipe's own rounding applies.
+
+    Args:
+        precision: of the run that resumes.
+        saved: of the run that wrote the checkpoint; None if none is resumed.
+    """
+    if saved is None:
+        return precision
+    for name in ("master_rounding", "moment_rounding"):
+        before = getattr(saved.recipe.states, name)
+        if getattr(precision, name) is None and before != getattr(precision.recipe.states, name):
+            taken = replace(precision, **{name: before})
+            try:
+                _ = taken.recipe
+            except ValueError:
+                continue
+            precision = taken
+    return precision
+
+
+def saved_activations(precision: PrecisionConfig) -> Saved:
+    """Return how the inputs of norms and activation functions are saved for backward."""
+    from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
+
+    kept: dict[str, Saved] = {"compute": AS_IT_IS, "coat": IN_GROUPS}
+    return kept[precision.kept_activations]
