@@ -6,6 +6,7 @@ that all graphs share, and `megatron.lm.graphs.stage_graph` the graphs of a pipe
 
 import contextlib
 import functools
+import gc
 import importlib.util
 
 import torch
@@ -86,6 +87,9 @@ class StepGraphs(Replays):
             # Free the gradients before capture, since the graphs' pool cannot use memory that is freed during it: otherwise the 25 GiB of
             # 7B at O0 exceed 139 GiB, of which 112 are in use between steps.
             self.training.grad_sync.clear()
+            # An autograd graph of an eager step that is only waiting for the collector keeps its AccumulateGrad nodes, which would run on
+            # the default stream and invalidate the capture.
+            gc.collect()
         sums = []
         for place in places:
             self._inputs.fill(next(batches))
