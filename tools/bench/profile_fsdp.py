@@ -186,7 +186,9 @@ def synchronizations(step: Steps) -> list[str]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = Counter(f"{each.filename}:{each.lineno} {str(each.message)[:80]}" for each in caught if "synchroniz" in str(each.message))
+    places = Counter(
+        f"{each.filename}:{each.lineno} {str(each.message)[:80]}" for each in caught if "synchronizing CUDA operation" in str(each.message)
+    )
     return [f"{times:6d}  {place}" for place, times in places.most_common()] or ["none"]
 
 
