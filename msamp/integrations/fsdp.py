@@ -39,7 +39,8 @@ from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import check_max_norm, clip_coefficient
 from msamp.optim.states import copy_of_rows, is_scaled, local, payload, weight_format
-from msamp.parallel.fsdp import FSDP, ShardedWeight, check_cut, rows_of, sharded_casts
+from msamp.parallel.fsdp import FSDP, check_cut, rows_of, sharded_casts
+from msamp.parallel.sharded_weight import ShardedWeight
 
 
 def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None, *roundings: str | None) -> Recipe:

@@ -84,9 +84,11 @@ class Thresholds:
 
     def of(self, state: str, start: int, count: int, device: torch.device) -> torch.Tensor:
         """INT32 [count], 32 random bits each, for the elements from `start`; `state` is "m", "v" or "master"."""
-        index = torch.arange(self.offset + start, self.offset + start + count, device=device)
+        first = self.offset + start
+        groups = torch.arange(first // LANES, -(-(first + count) // LANES), device=device)
         of_lane = torch.tensor([_int32(x) for x in MULTIPLIERS[state]], dtype=torch.int32, device=device)
-        return hashes(self.key, index // LANES) * of_lane[index % LANES] + self.turn
+        words = (hashes(self.key, groups)[:, None] * of_lane).view(-1)
+        return words[first % LANES :][:count] + self.turn
 
 
 def round_stochastically(x: torch.Tensor, words: torch.Tensor, fmt: Format, *, subnormals: bool = True) -> torch.Tensor:

@@ -1,11 +1,8 @@
 """FSDP2 with FP8: weights that `torch.distributed.fsdp.fully_shard` shards by rows and gathers in FP8, and our optimizer on the shards.
 
 `fully_shard` stores a shard of each parameter's rows on each rank, gathers the whole parameter before a forward or backward, and
-reduce-scatters gradients into shards. A tensor subclass can define what is gathered: `fsdp_pre_all_gather` returns the bytes that this rank
-sends, and `fsdp_post_all_gather` turns all ranks' bytes into the parameter with which the layer computes. `ShardedWeight` is such a
-subclass. Between steps it is a ScalingTensor in FP16 with one scale for all ranks. It sends one byte per element: the FP8 codes that the
-GEMM would use on one process. So the ranks must know the amax of the whole weight before they cast their rows. `FSDP.measure` measures all
-weights after each update, with one small all-reduce. A weight that something else wrote since is measured when it is gathered.
+reduce-scatters gradients into shards. The weights of FP8 layers are `ShardedWeight`s, which are gathered at one byte per element.
+`FSDP.measure` casts all of them after each update, with one small all-reduce and one launch.
 
 `FSDP` is the optimizer's `Shard`: each rank updates its rows. Rows share the scales of their tensor, like pieces under greedy ZeRO, and the
 norm is summed in integers. So for the same gradients, weights and states do not depend on the number of ranks.
@@ -13,22 +10,19 @@ norm is summed in integers. So for the same gradients, weights and states do not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as CutAlong
 
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.kernels import ops
-from msamp.kernels.scalar_pool import aligned
-from msamp.nn.cast_scales import own_rule, scales_of_weights
+from msamp.nn.cast_scales import own_rule
 from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import by_name
 from msamp.numerics.granularity import TENSORWISE
@@ -39,100 +33,7 @@ from msamp.optim.grad_cast import GradCast
 from msamp.optim.kept_states import kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, local, payload, scale_inv
-
-aten = torch.ops.aten
-
-
-class ShardedWeight(ScalingTensor):
-    """The weight of an FP8Linear that `fully_shard` can shard along dim 0: a ScalingTensor, whose rows are ScalingTensors with its scale.
-
-    Only the optimizer, or a copy from another ScalingTensor, can write it. Writing plain values raises, since each rank would quantize its
-    rows with a scale of its own.
-    """
-
-    # Version of the payload, multiplier to FP8, scale_inv of the gathered weight.
-    _scales: tuple[int, torch.Tensor, torch.Tensor] | None = None
-
-    def set_amax(self, amax: torch.Tensor, cast: Cast) -> None:
-        """Set the scales of the gathered weight from the amax of the whole stored weight, FP32 0-dim."""
-        self.set_scale(*scales_of_weights(cast, amax, self.scale_inv))
-
-    def set_scale(self, multiplier: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Set the scales of the gathered weight, valid until the rows are written again.
-
-        multiplier: from the stored payload to FP8, FP32 0-dim.
-        scale_inv: of the gathered weight, FP32 0-dim.
-        """
-        self._scales = (self.payload._version, multiplier, scale_inv)
-
-    def fsdp_pre_all_gather(
-        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """torch's extension point: return this rank's rows as FP8 bytes, padded to the rows per rank, and the scale_inv."""
-        assert isinstance(module, FP8Linear)
-        cast = module.scaling.gemm.weight
-        if self._scales is None or self._scales[0] != self.payload._version:
-            peers = Peers(mesh.get_group(), WireBytes())
-            self.set_amax(peers.all_reduce(TENSORWISE.amax(self.payload), dist.ReduceOp.MAX, "the amax of a weight"), cast)
-        assert self._scales is not None
-        _, multiplier, scale_inv = self._scales
-        codes = ops.cast(self.payload, multiplier, cast.format.dtype).view(torch.uint8)
-        rows = -(-outer_size[0] // mesh.size())
-        if len(codes) < rows:
-            codes = torch.cat([codes, codes.new_zeros(rows - len(codes), *codes.shape[1:])])
-        return (codes,), (scale_inv, cast.format.dtype)
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
-    ) -> Any:
-        """torch's extension point: return the whole weight in FP8, in the gathered memory, presenting itself in `param_dtype`."""
-        scale_inv, dtype = metadata
-        if out is None:
-            return ShardedWeight(all_gather_outputs[0].view(dtype), scale_inv.clone(), param_dtype), ()
-        assert isinstance(out, ShardedWeight)
-        out.scale_inv.copy_(scale_inv)  # its payload is the gathered memory
-        return None
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        scales, self._scales = self._scales, None
-        try:
-            return super().__reduce_ex__(protocol)
-        finally:
-            self._scales = scales
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        op = _CUTS.get(func)
-        return super().__torch_dispatch__(func, types, args, kwargs) if op is None else op(func, *args, **(kwargs or {}))
-
-
-def _same_scale(func: Any, x: ShardedWeight, *args: Any, **kwargs: Any) -> Any:
-    made = func(x.payload, *args, **kwargs)
-    parts = [ShardedWeight(part, x.scale_inv, x.dtype) for part in (made if isinstance(made, list | tuple) else [made])]
-    return parts if isinstance(made, list | tuple) else parts[0]
-
-
-def _new(func: Any, x: ShardedWeight, size: Any, **kwargs: Any) -> ShardedWeight:
-    return ShardedWeight(x.payload.new_zeros(size), x.scale_inv.clone(), x.dtype)
-
-
-def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
-    if isinstance(target, ShardedWeight) and not (isinstance(source, ScalingTensor) and source.payload.dtype == target.payload.dtype):
-        raise ValueError(
-            f"cannot copy {getattr(source, 'payload', source).dtype} values to a sharded FP8 weight of {target.payload.dtype}: each rank "
-            "would scale its rows separately; load the model before fully_shard, or with msamp.integrations.fsdp.load_model"
-        )
-    return ScalingTensor.__torch_dispatch__(func, (), (target, source, non_blocking))
-
-
-# The operations with which fully_shard shards a parameter and pads its rows.
-_CUTS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default), _same_scale),
-    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
-    aten.copy_.default: _copy_,
-}
+from msamp.parallel.sharded_weight import GatheredCodes
 
 
 def rows_of(p: DTensor, rank: int) -> slice:
@@ -140,6 +41,12 @@ def rows_of(p: DTensor, rank: int) -> slice:
     share = -(-p.shape[0] // p.device_mesh.size())
     start = min(rank * share, p.shape[0])
     return slice(start, min(start + share, p.shape[0]))
+
+
+def _sent_shape(p: torch.Tensor) -> torch.Size:
+    """Return the shape of what a rank sends of a sharded parameter: its rows, padded to the rows per rank."""
+    assert isinstance(p, DTensor)
+    return torch.Size((-(-p.shape[0] // p.device_mesh.size()), *p.shape[1:]))
 
 
 def check_cut(name: str, p: torch.Tensor) -> None:
@@ -181,6 +88,7 @@ class FSDP:
         self.casts, self.peers = casts, Peers(group, WireBytes())
         self._held: dict[torch.Tensor, torch.Tensor] = {}
         self._grad_cast = GradCast()
+        self._codes: dict[Cast, GatheredCodes] = {}
 
     @property
     def ranks(self) -> int:
@@ -244,19 +152,19 @@ class FSDP:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Compute the scales for the next gather of all weights, from their current amaxes, with one small all-reduce."""
+        """Cast all weights for the next gathers, from their current amaxes, with one small all-reduce and one launch per cast."""
         amaxes = TENSORWISE.amaxes([payload(p) for p in self.casts])
         amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of weights")
         weights = [local(p) for p in self.casts]
+        shapes = [_sent_shape(p) for p in self.casts]
         for cast, places in _places(list(self.casts.values())).items():
             if own_rule(cast):
                 for place in places:
-                    weights[place].set_amax(amaxes[place], cast)
+                    weights[place].cast(cast, shapes[place][0], amaxes[place])
                 continue
-            stored = torch.stack([weights[place].scale_inv for place in places])
-            multipliers, scale_invs = scales_of_weights(cast, _some(amaxes, places), stored)
-            for place, multiplier, gathered in zip(places, multipliers.unbind(), aligned(scale_invs), strict=True):
-                weights[place].set_scale(multiplier, gathered)
+            if cast not in self._codes:
+                self._codes[cast] = GatheredCodes(cast, [shapes[place] for place in places], amaxes.device)
+            self._codes[cast].take([weights[place] for place in places], _some(amaxes, places))
 
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]

@@ -186,7 +186,7 @@ def several(folder: str) -> dict[str, Any]:
     more = range(STEPS, STEPS + 2)
     found["resumed"] = [(train(m, o, more, share), fsdp.model_state(m)) for m, o in ((again, other), (model, optimizer))]
 
-    with mock.patch("msamp.parallel.fsdp.Peers", side_effect=AssertionError("a weight was measured by itself")):
+    with mock.patch("msamp.parallel.sharded_weight.Peers", side_effect=AssertionError("a weight was measured by itself")):
         model(batch(0)[0])
     model(batch(0)[0] * (float("nan") if rank else 1.0)).sum().backward()
     optimizer.step()
@@ -198,7 +198,7 @@ def several(folder: str) -> dict[str, Any]:
         optimizer.shard.ready(optimizer._whole())
         optimizer.shard.measure()
     found["scales"] = launches.count["msamp.scale_from_amax.default"], len(optimizer.shard.casts)
-    found["aligned"] = [local(weight)._scales[2].data_ptr() % 16 for weight in optimizer.shard.casts]
+    found["aligned"] = [local(weight).sent.scale_inv.data_ptr() % 16 for weight in optimizer.shard.casts]
     found["norms"] = [msamp.clip_grad_norm_(model.parameters(), 0.25).item() for _ in range(2)]
     optimizer.step()
     found["norms"].append(optimizer.grad_norm.item())

@@ -81,6 +81,18 @@ def test_padding_is_zeros_up_to_the_next_multiple_of_16(shape):
     assert (padded is x) == (shape == (16, 48))
 
 
+@pytest.mark.parametrize(
+    ("machine", "instructions", "onednn", "native"),
+    [("x86_64", True, True, True), ("x86_64", False, True, False), ("AMD64", False, True, False), ("aarch64", False, True, True)],
+)
+def test_a_cpu_with_avx_512_alone_emulates_bf16(machine, instructions, onednn, native, monkeypatch):
+    monkeypatch.setattr(module.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    assert module.native_bf16.__wrapped__(torch.device("cpu")) is native
+    assert module.native_bf16.__wrapped__(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("wide", [True, False])
 def test_emulation_is_the_same_with_and_without_native_bf16(wide, monkeypatch):
     monkeypatch.setattr(module, "native_bf16", lambda device: wide)

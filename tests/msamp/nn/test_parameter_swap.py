@@ -13,7 +13,7 @@ from msamp.nn.linear import FP8Conv1D
 from msamp.nn.parameter_swap import check_swappable, swap_contents_
 from msamp.numerics import recipe
 from msamp.numerics.tensor import ScalingTensor
-from msamp.parallel.fsdp import ShardedWeight
+from msamp.parallel.sharded_weight import ShardedWeight
 
 Conv1D = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils"})
 

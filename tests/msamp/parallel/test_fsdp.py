@@ -1,47 +1,27 @@
-"""Weights that `fully_shard` can cut, by themselves."""
-
-import pickle
+"""How a rank's rows are found. What the optimizer does with them is in `tests/msamp/integrations/test_fsdp.py`."""
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from msamp.numerics import formats
-from msamp.numerics.tensor import ScalingTensor
-from msamp.parallel.fsdp import ShardedWeight
-
-
-def weight() -> ShardedWeight:
-    whole = ScalingTensor.quantize(torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), formats.FP16)
-    return ShardedWeight(whole.payload, whole.scale_inv, torch.bfloat16)
+from helpers import dist
+from msamp.parallel.fsdp import check_cut, rows_of
 
 
-def test_rows_share_the_scale_and_the_memory():
-    w = weight()
-    first, second = torch.chunk(w, 2)
-    assert isinstance(second, ShardedWeight)
-    assert (second.shape, second.dtype) == ((2, 4), torch.bfloat16)
-    assert second.scale_inv is first.scale_inv is w.scale_inv
-    assert second.payload.data_ptr() == w.payload[3:].data_ptr()
+def shares(rows: int) -> list[tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (2,))
+    p = DTensor.from_local(torch.zeros(-(-rows // 2), 4), mesh, [Shard(0)], shape=torch.Size((rows, 4)), stride=(4, 1))
+    with pytest.raises(ValueError, match=r"weight is placed as .*Replicate.* remove shard_placement_fn, HSDP"):
+        check_cut("weight", DTensor.from_local(torch.zeros(4, 4), mesh, [Replicate()]))
+    check_cut("weight", p)
+    return [(share.start, share.stop) for share in (rows_of(p, 0), rows_of(p, 1))]
 
 
-def test_padding_takes_rows_with_their_scale():
-    w = weight()
-    padded = w.new_zeros(6, 4)
-    padded.narrow(0, 0, 5).copy_(w)
-    assert torch.equal(padded.payload[:5], w.payload)
-    assert not padded.payload[5:].any()
-    assert padded.scale_inv == w.scale_inv
-    assert padded.scale_inv is not w.scale_inv
+def test_rows_are_shared_equally_and_the_last_rank_has_fewer_or_none():
+    assert dist.run(shares, 2, 5) == [[(0, 3), (3, 5)]] * 2
 
 
-def test_plain_values_are_refused():
-    w = weight()
-    with pytest.raises(ValueError, match=r"cannot copy torch.float32 values to .*float16: .*fsdp.load_model"):
-        w.copy_(torch.zeros(5, 4))
-
-
-def test_a_pickled_weight_is_a_scaling_tensor():
-    w = weight()
-    again = pickle.loads(pickle.dumps(w))
-    assert type(again) is ScalingTensor
-    assert torch.equal(again, w)
+def test_a_whole_parameter_is_refused():
+    with pytest.raises(ValueError, match=r"weight is not sharded; call torch.distributed.fsdp.fully_shard"):
+        check_cut("weight", torch.zeros(4, 4))

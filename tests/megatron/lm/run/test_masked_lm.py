@@ -67,9 +67,10 @@ def test_every_token_sees_all_of_its_sequence_and_what_wants_a_gpt_refuses_it(tm
 def test_a_phase_of_longer_sequences_goes_on_from_the_weights_of_the_first(tmp_path: Path):
     """As BERT's: 128 tokens, then 512, over one table of positions."""
     table = {"max_position_embeddings": 32, "mask_whole_words": True}
-    first = tiny.losses(tiny.run(settings(tmp_path, train_iters=60, save=str(tmp_path / "one"), **table)))
+    first = tiny.losses(tiny.run(settings(tmp_path, "O0", train_iters=60, save=str(tmp_path / "one"), **table)))
     second = settings(
         tmp_path,
+        "O0",
         train_iters=10,
         seq_length=32,
         micro_batch_size=2,

@@ -42,7 +42,7 @@ RAMP = {"train_samples": 120, "global_batch_size": 16, "micro_batch_size": 2, "r
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_run_resumes_in_mid_ramp_to_the_same_bits(prefix: Path, tmp_path: Path, level: str):
-    shared = RAMP | {"opt_level": level, "hidden_dropout": 0.1 if level == "O0" else 0.0}
+    shared = RAMP | {"opt_level": level, "micro_batch_size": 4, "hidden_dropout": 0.1 if level == "O0" else 0.0}
     straight = [row for row in tiny.run(tiny.config(prefix, **shared, eval_iters=1)) if row["kind"] == "train"]
     sizes = [4, 4, 4, 4, 8, 8, 12, 16, 16, 16, 16]
     assert [row["tokens"] for row in straight] == [16 * sum(sizes[: i + 1]) for i in range(len(sizes))]

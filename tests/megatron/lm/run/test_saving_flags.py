@@ -39,6 +39,12 @@ def start(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     return run
 
 
+@pytest.fixture(scope="module")
+def straight(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the run that nothing interrupts."""
+    return tiny.losses(tiny.command(tmp_path_factory.mktemp("straight"), *shlex.split(f"{MODEL} {RUN} --data-path {prefix}")))
+
+
 def iterations(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
 
@@ -47,8 +53,7 @@ def iterations(folder: Path) -> list[int]:
     "Checkpoints", "A run killed after a non-persistent checkpoint resumes from it bit for bit; only the newest of them is kept."
 )
 @pytest.mark.parametrize("async_save", ["", "--async-save"])
-def test_a_run_resumes_from_the_newer_of_both_folders(start, tmp_path: Path, async_save: str):
-    straight, _, _ = start("")
+def test_a_run_resumes_from_the_newer_of_both_folders(start, straight: list[float], tmp_path: Path, async_save: str):
     run, fast = tmp_path / "run", tmp_path / "fast"
     saving = f"--save {run} --load {run} --save-interval 3 --non-persistent-save-interval 2 --non-persistent-global-ckpt-dir {fast}"
     start(f"{saving} --exit-interval 5 {async_save}")
@@ -75,9 +80,8 @@ def test_what_a_run_went_back_behind_is_not_resumed(start, tmp_path: Path):
 
 
 @pytest.mark.parametrize("flag", ["--no-save-optim", "--no-save-rng"])
-def test_what_is_left_out_starts_anew_and_the_log_says_so(start, tmp_path: Path, flag: str):
+def test_what_is_left_out_starts_anew_and_the_log_says_so(start, straight: list[float], tmp_path: Path, flag: str):
     run = tmp_path / "run"
-    straight, _, _ = start("")
     start(f"--save {run} --exit-interval 4 {flag}")
     held = {key.partition("/")[0] for key in tensors(latest(run))}
     assert held == ({"model", "master", "rng"} if flag == "--no-save-optim" else {"model", "master", "exp_avg", "exp_avg_sq", "step"})
@@ -111,9 +115,8 @@ def test_a_missing_checkpoint_ends_the_run_on_demand(start, tmp_path: Path):
 
 
 @pytest.mark.promise("Megatron flags", "`--use-checkpoint-args` resumes a run without the flags of its model, bit for bit.")
-def test_the_model_of_the_checkpoint(start, tmp_path: Path):
+def test_the_model_of_the_checkpoint(start, straight: list[float], tmp_path: Path):
     run = tmp_path / "run"
-    straight, _, _ = start("")
     start(f"--save {run} --exit-interval 3")
     resumed, said, _ = start(f"--load {run} --use-checkpoint-args", model="")
     assert resumed == straight[3:]

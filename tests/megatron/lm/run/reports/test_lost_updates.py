@@ -55,7 +55,7 @@ def warnings_of(text: str) -> list[str]:
     ids=lambda value: "-".join(str(x) for x in value.values()) if isinstance(value, dict) else "",
 )
 def test_a_low_learning_rate_is_warned_of_once_where_the_masters_lose_it(prefix: Path, capsys, settings: dict[str, Any], fix: str | None):
-    rows = told(tiny.run(tiny.config(prefix, train_iters=12, micro_batch_size=2, global_batch_size=4, **(LOW | settings))), "lost_updates")
+    rows = told(tiny.run(tiny.config(prefix, train_iters=8, **(LOW | settings))), "lost_updates")
     lines = warnings_of(capsys.readouterr().out)
     if fix is None:
         assert (lines, rows) == ([], [])

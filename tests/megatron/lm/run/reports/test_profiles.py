@@ -19,7 +19,7 @@ from megatron.lm.run.reports.profiles import Profiles
 from megatron.lm.run.trainer import Trainer
 from megatron.lm.shell.logs import Unwritten
 
-TRACE = {"profile": True, "use_pytorch_profiler": True, "micro_batch_size": 2, "global_batch_size": 4}
+TRACE = {"profile": True, "use_pytorch_profiler": True, "num_layers": 1}
 
 
 def traces(folder: Path) -> dict[str, dict[str, Any]]:
@@ -42,14 +42,18 @@ def written(said: str) -> list[str]:
     return [Path(path).name for path in re.findall(r"^profile of iterations \d+ to \d+, rank \d+: (.*)$", said, re.MULTILINE)]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the same run without a profile."""
+    return tiny.losses(tiny.run(tiny.config(tiny.write_data(tmp_path_factory.mktemp("plain")), train_iters=6, num_layers=1)))
+
+
 @pytest.mark.parametrize(("start", "end", "first"), [(2, 4, 3), (0, 2, 1), (5, 9, 6)])  # the last: the run ends before the profile
 def test_the_iterations_after_start_to_end_are_traced(
-    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, end: int, first: int
+    prefix: Path, plain: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, end: int, first: int
 ):
-    plain = tiny.run(tiny.config(prefix, train_iters=6, micro_batch_size=2, global_batch_size=4))
-    capsys.readouterr()
     rows = tiny.run(settings(prefix, tmp_path, start, end))
-    assert tiny.losses(rows) == tiny.losses(plain)
+    assert tiny.losses(rows) == plain
     name = f"rank-0.iterations-{first}-{min(end, 6)}.pt.trace.json.gz"
     assert written(capsys.readouterr().out) == [name]
     (trace,) = traces(tmp_path).values()
