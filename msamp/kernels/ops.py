@@ -28,6 +28,7 @@ from msamp.kernels.reference import collage as _collage
 from msamp.kernels.reference import cross_entropy as _cross_entropy
 from msamp.kernels.reference import grad_stats as _grad_stats
 from msamp.kernels.reference import group_cast as _group_cast
+from msamp.kernels.reference import grouped_mm as _grouped_mm
 from msamp.kernels.reference import normalize as _normalize
 from msamp.kernels.reference import pack as _pack
 from msamp.kernels.reference import rotary as _rotary
@@ -154,6 +155,18 @@ def _fake_cast_transpose(x: torch.Tensor, *args: Any, **flags: Any) -> tuple[tor
     return *others, _in_parts(sums, twin, x.shape[0])
 
 
+def _fake_grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=args[2])
+
+
+def _fake_grouped_mm_grad_weight(a_t: torch.Tensor, b_t: torch.Tensor, offsets: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
+    return a_t.new_empty((offsets.shape[0], a_t.shape[0], b_t.shape[0]), dtype=args[2])
+
+
+def _fake_grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
+    return offsets.new_empty((4, _grouped_mm.tile_capacity(rows, offsets.shape[0], block)))
+
+
 def _fake_normalize_backward(grad_y: torch.Tensor, x: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
     twin = _normalize.normalize_backward
     grad_x, *sums = twin(grad_y, x, *args, **flags)
@@ -183,6 +196,9 @@ cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
 cross_entropy_of_parts_ = _operator(_cross_entropy.cross_entropy_of_parts_, mutates=("logits",))
 group_cast = _operator(_group_cast.group_cast)
 group_decode = _operator(_group_cast.group_decode)
+grouped_mm = _operator(_grouped_mm.grouped_mm, fake=_fake_grouped_mm)
+grouped_mm_grad_weight = _operator(_grouped_mm.grouped_mm_grad_weight, fake=_fake_grouped_mm_grad_weight)
+grouped_tiles = _operator(_grouped_mm.grouped_tiles, fake=_fake_grouped_tiles)
 normalize = _operator(_normalize.normalize, mutates=_SLOTS)
 normalize_backward = _operator(_normalize.normalize_backward, fake=_fake_normalize_backward)
 normalize_transposed = _operator(_normalize.normalize_transposed)

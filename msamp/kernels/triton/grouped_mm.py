@@ -1,0 +1,349 @@
+"""Grouped FP8 GEMMs for Hopper: one launch multiplies every expert's rows by its weight. Twin: `msamp.kernels.reference.grouped_mm`."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from msamp.kernels.reference import grouped_mm as _twin
+from msamp.kernels.reference.grouped_mm import check_grad_weight, check_grouped, check_offsets, tile_capacity
+from msamp.kernels.scaled_mm import fp8_hardware
+from msamp.kernels.triton.cast import _rounded
+
+SLOTS = 128  # entries of the schedule per program
+
+
+class Tiling(NamedTuple):
+    """How a product is divided.
+
+    Attributes:
+        block_m, block_n: rows and columns of an output tile.
+        block_k: elements of the summed dimension per iteration.
+        warps: per program; four are one warpgroup.
+        stages: blocks in flight from memory.
+        group: tiles along M that are computed before the next column of tiles, so that they share operands in the L2 cache.
+        tma: load by the copy engine, where the operands' alignment allows; otherwise by pointers.
+        halves: 2 sums the tile's left and right columns one after the other: full accumulation needs registers for one block's sums beside
+            the total, and for half a tile there are enough.
+        programs: per multiprocessor.
+        flatten: fuse the loops over tiles and over K.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 128
+    warps: int = 8
+    stages: int = 3
+    group: int = 16
+    tma: bool = True
+    halves: int = 1
+    programs: int = 1
+    flatten: bool = False
+    maxnreg: int | None = None
+
+
+@triton.jit
+def _grouped_tiles_kernel(offsets, table, rows, E, capacity, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr):
+    """Find the expert of SLOTS tiles by comparing them with the running number of tiles before each expert."""
+    e = tl.arange(0, EXPERTS)
+    ends = tl.minimum(tl.load(offsets + e, mask=e < E, other=rows), rows)
+    starts = tl.minimum(tl.load(offsets + e - 1, mask=(e > 0) & (e <= E), other=0), rows)
+    starts = tl.where(e > E, rows, starts)
+    ends = tl.maximum(ends, starts)
+    tiles = (ends - starts + BLOCK - 1) // BLOCK
+    after = tl.cumsum(tiles, 0)
+    count = tl.sum(tiles, 0)
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    passed = after[None, :] <= slot[:, None]  # experts whose tiles all come before the slot
+    expert = tl.sum(passed.to(tl.int32), 1)
+    own = e[None, :] == expert[:, None]
+    first = tl.sum(tl.where(own, starts[None, :] - (after - tiles)[None, :] * BLOCK, 0), 1) + slot * BLOCK
+    end = tl.sum(tl.where(own, ends[None, :], 0), 1)
+    used = slot < count
+    inside = slot < capacity
+    tl.store(table + slot, tl.where(used, expert, 0), mask=inside)
+    tl.store(table + capacity + slot, tl.where(used, first, 0), mask=inside)
+    tl.store(table + 2 * capacity + slot, tl.where(used, end, 0), mask=inside)
+    tl.store(table + 3 * capacity + slot, tl.zeros_like(slot) + count, mask=inside)
+
+
+@triton.jit
+def _place(tile, rows, columns, GROUP: tl.constexpr):
+    """Row and column of a tile, where GROUP rows of tiles are passed through column by column."""
+    first = tile // (GROUP * columns) * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    left = tile % (GROUP * columns)
+    return first + left % height, left // height
+
+
+@triton.jit
+def _block(x, row, column, stride, rows, columns, TMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load a block of FP8 [rows, columns], with 0 outside."""
+    if TMA:
+        block = x.load([row, column])
+    else:
+        r, c = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        block = tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
+    return block
+
+
+@triton.jit
+def _add(a, b, total, FAST: tl.constexpr):
+    """`total + a @ b.T` in FP32: with fast accumulation the sum stays in the tensor cores, otherwise they sum one block."""
+    if FAST:
+        total = tl.dot(a, b.T, total)
+    else:
+        total += tl.dot(a, b.T)
+    return total
+
+
+@triton.jit
+def _put_tile(y, values, row, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HARDWARE: tl.constexpr):
+    """Store a tile to row-major [end, N], without what lies outside."""
+    r, c = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    inside = (r < end)[:, None] & (c < N)[None, :]
+    tl.store(y + r.to(tl.int64)[:, None] * N + c[None, :], _rounded(values, y.dtype.element_ty, HARDWARE), mask=inside)
+
+
+@triton.jit
+def _own(block, own):
+    """Zero what is not `own` in an FP8 block."""
+    return tl.where(own, block.to(tl.uint8, bitcast=True), tl.zeros((1, 1), tl.uint8)).to(block.dtype, bitcast=True)
+
+
+@triton.jit
+def _grouped_mm_kernel(
+    a, b, y, tiles, a_scale_inv, b_scale_inv, M, E, capacity, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = BLOCK_N // HALVES
+    columns = tl.cdiv(N, BLOCK_N)
+    rows = tl.load(tiles + 3 * capacity)
+    a_factor = tl.load(a_scale_inv)
+    for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=FLATTEN):
+        m, n = _place(tile, rows, columns, GROUP)
+        expert, first, end = tl.load(tiles + m), tl.load(tiles + capacity + m), tl.load(tiles + 2 * capacity + m)
+        weight = tl.minimum(expert, E - 1)
+        factor = a_factor * tl.load(b_scale_inv + weight)
+        column = n * BLOCK_N
+        total = tl.zeros((BLOCK_M, HALF), tl.float32)
+        total_1 = total
+        blocks = tl.cdiv(K, BLOCK_K)
+        if not FLATTEN:  # a length that is read from memory cannot be fused
+            blocks = tl.where(expert < E, blocks, 0)  # rows after the last expert's become 0
+        for k in range(blocks):
+            left = _block(a, first, k * BLOCK_K, K, M, K, TMA, BLOCK_M, BLOCK_K)
+            right = _block(b, weight * N + column, k * BLOCK_K, K, E * N, K, TMA, HALF, BLOCK_K)
+            total = _add(left, right, total, FAST)
+            if HALVES == 2:
+                right = _block(b, weight * N + column + HALF, k * BLOCK_K, K, E * N, K, TMA, HALF, BLOCK_K)
+                total_1 = _add(left, right, total_1, FAST)
+        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, BLOCK_M, HALF, HARDWARE)
+        if HALVES == 2:
+            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column + HALF, N, BLOCK_M, HALF, HARDWARE)
+
+
+@triton.jit
+def _grad_weight_kernel(
+    a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K, ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = BLOCK_N // HALVES
+    rows = tl.cdiv(N, BLOCK_M)
+    columns = tl.cdiv(K, BLOCK_N)
+    factor = tl.load(a_scale_inv) * tl.load(b_scale_inv)
+    for tile in tl.range(tl.program_id(0), E * rows * columns, tl.num_programs(0), flatten=FLATTEN):
+        expert = tile // (rows * columns)
+        m, n = _place(tile % (rows * columns), rows, columns, GROUP)
+        row, column = m * BLOCK_M, n * BLOCK_N
+        start = tl.minimum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), M)
+        end = tl.minimum(tl.load(offsets + expert), M)
+        total = tl.zeros((BLOCK_M, HALF), tl.float32)
+        total_1 = total
+        for k in range(tl.maximum(end - start, 0) // BLOCK_K):
+            at = start + k * BLOCK_K
+            left = _block(a_t, row, at, a_stride, N, M, TMA, BLOCK_M, BLOCK_K)
+            right = _block(b_t, column, at, b_stride, K, M, TMA, HALF, BLOCK_K)
+            total = _add(left, right, total, FAST)
+            if HALVES == 2:
+                right = _block(b_t, column + HALF, at, b_stride, K, M, TMA, HALF, BLOCK_K)
+                total_1 = _add(left, right, total_1, FAST)
+        if not ALIGNED:
+            at = end - tl.maximum(end - start, 0) % BLOCK_K
+            if at < end:  # what follows in memory belongs to the next expert
+                own = (tl.arange(0, BLOCK_K) < end - at)[None, :]
+                left = _own(_block(a_t, row, at, a_stride, N, M, TMA, BLOCK_M, BLOCK_K), own)
+                right = _own(_block(b_t, column, at, b_stride, K, M, TMA, HALF, BLOCK_K), own)
+                total += tl.dot(left, right.T)
+                if HALVES == 2:
+                    right = _own(_block(b_t, column + HALF, at, b_stride, K, M, TMA, HALF, BLOCK_K), own)
+                    total_1 += tl.dot(left, right.T)
+        y_e = y + expert.to(tl.int64) * N * K
+        _put_tile(y_e, total * factor, row, N, column, K, BLOCK_M, HALF, HARDWARE)
+        if HALVES == 2:
+            _put_tile(y_e, total_1 * factor, row, N, column + HALF, K, BLOCK_M, HALF, HARDWARE)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; two programs under the interpreter, so that each gets several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _operand(x: torch.Tensor, tma: bool, rows: int, columns: int) -> Any:
+    """`x`, 2-dimensional, as the kernel takes it: a descriptor of blocks of [rows, columns], or the tensor itself."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns]) if tma else x
+
+
+def _aligned(*operands: torch.Tensor) -> bool:
+    """Whether the copy engine can load blocks of these: rows and base aligned to 16 bytes."""
+    return all(x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and x.numel() for x in operands)
+
+
+def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> dict[str, Any]:
+    meta = {
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "GROUP": tiling.group,
+        "HALVES": tiling.halves,
+        "TMA": tma,
+        "FAST": fast_accum,
+        "FLATTEN": tiling.flatten,
+        "HARDWARE": device.type == "cuda",
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
+    return meta if tiling.maxnreg is None else meta | {"maxnreg": tiling.maxnreg}
+
+
+SMALL = Tiling(64, 64, 64, warps=4, stages=3, group=8, tma=False)  # other GPUs have less shared memory
+
+
+def tiling_of(product: str, device: torch.device, *, fast_accum: bool) -> Tiling:
+    """Return the fastest known tiling of a product: "output" (also grad_input) or "grad_weight"."""
+    if device.type == "cuda" and not _hopper(device):
+        return SMALL
+    if product == "grad_weight" or not fast_accum:
+        return Tiling(128, 128, 128)
+    return Tiling(128, 256, 128)
+
+
+def grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accum: bool,
+    tiles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See the reference twin."""
+    check_grouped(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype)
+    if a.is_cuda and not fp8_hardware(a.device):
+        return _twin.grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
+    return multiply(
+        a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling_of("output", a.device, fast_accum=fast_accum), fast_accum, tiles
+    )
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    tiling: Tiling,
+    fast_accum: bool,
+    tiles: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`grouped_mm` with a given tiling; `tiles` must be of its `block_m`."""
+    a, b = a.contiguous(), b.contiguous()
+    (M, K), (E, N, _) = a.shape, b.shape
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
+    if tiles is None:
+        tiles = grouped_tiles(offsets, M, tiling.block_m)
+    tma = tiling.tma and _aligned(a, b)
+    flat = b.view(E * N, K)
+    programs = min(_multiprocessors(a.device) * tiling.programs, tiles.shape[1] * triton.cdiv(N, tiling.block_n))
+    _grouped_mm_kernel[programs,](
+        _operand(a, tma, tiling.block_m, tiling.block_k), _operand(flat, tma, tiling.block_n // tiling.halves, tiling.block_k), out, tiles,
+        a_scale_inv, b_scale_inv, M, E, tiles.shape[1], N, K, **_meta(tiling, tma, fast_accum, a.device),
+    )  # fmt: skip
+    return out
+
+
+def grouped_mm_grad_weight(
+    a_t: torch.Tensor,
+    b_t: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accum: bool,
+    aligned: bool = False,
+) -> torch.Tensor:
+    """See the reference twin."""
+    check_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype)
+    if a_t.is_cuda and not fp8_hardware(a_t.device):
+        return _twin.grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
+    tiling = tiling_of("grad_weight", a_t.device, fast_accum=fast_accum)
+    return multiply_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling, fast_accum, aligned)
+
+
+def multiply_grad_weight(
+    a_t: torch.Tensor,
+    b_t: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    tiling: Tiling,
+    fast_accum: bool,
+    aligned: bool = False,
+) -> torch.Tensor:
+    """`grouped_mm_grad_weight` with a given tiling."""
+    a_t, b_t = (x if x.stride(1) == 1 else x.contiguous() for x in (a_t, b_t))
+    (N, M), K, E = a_t.shape, b_t.shape[0], offsets.numel()
+    out = torch.empty((E, N, K), dtype=out_dtype, device=a_t.device)
+    if not out.numel():
+        return out
+    tma = tiling.tma and _aligned(a_t, b_t)
+    tiles = E * triton.cdiv(N, tiling.block_m) * triton.cdiv(K, tiling.block_n)
+    programs = min(_multiprocessors(a_t.device) * tiling.programs, tiles)
+    _grad_weight_kernel[programs,](
+        _operand(a_t, tma, tiling.block_m, tiling.block_k), _operand(b_t, tma, tiling.block_n // tiling.halves, tiling.block_k), out, offsets,
+        a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K, aligned, **_meta(tiling, tma, fast_accum, a_t.device),
+    )  # fmt: skip
+    return out
+
+
+def grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
+    """See the reference twin."""
+    check_offsets(offsets, offsets.device)
+    if block < 1:
+        raise ValueError(f"block is {block}; it must be at least 1 row")
+    experts = offsets.numel()
+    capacity = tile_capacity(rows, experts, block)
+    table = torch.empty((4, capacity), dtype=torch.int32, device=offsets.device)
+    _grouped_tiles_kernel[triton.cdiv(capacity, SLOTS),](
+        offsets, table, rows, experts, capacity, BLOCK=block, EXPERTS=triton.next_power_of_2(experts + 1), SLOTS=SLOTS, num_warps=4
+    )
+    return table
