@@ -4,10 +4,10 @@
     python tools/bench/bench_grouped.py --models olmoe --loads balanced
     python tools/bench/bench_grouped.py --sweep --seconds 150              try tilings, and print the fastest of each product
 
-Rows of the operands are sorted by expert. `balanced` gives every expert the same number, `zipf` the k-th expert a share proportional to 1/k
-with every tenth expert empty, in multiples of 16 since torch's kernels require it, and `ragged` the same in any number (ours only). Each run
-is a CUDA graph, to exclude the host, and the L2 cache is overwritten before every launch. Before anything is timed, each product is compared
-with FP64. A kernel that fails is reported in its row. Measurements are appended to --csv.
+Rows of the operands are sorted by expert. `balanced` gives every expert the same number, `zipf` the k-th expert a share proportional to
+1/k with every tenth expert empty, in multiples of 16 since torch's kernels require it, and `ragged` the same in any number (ours only).
+Each run is a CUDA graph, to exclude the host, and the L2 cache is overwritten before every launch. Before anything is timed, each product
+is compared with FP64. A kernel that fails is reported in its row. Measurements are appended to --csv.
 """
 
 import argparse

@@ -30,7 +30,8 @@ def check_offsets(offsets: torch.Tensor, device: torch.device) -> None:
     """Raise a ValueError unless `offsets` is a contiguous int32 vector on `device` with at least one expert."""
     if offsets.dtype != torch.int32 or offsets.ndim != 1 or not offsets.numel() or not offsets.is_contiguous():
         raise ValueError(
-            f"offsets are {offsets.dtype} {tuple(offsets.shape)}; they must be contiguous torch.int32 [experts], the end of each expert's rows"
+            f"offsets are {offsets.dtype} {tuple(offsets.shape)}; they must be contiguous torch.int32 [experts], "
+            "the end of each expert's rows"
         )
     if offsets.device != device:
         raise ValueError(f"offsets are on {offsets.device} and the operands on {device}; keep them on the same device")

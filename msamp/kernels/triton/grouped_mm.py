@@ -329,8 +329,9 @@ def multiply_grad_weight(
     tiles = E * triton.cdiv(N, tiling.block_m) * triton.cdiv(K, tiling.block_n)
     programs = min(_multiprocessors(a_t.device) * tiling.programs, tiles)
     _grad_weight_kernel[programs,](
-        _operand(a_t, tma, tiling.block_m, tiling.block_k), _operand(b_t, tma, tiling.block_n // tiling.halves, tiling.block_k), out, offsets,
-        a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K, aligned, **_meta(tiling, tma, fast_accum, a_t.device),
+        _operand(a_t, tma, tiling.block_m, tiling.block_k), _operand(b_t, tma, tiling.block_n // tiling.halves, tiling.block_k),
+        out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K, aligned,
+        **_meta(tiling, tma, fast_accum, a_t.device),
     )  # fmt: skip
     return out
 
