@@ -18,11 +18,8 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, offsets: torch.Tensor, rows: int) -> "Groups":
-        """Return the rows [start, end) of each expert; ends beyond `rows`, or below the previous end, are moved into range."""
-        ends, last = [], 0
-        for end in offsets.tolist():
-            last = min(max(int(end), last), rows)
-            ends.append(last)
+        """Return the rows [start, end) of each expert; ends beyond `rows` are moved there."""
+        ends = [min(end, rows) for end in offsets.tolist()]
         return cls([0, *ends[:-1]], ends)
 
 
@@ -147,8 +144,9 @@ def grouped_mm_grad_weight(
         a_scale_inv, b_scale_inv: FP32, 0-dim.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
         fast_accum: as in `grouped_mm`.
-        aligned: all offsets are multiples of `GROUP_ALIGNMENT`, with padding rows of zeros in at least one operand and of finite values in
-            the other. The kernel then needs no mask. It does not check this: it would have to wait for the device.
+        aligned: all offsets are multiples of `GROUP_ALIGNMENT`, with padding rows of zeros in one operand and of finite values in the
+            other. Only then can the copy engine load the operands; otherwise the kernel loads single bytes, which is several times slower.
+            It is not checked, since that would wait for the device: with other offsets the sums are wrong.
 
     Returns:
         [E, N, K] of `out_dtype`; 0 for an expert without rows.

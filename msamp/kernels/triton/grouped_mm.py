@@ -81,7 +81,7 @@ def _place(tile, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _block(x, row, column, stride, rows, columns, TMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a block of FP8 [rows, columns], with 0 outside."""
+    """Load a block of FP8, with 0 outside of [rows, columns]; the copy engine knows the tensor's own shape only."""
     if TMA:
         block = x.load([row, column])
     else:
@@ -107,12 +107,6 @@ def _put_tile(y, values, row, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl
     r, c = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     inside = (r < end)[:, None] & (c < N)[None, :]
     tl.store(y + r.to(tl.int64)[:, None] * N + c[None, :], _rounded(values, y.dtype.element_ty, HARDWARE), mask=inside)
-
-
-@triton.jit
-def _own(block, own):
-    """Zero what is not `own` in an FP8 block."""
-    return tl.where(own, block.to(tl.uint8, bitcast=True), tl.zeros((1, 1), tl.uint8)).to(block.dtype, bitcast=True)
 
 
 @triton.jit
@@ -150,7 +144,7 @@ def _grouped_mm_kernel(
 
 @triton.jit
 def _grad_weight_kernel(
-    a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K, ALIGNED: tl.constexpr,
+    a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -166,24 +160,13 @@ def _grad_weight_kernel(
         end = tl.minimum(tl.load(offsets + expert), M)
         total = tl.zeros((BLOCK_M, HALF), tl.float32)
         total_1 = total
-        for k in range(tl.maximum(end - start, 0) // BLOCK_K):
-            at = start + k * BLOCK_K
-            left = _block(a_t, row, at, a_stride, N, M, TMA, BLOCK_M, BLOCK_K)
-            right = _block(b_t, column, at, b_stride, K, M, TMA, HALF, BLOCK_K)
+        for at in range(start, end, BLOCK_K):  # up to `end`: what follows in memory belongs to the next expert
+            left = _block(a_t, row, at, a_stride, N, end, TMA, BLOCK_M, BLOCK_K)
+            right = _block(b_t, column, at, b_stride, K, end, TMA, HALF, BLOCK_K)
             total = _add(left, right, total, FAST)
             if HALVES == 2:
-                right = _block(b_t, column + HALF, at, b_stride, K, M, TMA, HALF, BLOCK_K)
+                right = _block(b_t, column + HALF, at, b_stride, K, end, TMA, HALF, BLOCK_K)
                 total_1 = _add(left, right, total_1, FAST)
-        if not ALIGNED:
-            at = end - tl.maximum(end - start, 0) % BLOCK_K
-            if at < end:  # what follows in memory belongs to the next expert
-                own = (tl.arange(0, BLOCK_K) < end - at)[None, :]
-                left = _own(_block(a_t, row, at, a_stride, N, M, TMA, BLOCK_M, BLOCK_K), own)
-                right = _own(_block(b_t, column, at, b_stride, K, M, TMA, HALF, BLOCK_K), own)
-                total += tl.dot(left, right.T)
-                if HALVES == 2:
-                    right = _own(_block(b_t, column + HALF, at, b_stride, K, M, TMA, HALF, BLOCK_K), own)
-                    total_1 += tl.dot(left, right.T)
         y_e = y + expert.to(tl.int64) * N * K
         _put_tile(y_e, total * factor, row, N, column, K, BLOCK_M, HALF, HARDWARE)
         if HALVES == 2:
@@ -325,12 +308,12 @@ def multiply_grad_weight(
     out = torch.empty((E, N, K), dtype=out_dtype, device=a_t.device)
     if not out.numel():
         return out
-    tma = tiling.tma and _aligned(a_t, b_t)
+    tma = aligned and tiling.tma and _aligned(a_t, b_t)
     tiles = E * triton.cdiv(N, tiling.block_m) * triton.cdiv(K, tiling.block_n)
     programs = min(_multiprocessors(a_t.device) * tiling.programs, tiles)
     _grad_weight_kernel[programs,](
         _operand(a_t, tma, tiling.block_m, tiling.block_k), _operand(b_t, tma, tiling.block_n // tiling.halves, tiling.block_k),
-        out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K, aligned,
+        out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K,
         **_meta(tiling, tma, fast_accum, a_t.device),
     )  # fmt: skip
     return out

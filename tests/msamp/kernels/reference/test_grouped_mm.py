@@ -35,7 +35,10 @@ def operands(kind: str, ends: list[int], a_fmt=E4M3, b_fmt=E4M3):
     x, weights = make(kind, (ROWS, K)), make("normal", (len(ends), N, K), seed=1) * torch.arange(1, len(ends) + 1).view(-1, 1, 1)
     a, a_scale_inv = cast(x, a_fmt)
     cast_weights = [cast(w, b_fmt) for w in weights]
-    b, b_scale_inv = torch.stack([w.view(torch.uint8) for w, _ in cast_weights]).view(b_fmt.dtype), torch.stack([s for _, s in cast_weights])
+    b, b_scale_inv = (
+        torch.stack([w.view(torch.uint8) for w, _ in cast_weights]).view(b_fmt.dtype),
+        torch.stack([s for _, s in cast_weights]),
+    )
     return x, weights, (a, b, torch.tensor(ends, dtype=torch.int32), a_scale_inv, b_scale_inv)
 
 
@@ -87,9 +90,7 @@ def test_what_fp8_costs(kind):
     got = (
         grouped_mm(*args, torch.float32, fast_accum=True),
         grouped_mm(g8, b.transpose(1, 2).contiguous(), offsets, g_scale_inv, b_scale_inv, torch.float32, fast_accum=False),
-        grouped_mm_grad_weight(
-            g8.t().contiguous(), a.t().contiguous(), offsets, g_scale_inv, a_scale_inv, torch.float32, fast_accum=False
-        ),
+        grouped_mm_grad_weight(g8.t().contiguous(), a.t().contiguous(), offsets, g_scale_inv, a_scale_inv, torch.float32, fast_accum=False),
     )
     measured = [sqnr_db(w, y) for w, y in zip(wide, got, strict=True)]
     assert all(m >= limit for m, limit in zip(measured, LIMITS[kind], strict=True)), measured
