@@ -167,11 +167,10 @@ def grouped_mm_grad_weight(
 def _product(left: torch.Tensor, right: torch.Tensor, fast_accum: bool) -> torch.Tensor:
     """Return `left @ right.T` in FP32; without fast accumulation, partial sums over 128 elements are added from the first to the last, as
     the kernel adds them."""
-    if fast_accum:
-        return left @ right.t()
     out = left.new_zeros((left.shape[0], right.shape[0]))
-    for at in range(0, left.shape[1], SPAN):
-        out.addmm_(left[:, at : at + SPAN], right[:, at : at + SPAN].t())
+    span = max(1, left.shape[1]) if fast_accum else SPAN
+    for at in range(0, left.shape[1], span):
+        out.addmm_(left[:, at : at + span], right[:, at : at + span].t())
     return out
 
 

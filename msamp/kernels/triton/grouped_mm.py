@@ -214,9 +214,9 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
 SMALL = Tiling(64, 64, 64, warps=4, stages=3, group=8, tma=False)  # other GPUs have less shared memory
 
 
-def tiling_of(product: str, device: torch.device, *, fast_accum: bool) -> Tiling:
+def tiling_of(product: str, device: torch.device, *, fast_accum: bool, aligned: bool = True) -> Tiling:
     """Return the fastest known tiling of a product: "output" (also grad_input) or "grad_weight"."""
-    if device.type == "cuda" and not _hopper(device):
+    if not aligned or (device.type == "cuda" and not _hopper(device)):
         return SMALL
     if product == "grad_weight" or not fast_accum:
         return Tiling(128, 128, 128)
@@ -287,7 +287,7 @@ def grouped_mm_grad_weight(
     check_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a_t.is_cuda and not fp8_hardware(a_t.device):
         return _twin.grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    tiling = tiling_of("grad_weight", a_t.device, fast_accum=fast_accum)
+    tiling = tiling_of("grad_weight", a_t.device, fast_accum=fast_accum, aligned=aligned)
     return multiply_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling, fast_accum, aligned)
 
 

@@ -73,7 +73,7 @@ def test_each_expert_s_weight_gradient_sums_its_rows(ends, fast, dtype):
 
 
 # Least SQNR in dB of output, grad_input and grad_weight against the FP32 product, and largest share that became zero; by kind of input.
-LIMITS = {"normal": (28.3, 24.0, 23.8), "channel-outlier": (28.3, 23.7, 19.0), "log-normal": (28.0, 22.0, 18.5)}
+LIMITS = {"normal": (28.0, 24.0, 24.2), "channel-outlier": (28.0, 23.9, 22.5), "log-normal": (28.7, 24.7, 26.0)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
