@@ -26,6 +26,7 @@ from msamp.kernels.reference import cast_transpose as _cast_transpose
 from msamp.kernels.reference import coat_adamw as _coat_adamw
 from msamp.kernels.reference import collage as _collage
 from msamp.kernels.reference import cross_entropy as _cross_entropy
+from msamp.kernels.reference import expert_cast as _expert_cast
 from msamp.kernels.reference import expert_swiglu as _expert_swiglu
 from msamp.kernels.reference import grad_stats as _grad_stats
 from msamp.kernels.reference import group_cast as _group_cast
@@ -203,6 +204,7 @@ cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, fake=
 cast_transposed = _operator(_cast_transpose.cast_transposed)
 cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
 cross_entropy_of_parts_ = _operator(_cross_entropy.cross_entropy_of_parts_, mutates=("logits",))
+expert_cast = _operator(_expert_cast.expert_cast)
 expert_swiglu = _operator(_expert_swiglu.expert_swiglu, mutates=_SLOTS)
 expert_swiglu_backward = _operator(_expert_swiglu.expert_swiglu_backward, mutates=_SLOTS, fake=_fake_expert_swiglu_backward)
 group_cast = _operator(_group_cast.group_cast)

@@ -12,7 +12,9 @@ from msamp.numerics.scaling import inverse
 def check_probs(y: torch.Tensor, probs: torch.Tensor) -> None:
     """Raise a ValueError unless `probs` is a contiguous FP32 vector with one value per row of `y`."""
     if probs.dtype != torch.float32 or tuple(probs.shape) != (y.shape[0],) or not probs.is_contiguous():
-        raise ValueError(f"probs are {probs.dtype} {tuple(probs.shape)}; they must be contiguous torch.float32 ({y.shape[0]},), one per row")
+        raise ValueError(
+            f"probs are {probs.dtype} {tuple(probs.shape)}; they must be contiguous torch.float32 ({y.shape[0]},), one per row"
+        )
 
 
 def expert_swiglu(

@@ -14,7 +14,9 @@ def check_rows(x: torch.Tensor, index: torch.Tensor, name: str, ndim: int) -> No
         )
 
 
-def permute(x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def permute(
+    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the FP8 rows of tokens to the rows of their experts, in one or both layouts. A cast before this copy reads each token once and
     moves one byte per element, where a cast behind it would read BF16 top-k times.
 

@@ -1,4 +1,38 @@
-"""Grouped FP8 GEMMs for Hopper: one launch multiplies every expert's rows by its weight. Twin: `msamp.kernels.reference.grouped_mm`."""
+"""Grouped FP8 GEMMs for Hopper: one launch multiplies every expert's rows by its weight. Twin: `msamp.kernels.reference.grouped_mm`.
+
+A mixture of experts sends each token to a few of E experts. Its rows are sorted by expert, and expert e owns the rows from `offsets[e - 1]`
+to `offsets[e]`. Only the device knows these offsets: reading them on the host would stop the host in every layer, and a CUDA graph could
+not be captured. So the grid must not depend on them.
+
+The three products of an expert layer with M rows in total, weights [E, N, K], one byte per operand and two per result:
+
+    product       for each expert         FLOPs     bytes that must move
+    output        x_e [K] w_e^T           2 M N K   M K + E N K + 2 M N
+    grad_input    g_e [N] w_e             2 M N K   M N + E N K + 2 M K
+    grad_weight   g_e^T x_e [rows of e]   2 M N K   M N + M K + 2 E N K
+
+With many small experts the bytes matter as much as the FLOPs. 128 experts of 768 x 2048 with 65,536 rows are 206 GFLOP, 0.15 ms at the rate
+of a dense FP8 GEMM on an H100, and 0.52 GB, 0.17 ms at its copy bandwidth. A product is therefore worth its time only if nothing is read
+twice from memory: the L2 cache must hold what neighbouring tiles share.
+
+How a launch is divided. Programs are persistent, one per multiprocessor, and step through the tiles of the output. For output and
+grad_input, `grouped_tiles` first lists the tiles of all experts (expert, first row, end), and a program looks its tile up in that list. An
+expert whose rows do not fill its last tile costs a partly empty tile, and an expert without rows costs nothing. Rows beyond the last
+expert's are listed as an expert of their own, which has no products and writes zeros. For grad_weight every expert has the same number of
+tiles, and the sum over its rows has another length. `group` rows of tiles are passed through column by column, so that the programs that
+run at the same time share operands.
+
+Which layout the operands have. Hopper multiplies FP8 only if the summed dimension comes last in memory (K-major). grad_input sums over the
+outputs and needs each weight transposed, [E, K, N]; grad_weight sums over rows and needs both operands transposed, [N, M] and [K, M]. The
+kernels that write FP8 write these copies in the same pass. In the transposed operands a group begins at a column. The copy engine loads
+only from columns whose address is a multiple of 16 bytes, so groups are padded to `GROUP_ALIGNMENT` rows of zeros (`aligned=True`). Padding
+is made on the device, by `group_tokens`. Without it the kernel masks single bytes and is slow, but right.
+
+Why full accumulation is harder. Hopper's tensor cores add FP8 products with about 13 bits of mantissa. With fast accumulation, a tile's sum
+stays in the tensor cores. With full accumulation they sum one block of 128 elements, which is then added to an FP32 total, and meanwhile
+they are idle. So two programs share a multiprocessor: while one adds, the other one multiplies. For that, a thread may use 128 registers,
+too few for the total and a block's sums of a tile of 128 x 128. The tile is summed in two halves that share the left operand (`halves`).
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -211,16 +245,17 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
     return meta if tiling.maxnreg is None else meta | {"maxnreg": tiling.maxnreg}
 
 
-SMALL = Tiling(64, 64, 64, warps=4, stages=3, group=8, tma=False)  # other GPUs have less shared memory
+SMALL = Tiling(64, 64, 64, warps=4, stages=3, group=8, tma=False)  # for other GPUs, which have less shared memory, and for single bytes
+# Two programs per multiprocessor: while one adds a block's sums to the total or stores its tile, the other one multiplies.
+SHARED = Tiling(128, 128, 128, stages=3, halves=2, programs=2, maxnreg=128)
+WIDE = Tiling(128, 256, 128, stages=4)
 
 
-def tiling_of(product: str, device: torch.device, *, fast_accum: bool, aligned: bool = True) -> Tiling:
-    """Return the fastest known tiling of a product: "output" (also grad_input) or "grad_weight"."""
+def tiling_of(device: torch.device, *, fast_accum: bool, aligned: bool = True) -> Tiling:
+    """Return the fastest known tiling, as `tools/bench/bench_grouped.py --sweep` found it."""
     if not aligned or (device.type == "cuda" and not _hopper(device)):
         return SMALL
-    if product == "grad_weight" or not fast_accum:
-        return Tiling(128, 128, 128)
-    return Tiling(128, 256, 128)
+    return WIDE if fast_accum else SHARED
 
 
 def grouped_mm(
@@ -238,9 +273,7 @@ def grouped_mm(
     check_grouped(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a.is_cuda and not fp8_hardware(a.device):
         return _twin.grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    return multiply(
-        a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling_of("output", a.device, fast_accum=fast_accum), fast_accum, tiles
-    )
+    return multiply(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling_of(a.device, fast_accum=fast_accum), fast_accum, tiles)
 
 
 def multiply(
@@ -287,7 +320,7 @@ def grouped_mm_grad_weight(
     check_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a_t.is_cuda and not fp8_hardware(a_t.device):
         return _twin.grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    tiling = tiling_of("grad_weight", a_t.device, fast_accum=fast_accum, aligned=aligned)
+    tiling = tiling_of(a_t.device, fast_accum=fast_accum, aligned=aligned)
     return multiply_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling, fast_accum, aligned)
 
 

@@ -56,9 +56,7 @@ def _permute_kernel(
 
 
 @triton.jit
-def _unpermute_kernel(
-    y, places, out, T, N, TOP_K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
-):
+def _unpermute_kernel(y, places, out, T, N, TOP_K: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr):
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (t < T)[:, None] & (n < N)[None, :]
@@ -69,7 +67,9 @@ def _unpermute_kernel(
     tl.store(out + t.to(tl.int64)[:, None] * N + n[None, :], _rounded(total, out.dtype.element_ty, HARDWARE), mask=inside)
 
 
-def permute(x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def permute(
+    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_payload(x, top_k)
     check_rows(x, source, "source", 1)

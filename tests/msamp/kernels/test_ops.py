@@ -17,6 +17,7 @@ from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
+from msamp.kernels.reference.expert_cast import expert_cast
 from msamp.kernels.reference.expert_swiglu import expert_swiglu, expert_swiglu_backward
 from msamp.kernels.reference.group_cast import group_cast, group_decode
 from msamp.kernels.reference.group_tokens import group_tokens
@@ -69,6 +70,7 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "group_tokens": (torch.arange(48, device=device).view(24, 2) % 5, 5, 8),
         "permute": (a, torch.arange(-1, 31, dtype=torch.int32, device=device), 2),
         "unpermute": (x, torch.arange(24, dtype=torch.int32, device=device).view(12, 2)),
+        "expert_cast": (x.view(4, 6, 40), scale.repeat(4), E4M3.dtype),
         "expert_swiglu": (x, x[:, 0].abs(), scale, slot, E4M3.dtype),
         "expert_swiglu_backward": (x[:, :20], x, x[:, 0].abs(), scale, E4M3.dtype, scale, slot, E5M2.dtype),
         "block_cast": (x, scale, slot),
@@ -116,6 +118,7 @@ TWINS = {
     "group_tokens": group_tokens,
     "permute": permute,
     "unpermute": unpermute,
+    "expert_cast": expert_cast,
     "expert_swiglu": expert_swiglu,
     "expert_swiglu_backward": expert_swiglu_backward,
     "block_cast": block_cast,

@@ -84,5 +84,5 @@ def test_probabilities_that_do_not_fit(probs, message):
 
 def test_a_wide_gradient_is_refused():
     grad_a, y, probs = inputs()
-    with pytest.raises(ValueError, match="the gradient is cast to torch.bfloat16; the grouped GEMMs need torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"the gradient is cast to torch\.bfloat16; the grouped GEMMs need torch\.float8_e4m3fn"):
         expert_swiglu_backward(grad_a, y, probs, torch.ones(()), E4M3.dtype, None, None, torch.bfloat16)

@@ -42,7 +42,10 @@ def test_there_and_back_is_top_k_times_the_token():
         (lambda: permute(X.float(), SOURCE, 2, row=True), "rows are torch.float32; only FP8 payloads are permuted"),
         (lambda: permute(X, SOURCE, 0, row=True), "top_k is 0; it must be at least 1"),
         (lambda: permute(X[0], SOURCE, 2, row=True), r"rows are \(24,\); they must be \[rows, features\]"),
-        (lambda: permute(X, SOURCE.long(), 2, row=True), r"source is torch.int64 \(.*\) on cpu; it must be contiguous torch.int32 \[rows\]"),
+        (
+            lambda: permute(X, SOURCE.long(), 2, row=True),
+            r"source is torch.int64 \(.*\) on cpu; it must be contiguous torch.int32 \[rows\]",
+        ),
         (lambda: unpermute(X.float(), PLACES.t()), r"places is torch.int32 \(2, 30\) on cpu; .* \[tokens, top-k\]"),
     ],
 )
