@@ -195,7 +195,7 @@ def measure(layer: Layer, load: str, repeats: int) -> list[dict[str, Any]]:
     table: list[dict[str, Any]] = []
     bf16: dict[str, float] = {}
     for kernel, product, run in operands.cases() if load != "ragged" else operands.own_cases():
-        row = {"model": layer.model, "layer": layer.name, "load": load, "product": product, "kernel": kernel}
+        row: dict[str, Any] = {"model": layer.model, "layer": layer.name, "load": load, "product": product, "kernel": kernel}
         row |= dict.fromkeys(("us_p20", "us", "us_p80", "tflops", "over_bf16", "error"), "")
         try:
             low, median, high = timed(run, repeats)
@@ -215,7 +215,13 @@ def tilings(product: str, fast: bool) -> list[Any]:
     from msamp.kernels.triton.grouped_mm import Tiling as T
 
     halves = (1, 2) if fast else (2,)
-    changes = ({"stages": 4}, {"stages": 3}, {"stages": 3, "flatten": True}, {"stages": 4, "group": 8}, {"stages": 4, "group": 4})
+    changes: tuple[dict[str, Any], ...] = (
+        {"stages": 4},
+        {"stages": 3},
+        {"stages": 3, "flatten": True},
+        {"stages": 4, "group": 8},
+        {"stages": 4, "group": 4},
+    )
     found = [T(halves=h, **change) for h in halves for change in changes if not (fast and h == 2 and "flatten" in change)]
     found += [T(256, 128, 128, stages=s, halves=halves[0]) for s in (3, 4)]
     found += [T(128, 128, 128, stages=s, flatten=f) for s, f in ((4, False), (5, False), (4, True))]
