@@ -266,7 +266,7 @@ def tiled(kernels: Any, operands: Operands, product: str, fast: bool, tiling: An
     """Return the run of one of our products with a given tiling."""
     if product == "grad_weight":
         return functools.partial(
-            kernels.multiply_grad_weight,
+            kernels._multiply_grad_weight,
             operands.grad8_t,
             operands.x8_t,
             operands.padded,
@@ -278,7 +278,7 @@ def tiled(kernels: Any, operands: Operands, product: str, fast: bool, tiling: An
             True,
         )
     a, b = (operands.x8, operands.weight8) if product == "forward" else (operands.grad8, operands.weight8_t)
-    return functools.partial(kernels.multiply, a, b, operands.padded, operands.one, operands.ones, BF16, tiling, fast)
+    return functools.partial(kernels._multiply, a, b, operands.padded, operands.one, operands.ones, BF16, tiling, fast)
 
 
 @exit_codes.command

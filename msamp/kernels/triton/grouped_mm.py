@@ -273,10 +273,10 @@ def grouped_mm(
     check_grouped(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a.is_cuda and not fp8_hardware(a.device):
         return _twin.grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    return multiply(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling_of(a.device, fast_accum=fast_accum), fast_accum, tiles)
+    return _multiply(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling_of(a.device, fast_accum=fast_accum), fast_accum, tiles)
 
 
-def multiply(
+def _multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     offsets: torch.Tensor,
@@ -321,10 +321,10 @@ def grouped_mm_grad_weight(
     if a_t.is_cuda and not fp8_hardware(a_t.device):
         return _twin.grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
     tiling = tiling_of(a_t.device, fast_accum=fast_accum, aligned=aligned)
-    return multiply_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling, fast_accum, aligned)
+    return _multiply_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling, fast_accum, aligned)
 
 
-def multiply_grad_weight(
+def _multiply_grad_weight(
     a_t: torch.Tensor,
     b_t: torch.Tensor,
     offsets: torch.Tensor,
