@@ -26,10 +26,15 @@ from msamp.kernels.reference import cast_transpose as _cast_transpose
 from msamp.kernels.reference import coat_adamw as _coat_adamw
 from msamp.kernels.reference import collage as _collage
 from msamp.kernels.reference import cross_entropy as _cross_entropy
+from msamp.kernels.reference import expert_cast as _expert_cast
+from msamp.kernels.reference import expert_swiglu as _expert_swiglu
 from msamp.kernels.reference import grad_stats as _grad_stats
 from msamp.kernels.reference import group_cast as _group_cast
+from msamp.kernels.reference import group_tokens as _group_tokens
+from msamp.kernels.reference import grouped_mm as _grouped_mm
 from msamp.kernels.reference import normalize as _normalize
 from msamp.kernels.reference import pack as _pack
+from msamp.kernels.reference import permute as _permute
 from msamp.kernels.reference import rotary as _rotary
 from msamp.kernels.reference import scale_from_amax as _scale_from_amax
 from msamp.kernels.reference import sum_parts as _sum_parts
@@ -154,6 +159,24 @@ def _fake_cast_transpose(x: torch.Tensor, *args: Any, **flags: Any) -> tuple[tor
     return *others, _in_parts(sums, twin, x.shape[0])
 
 
+def _fake_expert_swiglu_backward(grad_a: torch.Tensor, y: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
+    twin = _expert_swiglu.expert_swiglu_backward
+    *others, sums = twin(grad_a, y, *args, **flags)
+    return *others, _in_parts(sums, twin, grad_a.shape[1])
+
+
+def _fake_grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=args[2])
+
+
+def _fake_grouped_mm_grad_weight(a_t: torch.Tensor, b_t: torch.Tensor, offsets: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
+    return a_t.new_empty((offsets.shape[0], a_t.shape[0], b_t.shape[0]), dtype=args[2])
+
+
+def _fake_grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
+    return offsets.new_empty((4, _grouped_mm.tile_capacity(rows, offsets.shape[0], block)))
+
+
 def _fake_normalize_backward(grad_y: torch.Tensor, x: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
     twin = _normalize.normalize_backward
     grad_x, *sums = twin(grad_y, x, *args, **flags)
@@ -181,11 +204,19 @@ cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, fake=
 cast_transposed = _operator(_cast_transpose.cast_transposed)
 cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
 cross_entropy_of_parts_ = _operator(_cross_entropy.cross_entropy_of_parts_, mutates=("logits",))
+expert_cast = _operator(_expert_cast.expert_cast)
+expert_swiglu = _operator(_expert_swiglu.expert_swiglu, mutates=_SLOTS)
+expert_swiglu_backward = _operator(_expert_swiglu.expert_swiglu_backward, mutates=_SLOTS, fake=_fake_expert_swiglu_backward)
 group_cast = _operator(_group_cast.group_cast)
 group_decode = _operator(_group_cast.group_decode)
+group_tokens = _operator(_group_tokens.group_tokens)
+grouped_mm = _operator(_grouped_mm.grouped_mm, fake=_fake_grouped_mm)
+grouped_mm_grad_weight = _operator(_grouped_mm.grouped_mm_grad_weight, fake=_fake_grouped_mm_grad_weight)
+grouped_tiles = _operator(_grouped_mm.grouped_tiles, fake=_fake_grouped_tiles)
 normalize = _operator(_normalize.normalize, mutates=_SLOTS)
 normalize_backward = _operator(_normalize.normalize_backward, fake=_fake_normalize_backward)
 normalize_transposed = _operator(_normalize.normalize_transposed)
+permute = _operator(_permute.permute)
 rotary_ = _operator(_rotary.rotary_, mutates=("qkv",))
 rotary_cast = _operator(_rotary.rotary_cast, mutates=_THREE_SLOTS)
 rotary_backward = _operator(_rotary.rotary_backward, mutates=_SLOTS, fake=_fake_rotary_backward)
@@ -199,6 +230,7 @@ count_ = _operator(_tally.count_, mutates=("row",))
 tally_ = _operator(_tally.tally_, mutates=("row",))
 tally_update_ = _operator(_tally.tally_update_, mutates=("row",))
 transpose = _operator(_transpose.transpose)
+unpermute = _operator(_permute.unpermute)
 weight_scales = _operator(_weight_scales.weight_scales)
 
 adamw = _over_many(_adamw.adamw, _adamw.check_amaxes)

@@ -17,7 +17,12 @@ from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
+from msamp.kernels.reference.expert_cast import expert_cast
+from msamp.kernels.reference.expert_swiglu import expert_swiglu, expert_swiglu_backward
 from msamp.kernels.reference.group_cast import group_cast, group_decode
+from msamp.kernels.reference.group_tokens import group_tokens
+from msamp.kernels.reference.grouped_mm import grouped_mm, grouped_mm_grad_weight, grouped_tiles
+from msamp.kernels.reference.permute import permute, unpermute
 from msamp.kernels.reference.rotary import rotary_, rotary_backward
 from msamp.kernels.reference.scale_from_amax import scale_from_amax
 from msamp.kernels.reference.sum_parts import sum_parts
@@ -37,6 +42,8 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
     angles = make("normal", (6, 8), device=device)
     a, b = (make("normal", (m, 40), seed=m, device=device).to(E4M3.dtype) for m in (24, 56))
     bias = make("normal", (56,), device=device).bfloat16()
+    exact = [make("normal", (m, 40), seed=m, device=device).round().to(E4M3.dtype) for m in (24, 56)]  # sums of integers, in any order
+    offsets, both = torch.tensor([10, 24], dtype=torch.int32, device=device), scale.repeat(2)
     return {
         "amax": (x,),
         "cast": (x, scale, E4M3.dtype),
@@ -57,6 +64,15 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "tally_": (torch.zeros(8, dtype=torch.float64, device=device), a.float() * 1.01, a, scale),
         "tally_update_": (torch.zeros(7, dtype=torch.float64, device=device), x, x * 1.01, (x * 1.02).half(), scale),
         "scaled_mm": (a, b, scale, scale, bias, torch.bfloat16),
+        "grouped_mm": (exact[0], exact[1].view(2, 28, 40), offsets, scale, both, torch.bfloat16),
+        "grouped_mm_grad_weight": (*(exact[0].t().contiguous() for _ in range(2)), offsets, scale, scale, torch.float32),
+        "grouped_tiles": (offsets, 30, 16),
+        "group_tokens": (torch.arange(48, device=device).view(24, 2) % 5, 5, 8),
+        "permute": (a, torch.arange(-1, 31, dtype=torch.int32, device=device), 2),
+        "unpermute": (x, torch.arange(24, dtype=torch.int32, device=device).view(12, 2)),
+        "expert_cast": (x.view(4, 6, 40), scale.repeat(4), E4M3.dtype),
+        "expert_swiglu": (x, x[:, 0].abs(), scale, slot, E4M3.dtype),
+        "expert_swiglu_backward": (x[:, :20], x, x[:, 0].abs(), scale, E4M3.dtype, scale, slot, E5M2.dtype),
         "block_cast": (x, scale, slot),
         "block_scaled_mm": (a, b, torch.full((24, 1), 0.5, device=device), torch.full((1, 1), 0.25, device=device), bias, torch.bfloat16),
     }
@@ -67,10 +83,15 @@ FLAGS: dict[str, dict[str, Any]] = {
     "activate_backward": {"colsum": True},
     "rotary_backward": {"colsum": True},
     "scaled_mm": {"fast_accum": True},
+    "grouped_mm": {"fast_accum": True},
+    "grouped_mm_grad_weight": {"fast_accum": False},
+    "permute": {"row": True, "col": True},
     "block_cast": {"rows": 1, "columns": 32, "dtype": E4M3.dtype, "scale_rule": "fp32", "row": True, "col": True},
     "block_scaled_mm": {"a_block": [1, 128], "b_block": [128, 128]},
 }
 NAMES = tuple(arguments("cpu"))
+# opcheck itself cannot compare FP8 operands.
+FP8_OPERANDS = ("scaled_mm", "block_scaled_mm", "transpose", "group_decode", "tally_", "grouped_mm", "grouped_mm_grad_weight", "permute")
 TWINS = {
     "amax": amax,
     "cast": cast,
@@ -91,12 +112,23 @@ TWINS = {
     "tally_": tally_,
     "tally_update_": tally_update_,
     "scaled_mm": scaled_mm,
+    "grouped_mm": grouped_mm,
+    "grouped_mm_grad_weight": grouped_mm_grad_weight,
+    "grouped_tiles": grouped_tiles,
+    "group_tokens": group_tokens,
+    "permute": permute,
+    "unpermute": unpermute,
+    "expert_cast": expert_cast,
+    "expert_swiglu": expert_swiglu,
+    "expert_swiglu_backward": expert_swiglu_backward,
     "block_cast": block_cast,
     "block_scaled_mm": block_scaled_mm,
 }
 ROUNDED_OTHERWISE = (
     "activate",
     "activate_backward",
+    "expert_swiglu",
+    "expert_swiglu_backward",
     "cross_entropy_",
     "rotary_",
     "rotary_backward",
@@ -110,7 +142,7 @@ def outputs(result) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_schema_and_fake_agree_with_what_runs(name, device):
     args, flags = arguments(device)[name], FLAGS.get(name, {})
-    if name not in ("scaled_mm", "block_scaled_mm", "transpose", "group_decode", "tally_"):  # opcheck itself cannot compare FP8 operands
+    if name not in FP8_OPERANDS:
         torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
     real = outputs(getattr(ops, name)(*args, **flags))
     with torch._subclasses.FakeTensorMode() as mode:

@@ -1,0 +1,44 @@
+"""Cast the weights of all experts to FP8 in both layouts, with one scale per expert."""
+
+import torch
+
+from msamp.kernels.reference.cast import cast
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.scaling import inverse, scale_from_amax
+
+
+def check_weights(payload: torch.Tensor, stored: torch.Tensor) -> None:
+    """Raise a ValueError unless `payload` is [experts, N, K] and `stored` FP32 with one scale_inv per expert."""
+    if payload.ndim != 3 or not payload.is_floating_point():
+        raise ValueError(f"weights are {payload.dtype} {tuple(payload.shape)}; they must be floating-point [experts, N, K]")
+    if stored.dtype != torch.float32 or tuple(stored.shape) != (payload.shape[0],):
+        raise ValueError(f"scale_inv is {stored.dtype} {tuple(stored.shape)}; it must be torch.float32 ({payload.shape[0]},)")
+
+
+def expert_cast(payload: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the FP8 weights of all experts, their transposes, and one scale_inv per expert, from the weights as they are stored.
+
+    Each expert's scale comes from its own amax, as `weight_scales` computes it for one weight. Forward multiplies by the weights and
+    grad_input by the transposes; both are cast once per step.
+
+    Args:
+        payload: [E, N, K], contiguous, FP32, BF16, FP16, or `dtype`, in which case the codes are kept.
+        stored: FP32 [E]: payload * stored is the weight.
+        dtype: an FP8 dtype.
+
+    Returns:
+        [E, N, K] and [E, K, N] of `dtype`; FP32 [E].
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit.
+    """
+    check_weights(payload, stored)
+    if payload.dtype == dtype:
+        codes = payload.view(torch.uint8)
+        return codes.clone().view(dtype), codes.transpose(1, 2).contiguous().view(dtype), stored.clone()
+    amaxes = payload.abs().flatten(1).amax(1).float() if payload.numel() else stored.new_zeros(payload.shape[0])
+    scales = scale_from_amax(torch.where(amaxes.isnan(), float("inf"), amaxes) * stored, of_dtype(dtype).max)
+    cast_all = torch.empty(payload.shape, dtype=torch.uint8, device=payload.device)
+    for e, multiplier in enumerate(scales * stored):
+        cast_all[e] = cast(payload[e], multiplier, dtype).view(torch.uint8)
+    return cast_all.view(dtype), cast_all.transpose(1, 2).contiguous().view(dtype), inverse(scales)

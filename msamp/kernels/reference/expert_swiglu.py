@@ -1,0 +1,99 @@
+"""SwiGLU of a mixture of experts, times the router's probability, cast to the operand of the next grouped GEMM, and its gradients."""
+
+import torch
+
+from msamp.kernels.reference.activate import _activation, _derivative, check_gradient
+from msamp.kernels.reference.cast_transpose import _store
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.quantize import quantize
+from msamp.numerics.scaling import inverse
+
+
+def check_probs(y: torch.Tensor, probs: torch.Tensor) -> None:
+    """Raise a ValueError unless `probs` is a contiguous FP32 vector with one value per row of `y`."""
+    if probs.dtype != torch.float32 or tuple(probs.shape) != (y.shape[0],) or not probs.is_contiguous():
+        raise ValueError(
+            f"probs are {probs.dtype} {tuple(probs.shape)}; they must be contiguous torch.float32 ({y.shape[0]},), one per row"
+        )
+
+
+def expert_swiglu(
+    y: torch.Tensor,
+    probs: torch.Tensor,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    scale_inv_slot: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `probs * silu(gate) * up`, in the format of the second linear layer's input. That layer is linear in its input, so the sum
+    over a token's experts is weighted here, where it costs no pass over memory.
+
+    Args:
+        y: [R, 2F] BF16, FP16 or FP32: gate, then up.
+        probs: FP32 [R], the router's probability of each row.
+        scale: FP32, 0-dim, a power of two; None uses a just-in-time scale from the result's amax.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf if not finite); None does not measure it.
+        dtype: of the result; a wide dtype gives a plain result without scale and amax.
+        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
+
+    Returns:
+        [R, F] of `dtype`; scale_inv FP32, 0-dim, NaN if the result is not finite (empty with a wide `dtype`, or if a slot is given).
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit.
+    """
+    check_probs(y, probs)
+    a, _, scale_inv, _ = _store(_weighted(y, probs), scale, amax_slot, dtype, False, False, scale_inv_slot)
+    return a, scale_inv
+
+
+def expert_swiglu_backward(
+    grad_a: torch.Tensor,
+    y: torch.Tensor,
+    probs: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    a_dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    amax_slot: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    scale_inv_slot: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of `expert_swiglu`, cast for the grouped GEMMs, and its transposed result, which forward did not save.
+
+    Args:
+        grad_a: [R, F] BF16, FP16 or FP32.
+        y, probs: the inputs of `expert_swiglu`.
+        a_scale_inv: as returned by `expert_swiglu`.
+        a_dtype: the FP8 dtype of `expert_swiglu`.
+        scale: of the gradient, FP32, 0-dim, a power of two; None uses a just-in-time scale.
+        amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf if not finite); None does not measure it.
+        dtype: FP8, of the gradient.
+        scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
+
+    Returns:
+        Gradient g [R, 2F] and its transpose [2F, R], of `dtype`; scale_inv FP32, 0-dim, NaN if g is not finite; the transpose [F, R] of
+        `expert_swiglu`'s result, with the same codes; parts of the gradient of `probs`, FP32 [parts, R], to be added up. scale_inv is empty
+        if a slot is given.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit, or `dtype` is not FP8.
+    """
+    check_gradient(grad_a, y, "swiglu")
+    check_probs(y, probs)
+    check_fp8(dtype)
+    weight = probs.unsqueeze(1)
+    g, g_t, scale_inv, _ = _store(_derivative(grad_a.float() * weight, y, "swiglu"), scale, amax_slot, dtype, True, False, scale_inv_slot)
+    a_t = quantize(_weighted(y, probs), inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()
+    return g, g_t, scale_inv, a_t, (grad_a.float() * _activation(y, "swiglu")).sum(1).unsqueeze(0)
+
+
+def check_fp8(dtype: torch.dtype) -> None:
+    """Raise a ValueError unless `dtype` is FP8."""
+    if dtype.itemsize != 1:
+        raise ValueError(f"the gradient is cast to {dtype}; the grouped GEMMs need torch.float8_e4m3fn or torch.float8_e5m2")
+
+
+def _weighted(y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    return _activation(y, "swiglu") * probs.unsqueeze(1)

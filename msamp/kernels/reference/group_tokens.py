@@ -1,0 +1,46 @@
+"""Sort the tokens of a mixture of experts by expert, on the device."""
+
+import torch
+
+
+def check_experts(experts: torch.Tensor, count: int, alignment: int) -> None:
+    """Raise a ValueError unless `experts` is integer [tokens, top-k], and count and alignment are positive."""
+    if experts.ndim != 2 or experts.is_floating_point() or experts.dtype == torch.bool:
+        raise ValueError(f"experts are {experts.dtype} {tuple(experts.shape)}; they must be integers [tokens, top-k]")
+    if count < 1 or alignment < 1:
+        raise ValueError(f"there are {count} experts with groups aligned to {alignment} rows; both must be at least 1")
+
+
+def row_capacity(tokens: int, count: int, alignment: int) -> int:
+    """Return the rows of a buffer in which any load of `tokens` rows fits, each expert's rows padded to a multiple of `alignment`."""
+    return (tokens // alignment + min(count, tokens)) * alignment
+
+
+def group_tokens(experts: torch.Tensor, count: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Assign every (token, expert) pair a row, such that the rows of an expert are adjacent and in the order of the tokens.
+
+    It never waits for the device: shapes depend on shapes only, so that the buffer has room for any load.
+
+    Args:
+        experts: integers [tokens, top-k] from 0 to count - 1, the experts of each token.
+        count: number of experts.
+        alignment: each expert's rows are padded to a multiple of it, `grouped_mm.GROUP_ALIGNMENT` for our weight gradients.
+
+    Returns:
+        offsets: int32 [count], the end of each expert's rows with their padding, as `grouped_mm` takes them.
+        source: int32 [`row_capacity`], the pair of each row, token * top-k + choice; -1 for padding and for rows after the last expert's.
+        places: int32 [tokens, top-k], the row of each pair.
+    """
+    check_experts(experts, count, alignment)
+    tokens, top_k = experts.shape
+    device = experts.device
+    by_expert, order = experts.reshape(-1).to(torch.int64).sort(stable=True)
+    ends = torch.searchsorted(by_expert, torch.arange(count, device=device), right=True)
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    offsets = ((sizes + alignment - 1) // alignment * alignment).cumsum(0)
+    shift = torch.cat([offsets.new_zeros(1), offsets[:-1] - ends[:-1]])  # from a pair's place in the order to its row
+    rows = torch.arange(by_expert.numel(), device=device) + shift[by_expert]
+    source = torch.full((row_capacity(tokens * top_k, count, alignment),), -1, dtype=torch.int32, device=device)
+    source.index_copy_(0, rows, order.to(torch.int32))
+    places = torch.empty(tokens * top_k, dtype=torch.int32, device=device).index_copy_(0, order, rows.to(torch.int32))
+    return offsets.to(torch.int32), source, places.view(tokens, top_k)

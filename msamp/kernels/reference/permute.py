@@ -1,0 +1,68 @@
+"""Rows of a mixture of experts: copy the rows of tokens to their experts, and add up the rows of a token."""
+
+import torch
+
+
+def check_rows(x: torch.Tensor, index: torch.Tensor, name: str, ndim: int) -> None:
+    """Raise a ValueError unless `x` has two dimensions, and `index` is contiguous int32 with `ndim` on the same device."""
+    if x.ndim != 2:
+        raise ValueError(f"rows are {tuple(x.shape)}; they must be [rows, features]")
+    if index.dtype != torch.int32 or index.ndim != ndim or not index.is_contiguous() or index.device != x.device:
+        shape = "[rows]" if ndim == 1 else "[tokens, top-k]"
+        raise ValueError(
+            f"{name} is {index.dtype} {tuple(index.shape)} on {index.device}; it must be contiguous torch.int32 {shape} on {x.device}"
+        )
+
+
+def permute(
+    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the FP8 rows of tokens to the rows of their experts, in one or both layouts. A cast before this copy reads each token once and
+    moves one byte per element, where a cast behind it would read BF16 top-k times.
+
+    Args:
+        x: [tokens, N] FP8.
+        source: int32 [R], as `group_tokens` returns it.
+        top_k: pairs per token.
+        row: return the rows.
+        col: return their transpose.
+
+    Returns:
+        [R, N] and [N, R] of the dtype of `x`, with zeros where `source` is -1. What is not requested is empty.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit.
+    """
+    check_payload(x, top_k)
+    check_rows(x, source, "source", 1)
+    codes = x.view(torch.uint8)[(source.clamp(min=0) // top_k).long()].masked_fill_((source < 0).unsqueeze(1), 0).view(x.dtype)
+    nothing = x.new_empty(0)
+    return codes if row else nothing, codes.view(torch.uint8).t().contiguous().view(x.dtype) if col else nothing
+
+
+def check_payload(x: torch.Tensor, top_k: int) -> None:
+    """Raise a ValueError unless `x` is FP8 and `top_k` positive."""
+    if x.element_size() != 1 or not x.is_floating_point():
+        raise ValueError(f"rows are {x.dtype}; only FP8 payloads are permuted: cast them first")
+    if top_k < 1:
+        raise ValueError(f"top_k is {top_k}; it must be at least 1")
+
+
+def unpermute(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Add up the rows of each token in FP32, in the order of its choices, and round once.
+
+    Args:
+        y: [R, N] BF16, FP16 or FP32.
+        places: int32 [tokens, top-k], as `group_tokens` returns it.
+
+    Returns:
+        [tokens, N] of the dtype of `y`.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit.
+    """
+    check_rows(y, places, "places", 2)
+    total = torch.zeros((places.shape[0], y.shape[1]), dtype=torch.float32, device=y.device)
+    for choice in places.long().unbind(1):
+        total += y[choice].float()
+    return total.to(y.dtype)

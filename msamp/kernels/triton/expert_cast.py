@@ -1,0 +1,91 @@
+"""Cast the weights of all experts in both layouts, in three launches for any number of them. Twin: `msamp.kernels.reference.expert_cast`.
+
+The first launch writes the amax of every part of every expert, the second the experts' scales, and the third reads the weights once more
+and writes both layouts. Weights that are stored in FP8 are only transposed, by the third.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from msamp.kernels.reference.expert_cast import check_weights
+from msamp.kernels.triton.cast import _block_amax, fp8_constants
+from msamp.kernels.triton.cast_transpose import _inverse, _load_rows, _put, _put_transposed, _tile
+from msamp.kernels.triton.scale_from_amax import _scale
+from msamp.numerics.formats import of_dtype
+from msamp.numerics.scaling import _fields
+
+BLOCK, MANY = 8192, 1024  # elements per program of the first launch, maxima read at a time by the second
+TILE_M, TILE_N, WARPS = 128, 64, 4
+
+
+@triton.jit
+def _expert_amax_kernel(x, maxima, numel, BLOCK: tl.constexpr):
+    expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + expert * numel + at, mask=at < numel, other=0.0).to(tl.float32)
+    tl.store(maxima + expert * tl.num_programs(0) + part, _block_amax(v))
+
+
+@triton.jit
+def _expert_scales_kernel(
+    maxima, stored, multipliers, scale_invs, count, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr
+):
+    expert = tl.program_id(0).to(tl.int64)
+    top = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.load(maxima + expert * count + at, mask=at < count, other=0.0))
+    factor = tl.load(stored + expert)
+    scale = _scale(tl.max(top) * factor, 1.0, EXPONENT, MANTISSA)
+    tl.store(multipliers + expert, scale * factor)
+    tl.store(scale_invs + expert, _inverse(scale))
+
+
+@triton.jit
+def _expert_cast_kernel(
+    x, y, y_t, multipliers, N, K, ALIGNED: tl.constexpr, STORED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(2).to(tl.int64)
+    quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
+    q, n, origin, at = _tile(quad, K, column, TILE_M, TILE_N)
+    left, columns = (N - 4 * quad).to(tl.int32), n < (K - column).to(tl.int32)
+    own = expert * N * K
+    x0, x1, x2, x3 = _load_rows(x + own + origin, at, K, q, left, columns)
+    if STORED:
+        words = x0.to(tl.int32) | (x1.to(tl.int32) << 8) | (x2.to(tl.int32) << 16) | (x3.to(tl.int32) << 24)
+        _put_transposed(words, y_t + own, quad, column, q, n, N, left, columns, ALIGNED)
+    else:
+        values = (x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32))
+        f = tl.load(multipliers + expert)
+        _put(
+            values, y + own, y_t + own, origin, quad, column, at, K, q, n, N, left, columns, f,
+            ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+        )  # fmt: skip
+
+
+def expert_cast(payload: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the reference twin."""
+    check_weights(payload, stored)
+    payload, kept = payload.contiguous(), payload.dtype == dtype
+    (E, N, K), device = payload.shape, payload.device
+    y_t = torch.empty((E, K, N), dtype=dtype, device=device)
+    y = payload.clone() if kept else torch.empty((E, N, K), dtype=dtype, device=device)
+    multipliers, scale_invs = stored, stored.clone() if kept else torch.empty_like(stored)
+    if not kept:
+        parts = max(1, triton.cdiv(N * K, BLOCK))
+        maxima, multipliers = torch.empty((E, parts), dtype=torch.float32, device=device), torch.empty_like(stored)
+        if E:
+            exponent, mantissa = _fields(of_dtype(dtype).max)
+            _expert_amax_kernel[parts, E](payload, maxima, N * K, BLOCK=BLOCK, num_warps=8)
+            _expert_scales_kernel[E,](
+                maxima, stored.contiguous(), multipliers, scale_invs, parts, EXPONENT=exponent, MANTISSA=mantissa, BLOCK=MANY, num_warps=4
+            )
+    if payload.numel():
+        source = payload.view(torch.uint8) if kept else payload
+        _expert_cast_kernel[triton.cdiv(N, TILE_M), triton.cdiv(K, TILE_N), E](
+            source, y, y_t, multipliers, N, K, ALIGNED=N % 4 == 0, STORED=kept, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS,
+            **fp8_constants(dtype, device),
+        )  # fmt: skip
+    return y, y_t, scale_invs
