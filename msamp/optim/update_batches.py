@@ -54,6 +54,6 @@ def update_batches(
 
 def _dtype(x: torch.Tensor | None) -> tuple[torch.dtype, bool] | None:
     """Return the dtype in which a tensor is stored and whether it has a scale; None for None."""
-    if type(x) in PLAIN:
-        return x.dtype, False
-    return None if x is None else (payload(x).dtype, is_scaled(x))
+    if x is None:
+        return None
+    return (x.dtype, False) if type(x) in PLAIN else (payload(x).dtype, is_scaled(x))
