@@ -114,6 +114,10 @@ class ShardedOptimizer(LoopOptimizer):
         super().update()
         self.shard.measure()
 
+    def replayed(self) -> None:
+        super().replayed()
+        self.shard.replayed()
+
     def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clip this rank's rows of some parameters' gradients in place; the norm is that of the gradients after the step's quantization."""
         chosen = set(params)

@@ -166,6 +166,16 @@ class FSDP:
                 self._codes[cast] = GatheredCodes(cast, [shapes[place] for place in places], amaxes.device)
             self._codes[cast].take([weights[place] for place in places], _some(amaxes, places))
 
+    def refresh(self) -> None:
+        """Prepare the replay of a CUDA graph that contains gathers and a step: cast weights that were written since the last one."""
+        if any(local(p).sent is None for p in self.casts):
+            self.measure()
+
+    def replayed(self) -> None:
+        """Do the host's part of `measure` after such a replay."""
+        for p in self.casts:
+            local(p).sent_again()
+
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[int, dict[str, torch.Tensor]]:

@@ -112,6 +112,11 @@ class ShardedWeight(ScalingTensor):
         """Send these codes, which the current payload casts to, until the payload is written again; see `Sent`."""
         self._sent = Sent(self.payload._version, codes, scale_inv)
 
+    def sent_again(self) -> None:
+        """Say that a CUDA graph has written the payload, and the codes that it casts to, in the same memory."""
+        assert self._sent is not None
+        self._sent.version = self.payload._version
+
     @torch.no_grad()
     def measure(self, cast: Cast, rows: int, peers: Peers) -> Sent:
         """Cast this weight by itself, with an all-reduce of its amax over the ranks of `peers`; `rows` per rank."""

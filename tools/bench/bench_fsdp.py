@@ -4,9 +4,10 @@
     torchrun ... tools/bench/bench_fsdp.py --cases bf16 torchao "bf16 compile" "torchao compile" O1 O2 "O2 compile"
 
 A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1` or `O2` (ours), each also
-with `compile`: every block compiled by torch.compile. All cases have FP32 parameters, gathered and reduced in BF16 unless they
-are gathered in FP8; each block is sharded separately. Every rank has its own random tokens, the same in every case and step, so that the
-loss of the last step shows how well each case has memorized them. Measurements are appended to --csv.
+with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). All cases
+have FP32 parameters, gathered and reduced in BF16 unless they are gathered in FP8; each block is sharded separately. Every rank has its
+own random tokens, the same in every case and step, so that the loss of the last step shows how well each case has memorized them.
+Measurements are appended to --csv.
 
 Columns: `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank; `loss` of the first and the last step, mean over
 ranks.
@@ -29,11 +30,13 @@ from torch.nn import functional
 
 from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.integrations import fsdp
+from msamp.integrations.fsdp_graph import GraphedStep
 from tools.bench import rows
 from tools.bench.bench_data_parallel import step_times
 
 CASES = ("bf16", "torchao", "O1", "O2")
 DEFAULT_CASES = ("bf16", "bf16 compile", "torchao", "torchao compile", "O2")
+EAGER_BEFORE_GRAPH = 20  # further steps before those that are measured: 16 until the scales are delayed, 3 eager ones, the capture
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
@@ -77,13 +80,17 @@ class Transformer(nn.Module):
 def case(text: str) -> str:
     """Parse a case; the error names it and the valid ones."""
     kind, *rest = text.split()
-    if kind not in CASES or rest not in ([], ["compile"]):
-        raise argparse.ArgumentTypeError(f"case {text!r} is unknown; choose one of {', '.join(CASES)}, alone or followed by 'compile'")
+    if kind not in CASES or sorted(set(rest) - {"compile", "graph"}) or len(set(rest)) < len(rest):
+        raise argparse.ArgumentTypeError(
+            f"case {text!r} is unknown; choose one of {', '.join(CASES)}, alone or followed by 'compile', 'graph' or both"
+        )
     return text
 
 
-def build(kind: str, options: argparse.Namespace, device: torch.device, compiled: bool) -> tuple[nn.Module, Callable[[], Any]]:
-    """Return the sharded model of a case, and its optimizer's step with what the case does after it.
+def build(
+    kind: str, options: argparse.Namespace, device: torch.device, *, compiled: bool = False, captured: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
+    """Return the sharded model of a case, its optimizer, and that optimizer's step with what the case does after it.
 
     Raises:
         ImportError: for `torchao` if it is not installed.
@@ -107,40 +114,54 @@ def build(kind: str, options: argparse.Namespace, device: torch.device, compiled
         fully_shard(block, mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
     fused = device.type == "cuda" and kind in ("bf16", "torchao")  # our optimizer already uses one launch for all tensors
-    adam = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None)
+    graphed = captured and kind in ("bf16", "torchao")
+    lr = torch.tensor(options.lr, device=device) if graphed else options.lr
+    betas = (0.9, 0.95)
+    adam = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.1, fused=fused or None, capturable=graphed)
     if kind == "bf16":
-        return model, adam.step
+        return model, adam, adam.step
     if kind != "torchao":
-        return model, fsdp.optimizer(model, adam, kind).step
+        low = fsdp.optimizer(model, adam, kind)
+        return model, low, low.step
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     def step() -> None:
         adam.step()
         precompute_float8_dynamic_scale_for_fsdp(model)
 
-    return model, step
+    return model, adam, step
 
 
 def measure(text: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Measure one row, without the columns common to all; collective."""
     kind, *rest = text.split()
-    model, update = build(kind, options, device, bool(rest))
+    model, optimizer, update = build(kind, options, device, compiled="compile" in rest, captured="graph" in rest)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(options.vocab_size, (options.micro_batch_size, options.seq_length), generator=generator).to(device)
 
-    def step() -> torch.Tensor:
+    def forward_backward(tokens: torch.Tensor) -> torch.Tensor:
         loss = model(tokens)
         loss.backward()
+        return loss
+
+    graphed = GraphedStep(model, optimizer, forward_backward, update) if "graph" in rest else None
+
+    def step() -> torch.Tensor:
+        if graphed is not None:
+            return graphed(tokens)
+        loss = forward_backward(tokens)
         update()
         model.zero_grad()
         return loss.detach()
 
     first = step()
-    for number in range(options.warm_up):
+    for number in range(options.warm_up + (EAGER_BEFORE_GRAPH if graphed is not None else 0)):
         if number == 1 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         step()
     times, last = step_times(step, options.steps)  # type: ignore[arg-type]
+    if graphed is not None:
+        graphed.release()
     losses = torch.stack([first, last])  # type: ignore[list-item]
     dist.all_reduce(losses)
     low, middle, high = (round(t * 1e3, 1) for t in rows.percentiles(times))

@@ -6,7 +6,7 @@
 Rank 0 prints; its sections, in order:
 
 1. Forward, backward, optimizer step and whole step in ms: when the host has issued each, and when the GPU has finished it. If both agree
-   and the GPU has idle time, the host limits the step.
+   and the GPU has idle time, the host limits the step. Of a graph the forward is the whole step.
 2. From a trace of two steps of the GPU alone: ms in which a kernel runs, in which only NCCL runs, in which nothing runs; launches; kernels
    by kind and by name.
 3. From a trace with the host: operators by count and by own time. The profiler slows them, so compare them with each other only.
@@ -37,6 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.lm.shell.arguments import Parser, count
+from msamp.integrations.fsdp_graph import GraphedStep
 from tools.bench import bench_fsdp
 from tools.bench.bench_data_parallel import covered, device_intervals
 from tools.bench.profile_step import by_kind, longest
@@ -57,12 +58,25 @@ class Steps:
     def __init__(self, text: str, options: argparse.Namespace, device: torch.device) -> None:
         kind, *rest = text.split()
         self.device = device
-        self.model, self.update = bench_fsdp.build(kind, options, device, bool(rest))
+        captured = "graph" in rest
+        self.model, optimizer, self.update = bench_fsdp.build(kind, options, device, compiled="compile" in rest, captured=captured)
+        self.graphed = GraphedStep(self.model, optimizer, self.forward_backward, self.update) if captured else None
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.tokens = torch.randint(options.vocab_size, (options.micro_batch_size, options.seq_length), generator=generator).to(device)
 
+    def forward_backward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward; return the loss."""
+        loss = self.model(tokens)
+        loss.backward()
+        return loss
+
     def __call__(self, mark: Callable[[], None] = lambda: None) -> None:
         mark()
+        if self.graphed is not None:
+            self.graphed(self.tokens)
+            for _ in PHASES[1:]:
+                mark()
+            return
         loss = self.model(self.tokens)
         mark()
         loss.backward()
@@ -221,6 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines += [f"-- Python, {TRACED_STEPS} steps", host_functions(step, TRACED_STEPS, options.top)]
     if dist.get_rank() == 0:
         print(*lines, sep="\n", flush=True)
+    if step.graphed is not None:
+        step.graphed.release()
     dist.destroy_process_group()
     return 0
 
