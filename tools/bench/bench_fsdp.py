@@ -4,10 +4,10 @@
     torchrun ... tools/bench/bench_fsdp.py --cases bf16 torchao "bf16 compile" "torchao compile" O1 O2 "O2 compile"
 
 A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1` or `O2` (ours), each also
-with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). All cases
-have FP32 parameters, gathered and reduced in BF16 unless they are gathered in FP8; each block is sharded separately. Every rank has its
-own random tokens, the same in every case and step, so that the loss of the last step shows how well each case has memorized them.
-Measurements are appended to --csv.
+with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours also
+with `fp8-reduce`: gradients of linear layers are sent in E4M3 (`msamp.parallel.fp8_reduce_scatter`). All cases have FP32 parameters,
+gathered and reduced in BF16 unless they are in FP8; each block is sharded separately. Every rank has its own random tokens, the same in
+every case and step, so that the loss of the last step shows how well each case has memorized them. Measurements are appended to --csv.
 
 Columns: `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank; `loss` of the first and the last step, mean over
 ranks.
@@ -35,6 +35,8 @@ from tools.bench import rows
 from tools.bench.bench_data_parallel import step_times
 
 CASES = ("bf16", "torchao", "O1", "O2")
+OURS = ("O1", "O2")
+WORDS, OUR_WORDS = ("compile", "graph"), ("fp8-reduce",)
 DEFAULT_CASES = ("bf16", "bf16 compile", "torchao", "torchao compile", "O2")
 EAGER_BEFORE_GRAPH = 20  # further steps before those that are measured: 16 until the scales are delayed, 3 eager ones, the capture
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -80,21 +82,22 @@ class Transformer(nn.Module):
 def case(text: str) -> str:
     """Parse a case; the error names it and the valid ones."""
     kind, *rest = text.split()
-    if kind not in CASES or sorted(set(rest) - {"compile", "graph"}) or len(set(rest)) < len(rest):
+    words = {*WORDS, *(OUR_WORDS if kind in OURS else ())}
+    if kind not in CASES or not set(rest) <= words or len(set(rest)) < len(rest):
         raise argparse.ArgumentTypeError(
-            f"case {text!r} is unknown; choose one of {', '.join(CASES)}, alone or followed by 'compile', 'graph' or both"
+            f"case {text!r} is unknown; choose one of {', '.join(CASES)}, alone or followed by {' or '.join(WORDS)}, and for "
+            f"{' and '.join(OURS)} by {' or '.join(OUR_WORDS)}"
         )
     return text
 
 
-def build(
-    kind: str, options: argparse.Namespace, device: torch.device, *, compiled: bool = False, captured: bool = False
-) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
+def build(text: str, options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
     """Return the sharded model of a case, its optimizer, and that optimizer's step with what the case does after it.
 
     Raises:
         ImportError: for `torchao` if it is not installed.
     """
+    kind, *words = text.split()
     torch.manual_seed(1234)
     with device:
         model: nn.Module = Transformer(options.layers, options.hidden, options.heads, options.ffn, options.vocab_size, options.seq_length)
@@ -109,19 +112,19 @@ def build(
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:
-        if compiled:
+        if "compile" in words:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
     fused = device.type == "cuda" and kind in ("bf16", "torchao")  # our optimizer already uses one launch for all tensors
-    graphed = captured and kind in ("bf16", "torchao")
+    graphed = "graph" in words and kind not in OURS
     lr = torch.tensor(options.lr, device=device) if graphed else options.lr
     betas = (0.9, 0.95)
     adam = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.1, fused=fused or None, capturable=graphed)
     if kind == "bf16":
         return model, adam, adam.step
     if kind != "torchao":
-        low = fsdp.optimizer(model, adam, kind)
+        low = fsdp.optimizer(model, adam, kind, reduce_format="fp8-e4m3" if "fp8-reduce" in words else None)
         return model, low, low.step
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -134,8 +137,7 @@ def build(
 
 def measure(text: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Measure one row, without the columns common to all; collective."""
-    kind, *rest = text.split()
-    model, optimizer, update = build(kind, options, device, compiled="compile" in rest, captured="graph" in rest)
+    model, optimizer, update = build(text, options, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(options.vocab_size, (options.micro_batch_size, options.seq_length), generator=generator).to(device)
 
@@ -144,7 +146,7 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
         loss.backward()
         return loss
 
-    graphed = GraphedStep(model, optimizer, forward_backward, update) if "graph" in rest else None
+    graphed = GraphedStep(model, optimizer, forward_backward, update) if "graph" in text.split() else None
 
     def step() -> torch.Tensor:
         if graphed is not None:

@@ -56,10 +56,9 @@ class Steps:
     """
 
     def __init__(self, text: str, options: argparse.Namespace, device: torch.device) -> None:
-        kind, *rest = text.split()
         self.device = device
-        captured = "graph" in rest
-        self.model, optimizer, self.update = bench_fsdp.build(kind, options, device, compiled="compile" in rest, captured=captured)
+        self.model, optimizer, self.update = bench_fsdp.build(text, options, device)
+        captured = "graph" in text.split()
         self.graphed = GraphedStep(self.model, optimizer, self.forward_backward, self.update) if captured else None
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.tokens = torch.randint(options.vocab_size, (options.micro_batch_size, options.seq_length), generator=generator).to(device)
