@@ -11,16 +11,15 @@
     for x, y in batches:
         loss = step(x, y)                                       # forward, backward, optimizer.step() and zero_grad()
 
-Why: FSDP2 runs Python before and after every block in forward and backward. It cuts, allocates, gathers and frees each weight, for BF16 as
-for FP8. On two H200s the host needed 210 ms to issue a BF16 step of a 1.3B model that the GPU computes in 148, so that faster FP8 GEMMs
-alone changed nothing. A graph contains the kernels, the collectives of NCCL, and the dependencies between FSDP2's streams, and is launched
-at once.
+Why: FSDP2 runs Python before and after every block in forward and backward. It allocates, gathers and frees each weight, for BF16 as for
+FP8. The host issues a step of a 1.3B model more slowly than the GPU computes it, even in BF16 (`tools/bench/LOG.md`), so faster GEMMs alone
+gain nothing. A graph contains the kernels, the collectives of NCCL, and the dependencies between FSDP2's streams, and is launched at once.
 
 The first steps are eager: until every delayed scale has a full history, every weight has optimizer states, and kernels and communicators
 exist. Then a step is captured, and later ones are replayed. All ranks must call it together. A replay runs none of the loop's Python, so
 whatever `forward_backward` decides on the host is decided once: capture again with `release()` after the model is changed, frozen or
 switched between training and evaluation. New learning rates of the optimizer reach the graph. Weights and states that are loaded in place
-do too, and if their memory has moved, the next step is captured again.
+do too; if their memory has moved, a step is captured again after some eager ones.
 """
 
 from collections.abc import Callable
@@ -110,14 +109,14 @@ class GraphedStep:
         return self._loss.clone()
 
     def release(self) -> None:
-        """Destroy the graph and free its memory; the next step is captured again.
+        """Destroy the graph and free its memory; after `WARM_UP` eager steps, one is captured again.
 
         Call it before `destroy_process_group`: NCCL cannot destroy a communicator while a graph contains its collectives.
         """
         if self._graph is not None:
             torch.cuda.synchronize()
             self._graph.reset()
-        self._graph, self._inputs = None, []
+        self._graph, self._inputs, self._eager_steps = None, [], 0
 
     def _ready(self, inputs: tuple[torch.Tensor, ...]) -> bool:
         """Whether this step can be captured."""

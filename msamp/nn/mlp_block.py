@@ -21,6 +21,7 @@ from msamp.nn.block import (
     first_grad_output,
     start_grad_output,
     start_input_again,
+    unviewed,
 )
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
@@ -98,7 +99,7 @@ class MLPBlock(torch.autograd.Function):
         kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
         ctx.save_for_backward(*stream, *(() if settings.recompute else settings.saved.keep(y)), *kept)
         ctx.settings, ctx.weight_dtypes = settings, (fc1_weight.dtype, fc2_weight.dtype)
-        return out.view(x.shape)
+        return unviewed(out, x.shape)
 
     @staticmethod
     def saved_bytes(

@@ -142,7 +142,7 @@ class FP8ReduceScatter:
         for part in parts:
             starts.append(width)
             width += -(-part.elements // ALIGNMENT) * ALIGNMENT
-        message = torch.zeros(peers.ranks * width, dtype=torch.uint8, device=output.device).view(self.format.dtype)
+        message = torch.empty(peers.ranks * width, dtype=torch.uint8, device=output.device).view(self.format.dtype)
         spans = [
             (rank * len(parts) + i, 0, part.elements, rank * width + starts[i])
             for rank in range(peers.ranks)
@@ -203,9 +203,9 @@ def use_fp8_reduce_scatter(model: nn.Module, narrow: Mapping[torch.Tensor, bool]
             params = {each.sharded_param: narrow.get(each.sharded_param, False) for each in group.fsdp_params}
             if fmt is not None and any(params.values()):
                 made.append(FP8ReduceScatter(name, params, fmt, own))
-                module.set_custom_reduce_scatter(made[-1])
+                module.set_custom_reduce_scatter(made[-1])  # type: ignore[arg-type]
             elif own is not former:
-                module.set_custom_reduce_scatter(own)
+                module.set_custom_reduce_scatter(own)  # type: ignore[arg-type]
     return made
 
 

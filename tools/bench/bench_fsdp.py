@@ -5,9 +5,10 @@
 
 A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1` or `O2` (ours), each also
 with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours also
-with `fp8-reduce`: gradients of linear layers are sent in E4M3 (`msamp.parallel.fp8_reduce_scatter`). All cases have FP32 parameters,
-gathered and reduced in BF16 unless they are in FP8; each block is sharded separately. Every rank has its own random tokens, the same in
-every case and step, so that the loss of the last step shows how well each case has memorized them. Measurements are appended to --csv.
+with `fp8-reduce`: gradients of linear layers are sent in E4M3 (`msamp.parallel.fp8_reduce_scatter`), and with `fused`: the model's blocks
+are `msamp.nn.transformer_block`'s, of the same shapes. All cases have FP32 parameters, gathered and reduced in BF16 unless they are in FP8;
+each block is sharded separately. Every rank has its own random tokens, the same in every case and step, so that the loss of the last step
+shows how well each case has memorized them. Measurements are appended to --csv.
 
 Columns: `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank; `loss` of the first and the last step, mean over
 ranks.
@@ -31,12 +32,13 @@ from torch.nn import functional
 from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.integrations import fsdp
 from msamp.integrations.fsdp_graph import GraphedStep
+from msamp.nn.transformer_block import TransformerBlock
 from tools.bench import rows
 from tools.bench.bench_data_parallel import step_times
 
 CASES = ("bf16", "torchao", "O1", "O2")
 OURS = ("O1", "O2")
-WORDS, OUR_WORDS = ("compile", "graph"), ("fp8-reduce",)
+WORDS, OUR_WORDS = ("compile", "graph"), ("fp8-reduce", "fused")
 DEFAULT_CASES = ("bf16", "bf16 compile", "torchao", "torchao compile", "O2")
 EAGER_BEFORE_GRAPH = 20  # further steps before those that are measured: 16 until the scales are delayed, 3 eager ones, the capture
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -60,12 +62,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens [b, s] -> mean cross entropy of the next tokens; learned positions."""
+    """Tokens [b, s] -> mean cross entropy of the next tokens; learned positions. `fused` chooses the kind of its blocks."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, sequence: int) -> None:
+    def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, sequence: int, fused: bool = False) -> None:
         super().__init__()
+        self.fused = fused
         self.embedding, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
-        self.blocks = nn.ModuleList([Block(hidden, heads, ffn) for _ in range(layers)])
+        self.blocks = nn.ModuleList([(TransformerBlock if fused else Block)(hidden, heads, ffn) for _ in range(layers)])
         self.norm, self.lm_head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
         for p in self.parameters():
             if p.dim() == 2:
@@ -73,8 +76,10 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = x.transpose(0, 1).contiguous() if self.fused else x  # [s, b, h]
         for block in self.blocks:
             x = block(x)
+        x = x.transpose(0, 1) if self.fused else x
         logits = self.lm_head(self.norm(x))[:, :-1].flatten(0, 1)
         return functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
 
@@ -100,7 +105,8 @@ def build(text: str, options: argparse.Namespace, device: torch.device) -> tuple
     kind, *words = text.split()
     torch.manual_seed(1234)
     with device:
-        model: nn.Module = Transformer(options.layers, options.hidden, options.heads, options.ffn, options.vocab_size, options.seq_length)
+        sizes = options.layers, options.hidden, options.heads, options.ffn, options.vocab_size, options.seq_length
+        model: nn.Module = Transformer(*sizes, fused="fused" in words)
     if kind == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,0 +1,91 @@
+"""A transformer block for own models: plain torch as built, fused after conversion, with the same values up to FP8's rounding."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import msamp
+from msamp.nn.transformer_block import TransformerBlock
+from msamp.numerics.recipe import GEMMS, by_name
+
+S, B, H = 8, 2, 64
+
+
+def everything(name: str, layer: nn.Linear) -> bool:
+    return True
+
+
+def block(**options) -> TransformerBlock:
+    torch.manual_seed(0)
+    return TransformerBlock(H, 4, 96, **options)
+
+
+def angles() -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.outer(torch.arange(S).float(), 0.5 ** torch.arange(4)).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def run(model: TransformerBlock, *rotary: torch.Tensor) -> list[torch.Tensor]:
+    """Output, gradient of the input, gradients of the parameters."""
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = model(x, *rotary)
+    (y * torch.linspace(-1, 1, H)).sum().backward()
+    grads = [p.grad.held.dequantize() if hasattr(p.grad, "held") else p.grad for p in model.parameters()]
+    return [y.detach(), x.grad, *grads]
+
+
+CASES = [
+    ({}, False),
+    ({"groups": 2, "activation": "gelu", "rms": False, "bias": True}, True),
+    ({"activation": "squared-relu", "bias": True}, True),
+]
+
+
+@pytest.mark.parametrize(("options", "rotary"), CASES)
+def test_converted_it_runs_fused_near_plain_torch_and_near_its_own_modules(options, rotary):
+    turned = angles() if rotary else ()
+    plain = block(**options)
+    converted = msamp.convert(copy.deepcopy(plain), by_name("O2"), everything)
+    unfused = copy.deepcopy(converted)
+    unfused.fc1.register_forward_hook(lambda *_: None)
+    assert (plain.fused, converted.fused, unfused.fused) == (False, True, False)
+    for want, fused, own in zip(run(plain, *turned), run(converted, *turned), run(unfused, *turned), strict=True):
+        size = want.norm()
+        assert (fused - want).norm() < 0.12 * size
+        assert (own - want).norm() < 0.12 * size
+        assert (fused - own).norm() < 0.06 * size
+
+
+def test_block_scales_and_autocast_are_not_fused():
+    blockwise = msamp.convert(block(), by_name("O2").with_gemm(GEMMS["blockwise"]), everything)
+    assert not blockwise.fused
+    run(blockwise)
+    converted = msamp.convert(block(), by_name("O2"), everything)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not converted.fused
+    assert "fused=True" in repr(converted)
+
+
+def test_invalid_shapes_and_activations_are_refused():
+    with pytest.raises(ValueError, match=r"hidden is 64, heads 5, groups 5; heads must divide hidden"):
+        TransformerBlock(64, 5, 96)
+    with pytest.raises(ValueError, match=r"groups must divide heads"):
+        TransformerBlock(64, 4, 96, groups=3)
+    with pytest.raises(ValueError, match=r"activation is 'relu'; choose one of gelu, swiglu, squared-relu"):
+        TransformerBlock(64, 4, 96, activation="relu")
+
+
+def test_it_trains_in_an_own_loop():
+    model, optimizer = msamp.initialize(block(), recipe="O3", accept=everything)
+    losses = []
+    for _ in range(12):
+        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
+        loss = (model(x) - x.flip(0)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert model.fused
+    assert losses[-1] < 0.9 * losses[0]
