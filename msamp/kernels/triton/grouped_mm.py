@@ -73,9 +73,11 @@ class Tiling(NamedTuple):
     stages: int = 3
     group: int = 16
     tma: bool = True
-    halves: int = 1
+    halves_m: int = 1
+    halves_n: int = 1
     programs: int = 1
     flatten: bool = False
+    fused: bool = False
     maxnreg: int | None = None
 
 
@@ -146,10 +148,11 @@ def _put_tile(y, values, row, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl
 @triton.jit
 def _grouped_mm_kernel(
     a, b, y, tiles, a_scale_inv, b_scale_inv, M, E, capacity, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = BLOCK_N // HALVES
+    ROWS: tl.constexpr = BLOCK_M // HALVES_M
+    COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
     columns = tl.cdiv(N, BLOCK_N)
     rows = tl.load(tiles + 3 * capacity)
     a_factor = tl.load(a_scale_inv)
@@ -159,30 +162,35 @@ def _grouped_mm_kernel(
         weight = tl.minimum(expert, E - 1)
         factor = a_factor * tl.load(b_scale_inv + weight)
         column = n * BLOCK_N
-        total = tl.zeros((BLOCK_M, HALF), tl.float32)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
         total_1 = total
         blocks = tl.cdiv(K, BLOCK_K)
         if not FLATTEN:  # a length that is read from memory cannot be fused
             blocks = tl.where(expert < E, blocks, 0)  # rows after the last expert's become 0
         for k in range(blocks):
-            left = _block(a, first, k * BLOCK_K, K, M, K, TMA, BLOCK_M, BLOCK_K)
-            right = _block(b, weight * N + column, k * BLOCK_K, K, E * N, K, TMA, HALF, BLOCK_K)
+            left = _block(a, first, k * BLOCK_K, K, M, K, TMA, ROWS, BLOCK_K)
+            right = _block(b, weight * N + column, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
             total = _add(left, right, total, FAST)
-            if HALVES == 2:
-                right = _block(b, weight * N + column + HALF, k * BLOCK_K, K, E * N, K, TMA, HALF, BLOCK_K)
+            if HALVES_M == 2:
+                left = _block(a, first + ROWS, k * BLOCK_K, K, M, K, TMA, ROWS, BLOCK_K)
+            if HALVES_N == 2:
+                right = _block(b, weight * N + column + COLUMNS, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
+            if HALVES_M * HALVES_N == 2:
                 total_1 = _add(left, right, total_1, FAST)
-        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, BLOCK_M, HALF, HARDWARE)
-        if HALVES == 2:
-            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column + HALF, N, BLOCK_M, HALF, HARDWARE)
+        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
+        if HALVES_M * HALVES_N == 2:
+            first, column = first + BLOCK_M - ROWS, column + BLOCK_N - COLUMNS
+            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
 
 
 @triton.jit
 def _grad_weight_kernel(
     a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    HALF: tl.constexpr = BLOCK_N // HALVES
+    ROWS: tl.constexpr = BLOCK_M // HALVES_M
+    COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
     rows = tl.cdiv(N, BLOCK_M)
     columns = tl.cdiv(K, BLOCK_N)
     factor = tl.load(a_scale_inv) * tl.load(b_scale_inv)
@@ -192,19 +200,77 @@ def _grad_weight_kernel(
         row, column = m * BLOCK_M, n * BLOCK_N
         start = tl.minimum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), M)
         end = tl.minimum(tl.load(offsets + expert), M)
-        total = tl.zeros((BLOCK_M, HALF), tl.float32)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
         total_1 = total
         for at in range(start, end, BLOCK_K):  # up to `end`: what follows in memory belongs to the next expert
-            left = _block(a_t, row, at, a_stride, N, end, TMA, BLOCK_M, BLOCK_K)
-            right = _block(b_t, column, at, b_stride, K, end, TMA, HALF, BLOCK_K)
+            left = _block(a_t, row, at, a_stride, N, end, TMA, ROWS, BLOCK_K)
+            right = _block(b_t, column, at, b_stride, K, end, TMA, COLUMNS, BLOCK_K)
             total = _add(left, right, total, FAST)
-            if HALVES == 2:
-                right = _block(b_t, column + HALF, at, b_stride, K, end, TMA, HALF, BLOCK_K)
+            if HALVES_M == 2:
+                left = _block(a_t, row + ROWS, at, a_stride, N, end, TMA, ROWS, BLOCK_K)
+            if HALVES_N == 2:
+                right = _block(b_t, column + COLUMNS, at, b_stride, K, end, TMA, COLUMNS, BLOCK_K)
+            if HALVES_M * HALVES_N == 2:
                 total_1 = _add(left, right, total_1, FAST)
         y_e = y + expert.to(tl.int64) * N * K
-        _put_tile(y_e, total * factor, row, N, column, K, BLOCK_M, HALF, HARDWARE)
-        if HALVES == 2:
-            _put_tile(y_e, total_1 * factor, row, N, column + HALF, K, BLOCK_M, HALF, HARDWARE)
+        _put_tile(y_e, total * factor, row, N, column, K, ROWS, COLUMNS, HARDWARE)
+        if HALVES_M * HALVES_N == 2:
+            row, column = row + BLOCK_M - ROWS, column + BLOCK_N - COLUMNS
+            _put_tile(y_e, total_1 * factor, row, N, column, K, ROWS, COLUMNS, HARDWARE)
+
+
+@triton.jit
+def _grad_weight_fused_kernel(
+    a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K, OWN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """`_grad_weight_kernel` with one loop over the blocks of all tiles of a program, so that the next tile's blocks are on their way while
+    a tile is stored. OWN is at least the number of tiles of a program."""
+    ROWS: tl.constexpr = BLOCK_M // HALVES_M
+    COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
+    rows = tl.cdiv(N, BLOCK_M)
+    columns = tl.cdiv(K, BLOCK_N)
+    factor = tl.load(a_scale_inv) * tl.load(b_scale_inv)
+    programs = tl.num_programs(0)
+    tiles = tl.program_id(0) + programs * tl.arange(0, OWN)
+    experts = tiles // (rows * columns)
+    starts = tl.load(offsets + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    lengths = tl.minimum(tl.load(offsets + experts, mask=experts < E, other=0), M) - tl.minimum(starts, M)
+    steps = tl.sum(tl.where(experts < E, tl.maximum(tl.cdiv(lengths, BLOCK_K), 1), 0), 0)
+    tile = tl.program_id(0) - programs
+    left_blocks, at, row, column, expert, some = 0, 0, 0, 0, 0, 0
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total_1 = total
+    for _ in range(steps):
+        if left_blocks == 0:
+            tile += programs
+            expert = tile // (rows * columns)
+            m, n = _place(tile % (rows * columns), rows, columns, GROUP)
+            row, column = m * BLOCK_M, n * BLOCK_N
+            at = tl.minimum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), M)
+            end = tl.minimum(tl.load(offsets + expert), M)
+            some = (end > at).to(tl.int32)  # an expert without rows takes one block of another one, and drops it
+            left_blocks = tl.maximum(tl.cdiv(end - at, BLOCK_K), 1)
+        left = a_t.load([row, at])
+        right = b_t.load([column, at])
+        total = _add(left, right, total, FAST)
+        if HALVES_M == 2:
+            left = a_t.load([row + ROWS, at])
+        if HALVES_N == 2:
+            right = b_t.load([column + COLUMNS, at])
+        if HALVES_M * HALVES_N == 2:
+            total_1 = _add(left, right, total_1, FAST)
+        left_blocks -= 1
+        at += BLOCK_K
+        if left_blocks == 0:
+            y_e = y + expert.to(tl.int64) * N * K
+            _put_tile(y_e, tl.where(some > 0, total * factor, 0.0), row, N, column, K, ROWS, COLUMNS, HARDWARE)
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            if HALVES_M * HALVES_N == 2:
+                values = tl.where(some > 0, total_1 * factor, 0.0)
+                _put_tile(y_e, values, row + BLOCK_M - ROWS, N, column + BLOCK_N - COLUMNS, K, ROWS, COLUMNS, HARDWARE)
+                total_1 = tl.zeros((ROWS, COLUMNS), tl.float32)
 
 
 @functools.cache
@@ -234,7 +300,8 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "GROUP": tiling.group,
-        "HALVES": tiling.halves,
+        "HALVES_M": tiling.halves_m,
+        "HALVES_N": tiling.halves_n,
         "TMA": tma,
         "FAST": fast_accum,
         "FLATTEN": tiling.flatten,
@@ -247,7 +314,7 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
 
 SMALL = Tiling(64, 64, 64, warps=4, stages=3, group=8, tma=False)  # for other GPUs, which have less shared memory, and for single bytes
 # Two programs per multiprocessor: while one adds a block's sums to the total or stores its tile, the other one multiplies.
-SHARED = Tiling(128, 128, 128, stages=3, halves=2, programs=2, maxnreg=128)
+SHARED = Tiling(128, 128, 128, stages=3, halves_n=2, programs=2, maxnreg=128)
 WIDE = Tiling(128, 256, 128, stages=4)
 
 
@@ -299,7 +366,7 @@ def _multiply(
     flat = b.view(E * N, K)
     programs = min(_multiprocessors(a.device) * tiling.programs, tiles.shape[1] * triton.cdiv(N, tiling.block_n))
     _grouped_mm_kernel[programs,](
-        _operand(a, tma, tiling.block_m, tiling.block_k), _operand(flat, tma, tiling.block_n // tiling.halves, tiling.block_k), out, tiles,
+        _operand(a, tma, tiling.block_m // tiling.halves_m, tiling.block_k), _operand(flat, tma, tiling.block_n // tiling.halves_n, tiling.block_k), out, tiles,
         a_scale_inv, b_scale_inv, M, E, tiles.shape[1], N, K, **_meta(tiling, tma, fast_accum, a.device),
     )  # fmt: skip
     return out
@@ -344,9 +411,11 @@ def _multiply_grad_weight(
     tma = aligned and tiling.tma and _aligned(a_t, b_t)
     tiles = E * triton.cdiv(N, tiling.block_m) * triton.cdiv(K, tiling.block_n)
     programs = min(_multiprocessors(a_t.device) * tiling.programs, tiles)
-    _grad_weight_kernel[programs,](
-        _operand(a_t, tma, tiling.block_m, tiling.block_k), _operand(b_t, tma, tiling.block_n // tiling.halves, tiling.block_k),
-        out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K,
+    fused = tiling.fused and tma
+    own = {"OWN": triton.next_power_of_2(triton.cdiv(tiles, programs))} if fused else {}
+    (_grad_weight_fused_kernel if fused else _grad_weight_kernel)[programs,](
+        _operand(a_t, tma, tiling.block_m // tiling.halves_m, tiling.block_k), _operand(b_t, tma, tiling.block_n // tiling.halves_n, tiling.block_k),
+        out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K, **own,
         **_meta(tiling, tma, fast_accum, a_t.device),
     )  # fmt: skip
     return out

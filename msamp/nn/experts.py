@@ -1,0 +1,157 @@
+"""The experts of a mixture of experts in FP8, from the router's choice to the weighted sum, as one autograd function.
+
+A token x of a mixture of experts goes to top-k experts, each a SwiGLU MLP, and their results are added with the router's probabilities p:
+
+    y = sum over the chosen e of p_e W2_e (silu(G_e x) * (U_e x))        W1_e = [G_e; U_e]
+
+Around the grouped GEMMs nothing is read twice. The function casts a token once, before its row is copied to its experts: the copies move
+one byte per element. SwiGLU, the probability, the cast and the amax are one kernel, and the rows of a token are added in FP32 while they are
+brought back. Backward is alike: grad_output is cast once per token, and the gradient of FC1's output is cast by the kernel that computes it.
+So there are two casts forward and two backward, each with one scale per tensor:
+
+    tensor                    rows              operand    scale      saved for backward
+    x                         tokens            E4M3       delayed    1 byte per element of a token, not of a row
+    FC1's output              tokens x top-k    -          -          16 bits: the only saved tensor that grows with top-k
+    SwiGLU's result           tokens x top-k    E4M3       delayed    -, computed again
+    grad_output               tokens            E5M2       delayed    -
+    FC1's grad_output         tokens x top-k    E5M2       delayed    -
+
+Shapes never depend on the router's choices, and the host never reads them: a CUDA graph holds the whole function.
+
+Next: `msamp.kernels.triton.grouped_mm` explains the GEMMs and `msamp.kernels.reference.group_tokens` the order of the rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from msamp.kernels import ops
+from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
+from msamp.nn.cast_scales import CastScales
+from msamp.nn.differentiable_once import differentiable_once
+from msamp.nn.gemm import cast_operand
+from msamp.numerics.recipe import Gemms
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of all experts as operands of the GEMMs, as `ops.expert_cast` returns them.
+
+    Attributes:
+        rows: FP8 [E, N, K].
+        columns: FP8 [E, K, N], for grad_input.
+        scale_inv: FP32 [E].
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+class ExpertSettings(NamedTuple):
+    """The arguments of `ExpertsFunction` that are not tensors of the autograd graph.
+
+    Attributes:
+        gemm: casts and accumulation; one scale per tensor.
+        fc1, fc2: the weights as operands.
+        x, activated: slots of the inputs of FC1 and FC2.
+        grad_fc1, grad_fc2: slots of the gradients of their outputs.
+    """
+
+    gemm: Gemms
+    fc1: ExpertWeights
+    fc2: ExpertWeights
+    x: CastScales
+    activated: CastScales
+    grad_fc1: CastScales
+    grad_fc2: CastScales
+
+    def output(self, rows: torch.Tensor, w: ExpertWeights, groups: "Groups", scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the forward product of every expert."""
+        fast = self.gemm.output.fast
+        return ops.grouped_mm(rows, w.rows, groups.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=groups.tiles)
+
+    def grad_input(
+        self, rows: torch.Tensor, w: ExpertWeights, groups: "Groups", scale_inv: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the input gradient of every expert."""
+        fast = self.gemm.grad_input.fast
+        return ops.grouped_mm(rows, w.columns, groups.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=groups.tiles)
+
+    def grad_weight(
+        self, g_t: torch.Tensor, x_t: torch.Tensor, groups: "Groups", g_scale_inv: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weight gradients of all experts, [E, N, K]."""
+        fast = self.gemm.grad_weight.fast
+        return ops.grouped_mm_grad_weight(g_t, x_t, groups.offsets, g_scale_inv, scale_inv, dtype, fast_accum=fast, aligned=True)
+
+
+class Groups(NamedTuple):
+    """The rows of all experts, as `ops.group_tokens` and `ops.grouped_tiles` return them."""
+
+    offsets: torch.Tensor
+    source: torch.Tensor
+    places: torch.Tensor
+    tiles: torch.Tensor
+
+    @classmethod
+    def of(cls, experts: torch.Tensor, count: int) -> "Groups":
+        """Group the tokens of `experts` [tokens, top-k] by `count` experts."""
+        offsets, source, places = ops.group_tokens(experts, count, GROUP_ALIGNMENT)
+        return cls(offsets, source, places, ops.grouped_tiles(offsets, source.shape[0], GROUP_ALIGNMENT))
+
+
+class ExpertsFunction(torch.autograd.Function):
+    """(x, probs, experts, W1, W2, settings) -> y; the weights are there for their gradients, `settings` holds their FP8 operands."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        experts: torch.Tensor,
+        fc1_weight: torch.Tensor,
+        fc2_weight: torch.Tensor,
+        settings: ExpertSettings,
+    ) -> torch.Tensor:
+        gemm, top_k = settings.gemm, probs.shape[1]
+        x8 = cast_operand(x, settings.x, gemm.input)
+        groups = Groups.of(experts, settings.fc1.rows.shape[0])
+        rows, _ = ops.permute(x8.codes, groups.source, top_k, row=True)
+        y = settings.output(rows, settings.fc1, groups, x8.scale_inv, x.dtype)
+        del rows
+        weights = torch.where(groups.source >= 0, probs.reshape(-1)[groups.source.clamp(min=0)], 0.0)
+        slot = settings.activated
+        a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype)
+        out = ops.unpermute(settings.output(a8, settings.fc2, groups, a_scale_inv, x.dtype), groups.places)
+        ctx.save_for_backward(x8.codes, x8.scale_inv, y, weights, a_scale_inv, *groups)
+        ctx.settings, ctx.weight_dtypes, ctx.top_k = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x8, x_scale_inv, y, weights, a_scale_inv, *held = ctx.saved_tensors
+        settings, groups, dtype = ctx.settings, Groups(*held), grad_output.dtype
+        needs_x, needs_probs, _, needs_fc1, needs_fc2, _ = ctx.needs_input_grad
+        gemm = settings.gemm
+        g = cast_operand(grad_output.contiguous(), settings.grad_fc2, gemm.grad_output)
+        rows, rows_t = ops.permute(g.codes, groups.source, ctx.top_k, row=True, col=True)
+        grad_a = settings.grad_input(rows, settings.fc2, groups, g.scale_inv, dtype)
+        del rows
+        slot, cast = settings.grad_fc1, gemm.grad_output.format.dtype
+        grad_y, grad_y_t, y_scale_inv, a_t, parts = ops.expert_swiglu_backward(
+            grad_a, y, weights, a_scale_inv, gemm.input.format.dtype, slot.scale, slot.amax, cast
+        )
+        grad_x = grad_probs = grad_fc1 = grad_fc2 = None
+        if needs_fc2:
+            grad_fc2 = settings.grad_weight(rows_t, a_t, groups, g.scale_inv, a_scale_inv, ctx.weight_dtypes[1])
+        del rows_t, a_t, grad_a
+        if needs_probs:
+            grad_probs = parts.sum(0)[groups.places]
+        if needs_x:
+            grad_x = ops.unpermute(settings.grad_input(grad_y, settings.fc1, groups, y_scale_inv, dtype), groups.places)
+        del grad_y
+        if needs_fc1:
+            _, x_t = ops.permute(x8, groups.source, ctx.top_k, col=True)
+            grad_fc1 = settings.grad_weight(grad_y_t, x_t, groups, y_scale_inv, x_scale_inv, ctx.weight_dtypes[0])
+        return grad_x, grad_probs, None, grad_fc1, grad_fc2, None
