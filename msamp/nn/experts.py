@@ -5,9 +5,9 @@ A token x of a mixture of experts goes to top-k experts, each a SwiGLU MLP, and 
     y = sum over the chosen e of p_e W2_e (silu(G_e x) * (U_e x))        W1_e = [G_e; U_e]
 
 Around the grouped GEMMs nothing is read twice. The function casts a token once, before its row is copied to its experts: the copies move
-one byte per element. SwiGLU, the probability, the cast and the amax are one kernel, and the rows of a token are added in FP32 while they are
-brought back. Backward is alike: grad_output is cast once per token, and the gradient of FC1's output is cast by the kernel that computes it.
-So there are two casts forward and two backward, each with one scale per tensor:
+one byte per element. SwiGLU, the probability, the cast and the amax are one kernel, and the rows of a token are added in FP32 while they
+are brought back. Backward is alike: grad_output is cast once per token, and the gradient of FC1's output is cast by the kernel that
+computes it. So there are two casts forward and two backward, each with one scale per tensor:
 
     tensor                    rows              operand    scale      saved for backward
     x                         tokens            E4M3       delayed    1 byte per element of a token, not of a row

@@ -23,7 +23,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.kernels import ops
 from msamp.nn.cast_scales import CastScales
-from msamp.nn.experts import ExpertsFunction, ExpertSettings, ExpertWeights
+from msamp.nn.experts import ExpertSettings, ExpertsFunction, ExpertWeights
 from msamp.numerics.recipe import O2
 from tools.bench import rows
 from tools.bench.bench_grouped import BF16, E4M3, MODELS, Layer, failure
@@ -49,6 +49,7 @@ class Experts:
         self.fc2 = (new(fc2.experts, fc2.outputs, fc2.inputs) / fc2.inputs**0.5).requires_grad_()
         self.one, self.ones = torch.ones((), device=device), torch.ones(fc1.experts, device=device)
         slot = CastScales(self.one * 16, self.one / 16, torch.zeros((), device=device))
+        assert O2.gemm is not None
         self.settings = ExpertSettings(O2.gemm, *self.cast(), slot, slot, slot, slot)
 
     def cast(self) -> tuple[ExpertWeights, ExpertWeights]:
@@ -107,7 +108,9 @@ def measure(name: str, repeats: int) -> Iterator[dict[str, Any]]:
     """Yield a row per case of a model; a case that fails has an error."""
     experts = Experts(*MODELS[name], TOP_K[name])
     for case, run in experts.cases():
-        row: dict[str, Any] = {"model": MODELS[name][0].model, "case": case} | dict.fromkeys(("us_p20", "us", "us_p80", "peak_gib", "error"), "")
+        row: dict[str, Any] = {"model": MODELS[name][0].model, "case": case} | dict.fromkeys(
+            ("us_p20", "us", "us_p80", "peak_gib", "error"), ""
+        )
         try:
             row["peak_gib"] = round(peak(run), 2)
             low, median, high = rows.percentiles(times(captured(run), repeats))

@@ -2,7 +2,7 @@
 
     python tools/bench/bench_grouped.py                                    four models, both layers, equal and unequal loads
     python tools/bench/bench_grouped.py --models olmoe --loads balanced
-    python tools/bench/bench_grouped.py --sweep --seconds 150              try tilings, and print the fastest of each product
+    python tools/bench/bench_grouped.py --sweep --seconds 60               try tilings first, and measure the fastest
 
 Rows of the operands are sorted by expert. `balanced` gives every expert the same number, `zipf` the k-th expert a share proportional to
 1/k with every tenth expert empty, in multiples of 16 since torch's kernels require it, and `ragged` the same in any number (ours only).
@@ -30,6 +30,7 @@ from tools.bench.bench_kernels import captured, times
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 PRODUCTS = ("forward", "grad_input", "grad_weight")
+SHORT = 1024  # elements of a short sum
 LOADS = ("balanced", "zipf", "ragged")
 
 
@@ -111,7 +112,7 @@ class Operands:
             return ops.grouped_mm(self.grad8, self.weight8_t, offsets, one, ones, out_dtype, fast_accum=fast)
         return ops.grouped_mm_grad_weight(self.grad8_t, self.x8_t, offsets, one, one, out_dtype, fast_accum=fast, aligned=True)
 
-    def cases(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    def cases(self, chosen: dict[tuple[str, bool], Any] | None = None) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         """Yield (kernel, product, function to run)."""
         grouped, scaled = torch._grouped_mm, torch._scaled_grouped_mm
         x, grad, weight, offs, layer = self.x, self.grad, self.weight, self.offsets, self.layer
@@ -136,13 +137,18 @@ class Operands:
         yield "dense FP8", "forward", lambda: ops.scaled_mm(x8, w, one, one, None, BF16, fast_accum=True)
         yield "dense FP8", "grad_input", lambda: ops.scaled_mm(g8, w_t, one, one, None, BF16, fast_accum=False)
         yield "dense FP8", "grad_weight", lambda: ops.scaled_mm(g8_t, x8_t, one, one, None, BF16, fast_accum=False)
-        yield from self.own_cases()
+        yield from self.own_cases(chosen)
 
-    def own_cases(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        """Yield ours: forward with fast accumulation, gradients with full, as the recipes ask, and the other way for comparison."""
+    def own_cases(self, chosen: dict[tuple[str, bool], Any] | None = None) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        """Yield ours: forward with fast accumulation, gradients with full, as the recipes ask; with tilings that a sweep has `chosen`."""
         for product in PRODUCTS:
-            for fast in (product == "forward", product != "forward"):
-                yield f"ours {'fast' if fast else 'full'}", product, functools.partial(self.ours, product, fast)
+            fast, tiling = product == "forward", (chosen or {}).get((product, short(self.layer, product)))
+            run: Callable[[], Tensor] = functools.partial(self.ours, product, fast)
+            if tiling is not None:
+                from msamp.kernels.triton import grouped_mm as kernels
+
+                run = tiled(kernels, self, product, fast, tiling)
+            yield f"ours {'fast' if fast else 'full'}", product, run
 
 
 def timed(run: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
@@ -189,12 +195,12 @@ def check(device: str = "cuda") -> None:
                 print(f"{words}: {failure(error)}", flush=True)
 
 
-def measure(layer: Layer, load: str, repeats: int) -> list[dict[str, Any]]:
+def measure(layer: Layer, load: str, repeats: int, chosen: dict[tuple[str, bool], Any] | None = None) -> list[dict[str, Any]]:
     """Time every kernel on one layer and load."""
     operands = Operands(layer, load)
     table: list[dict[str, Any]] = []
     bf16: dict[str, float] = {}
-    for kernel, product, run in operands.cases() if load != "ragged" else operands.own_cases():
+    for kernel, product, run in operands.cases(chosen) if load != "ragged" else operands.own_cases(chosen):
         row: dict[str, Any] = {"model": layer.model, "layer": layer.name, "load": load, "product": product, "kernel": kernel}
         row |= dict.fromkeys(("us_p20", "us", "us_p80", "tflops", "over_bf16", "error"), "")
         try:
@@ -214,52 +220,58 @@ def tilings(product: str, fast: bool) -> list[Any]:
     """Return the tilings that a sweep tries, the most promising first."""
     from msamp.kernels.triton.grouped_mm import Tiling as T
 
-    halves = (1, 2) if fast else (2,)
-    changes: tuple[dict[str, Any], ...] = (
-        {"stages": 4},
-        {"stages": 3},
-        {"stages": 3, "flatten": True},
-        {"stages": 4, "group": 8},
-        {"stages": 4, "group": 4},
-    )
-    found = [T(halves=h, **change) for h in halves for change in changes if not (fast and h == 2 and "flatten" in change)]
-    found += [T(256, 128, 128, stages=s, halves=halves[0]) for s in (3, 4)]
-    found += [T(128, 128, 128, stages=s, flatten=f) for s, f in ((4, False), (5, False), (4, True))]
-    found += [T(128, 128, 128, stages=3, programs=2, halves=h, maxnreg=128) for h in (1, 2)]
+    shared = T(128, 128, 128, stages=3, programs=2)
+    four = shared._replace(warps=4)  # one warpgroup per program
     if fast:
-        found += [T(64, 256, 128, warps=4, stages=2, programs=2), T(128, 128, 128, warps=4, stages=3, programs=2)]
-    return [*found, T(128, 256, 64, stages=5, halves=halves[0]), T(stages=3, halves=2, tma=False)]
+        found = [T(stages=4), shared, four, T(stages=4, stream=True), shared._replace(stream=True)]
+        found += [T(stages=3, flatten=True), shared._replace(stages=2, flatten=True), T(stages=4, halves_n=2), T(256, 128, 128, stages=4)]
+        return [*found, four._replace(flatten=True)]
+    shared = shared._replace(halves_n=2, maxnreg=128)
+    four = four._replace(halves_m=2)
+    across = {"fused": True} if product == "grad_weight" else {"flatten": True}
+    found = [shared, four, shared._replace(stream=True), shared._replace(**across), four._replace(**across)]
+    return [*found, shared._replace(group=8), shared._replace(group=4), T(stages=4, halves_n=2), T(stages=4, halves_n=2, **across)]
 
 
-def sweep(layers: Sequence[Layer], seconds: float, repeats: int) -> None:
-    """Time tilings of every product until the time is used up, and print the fastest of each layer."""
+def sweep(layers: Sequence[Layer], seconds: float, repeats: int) -> dict[tuple[str, bool], Any]:
+    """Time tilings of every product until the time is used up, print the fastest of each layer, and return the fastest by product and by
+    whether the sum is short."""
     from msamp.kernels.triton import grouped_mm as kernels
 
+    chosen: dict[tuple[str, bool], Any] = {}
     until, held = time.monotonic() + seconds, [Operands(layer, "balanced") for layer in layers]
     print("sweep on", ", ".join(f"{layer.model} {layer.name}" for layer in layers), flush=True)
-    for product, fast in (("forward", True), ("grad_input", False), ("grad_weight", False), ("grad_weight", True)):
-        best: dict[int, tuple[float, Any]] = {}
+    for product, fast in (("forward", True), ("grad_input", False), ("grad_weight", False)):
+        spent: dict[bool, dict[Any, float]] = {}  # by whether the sum is short: microseconds of a tiling in all layers that are alike
         for tiling in tilings(product, fast):
             if time.monotonic() > until:
                 print(f"{product}: out of time", flush=True)
-                return
+                break
             words = []
-            for i, operands in enumerate(held):
-                try:
+            try:
+                for i, operands in enumerate(held):
                     run = tiled(kernels, operands, product, fast, tiling)
                     if i == 0:
-                        reference = operands.ours(product, fast)
-                        words.append(f"{sqnr_db(reference, run()):.0f} dB")
+                        words.append(f"{sqnr_db(operands.ours(product, fast), run()):.0f} dB")
                     us = timed(run, repeats)[1]
-                    best[i] = min(best.get(i, (us, tiling)), (us, tiling), key=lambda pair: pair[0])
+                    by_tiling = spent.setdefault(short(operands.layer, product), {})
+                    by_tiling[tiling] = by_tiling.get(tiling, 0.0) + us
                     words.append(f"{us:.0f} ({operands.layer.flops / us / 1e6:.0f})")
-                except Exception as error:
-                    words.append(failure(error))
-                    break
+            except Exception as error:
+                words.append(failure(error))
+                for by_tiling in spent.values():
+                    by_tiling.pop(tiling, None)
             print(f"{product} {'fast' if fast else 'full'} {' '.join(map(str, tiling))}: {', '.join(words)}", flush=True)
-        for i, (us, tiling) in best.items():
-            layer = held[i].layer
-            print(f"best {product} {'fast' if fast else 'full'} {layer.model} {layer.name}: {us:.0f} us {tuple(tiling)}", flush=True)
+        for is_short, by_tiling in spent.items():
+            if by_tiling:
+                chosen[product, is_short] = min(by_tiling, key=lambda t: by_tiling[t])
+                print(f"best {product}{', short sum' if is_short else ''}: {chosen[product, is_short]}", flush=True)
+    return chosen
+
+
+def short(layer: Layer, product: str) -> bool:
+    """Whether a product's sums are short, for which another tiling may be faster."""
+    return {"forward": layer.inputs, "grad_input": layer.outputs, "grad_weight": layer.rows // layer.experts}[product] <= SHORT
 
 
 def tiled(kernels: Any, operands: Operands, product: str, fast: bool, tiling: Any) -> Callable[[], Tensor]:
@@ -287,8 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=["balanced", "zipf"])
-    parser.add_argument("--sweep", action="store_true", help="try tilings instead")
-    parser.add_argument("--seconds", type=count(1), default=150, help="of the sweep")
+    parser.add_argument("--sweep", action="store_true", help="try tilings first, on OLMoE and Qwen3-30B-A3B, and measure the fastest ones")
+    parser.add_argument("--seconds", type=count(1), default=60, help="of the sweep")
     parser.add_argument("--repeats", type=count(2), default=15)
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/grouped.csv")
     parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
@@ -297,13 +309,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no GPU is available; kernels are measured on a GPU")
     check()
     layers = [layer for name in options.models for layer in MODELS[name]]
-    if options.sweep:
-        sweep(layers, options.seconds, options.repeats)
-        return 0
+    chosen = sweep([*MODELS["olmoe"], *MODELS["qwen3"]], options.seconds, options.repeats) if options.sweep else None
     where = rows.machine(options.commit)
     for layer in layers:
         for load in options.loads:
-            table = measure(layer, load, options.repeats)
+            table = measure(layer, load, options.repeats, chosen)
             torch.cuda.empty_cache()
             print(f"{layer.model} {layer.name} {load} M={layer.rows} K={layer.inputs} N={layer.outputs} E={layer.experts}: us (x BF16)")
             for product in PRODUCTS:

@@ -105,7 +105,7 @@ def grouped_mm(
         b_scale_inv: FP32 [E], one per expert.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
         fast_accum: let the tensor cores keep partial sums at reduced precision; otherwise they are added in FP32 every 128 elements.
-        tiles: `grouped_tiles` of these offsets; by default it is computed by another launch.
+        tiles: `grouped_tiles(offsets, M, GROUP_ALIGNMENT)`, which products with the same offsets share; by default it is computed here.
 
     Returns:
         [M, N] of `out_dtype`; rows after the last expert's are 0.

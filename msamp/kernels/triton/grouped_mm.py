@@ -78,6 +78,7 @@ class Tiling(NamedTuple):
     programs: int = 1
     flatten: bool = False
     fused: bool = False
+    stream: bool = False
     maxnreg: int | None = None
 
 
@@ -138,18 +139,19 @@ def _add(a, b, total, FAST: tl.constexpr):
 
 
 @triton.jit
-def _put_tile(y, values, row, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HARDWARE: tl.constexpr):
+def _put_tile(y, values, row, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr):
     """Store a tile to row-major [end, N], without what lies outside."""
     r, c = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     inside = (r < end)[:, None] & (c < N)[None, :]
-    tl.store(y + r.to(tl.int64)[:, None] * N + c[None, :], _rounded(values, y.dtype.element_ty, HARDWARE), mask=inside)
+    at = y + r.to(tl.int64)[:, None] * N + c[None, :]
+    tl.store(at, _rounded(values, y.dtype.element_ty, HARDWARE), mask=inside, cache_modifier=".cs" if STREAM else "")
 
 
 @triton.jit
 def _grouped_mm_kernel(
     a, b, y, tiles, a_scale_inv, b_scale_inv, M, E, capacity, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = BLOCK_M // HALVES_M
     COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
@@ -177,17 +179,17 @@ def _grouped_mm_kernel(
                 right = _block(b, weight * N + column + COLUMNS, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
             if HALVES_M * HALVES_N == 2:
                 total_1 = _add(left, right, total_1, FAST)
-        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
+        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, ROWS, COLUMNS, STREAM, HARDWARE)
         if HALVES_M * HALVES_N == 2:
             first, column = first + BLOCK_M - ROWS, column + BLOCK_N - COLUMNS
-            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
+            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column, N, ROWS, COLUMNS, STREAM, HARDWARE)
 
 
 @triton.jit
 def _grad_weight_kernel(
     a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = BLOCK_M // HALVES_M
     COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
@@ -213,17 +215,17 @@ def _grad_weight_kernel(
             if HALVES_M * HALVES_N == 2:
                 total_1 = _add(left, right, total_1, FAST)
         y_e = y + expert.to(tl.int64) * N * K
-        _put_tile(y_e, total * factor, row, N, column, K, ROWS, COLUMNS, HARDWARE)
+        _put_tile(y_e, total * factor, row, N, column, K, ROWS, COLUMNS, STREAM, HARDWARE)
         if HALVES_M * HALVES_N == 2:
             row, column = row + BLOCK_M - ROWS, column + BLOCK_N - COLUMNS
-            _put_tile(y_e, total_1 * factor, row, N, column, K, ROWS, COLUMNS, HARDWARE)
+            _put_tile(y_e, total_1 * factor, row, N, column, K, ROWS, COLUMNS, STREAM, HARDWARE)
 
 
 @triton.jit
 def _grad_weight_fused_kernel(
     a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K, OWN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """`_grad_weight_kernel` with one loop over the blocks of all tiles of a program, so that the next tile's blocks are on their way while
     a tile is stored. OWN is at least the number of tiles of a program."""
@@ -264,12 +266,12 @@ def _grad_weight_fused_kernel(
         left_blocks -= 1
         at += BLOCK_K
         if left_blocks == 0:
-            y_e = y + expert.to(tl.int64) * N * K
-            _put_tile(y_e, tl.where(some > 0, total * factor, 0.0), row, N, column, K, ROWS, COLUMNS, HARDWARE)
+            y_e = y + tl.cast(expert, tl.int64) * N * K
+            _put_tile(y_e, tl.where(some > 0, total * factor, 0.0), row, N, column, K, ROWS, COLUMNS, STREAM, HARDWARE)
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             if HALVES_M * HALVES_N == 2:
                 values = tl.where(some > 0, total_1 * factor, 0.0)
-                _put_tile(y_e, values, row + BLOCK_M - ROWS, N, column + BLOCK_N - COLUMNS, K, ROWS, COLUMNS, HARDWARE)
+                _put_tile(y_e, values, row + BLOCK_M - ROWS, N, column + BLOCK_N - COLUMNS, K, ROWS, COLUMNS, STREAM, HARDWARE)
                 total_1 = tl.zeros((ROWS, COLUMNS), tl.float32)
 
 
@@ -284,9 +286,13 @@ def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _operand(x: torch.Tensor, tma: bool, rows: int, columns: int) -> Any:
-    """`x`, 2-dimensional, as the kernel takes it: a descriptor of blocks of [rows, columns], or the tensor itself."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns]) if tma else x
+def _operands(a: torch.Tensor, b: torch.Tensor, tma: bool, tiling: Tiling) -> tuple[Any, Any]:
+    """Both operands, 2-dimensional, as a kernel takes them: descriptors of the blocks that it loads, or the tensors themselves."""
+    if not tma:
+        return a, b
+    rows = tiling.block_m // tiling.halves_m, tiling.block_n // tiling.halves_n
+    blocks = [[n, tiling.block_k] for n in rows]
+    return tuple(TensorDescriptor(x, list(x.shape), list(x.stride()), n) for x, n in zip((a, b), blocks, strict=True))  # type: ignore[return-value]
 
 
 def _aligned(*operands: torch.Tensor) -> bool:
@@ -305,6 +311,7 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
         "TMA": tma,
         "FAST": fast_accum,
         "FLATTEN": tiling.flatten,
+        "STREAM": tiling.stream,
         "HARDWARE": device.type == "cuda",
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
@@ -312,7 +319,7 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
     return meta if tiling.maxnreg is None else meta | {"maxnreg": tiling.maxnreg}
 
 
-SMALL = Tiling(64, 64, 64, warps=4, stages=3, group=8, tma=False)  # for other GPUs, which have less shared memory, and for single bytes
+SMALL = Tiling(128, 64, 64, warps=4, stages=3, tma=False)  # for other GPUs, which have less shared memory, and for single bytes
 # Two programs per multiprocessor: while one adds a block's sums to the total or stores its tile, the other one multiplies.
 SHARED = Tiling(128, 128, 128, stages=3, halves_n=2, programs=2, maxnreg=128)
 WIDE = Tiling(128, 256, 128, stages=4)
@@ -363,10 +370,9 @@ def _multiply(
     if tiles is None:
         tiles = grouped_tiles(offsets, M, tiling.block_m)
     tma = tiling.tma and _aligned(a, b)
-    flat = b.view(E * N, K)
     programs = min(_multiprocessors(a.device) * tiling.programs, tiles.shape[1] * triton.cdiv(N, tiling.block_n))
     _grouped_mm_kernel[programs,](
-        _operand(a, tma, tiling.block_m // tiling.halves_m, tiling.block_k), _operand(flat, tma, tiling.block_n // tiling.halves_n, tiling.block_k), out, tiles,
+        *_operands(a, b.view(E * N, K), tma, tiling), out, tiles,
         a_scale_inv, b_scale_inv, M, E, tiles.shape[1], N, K, **_meta(tiling, tma, fast_accum, a.device),
     )  # fmt: skip
     return out
@@ -414,7 +420,7 @@ def _multiply_grad_weight(
     fused = tiling.fused and tma
     own = {"OWN": triton.next_power_of_2(triton.cdiv(tiles, programs))} if fused else {}
     (_grad_weight_fused_kernel if fused else _grad_weight_kernel)[programs,](
-        _operand(a_t, tma, tiling.block_m // tiling.halves_m, tiling.block_k), _operand(b_t, tma, tiling.block_n // tiling.halves_n, tiling.block_k),
+        *_operands(a_t, b_t, tma, tiling),
         out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K, **own,
         **_meta(tiling, tma, fast_accum, a_t.device),
     )  # fmt: skip

@@ -54,7 +54,7 @@ def test_a_kernel_that_fails_is_a_row(monkeypatch):
     monkeypatch.setattr(
         bench_grouped,
         "Operands",
-        lambda layer, load: type("", (), {"cases": lambda self: [("torch BF16", "forward", int), ("ours", "forward", fails)]})(),
+        lambda layer, load: type("", (), {"cases": lambda self, chosen: [("torch BF16", "forward", int), ("ours", "forward", fails)]})(),
     )
     good, bad = bench_grouped.measure(SMALL, "balanced", 3)
     assert (good["us"], good["over_bf16"], good["error"]) == (2.0, 1.0, "")
@@ -63,11 +63,34 @@ def test_a_kernel_that_fails_is_a_row(monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_tilings_are_different_and_fit_the_shared_memory():
-    for product, fast in (("forward", True), ("grad_input", False), ("grad_weight", False), ("grad_weight", True)):
+    for product, fast in (("forward", True), ("grad_input", False), ("grad_weight", False)):
         found = bench_grouped.tilings(product, fast)
         assert len(set(found)) == len(found)
         for t in found:
             assert (t.block_m + t.block_n) * t.block_k * t.stages * t.programs <= 227 * 1024
+
+
+def test_a_sweep_takes_the_fastest_by_product_and_length(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    layers = [SMALL, SMALL._replace(name="long", inputs=2048)]
+    monkeypatch.setattr(bench_grouped, "tilings", lambda product, fast: ["fails", "quick", "slow"])
+    monkeypatch.setattr(bench_grouped, "Operands", lambda layer, load: type("", (), {"layer": layer, "ours": lambda *a: torch.ones(2)})())
+
+    def tiled(kernels, operands, product, fast, tiling):
+        def run():
+            if tiling == "fails":
+                raise RuntimeError("no")
+            return torch.ones(2)
+
+        run.us = {"quick": 1.0, "slow": 2.0, "fails": 0.0}[tiling] * (-1 if operands.layer.name == "long" else 1) + 3
+        return run
+
+    monkeypatch.setattr(bench_grouped, "tiled", tiled)
+    monkeypatch.setattr(bench_grouped, "timed", lambda run, repeats: (0.0, run.us, 9.0))
+    chosen = bench_grouped.sweep(layers, 100, 3)
+    assert (chosen["forward", True], chosen["forward", False]) == ("quick", "slow")
+    assert "forward fast f a i l s: RuntimeError: no" in capsys.readouterr().out
+    assert bench_grouped.sweep(layers, -1, 3) == {}
 
 
 @pytest.mark.gpu

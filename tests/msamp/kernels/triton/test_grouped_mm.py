@@ -14,8 +14,10 @@ from msamp.numerics.metrics import sqnr_db
 
 M, N, K = 150, 80, 96
 LOADS = [[60, 60, 131], [0, 150], [150, 150, 150], [0, 0], [1, 2, 70, 70, 149]]
-# Fast accumulation, loads by the copy engine, halves of a tile.
-VARIANTS = [(True, True, 1), (False, True, 2), (False, False, 1), (True, False, 2)]
+# Fast accumulation, loads by the copy engine, halves of a tile's rows and columns.
+VARIANTS = [(True, True, 1, 1), (False, True, 1, 2), (False, False, 2, 1), (True, False, 1, 2)]
+
+TILINGS = [{}, {"fused": True, "halves_n": 2}, {"tma": False}, {"fused": True, "halves_m": 2, "stream": True}]
 
 
 def kernels():
@@ -36,33 +38,31 @@ def small(**changes):
 
 @each_once(ends=LOADS, variant=VARIANTS, fmt=[E4M3, E5M2])
 def test_every_expert_s_rows(ends, variant, fmt, triton_device):
-    fast, tma, halves = variant
+    fast, tma, *halves = variant
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a, b = integers((M, K), fmt, 0, triton_device), integers((len(ends), N, K), E4M3, 1, triton_device)
     scales = torch.tensor(0.5, device=triton_device), torch.arange(1, len(ends) + 1, device=triton_device).float()
-    got = kernels()._multiply(a, b, offsets, *scales, torch.float32, small(tma=tma, halves=halves), fast)
+    got = kernels()._multiply(a, b, offsets, *scales, torch.float32, small(tma=tma, halves_m=halves[0], halves_n=halves[1]), fast)
     assert bits(got).equal(bits(twin.grouped_mm(a, b, offsets, *scales, torch.float32, fast_accum=fast)))
 
 
 @each_once(ends=LOADS, variant=VARIANTS, fmt=[E4M3, E5M2])
 def test_every_expert_s_weight_gradient(ends, variant, fmt, triton_device):
-    fast, _, halves = variant
+    fast, _, *halves = variant
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((width, M + 10), f, i, triton_device)[:, :M] for i, (width, f) in enumerate(((N, fmt), (K, E4M3))))
     scales = torch.tensor(0.5, device=triton_device), torch.tensor(2.0, device=triton_device)
-    got = kernels()._multiply_grad_weight(a_t, b_t, offsets, *scales, torch.float32, small(halves=halves), fast)
+    got = kernels()._multiply_grad_weight(a_t, b_t, offsets, *scales, torch.float32, small(halves_m=halves[0], halves_n=halves[1]), fast)
     assert bits(got).equal(bits(twin.grouped_mm_grad_weight(a_t, b_t, offsets, *scales, torch.float32, fast_accum=fast)))
 
 
-@each_once(fast=[False, True], tma=[True, True, False], halves=[1, 2])
-def test_padded_groups_are_loaded_by_the_copy_engine(fast, tma, halves, triton_device):
-    ends = [n * GROUP_ALIGNMENT for n in (1, 1, 2)]
+@each_once(fast=[False, True], tiling=TILINGS)
+def test_padded_groups_are_loaded_by_the_copy_engine(fast, tiling, triton_device):
+    ends = [n * GROUP_ALIGNMENT for n in (0, 1, 1, 2)]
     offsets = torch.tensor(ends, dtype=torch.int32, device=triton_device)
     a_t, b_t = (integers((32, 3 * GROUP_ALIGNMENT), E4M3, seed, triton_device) for seed in (0, 1))
     one = torch.ones((), device=triton_device)
-    got = kernels()._multiply_grad_weight(
-        a_t, b_t, offsets, one, one, torch.float32, small(block_k=128, tma=tma, halves=halves), fast, True
-    )
+    got = kernels()._multiply_grad_weight(a_t, b_t, offsets, one, one, torch.float32, small(block_k=128, **tiling), fast, True)
     assert got.equal(twin.grouped_mm_grad_weight(a_t, b_t, offsets, one, one, torch.float32, fast_accum=False))
 
 
@@ -109,6 +109,12 @@ def test_a_schedule_may_be_shared(triton_device):
     tiles = kernels().grouped_tiles(offsets, M, 64)
     run = [kernels()._multiply(a, b, offsets, ones[0], ones, torch.float32, small(), True, given) for given in (tiles, None)]
     assert run[0].equal(run[1])
+
+
+def test_a_shared_schedule_fits_every_tiling():
+    for fast in (True, False):
+        for aligned in (True, False):
+            assert kernels().tiling_of(torch.device("cpu"), fast_accum=fast, aligned=aligned).block_m == GROUP_ALIGNMENT
 
 
 @pytest.mark.gpu

@@ -1,0 +1,114 @@
+"""Experts in FP8 as one autograd function, against the same experts one by one in FP32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from helpers.choices import each_once
+from helpers.numerics import KINDS, make
+from msamp.kernels import ops
+from msamp.nn.cast_scales import CastScales
+from msamp.nn.experts import ExpertSettings, ExpertsFunction, ExpertWeights
+from msamp.numerics.formats import E4M3
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.recipe import O2
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 150, 64, 48, 6, 2
+JUST_IN_TIME = CastScales(None, None, None)
+# Least SQNR in dB of y and of the gradients of x, probs, W1 and W2.
+LIMITS = {
+    "normal": (23.5, 20.0, 21.5, 20.0, 21.5),
+    "channel-outlier": (21.7, 19.7, 22.1, 19.3, 19.7),
+    "log-normal": (21.0, 19.9, 17.5, 18.9, 18.7),
+}
+
+
+def inputs(kind: str = "normal") -> list[torch.Tensor]:
+    """x, probabilities, W1 and W2, each requiring a gradient."""
+    x = make(kind, (TOKENS, HIDDEN))
+    x = x / x.square().mean().sqrt()
+    probs = torch.rand((TOKENS, TOP_K), generator=torch.Generator().manual_seed(2))
+    fc1, fc2 = make("normal", (EXPERTS, 2 * WIDTH, HIDDEN), seed=3) / 8, make("normal", (EXPERTS, HIDDEN, WIDTH), seed=4) / 7
+    return [t.requires_grad_() for t in (x, probs, fc1, fc2)]
+
+
+def settings(fc1: torch.Tensor, fc2: torch.Tensor, slots: tuple[CastScales, ...] = (JUST_IN_TIME,) * 4) -> ExpertSettings:
+    ones = torch.ones(EXPERTS)
+    return ExpertSettings(O2.gemm, *(ExpertWeights(*ops.expert_cast(w.detach(), ones, E4M3.dtype)) for w in (fc1, fc2)), *slots)
+
+
+def one_by_one(x, probs, experts, fc1, fc2) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        token, choice = torch.where(experts == e)
+        gate, up = (x[token] @ fc1[e].t()).chunk(2, 1)
+        out = out.index_add(0, token, (F.silu(gate) * up) @ fc2[e].t() * probs[token, choice, None])
+    return out
+
+
+def chosen(load: str) -> torch.Tensor:
+    if load == "one expert takes all":
+        return torch.full((TOKENS, TOP_K), 3)
+    experts = torch.rand((TOKENS, EXPERTS), generator=torch.Generator().manual_seed(1)).topk(TOP_K).indices
+    return experts.clamp(max=EXPERTS - 2) if load == "the last has none" else experts
+
+
+@each_once(kind=KINDS, load=["random", "one expert takes all", "the last has none"])
+def test_output_and_gradients(kind, load):
+    x, probs, fc1, fc2 = tensors = inputs(kind)
+    experts, grad = chosen(load), make("normal", (TOKENS, HIDDEN), seed=9)
+    want = one_by_one(x, probs, experts, fc1, fc2)
+    got = ExpertsFunction.apply(x, probs, experts, fc1, fc2, settings(fc1, fc2))
+    grads = [torch.autograd.grad(y, tensors, grad) for y in (want, got)]
+    measured = [sqnr_db(want, got), *(sqnr_db(w, g) for w, g in zip(*grads, strict=True))]
+    assert all(m >= limit for m, limit in zip(measured, LIMITS[kind], strict=True)), measured
+    for w, g in zip(grads[0][2:], grads[1][2:], strict=True):
+        assert not g[w.flatten(1).abs().sum(1) == 0].any(), "an expert without tokens has no gradient"
+
+
+def test_delayed_scales_are_used_and_amaxes_recorded():
+    x, probs, fc1, fc2 = inputs()
+    amaxes = torch.zeros(4)
+    slots = tuple(CastScales(torch.tensor(4.0), torch.tensor(0.25), amax) for amax in amaxes.unbind())
+    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2, slots))
+    assert amaxes[0] == x.abs().max()
+    assert amaxes[1] > 0
+    assert amaxes[2:].tolist() == [0.0, 0.0]
+    grad = make("normal", (TOKENS, HIDDEN), seed=9)
+    y.backward(grad)
+    assert amaxes[3] == grad.abs().max()
+    assert amaxes[2] > 0
+
+
+def test_no_tokens():
+    x, probs, fc1, fc2 = inputs()
+    x, probs, experts = x[:0], probs[:0], torch.empty((0, TOP_K), dtype=torch.int64)
+    y = ExpertsFunction.apply(x, probs, experts, fc1, fc2, settings(fc1, fc2))
+    assert y.shape == (0, HIDDEN)
+    grads = torch.autograd.grad(y.sum(), (fc1, fc2))
+    assert not any(g.any() for g in grads)
+
+
+def test_what_is_saved_for_backward():
+    x, probs, fc1, fc2 = inputs()
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        ExpertsFunction.apply(x.bfloat16(), probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
+    rows = ops.group_tokens(chosen("random"), EXPERTS, 128)[1].numel()
+    assert sorted(sizes)[-2:] == [TOKENS * HIDDEN, rows * 2 * WIDTH * 2]
+
+
+def test_nan_in_a_token_reaches_every_gradient_that_it_should():
+    x, probs, fc1, fc2 = inputs()
+    with torch.no_grad():
+        x[7, 3] = float("nan")
+    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
+    assert y.isnan().any()
+    assert torch.autograd.grad(y, fc1, torch.ones_like(y))[0].isnan().any()
+
+
+def test_a_second_derivative_is_refused():
+    x, probs, fc1, fc2 = inputs()
+    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
+    with pytest.raises(RuntimeError, match="a backward with create_graph=True reached a low-precision layer"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
