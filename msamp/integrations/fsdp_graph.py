@@ -18,8 +18,8 @@ gain nothing. A graph contains the kernels, the collectives of NCCL, and the dep
 The first steps are eager: until every delayed scale has a full history, every weight has optimizer states, and kernels and communicators
 exist. Then a step is captured, and later ones are replayed. All ranks must call it together. A replay runs none of the loop's Python, so
 whatever `forward_backward` decides on the host is decided once: capture again with `release()` after the model is changed, frozen or
-switched between training and evaluation. New learning rates of the optimizer reach the graph. Weights and states that are loaded in place
-do too; if their memory has moved, a step is captured again after some eager ones.
+switched between training and evaluation. New learning rates of the optimizer reach the graph. If weights were written by something else, or
+weights, buffers or states have moved, as after loading, some steps are eager and one is captured again.
 """
 
 from collections.abc import Callable
@@ -90,9 +90,14 @@ class GraphedStep:
         """Run one step and return its loss, detached. Collective.
 
         Raises:
-            ValueError: if a replayed step gets inputs of other shapes or dtypes than the captured one.
+            ValueError: for inputs that are not tensors, or, in a replayed step, that have other shapes or dtypes than the captured ones.
         """
-        if self._graph is not None and self._memory != self._addresses():
+        if not all(isinstance(x, torch.Tensor) for x in inputs):
+            raise ValueError(
+                f"inputs are {', '.join(type(x).__name__ for x in inputs)}; pass tensors, which are copied to where the graph reads"
+            )
+        # Both conditions hold on all ranks or on none after loading. A replay on some and an eager step on others would not end.
+        if self._graph is not None and (self._stale() or self._memory != self._addresses()):
             self.release()
         if self._graph is None:
             if not self._ready(inputs):
@@ -101,7 +106,6 @@ class GraphedStep:
         self._fill(inputs)
         if self._own is not None:
             self._own.refresh()
-            self._own.shard.refresh()
         assert self._graph is not None
         self._graph.replay()
         if self._own is not None:
@@ -120,9 +124,8 @@ class GraphedStep:
 
     def _ready(self, inputs: tuple[torch.Tensor, ...]) -> bool:
         """Whether this step can be captured."""
-        if not all(x.is_cuda for x in inputs) or not all(layer.delayed for layer in self._scales):
-            return False
-        return self._eager_steps >= WARM_UP
+        on_gpu = all(x.is_cuda for x in (next(self.model.parameters()), *inputs))
+        return on_gpu and all(layer.delayed for layer in self._scales) and self._eager_steps >= WARM_UP
 
     def _eager(self, *inputs: torch.Tensor) -> torch.Tensor:
         self._eager_steps += all(layer.delayed for layer in self._scales)
@@ -155,6 +158,10 @@ class GraphedStep:
             )
         for place, x in zip(self._inputs, inputs, strict=True):
             place.copy_(x, non_blocking=True)
+
+    def _stale(self) -> bool:
+        """Whether a weight was written by something other than a step."""
+        return self._own is not None and self._own.shard.stale
 
     def _addresses(self) -> tuple[int, ...]:
         """Return where the graph finds weights, buffers and optimizer states."""

@@ -166,13 +166,13 @@ class FSDP:
                 self._codes[cast] = GatheredCodes(cast, [shapes[place] for place in places], amaxes.device)
             self._codes[cast].take([weights[place] for place in places], _some(amaxes, places))
 
-    def refresh(self) -> None:
-        """Prepare the replay of a CUDA graph that contains gathers and a step: cast weights that were written since the last one."""
-        if any(local(p).sent is None for p in self.casts):
-            self.measure()
+    @property
+    def stale(self) -> bool:
+        """Whether something wrote a weight since the codes that it sends were cast."""
+        return any(local(p).sent is None for p in self.casts)
 
     def replayed(self) -> None:
-        """Do the host's part of `measure` after such a replay."""
+        """Do the host's part of `measure` after the replay of a CUDA graph that contains it."""
         for p in self.casts:
             local(p).sent_again()
 

@@ -84,6 +84,7 @@ def on_the_cpu() -> dict[str, Any]:
         "captured": step.captured,
         "whole": message(lambda: GraphedStep(nn.Linear(2, 2), plain, print)),
         "plain": message(lambda: GraphedStep(model, plain, print)),
+        "numbers": message(lambda: step(1.0)),
         "others": message(lambda: GraphedStep(model, torch.optim.AdamW(nn.Linear(2, 2).parameters()), print)),
     }
 
@@ -94,6 +95,7 @@ def test_without_a_gpu_steps_are_eager_and_what_cannot_be_captured_is_refused():
         assert found["captured"] == 0
         assert "a Linear that is not sharded; call fully_shard(model) before GraphedStep" in found["whole"]
         assert "AdamW reads its learning rate 0.001 on the host; pass lr=torch.tensor(...) and capturable=True" in found["plain"]
+        assert "inputs are float; pass tensors" in found["numbers"]
         assert "parameters that are not in this model" in found["others"]
 
 
