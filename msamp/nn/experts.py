@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from msamp.kernels import ops
+from msamp.kernels.reference.expert_swiglu import expert_swiglu_gradient
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.differentiable_once import differentiable_once
@@ -100,8 +101,37 @@ class Groups(NamedTuple):
         return cls(offsets, source, places, ops.grouped_tiles(offsets, source.shape[0], GROUP_ALIGNMENT))
 
 
+def check(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    experts: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    settings: ExpertSettings,
+) -> None:
+    """Raise a ValueError for arguments that `ExpertsFunction` does not support."""
+    gemm = settings.gemm
+    if not gemm.fusible:
+        raise ValueError(f"experts need one scale per tensor, from its amax or history; input is cast as {gemm.input}: use O1, O2 or O3")
+    tokens, hidden = x.shape if x.ndim == 2 else (-1, -1)
+    if tokens < 0 or probs.dtype != torch.float32 or probs.ndim != 2 or probs.shape != experts.shape or probs.shape[0] != tokens:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, probs are {probs.dtype} {tuple(probs.shape)} and experts {tuple(experts.shape)}; they must be "
+            "[tokens, hidden], torch.float32 [tokens, top-k] and [tokens, top-k]"
+        )
+    count, width = fc1_weight.shape[0], fc2_weight.shape[-1]
+    shapes = (count, 2 * width, hidden), (count, hidden, width)
+    given = tuple(fc1_weight.shape), tuple(fc2_weight.shape)
+    if given != shapes or (tuple(settings.fc1.rows.shape), tuple(settings.fc2.rows.shape)) != shapes:
+        raise ValueError(f"weights are {given[0]} and {given[1]} for {hidden} features; they must be [E, 2F, hidden] and [E, hidden, F]")
+
+
 class ExpertsFunction(torch.autograd.Function):
-    """(x, probs, experts, W1, W2, settings) -> y; the weights are there for their gradients, `settings` holds their FP8 operands."""
+    """(x, probs, experts, W1, W2, settings) -> y.
+
+    x is [tokens, hidden] BF16, FP16 or FP32, probs FP32 and experts integers [tokens, top-k], W1 [E, 2F, hidden] and W2 [E, hidden, F]. The
+    weights are arguments for their gradients, which have their dtype; `settings` holds their FP8 operands. y has the dtype of x.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -113,6 +143,7 @@ class ExpertsFunction(torch.autograd.Function):
         fc2_weight: torch.Tensor,
         settings: ExpertSettings,
     ) -> torch.Tensor:
+        check(x, probs, experts, fc1_weight, fc2_weight, settings)
         gemm, top_k = settings.gemm, probs.shape[1]
         x8 = cast_operand(x, settings.x, gemm.input)
         groups = Groups.of(experts, settings.fc1.rows.shape[0])
@@ -122,6 +153,8 @@ class ExpertsFunction(torch.autograd.Function):
         weights = torch.where(groups.source >= 0, probs.reshape(-1)[groups.source.clamp(min=0)], 0.0)
         slot = settings.activated
         a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype)
+        if slot.watch is not None:
+            slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
         out = ops.unpermute(settings.output(a8, settings.fc2, groups, a_scale_inv, x.dtype), groups.places)
         ctx.save_for_backward(x8.codes, x8.scale_inv, y, weights, a_scale_inv, *groups)
         ctx.settings, ctx.weight_dtypes, ctx.top_k = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k
@@ -142,6 +175,8 @@ class ExpertsFunction(torch.autograd.Function):
         grad_y, grad_y_t, y_scale_inv, a_t, parts = ops.expert_swiglu_backward(
             grad_a, y, weights, a_scale_inv, gemm.input.format.dtype, slot.scale, slot.amax, cast
         )
+        if slot.watch is not None:
+            slot.watch(expert_swiglu_gradient(grad_a, y, weights), grad_y, y_scale_inv)
         grad_x = grad_probs = grad_fc1 = grad_fc2 = None
         if needs_fc2:
             grad_fc2 = settings.grad_weight(rows_t, a_t, groups, g.scale_inv, a_scale_inv, ctx.weight_dtypes[1])

@@ -83,10 +83,15 @@ def expert_swiglu_backward(
     check_gradient(grad_a, y, "swiglu")
     check_probs(y, probs)
     check_fp8(dtype)
-    weight = probs.unsqueeze(1)
-    g, g_t, scale_inv, _ = _store(_derivative(grad_a.float() * weight, y, "swiglu"), scale, amax_slot, dtype, True, False, scale_inv_slot)
+    exact = expert_swiglu_gradient(grad_a, y, probs)
+    g, g_t, scale_inv, _ = _store(exact, scale, amax_slot, dtype, True, False, scale_inv_slot)
     a_t = quantize(_weighted(y, probs), inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()
     return g, g_t, scale_inv, a_t, (grad_a.float() * _activation(y, "swiglu")).sum(1).unsqueeze(0)
+
+
+def expert_swiglu_gradient(grad_a: torch.Tensor, y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of `y` before the cast of `expert_swiglu_backward`, FP32 [R, 2F]: for statistics only."""
+    return _derivative(grad_a.float() * probs.unsqueeze(1), y, "swiglu")
 
 
 def check_fp8(dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from msamp.nn.cast_scales import CastScales
 from msamp.nn.experts import ExpertSettings, ExpertsFunction, ExpertWeights
 from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import sqnr_db
-from msamp.numerics.recipe import O2
+from msamp.numerics.recipe import GEMMS, O2
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 150, 64, 48, 6, 2
 JUST_IN_TIME = CastScales(None, None, None)
@@ -80,6 +80,22 @@ def test_delayed_scales_are_used_and_amaxes_recorded():
     assert amaxes[2] > 0
 
 
+def test_every_cast_can_be_watched():
+    x, probs, fc1, fc2 = inputs()
+    seen: dict[int, float] = {}
+
+    def watching(row: int) -> CastScales:
+        return CastScales(
+            None, None, None, lambda values, payload, scale_inv: seen.setdefault(row, sqnr_db(values, payload.float() * scale_inv))
+        )
+
+    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2, tuple(map(watching, range(4)))))
+    assert sorted(seen) == [0, 1]
+    y.backward(make("normal", (TOKENS, HIDDEN), seed=9))
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert min(seen.values()) > 24
+
+
 def test_no_tokens():
     x, probs, fc1, fc2 = inputs()
     x, probs, experts = x[:0], probs[:0], torch.empty((0, TOP_K), dtype=torch.int64)
@@ -112,3 +128,24 @@ def test_a_second_derivative_is_refused():
     y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
     with pytest.raises(RuntimeError, match="a backward with create_graph=True reached a low-precision layer"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"gemm": GEMMS["blockwise"]},
+            "experts need one scale per tensor, from its amax or history; input is cast as .*: use O1, O2 or O3",
+        ),
+        ({"probs": torch.rand((TOKENS, TOP_K)).bfloat16()}, r"probs are torch.bfloat16 \(150, 2\) and experts \(150, 2\)"),
+        ({"probs": torch.rand((TOKENS, 1))}, r"probs are torch.float32 \(150, 1\) and experts \(150, 2\); they must be \[tokens, hidden\]"),
+        ({"x": torch.zeros((2, TOKENS, HIDDEN))}, r"x is \(2, 150, 64\)"),
+        ({"x": torch.zeros((TOKENS, 32))}, r"weights are \(6, 96, 64\) and \(6, 64, 48\) for 32 features; they must be \[E, 2F, hidden\]"),
+    ],
+)
+def test_what_is_refused(change, message):
+    x, probs, fc1, fc2 = inputs()
+    given = settings(fc1, fc2)
+    x, probs, given = change.get("x", x), change.get("probs", probs), given._replace(gemm=change.get("gemm", given.gemm))
+    with pytest.raises(ValueError, match=message):
+        ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, given)
