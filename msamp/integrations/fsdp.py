@@ -17,6 +17,7 @@ Checkpoints are the same as on one process: `model_state` and `optimizer.state_d
 and `optimizer.load_state_dict` load each rank's rows, on any number of ranks.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,19 +30,24 @@ from torch.distributed.tensor import DTensor
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.takeover import check_optimizer, chosen_recipe, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
-from msamp.nn.convert import convert
+from msamp.nn.convert import carry_out, plan_conversions
 from msamp.nn.filters import DEFAULT, Filter
-from msamp.nn.linear import FP8Linear
+from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.parameter_swap import swap_contents_
 from msamp.nn.scaling_state import ScalingState
+from msamp.numerics.formats import FP16
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import check_max_norm, clip_coefficient
-from msamp.optim.states import copy_of_rows, is_scaled, local, payload, weight_format
+from msamp.optim.masters import belongs
+from msamp.optim.states import copy_of_rows, is_scaled, local, make_master, payload, weight_format
+from msamp.optim.updates import MASTER
 from msamp.parallel.fp8_reduce_scatter import format_of, use_fp8_reduce_scatter
 from msamp.parallel.fsdp import FSDP, check_cut, rows_of, sharded_casts
 from msamp.parallel.sharded_weight import ShardedWeight
+
+_MASTER = "_whole_master"  # attribute of a layer from `prepare` to `optimizer`
 
 
 def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str | None, *roundings: str | None) -> Recipe:
@@ -50,10 +56,10 @@ def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str 
         raise ValueError(
             f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1 or O2"
         )
-    if chosen.weight != chosen.states.master:
+    if chosen.weight != chosen.states.master and not (chosen.states.master == FP16 and chosen.weight == chosen.gemm.weight.format):
         raise ValueError(
             f"recipe {chosen.name!r} stores weights in {chosen.weight} and masters in {chosen.states.master}, which is not supported with "
-            "FSDP2; use O1 or O2, or msamp.initialize(..., zero=True) without fully_shard"
+            "FSDP2; use O1, O2 or O3, or msamp.initialize(..., zero=True) without fully_shard"
         )
     if chosen.gemm.weight.granularity != TENSORWISE:
         raise ValueError(
@@ -75,7 +81,8 @@ def prepare(
 
     Args:
         model: on its device, with the same values on every rank, before fully_shard.
-        recipe, opt_level, fp8_recipe, accept: as in `msamp.initialize`; weights must be their own masters (O1, O2) and have one scale.
+        recipe, opt_level, fp8_recipe, accept: as in `msamp.initialize`; O1, O2 or O3, with one scale per weight. At O3 each layer stores a
+            whole FP16 master until `optimizer` takes this rank's rows of it.
 
     Returns:
         The model, the same object.
@@ -91,7 +98,12 @@ def prepare(
             raise ValueError(f"{name} is already a ScalingTensor; pass fsdp.prepare a model without msamp.convert or msamp.initialize")
         if p.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; materialize the model before fsdp.prepare quantizes it")
-    convert(model, chosen, accept)
+    conversions = plan_conversions(model, chosen, accept)
+    for module, planned in conversions.items():
+        check_finite(module.get_parameter(planned.attribute), planned.name)
+    separate = chosen.weight != chosen.states.master
+    masters: dict[torch.Tensor, torch.Tensor] = {}  # of the weights before their rounding to FP8
+    carry_out(model, chosen, conversions, masters if separate else None)
     for device in {p.device for p in model.parameters()}:
         warn_if_emulated(device)
     for layer in model.modules():
@@ -99,6 +111,8 @@ def prepare(
             last = layer.weight
             assert isinstance(last, ScalingTensor)
             swap_contents_(last, nn.Parameter(ShardedWeight(last.payload, last.scale_inv, last.dtype), last.requires_grad))
+            if separate:
+                vars(layer)[_MASTER] = make_master(last, chosen.states.master, masters[last])
     return model
 
 
@@ -114,6 +128,25 @@ class ShardedOptimizer(LoopOptimizer):
     def update(self) -> None:
         super().update()
         self.shard.measure()
+
+    @torch.no_grad()
+    def take_masters(self, wholes: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Initialize masters with this rank's rows of whole ones, by parameter; collective.
+
+        A weight may have been loaded after `prepare`. If any rank's rows are not what their master casts to, all ranks compare them in the
+        next step, and elements that differ take the weight's value.
+        """
+        places = {p: place for place, p in enumerate(wholes)}
+        loaded = torch.zeros(len(places), dtype=torch.int32, device=self._params()[0].device)
+        own = [holding for holding in self.holdings() if holding.param in places]
+        for holding in own:
+            self._init_state(holding, wholes[holding.param])
+            loaded[places[holding.param]] = ~belongs(self.state[holding.weight][MASTER.key], holding.weight)
+        if places:
+            loaded = self.shard.peers.all_reduce(loaded, dist.ReduceOp.MAX, "which weights were loaded", None)
+        for holding, changed in zip(own, loaded[[places[holding.param] for holding in own]].tolist(), strict=True):
+            if changed:
+                del self._cast[holding.weight]
 
     def replayed(self) -> None:
         super().replayed()
@@ -193,7 +226,16 @@ def optimizer(
         raise ValueError("the optimizer has parameters that are not in this model; build it from model.parameters() after fully_shard")
     shard = FSDP(casts, next(iter(names.values())).device_mesh.get_group())  # type: ignore[attr-defined]
     _check_scales(shard, model)
+    layers = [layer for layer in model.modules() if isinstance(layer, FP8Linear) and _MASTER in vars(layer)]
+    masters: dict[torch.Tensor, torch.Tensor] = {layer.weight: vars(layer).pop(_MASTER) for layer in layers}
+    if chosen.weight != chosen.states.master and not masters:
+        warnings.warn(
+            f"the masters of recipe {chosen.name!r} start from the weights in {chosen.weight}, since an earlier optimizer took those of "
+            "fsdp.prepare; load its state_dict() into this one",
+            stacklevel=2,
+        )
     low = ShardedOptimizer(parameter_groups(given, model, chosen), chosen, ScalingState(model), clip_grad=clip_grad, shard=shard, seed=seed)
+    low.take_masters(masters)
     retire(given, low)
     use_fp8_reduce_scatter(model, dict.fromkeys(casts, True), reduced)
     return low

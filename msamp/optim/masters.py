@@ -13,6 +13,7 @@ import torch
 
 from msamp.kernels.reference.grad_stats import grad_stats
 from msamp.numerics import mcf
+from msamp.numerics.formats import Format
 from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import PLAIN, ScalingTensor
@@ -43,7 +44,6 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
         whole: the parameter that contains the rows `weight`, or `weight` itself. A new scale follows from it, so all pieces get the same.
     """
     fmt, own = weight_format(weight), weight_format(master)
-    slack = 2.0**-own.mantissa_bits if own.mantissa_bits > fmt.mantissa_bits else 0.0
     last, of_weight = scale_inv(master), scale_inv(weight)
     factor = torch.ones((), device=weight.device, dtype=torch.float32) if of_weight is None else inverse(of_weight)
     scale = None if last is None else _scale(inverse(last), whole, own.max)
@@ -54,12 +54,26 @@ def follow_weight_(master: torch.Tensor, weight: torch.Tensor, whole: torch.Tens
         part = slice(start, start + rows) if weight.dim() else ...
         codes = written[part].float()
         before = stored[part].float() if last is None else stored[part].float() * last
-        ends = [cast(before * (1.0 + sign * slack) * factor, fmt).float() for sign in (-1.0, 1.0)]
-        same = (torch.minimum(*ends) <= codes) & (codes <= torch.maximum(*ends))
+        same = _same(before, codes, factor, fmt, own)
         values = torch.where(same, before, codes if of_weight is None else codes * of_weight)
         stored[part].copy_(cast(values if scale is None else values * scale, own))
     if last is not None and scale is not None:
         last.copy_(inverse(scale))
+
+
+def belongs(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return whether every element of `weight` is what `master` casts to, as `follow_weight_` compares them: bool 0-dim."""
+    of_weight, last = scale_inv(weight), scale_inv(master)
+    factor = torch.ones((), device=weight.device, dtype=torch.float32) if of_weight is None else inverse(of_weight)
+    before = payload(master).float() if last is None else payload(master).float() * last
+    return _same(before, payload(weight).float(), factor, weight_format(weight), weight_format(master)).all()
+
+
+def _same(before: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, fmt: Format, own: Format) -> torch.Tensor:
+    """Return where the codes of a weight are casts of its master's values `before`."""
+    slack = 2.0**-own.mantissa_bits if own.mantissa_bits > fmt.mantissa_bits else 0.0
+    ends = [cast(before * (1.0 + sign * slack) * factor, fmt).float() for sign in (-1.0, 1.0)]
+    return (torch.minimum(*ends) <= codes) & (codes <= torch.maximum(*ends))
 
 
 def follow_weight_in_pair_(remainder: torch.Tensor, weight: torch.Tensor) -> None:

@@ -46,7 +46,6 @@ from msamp.optim.states import (
     give_keys,
     is_own_master,
     local,
-    make_master,
     parameter_names,
     saved_states,
     take_groups,
@@ -253,7 +252,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for holding in holdings:
             version = version_of(holding.param)
             if self._cast.get(holding.weight) != version:
-                follow_states_(self.state.get(holding.weight, {}), holding.as_written(), holding.param)
+                follow_states_(self.state.get(holding.weight, {}), holding.as_written(), holding.whole)
             self._cast[holding.weight] = version
 
     def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
@@ -262,7 +261,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         for declared, fmt in kept_states(holding.param, holding.formats):
             if declared.copy:
                 # From the whole parameter, so that its scale does not depend on how it is cut.
-                state[declared.key] = holding.copy_of(make_master(holding.param, fmt, values))
+                state[declared.key] = holding.master(fmt, values)
                 self._cast[holding.weight] = version_of(holding.param)
             else:
                 state |= begun(declared.key, fmt, holding.weight)

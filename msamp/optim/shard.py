@@ -17,7 +17,7 @@ from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.clip import contiguous
 from msamp.optim.grad_cast import GradCast
-from msamp.optim.states import copy_of_rows, view_of_rows
+from msamp.optim.states import copy_of_rows, make_master, view_of_rows
 
 
 @dataclass(eq=False)
@@ -54,6 +54,15 @@ class Holding:
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return this holding's part of a whole parameter's state: a copy of its rows, or `x` itself if the holding is all of it."""
         return x if self.rows is None else copy_of_rows(x, self.rows)
+
+    def master(self, fmt: Format, values: torch.Tensor | None) -> torch.Tensor:
+        """Return this holding's part of a new master of the whole parameter; `values` are what it was before rounding, if known."""
+        return self.copy_of(make_master(self.param, fmt, values))
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """What the scale of a master that follows its weight is taken from, the same for all parts of the parameter."""
+        return self.param
 
     def as_written(self) -> torch.Tensor:
         """Return this holding's part of the parameter's current values."""

@@ -24,15 +24,16 @@ from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.cast_scales import own_rule
 from msamp.nn.linear import FP8Linear
-from msamp.numerics.formats import by_name
+from msamp.numerics.formats import Format, by_name
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.scaling import scale_from_amax
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.clip import contiguous
 from msamp.optim.grad_cast import GradCast
 from msamp.optim.kept_states import kept_states
 from msamp.optim.shard import Holding
-from msamp.optim.states import begun, is_scaled, local, payload, scale_inv
+from msamp.optim.states import begun, copy_of_rows, is_scaled, local, make_master, payload, scale_inv, weight_format
 from msamp.parallel.sharded_weight import GatheredCodes
 
 
@@ -66,6 +67,25 @@ class Rows(Holding):
 
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def master(self, fmt: Format, values: torch.Tensor | None) -> torch.Tensor:
+        """These rows of a whole master (`values`), or, from an FP8 weight alone, a master whose scale has room for any of its codes."""
+        if values is not None:
+            rows = copy_of_rows(values, self.rows or slice(None))
+            return make_master(self.weight, fmt, rows) if not isinstance(rows, ScalingTensor) else rows.to(self.weight.device)
+        if not (fmt.scaled and is_scaled(self.weight)):
+            return make_master(self.weight, fmt)
+        scale = scale_from_amax(TENSORWISE.amax(fp32_values(self.whole)), fmt.max)
+        return ScalingTensor.quantize(fp32_values(self.weight), fmt, scale, torch.float32)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """Of an FP8 weight the largest value that its scale can store, which every rank knows."""
+        if not (is_scaled(self.weight) and payload(self.weight).itemsize == 1):
+            return self.param
+        fmt = weight_format(self.weight)
+        largest = torch.full((1,), fmt.max, device=self.weight.device).to(fmt.dtype)
+        return ScalingTensor(largest, scale_inv(self.weight), torch.float32)  # type: ignore[arg-type]
 
     def as_written(self) -> torch.Tensor:
         return self.weight
@@ -153,11 +173,14 @@ class FSDP:
     @torch.no_grad()
     def measure(self) -> None:
         """Cast all weights for the next gathers, from their current amaxes, with one small all-reduce and one launch per cast."""
-        amaxes = TENSORWISE.amaxes([payload(p) for p in self.casts])
+        casts = self._to_cast()
+        if not casts:
+            return
+        amaxes = TENSORWISE.amaxes([payload(p) for p in casts])
         amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of weights")
-        weights = [local(p) for p in self.casts]
-        shapes = [_sent_shape(p) for p in self.casts]
-        for cast, places in _places(list(self.casts.values())).items():
+        weights = [local(p) for p in casts]
+        shapes = [_sent_shape(p) for p in casts]
+        for cast, places in _places(list(casts.values())).items():
             if own_rule(cast):
                 for place in places:
                     weights[place].cast(cast, shapes[place][0], amaxes[place])
@@ -169,12 +192,16 @@ class FSDP:
     @property
     def stale(self) -> bool:
         """Whether something wrote a weight since the codes that it sends were cast."""
-        return any(local(p).sent is None for p in self.casts)
+        return any(local(p).sent is None for p in self._to_cast())
 
     def replayed(self) -> None:
         """Do the host's part of `measure` after the replay of a CUDA graph that contains it."""
-        for p in self.casts:
+        for p in self._to_cast():
             local(p).sent_again()
+
+    def _to_cast(self) -> dict[torch.Tensor, Cast]:
+        """Return the weights that are not gathered as they are stored, with their casts."""
+        return {p: cast for p, cast in self.casts.items() if payload(p).dtype != cast.format.dtype}
 
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]

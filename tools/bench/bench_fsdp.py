@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 2 tools/bench/bench_fsdp.py                          1.3B: BF16, torchao and ours
     torchrun ... tools/bench/bench_fsdp.py --cases bf16 torchao "bf16 compile" "torchao compile" O1 O2 "O2 compile"
 
-A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1` or `O2` (ours), each also
-with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours also
-with `fp8-reduce`: gradients of linear layers are sent in E4M3 (`msamp.parallel.fp8_reduce_scatter`), and with `fused`: the model's blocks
-are `msamp.nn.transformer_block`'s, of the same shapes. All cases have FP32 parameters, gathered and reduced in BF16 unless they are in FP8;
+A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1`, `O2` or `O3` (ours), each
+also with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours
+also with `fp8-reduce`: gradients of linear layers are sent in E4M3 (`msamp.parallel.fp8_reduce_scatter`), and with `fused`: the model's
+blocks are `msamp.TransformerBlock`, of the same shapes. Parameters are FP32, gathered and reduced in BF16 unless they are in FP8;
 each block is sharded separately. Every rank has its own random tokens, the same in every case and step, so that the loss of the last step
 shows how well each case has memorized them. Measurements are appended to --csv.
 
@@ -36,8 +36,8 @@ from msamp.nn.transformer_block import TransformerBlock
 from tools.bench import rows
 from tools.bench.bench_data_parallel import step_times
 
-CASES = ("bf16", "torchao", "O1", "O2")
-OURS = ("O1", "O2")
+CASES = ("bf16", "torchao", "O1", "O2", "O3")
+OURS = ("O1", "O2", "O3")
 WORDS, OUR_WORDS = ("compile", "graph"), ("fp8-reduce", "fused")
 DEFAULT_CASES = ("bf16", "bf16 compile", "torchao", "torchao compile", "O2")
 EAGER_BEFORE_GRAPH = 20  # further steps before those that are measured: 16 until the scales are delayed, 3 eager ones, the capture

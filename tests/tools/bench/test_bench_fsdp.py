@@ -25,5 +25,6 @@ def test_unknown_cases_are_refused(case, capsys):
     with pytest.raises(SystemExit):
         bench_fsdp.parser().parse_args(["--cases", case])
     assert (
-        f"case {case!r} is unknown; choose one of bf16, torchao, O1, O2, alone or followed by compile or graph" in capsys.readouterr().err
+        f"case {case!r} is unknown; choose one of bf16, torchao, O1, O2, O3, alone or followed by compile or graph"
+        in capsys.readouterr().err
     )
