@@ -1,5 +1,6 @@
 """Two runs share `--emergency-save`, lose their `--save`, and are told to leave: neither loses its checkpoint to the other."""
 
+import os
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import tiny
+from helpers.megatron_jobs import UNCOMPILED
 from megatron.lm.checkpoint.files.folder import check_files, read_info
 from megatron.lm.config.cli import to_argv
 
@@ -27,7 +29,7 @@ def started(prefix: Path, folder: Path, name: str) -> subprocess.Popen[str]:
         data_cache_path=str(folder / f"{name}-index"),
     )
     line = [sys.executable, "-u", "-W", "ignore", "-m", "megatron.lm.pretrain", *to_argv(settings)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(line, env=os.environ | UNCOMPILED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def said_until(job: subprocess.Popen[str], words: str) -> None:

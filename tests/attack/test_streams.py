@@ -9,6 +9,7 @@ import pytest
 from attack.fuzz_files import TRAINER
 
 from helpers import tiny
+from helpers.megatron_jobs import UNCOMPILED
 from megatron.lm.checkpoint.files.folder import marked_iteration
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def test_a_run_with_an_odd_stdout(tmp_path: Path, name: str):
     tiny.write_data(tmp_path)
     flags = [*TRAINER.split(), "--save", "größe ±", "--metrics-file", "metrics.jsonl"]
     command = ["bash", "-c", f'"$@" {shell}', "-", sys.executable, "-m", "megatron.lm.pretrain", *flags]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | UNCOMPILED | environment
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, errors="replace", timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

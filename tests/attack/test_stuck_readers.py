@@ -1,5 +1,6 @@
 """A run of one process whose data workers send nothing ends after the limit, with a line that names where it stood."""
 
+import os
 import re
 import resource
 import signal
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from helpers import tiny
+from helpers.megatron_jobs import UNCOMPILED
 from megatron.lm.config.cli import to_argv
 
 SECONDS = 280  # a test that hangs is ended by its own limit, and so is the job
@@ -22,7 +24,8 @@ def started(prefix: Path, folder: Path, before: Callable[[], None] | None = None
         prefix, train_iters=50_000, num_workers=2, distributed_timeout_minutes=0.25, data_cache_path=str(folder / "index")
     )
     line = ["timeout", "-s", "KILL", str(SECONDS), sys.executable, "-u", "-W", "ignore", "-m", "megatron.lm.pretrain", *to_argv(settings)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=before)
+    environment = os.environ | UNCOMPILED
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=before)
 
 
 def descendants(job: subprocess.Popen[str]) -> list[psutil.Process]:

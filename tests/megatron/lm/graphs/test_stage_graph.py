@@ -26,7 +26,7 @@ from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.step import evaluate, train_step
 
 STEPS = 2 * tiny.WINDOW + 6
-PP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "micro_batch_size": 1, "global_batch_size": 5}
+PP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "micro_batch_size": 1, "global_batch_size": 3}
 VPP: dict[str, Any] = {**PP, "num_layers_per_virtual_pipeline_stage": 1, "global_batch_size": 6}
 CASES: dict[str, dict[str, Any]] = {
     "O3": {"precision": "O3", **PP},
@@ -131,7 +131,7 @@ def test_replayed_stages_of_other_precisions_change_no_bit():
 @pytest.mark.nightly(40)
 def test_a_skipped_step_is_skipped_on_every_stage():
     case = {"O3": CASES["O3"]}
-    check(dist.run(on_a_cpu, 2, case, ("step", "micro-batch"), (STEPS - 2) * 5 + 3), case, skipped=1)
+    check(dist.run(on_a_cpu, 2, case, ("step", "micro-batch"), (STEPS - 2) * 3 + 1), case, skipped=1)
 
 
 @pytest.mark.nightly(60)
