@@ -28,7 +28,7 @@ from megatron.lm.tools.report import Run, read_run, summary, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("O0", "O2")
-ITERATIONS = 300
+ITERATIONS = 200
 MAX_DIFFERENCE = 0.01  # between the validation losses of O2 and O0, relative
 MIN_GAIN = 0.15  # how far the validation loss must be below the unigram entropy, relative
 PROMPT = "The people of the United States"
