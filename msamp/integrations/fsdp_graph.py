@@ -102,6 +102,8 @@ class GraphedStep:
         if self._graph is None:
             if not self._ready(inputs):
                 return self._eager(*inputs)
+            if self._own is not None:
+                self._own.refresh()  # a learning rate that is sent in the capture would stay in every replay
             self._capture(inputs)
         self._fill(inputs)
         if self._own is not None:
