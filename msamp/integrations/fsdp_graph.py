@@ -99,15 +99,13 @@ class GraphedStep:
         # Both conditions hold on all ranks or on none after loading. A replay on some and an eager step on others would not end.
         if self._graph is not None and (self._stale() or self._memory != self._addresses()):
             self.release()
+        if self._graph is None and not self._ready(inputs):
+            return self._eager(*inputs)
+        if self._own is not None:
+            self._own.refresh()  # before a capture too: a learning rate that is sent inside it would be that of every replay
         if self._graph is None:
-            if not self._ready(inputs):
-                return self._eager(*inputs)
-            if self._own is not None:
-                self._own.refresh()  # a learning rate that is sent in the capture would stay in every replay
             self._capture(inputs)
         self._fill(inputs)
-        if self._own is not None:
-            self._own.refresh()
         assert self._graph is not None
         self._graph.replay()
         if self._own is not None:
