@@ -223,14 +223,11 @@ def tilings(product: str, fast: bool) -> list[Any]:
     shared = T(128, 128, 128, stages=3, programs=2)
     four = shared._replace(warps=4)  # one warpgroup per program
     if fast:
-        found = [T(stages=4), shared, four, T(stages=4, stream=True), shared._replace(stream=True)]
-        found += [T(stages=3, flatten=True), shared._replace(stages=2, flatten=True), T(stages=4, halves_n=2), T(256, 128, 128, stages=4)]
-        return [*found, four._replace(flatten=True)]
+        found = [T(stages=4), shared, four, four._replace(flatten=True), T(stages=3, flatten=True)]
+        return [*found, shared._replace(stages=2, flatten=True), T(stages=4, halves_n=2), T(256, 128, 128, stages=4)]
     shared = shared._replace(halves_n=2, maxnreg=128)
-    four = four._replace(halves_m=2)
-    across = {"fused": True} if product == "grad_weight" else {"flatten": True}
-    found = [shared, four, shared._replace(stream=True), shared._replace(**across), four._replace(**across)]
-    return [*found, shared._replace(group=8), shared._replace(group=4), T(stages=4, halves_n=2), T(stages=4, halves_n=2, **across)]
+    found = [shared, four._replace(halves_m=2), shared._replace(group=8), shared._replace(group=4), T(stages=4, halves_n=2)]
+    return found if product == "grad_weight" else [*found, shared._replace(flatten=True), T(stages=4, halves_n=2, flatten=True)]
 
 
 def sweep(layers: Sequence[Layer], seconds: float, repeats: int) -> dict[tuple[str, bool], Any]:

@@ -8,9 +8,12 @@ from msamp.numerics.scaling import inverse, scale_from_amax
 
 
 def check_weights(payload: torch.Tensor, stored: torch.Tensor) -> None:
-    """Raise a ValueError unless `payload` is [experts, N, K] and `stored` FP32 with one scale_inv per expert."""
+    """Raise a ValueError unless `payload` is [experts, N, K] with N a multiple of 4, and `stored` FP32 with one scale_inv per expert. For
+    other N ptxas of CUDA 12.8 miscompiles the kernel, as `expert_swiglu.check_gradient_cast` says."""
     if payload.ndim != 3 or not payload.is_floating_point():
         raise ValueError(f"weights are {payload.dtype} {tuple(payload.shape)}; they must be floating-point [experts, N, K]")
+    if payload.shape[1] % 4:
+        raise ValueError(f"weights have {payload.shape[1]} outputs; their transposes need a multiple of 4")
     if stored.dtype != torch.float32 or tuple(stored.shape) != (payload.shape[0],):
         raise ValueError(f"scale_inv is {stored.dtype} {tuple(stored.shape)}; it must be torch.float32 ({payload.shape[0]},)")
 

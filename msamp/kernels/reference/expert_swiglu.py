@@ -78,11 +78,11 @@ def expert_swiglu_backward(
         if a slot is given.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit, or `dtype` is not FP8.
+        ValueError: if shapes or dtypes do not fit, `dtype` is not FP8, or R is not a multiple of 4.
     """
     check_gradient(grad_a, y, "swiglu")
     check_probs(y, probs)
-    check_fp8(dtype)
+    check_gradient_cast(y.shape[0], dtype)
     exact = expert_swiglu_gradient(grad_a, y, probs)
     g, g_t, scale_inv, _ = _store(exact, scale, amax_slot, dtype, True, False, scale_inv_slot)
     a_t = quantize(_weighted(y, probs), inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()
@@ -94,10 +94,13 @@ def expert_swiglu_gradient(grad_a: torch.Tensor, y: torch.Tensor, probs: torch.T
     return _derivative(grad_a.float() * probs.unsqueeze(1), y, "swiglu")
 
 
-def check_fp8(dtype: torch.dtype) -> None:
-    """Raise a ValueError unless `dtype` is FP8."""
+def check_gradient_cast(rows: int, dtype: torch.dtype) -> None:
+    """Raise a ValueError unless `dtype` is FP8 and rows are a multiple of 4: ptxas of CUDA 12.8 miscompiles the kernel for other numbers
+    (H200: bytes were stored before they were computed). Groups are padded to a multiple of 4 and more anyway."""
     if dtype.itemsize != 1:
         raise ValueError(f"the gradient is cast to {dtype}; the grouped GEMMs need torch.float8_e4m3fn or torch.float8_e5m2")
+    if rows % 4:
+        raise ValueError(f"there are {rows} rows; their transposes need a multiple of 4: pad the groups (`group_tokens`)")
 
 
 def _weighted(y: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

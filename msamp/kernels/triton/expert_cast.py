@@ -44,7 +44,7 @@ def _expert_scales_kernel(
 
 @triton.jit
 def _expert_cast_kernel(
-    x, y, y_t, multipliers, N, K, ALIGNED: tl.constexpr, STORED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    x, y, y_t, multipliers, N, K, STORED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2).to(tl.int64)
@@ -55,13 +55,13 @@ def _expert_cast_kernel(
     x0, x1, x2, x3 = _load_rows(x + own + origin, at, K, q, left, columns)
     if STORED:
         words = x0.to(tl.int32) | (x1.to(tl.int32) << 8) | (x2.to(tl.int32) << 16) | (x3.to(tl.int32) << 24)
-        _put_transposed(words, y_t + own, quad, column, q, n, N, left, columns, ALIGNED)
+        _put_transposed(words, y_t + own, quad, column, q, n, N, left, columns, True)
     else:
         values = (x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32))
         f = tl.load(multipliers + expert)
         _put(
             values, y + own, y_t + own, origin, quad, column, at, K, q, n, N, left, columns, f,
-            ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE,
+            True, FP8_MAX, MANTISSA, BIAS, HARDWARE,
         )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def expert_cast(payload: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype)
     if payload.numel():
         source = payload.view(torch.uint8) if kept else payload
         _expert_cast_kernel[triton.cdiv(N, TILE_M), triton.cdiv(K, TILE_N), E](
-            source, y, y_t, multipliers, N, K, ALIGNED=N % 4 == 0, STORED=kept, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS,
+            source, y, y_t, multipliers, N, K, STORED=kept, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS,
             **fp8_constants(dtype, device),
         )  # fmt: skip
     return y, y_t, scale_invs

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.activate import check_gradient, features
-from msamp.kernels.reference.expert_swiglu import check_fp8, check_probs
+from msamp.kernels.reference.expert_swiglu import check_gradient_cast, check_probs
 from msamp.kernels.triton.activate import BACKWARD, TILE_M, TILE_N, WARPS, _silu
 from msamp.kernels.triton.cast import _constants
 from msamp.kernels.triton.cast_transpose import _higher, _inverse, _layouts, _load_rows, _put, _quantise, _tell, _tile
@@ -58,7 +58,7 @@ def _expert_swiglu_kernel(
 @triton.jit
 def _expert_swiglu_backward_kernel(
     grad_a, y, probs, a_scale_inv, g, g_t, a_t, grad_probs, scale, amax, scale_inv, M, F,
-    ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     A_MAX: tl.constexpr, A_MANTISSA: tl.constexpr, A_BIAS: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -91,10 +91,10 @@ def _expert_swiglu_backward_kernel(
         up_values = up_values + (w,)  # noqa: RUF005
         a_values = a_values + (a * weights[k],)  # noqa: RUF005
     if scale is not None:
-        _put(a_values, None, a_t, origin, quad, column, at, N, q, n, M, left, columns, a_f, ALIGNED, A_MAX, A_MANTISSA, A_BIAS, HARDWARE)
-        _put(values, g, g_t, origin, quad, column, at, N, q, n, M, left, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _put(a_values, None, a_t, origin, quad, column, at, N, q, n, M, left, columns, a_f, True, A_MAX, A_MANTISSA, A_BIAS, HARDWARE)
+        _put(values, g, g_t, origin, quad, column, at, N, q, n, M, left, columns, f, True, FP8_MAX, MANTISSA, BIAS, HARDWARE)
         origin, up_column = origin + F, column + F
-        _put(up_values, g, g_t, origin, quad, up_column, at, N, q, n, M, left, columns, f, ALIGNED, FP8_MAX, MANTISSA, BIAS, HARDWARE)
+        _put(up_values, g, g_t, origin, quad, up_column, at, N, q, n, M, left, columns, f, True, FP8_MAX, MANTISSA, BIAS, HARDWARE)
     _tell(top, f, amax, scale_inv)
 
 
@@ -143,7 +143,7 @@ def expert_swiglu_backward(
     """See the reference twin."""
     check_gradient(grad_a, y, "swiglu")
     check_probs(y, probs)
-    check_fp8(dtype)
+    check_gradient_cast(y.shape[0], dtype)
     y, grad_a = y.contiguous(), grad_a.contiguous()
     (M, F), device = grad_a.shape, y.device
     tile_m, tile_n, warps, _, _ = BACKWARD["swiglu"]
@@ -156,7 +156,7 @@ def expert_swiglu_backward(
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _expert_swiglu_backward_kernel[grid](
             grad_a, y, probs, a_scale_inv, g, g_t, a_t, grad_probs, scale, amax, scale_inv, M, F,
-            ALIGNED=M % 4 == 0, TILE_M=tile_m, TILE_N=tile_n,
+            TILE_M=tile_m, TILE_N=tile_n,
             A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
         )  # fmt: skip
 

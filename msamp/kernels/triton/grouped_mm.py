@@ -31,7 +31,7 @@ is made on the device, by `group_tokens`. Without it the kernel masks single byt
 Why full accumulation is harder. Hopper's tensor cores add FP8 products with about 13 bits of mantissa. With fast accumulation, a tile's sum
 stays in the tensor cores. With full accumulation they sum one block of 128 elements, which is then added to an FP32 total, and meanwhile
 they are idle. So two programs share a multiprocessor: while one adds, the other one multiplies. For that, a thread may use 128 registers,
-too few for the total and a block's sums of a tile of 128 x 128. The tile is summed in two halves that share the left operand (`halves`).
+too few for the total and a block's sums of a tile of 128 x 128. The tile is summed in two halves that share the left operand (`halves_n`).
 """
 
 import functools
@@ -60,8 +60,8 @@ class Tiling(NamedTuple):
         stages: blocks in flight from memory.
         group: tiles along M that are computed before the next column of tiles, so that they share operands in the L2 cache.
         tma: load by the copy engine, where the operands' alignment allows; otherwise by pointers.
-        halves: 2 sums the tile's left and right columns one after the other: full accumulation needs registers for one block's sums beside
-            the total, and for half a tile there are enough.
+        halves_m, halves_n: 2 sums two halves of a tile's rows or columns one after the other: full accumulation needs registers for one
+            block's sums beside the total, and for half a tile there are enough.
         programs: per multiprocessor.
         flatten: fuse the loops over tiles and over K.
     """
@@ -77,8 +77,6 @@ class Tiling(NamedTuple):
     halves_n: int = 1
     programs: int = 1
     flatten: bool = False
-    fused: bool = False
-    stream: bool = False
     maxnreg: int | None = None
 
 
@@ -139,19 +137,19 @@ def _add(a, b, total, FAST: tl.constexpr):
 
 
 @triton.jit
-def _put_tile(y, values, row, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr):
+def _put_tile(y, values, row, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HARDWARE: tl.constexpr):
     """Store a tile to row-major [end, N], without what lies outside."""
     r, c = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     inside = (r < end)[:, None] & (c < N)[None, :]
     at = y + r.to(tl.int64)[:, None] * N + c[None, :]
-    tl.store(at, _rounded(values, y.dtype.element_ty, HARDWARE), mask=inside, cache_modifier=".cs" if STREAM else "")
+    tl.store(at, _rounded(values, y.dtype.element_ty, HARDWARE), mask=inside)
 
 
 @triton.jit
 def _grouped_mm_kernel(
     a, b, y, tiles, a_scale_inv, b_scale_inv, M, E, capacity, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = BLOCK_M // HALVES_M
     COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
@@ -179,17 +177,17 @@ def _grouped_mm_kernel(
                 right = _block(b, weight * N + column + COLUMNS, k * BLOCK_K, K, E * N, K, TMA, COLUMNS, BLOCK_K)
             if HALVES_M * HALVES_N == 2:
                 total_1 = _add(left, right, total_1, FAST)
-        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, ROWS, COLUMNS, STREAM, HARDWARE)
+        _put_tile(y, tl.where(expert < E, total * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
         if HALVES_M * HALVES_N == 2:
             first, column = first + BLOCK_M - ROWS, column + BLOCK_N - COLUMNS
-            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column, N, ROWS, COLUMNS, STREAM, HARDWARE)
+            _put_tile(y, tl.where(expert < E, total_1 * factor, 0.0), first, end, column, N, ROWS, COLUMNS, HARDWARE)
 
 
 @triton.jit
 def _grad_weight_kernel(
     a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = BLOCK_M // HALVES_M
     COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
@@ -215,64 +213,10 @@ def _grad_weight_kernel(
             if HALVES_M * HALVES_N == 2:
                 total_1 = _add(left, right, total_1, FAST)
         y_e = y + expert.to(tl.int64) * N * K
-        _put_tile(y_e, total * factor, row, N, column, K, ROWS, COLUMNS, STREAM, HARDWARE)
+        _put_tile(y_e, total * factor, row, N, column, K, ROWS, COLUMNS, HARDWARE)
         if HALVES_M * HALVES_N == 2:
             row, column = row + BLOCK_M - ROWS, column + BLOCK_N - COLUMNS
-            _put_tile(y_e, total_1 * factor, row, N, column, K, ROWS, COLUMNS, STREAM, HARDWARE)
-
-
-@triton.jit
-def _grad_weight_fused_kernel(
-    a_t, b_t, y, offsets, a_scale_inv, b_scale_inv, M, E, a_stride, b_stride, N, K, OWN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES_M: tl.constexpr, HALVES_N: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, FAST: tl.constexpr, FLATTEN: tl.constexpr, STREAM: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """`_grad_weight_kernel` with one loop over the blocks of all tiles of a program, so that the next tile's blocks are on their way while
-    a tile is stored. OWN is at least the number of tiles of a program."""
-    ROWS: tl.constexpr = BLOCK_M // HALVES_M
-    COLUMNS: tl.constexpr = BLOCK_N // HALVES_N
-    rows = tl.cdiv(N, BLOCK_M)
-    columns = tl.cdiv(K, BLOCK_N)
-    factor = tl.load(a_scale_inv) * tl.load(b_scale_inv)
-    programs = tl.num_programs(0)
-    tiles = tl.program_id(0) + programs * tl.arange(0, OWN)
-    experts = tiles // (rows * columns)
-    starts = tl.load(offsets + experts - 1, mask=(experts > 0) & (experts < E), other=0)
-    lengths = tl.minimum(tl.load(offsets + experts, mask=experts < E, other=0), M) - tl.minimum(starts, M)
-    steps = tl.sum(tl.where(experts < E, tl.maximum(tl.cdiv(lengths, BLOCK_K), 1), 0), 0)
-    tile = tl.program_id(0) - programs
-    left_blocks, at, row, column, expert, some = 0, 0, 0, 0, 0, 0
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    total_1 = total
-    for _ in range(steps):
-        if left_blocks == 0:
-            tile += programs
-            expert = tile // (rows * columns)
-            m, n = _place(tile % (rows * columns), rows, columns, GROUP)
-            row, column = m * BLOCK_M, n * BLOCK_N
-            at = tl.minimum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), M)
-            end = tl.minimum(tl.load(offsets + expert), M)
-            some = (end > at).to(tl.int32)  # an expert without rows takes one block of another one, and drops it
-            left_blocks = tl.maximum(tl.cdiv(end - at, BLOCK_K), 1)
-        left = a_t.load([row, at])
-        right = b_t.load([column, at])
-        total = _add(left, right, total, FAST)
-        if HALVES_M == 2:
-            left = a_t.load([row + ROWS, at])
-        if HALVES_N == 2:
-            right = b_t.load([column + COLUMNS, at])
-        if HALVES_M * HALVES_N == 2:
-            total_1 = _add(left, right, total_1, FAST)
-        left_blocks -= 1
-        at += BLOCK_K
-        if left_blocks == 0:
-            y_e = y + tl.cast(expert, tl.int64) * N * K
-            _put_tile(y_e, tl.where(some > 0, total * factor, 0.0), row, N, column, K, ROWS, COLUMNS, STREAM, HARDWARE)
-            total = tl.zeros((ROWS, COLUMNS), tl.float32)
-            if HALVES_M * HALVES_N == 2:
-                values = tl.where(some > 0, total_1 * factor, 0.0)
-                _put_tile(y_e, values, row + BLOCK_M - ROWS, N, column + BLOCK_N - COLUMNS, K, ROWS, COLUMNS, STREAM, HARDWARE)
-                total_1 = tl.zeros((ROWS, COLUMNS), tl.float32)
+            _put_tile(y_e, total_1 * factor, row, N, column, K, ROWS, COLUMNS, HARDWARE)
 
 
 @functools.cache
@@ -311,7 +255,6 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
         "TMA": tma,
         "FAST": fast_accum,
         "FLATTEN": tiling.flatten,
-        "STREAM": tiling.stream,
         "HARDWARE": device.type == "cuda",
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
@@ -322,14 +265,31 @@ def _meta(tiling: Tiling, tma: bool, fast_accum: bool, device: torch.device) -> 
 SMALL = Tiling(128, 64, 64, warps=4, stages=3, tma=False)  # for other GPUs, which have less shared memory, and for single bytes
 # Two programs per multiprocessor: while one adds a block's sums to the total or stores its tile, the other one multiplies.
 SHARED = Tiling(128, 128, 128, stages=3, halves_n=2, programs=2, maxnreg=128)
+NARROW = SHARED._replace(group=4)
 WIDE = Tiling(128, 256, 128, stages=4)
+FUSED = Tiling(128, 128, 128, warps=4, stages=3, programs=2, flatten=True)
+SHORT = 1024  # elements of a short sum, where storing a tile takes as long as summing it
+# By product and fast accumulation: for long sums and for short ones.
+TILINGS = {
+    ("rows", True): (WIDE, FUSED),
+    ("rows", False): (NARROW, NARROW),
+    ("grad_weight", True): (WIDE, WIDE),
+    ("grad_weight", False): (SHARED, NARROW),
+}
 
 
-def tiling_of(device: torch.device, *, fast_accum: bool, aligned: bool = True) -> Tiling:
-    """Return the fastest known tiling, as `tools/bench/bench_grouped.py --sweep` found it."""
+def tiling_of(product: str, summed: int, device: torch.device, *, fast_accum: bool, aligned: bool = True) -> Tiling:
+    """Return the fastest known tiling, as `tools/bench/bench_grouped.py --sweep` found it.
+
+    Args:
+        product: "rows" for `grouped_mm`, or "grad_weight".
+        summed: elements of the summed dimension; rows of an average expert for "grad_weight".
+        device: of the operands.
+        fast_accum, aligned: as in `grouped_mm` and `grouped_mm_grad_weight`.
+    """
     if not aligned or (device.type == "cuda" and not _hopper(device)):
         return SMALL
-    return WIDE if fast_accum else SHARED
+    return TILINGS[product, fast_accum][summed <= SHORT]
 
 
 def grouped_mm(
@@ -347,7 +307,17 @@ def grouped_mm(
     check_grouped(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a.is_cuda and not fp8_hardware(a.device):
         return _twin.grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    return _multiply(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling_of(a.device, fast_accum=fast_accum), fast_accum, tiles)
+    return _multiply(
+        a,
+        b,
+        offsets,
+        a_scale_inv,
+        b_scale_inv,
+        out_dtype,
+        tiling_of("rows", a.shape[1], a.device, fast_accum=fast_accum),
+        fast_accum,
+        tiles,
+    )
 
 
 def _multiply(
@@ -393,7 +363,8 @@ def grouped_mm_grad_weight(
     check_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a_t.is_cuda and not fp8_hardware(a_t.device):
         return _twin.grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, fast_accum=fast_accum)
-    tiling = tiling_of(a_t.device, fast_accum=fast_accum, aligned=aligned)
+    rows = a_t.shape[1] // offsets.numel()
+    tiling = tiling_of("grad_weight", rows, a_t.device, fast_accum=fast_accum, aligned=aligned)
     return _multiply_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, tiling, fast_accum, aligned)
 
 
@@ -417,11 +388,9 @@ def _multiply_grad_weight(
     tma = aligned and tiling.tma and _aligned(a_t, b_t)
     tiles = E * triton.cdiv(N, tiling.block_m) * triton.cdiv(K, tiling.block_n)
     programs = min(_multiprocessors(a_t.device) * tiling.programs, tiles)
-    fused = tiling.fused and tma
-    own = {"OWN": triton.next_power_of_2(triton.cdiv(tiles, programs))} if fused else {}
-    (_grad_weight_fused_kernel if fused else _grad_weight_kernel)[programs,](
+    _grad_weight_kernel[programs,](
         *_operands(a_t, b_t, tma, tiling),
-        out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K, **own,
+        out, offsets, a_scale_inv, b_scale_inv, M, E, a_t.stride(0), b_t.stride(0), N, K,
         **_meta(tiling, tma, fast_accum, a_t.device),
     )  # fmt: skip
     return out

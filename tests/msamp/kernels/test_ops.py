@@ -70,7 +70,7 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
         "group_tokens": (torch.arange(48, device=device).view(24, 2) % 5, 5, 8),
         "permute": (a, torch.arange(-1, 31, dtype=torch.int32, device=device), 2),
         "unpermute": (x, torch.arange(24, dtype=torch.int32, device=device).view(12, 2)),
-        "expert_cast": (x.view(4, 6, 40), scale.repeat(4), E4M3.dtype),
+        "expert_cast": (x.view(3, 8, 40), scale.repeat(3), E4M3.dtype),
         "expert_swiglu": (x, x[:, 0].abs(), scale, slot, E4M3.dtype),
         "expert_swiglu_backward": (x[:, :20], x, x[:, 0].abs(), scale, E4M3.dtype, scale, slot, E5M2.dtype),
         "block_cast": (x, scale, slot),

@@ -35,6 +35,7 @@ def test_what_is_stored_in_fp8_keeps_its_codes():
     ("payload", "stored", "message"),
     [
         (torch.ones(4, 8), torch.ones(4), r"weights are torch.float32 \(4, 8\); they must be floating-point \[experts, N, K\]"),
+        (torch.ones(2, 6, 8), torch.ones(2), "weights have 6 outputs; their transposes need a multiple of 4"),
         (torch.ones(2, 4, 8), torch.ones(1), r"scale_inv is torch.float32 \(1,\); it must be torch.float32 \(2,\)"),
     ],
 )

@@ -86,3 +86,9 @@ def test_a_wide_gradient_is_refused():
     grad_a, y, probs = inputs()
     with pytest.raises(ValueError, match=r"the gradient is cast to torch\.bfloat16; the grouped GEMMs need torch\.float8_e4m3fn"):
         expert_swiglu_backward(grad_a, y, probs, torch.ones(()), E4M3.dtype, None, None, torch.bfloat16)
+
+
+def test_rows_that_cannot_be_packed_are_refused():
+    grad_a, y, probs = inputs()
+    with pytest.raises(ValueError, match="there are 39 rows; their transposes need a multiple of 4: pad the groups"):
+        expert_swiglu_backward(grad_a[:39], y[:39], probs[:39], torch.ones(()), E4M3.dtype, None, None, E5M2.dtype)
