@@ -250,6 +250,8 @@ def watch(passed: dict[str, int]) -> None:
         spy(method, "all-gather", lambda ranks, output, x, *_: all_gather_sent(x.nbytes, ranks))
     for method in ("_reduce_scatter_base", "reduce_scatter_single"):
         spy(method, "reduce-scatter", lambda ranks, output, x, *_: all_gather_sent(output.nbytes, ranks))
+    for method in ("alltoall_base", "all_to_all_single"):
+        spy(method, "all-to-all", lambda ranks, output, x, *_: x.nbytes // ranks * (ranks - 1))
     spy("allreduce", "all-reduce", lambda ranks, xs, *_: sum(all_reduce_sent(x.nbytes, ranks) for x in xs))
 
 
@@ -294,10 +296,12 @@ def wires() -> list[dict[str, dict[str, dict[str, int]]]]:
 def test_counted_bytes_are_those_that_go_through_the_process_groups(wires: list[Any], name: str, part: str):
     for rank in wires:
         counted, passed = rank[name][part]["counted"], rank[name][part]["passed"]
+        assert all(collective.startswith("LM head ") == (part == "head") for collective in counted)
+        assert sum(counted.values()) == sum(passed.values()) > 0
+        if part == "layer" and WIRES[name]["opt_level"] != "O0":
+            continue  # fused layers over gloo exchange and add slices themselves, which sends as much as the collective they are counted as
         of_kind = dict.fromkeys(passed, 0)
         for collective, size in counted.items():
-            assert collective.startswith("LM head ") == (part == "head")
             of_kind[next(kind for kind in ("all-gather", "reduce-scatter", "all-reduce") if kind in collective)] += size
         assert of_kind == passed
-        assert sum(passed.values()) > 0
         assert ("all-reduce" in passed) != WIRES[name]["sequence_parallel"]
