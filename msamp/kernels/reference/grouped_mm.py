@@ -206,6 +206,6 @@ def grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
         for first in range(start, end, block)
     ]
     if entries:
-        table[:3, : len(entries)] = torch.tensor(entries, dtype=torch.int32).t()
+        table[:3, : len(entries)] = torch.tensor(entries, dtype=torch.int32, device=offsets.device).t()
     table[3] = len(entries)
     return table
