@@ -171,8 +171,9 @@ def command(folder: Path, *flags: str) -> list[dict[str, Any]]:
     """Rows of the metrics file of a whole training by the command, which must succeed."""
     file = folder / "metrics.jsonl"
     file.unlink(missing_ok=True)
-    assert pretrain.main([*flags, "--metrics-file", str(file)]) == 0
-    process_groups.shutdown()
+    with cpu_home():  # else this process would stay in it
+        assert pretrain.main([*flags, "--metrics-file", str(file)]) == 0
+        process_groups.shutdown()
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
