@@ -22,6 +22,7 @@ switched between training and evaluation. New learning rates of the optimizer re
 weights, buffers or states have moved, as after loading, some steps are eager and one is captured again.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,7 @@ class GraphedStep:
     def _capture(self, inputs: tuple[torch.Tensor, ...]) -> None:
         self._inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         self.optimizer.zero_grad()
+        gc.collect()  # an eager step's autograd graph that waits for it would bring the default stream into the capture
         graph = torch.cuda.CUDAGraph()
         dist.barrier()  # no rank may still be running an eager collective
         torch.cuda.synchronize()

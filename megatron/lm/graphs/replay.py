@@ -8,6 +8,7 @@ optimizer gets the averaged gradients again, which have the same addresses in ev
 `megatron.lm.graphs.stage_graph` contains the graphs of a pipeline stage, where several micro-batches are in flight.
 """
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -120,6 +121,17 @@ class Replays:
     def _key(self, name: Hashable) -> Hashable:
         statistics = self.training.grad_sync.statistics
         return (name, statistics.active, statistics.recording)
+
+    def _free(self) -> None:
+        """Free what eager steps leave behind, before the first capture.
+
+        A graph's pool cannot use memory that is freed during the capture or cached by the allocator. And an eager step's autograd graph
+        that only waits for the garbage collector keeps its AccumulateGrad nodes, which would run on the default stream and invalidate the
+        capture.
+        """
+        self.training.grad_sync.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _known(self, name: Hashable) -> bool:
         """Return whether `name` is captured for this kind of step."""

@@ -31,7 +31,6 @@ The bits are those of eager steps: the same work in the same order.
 
 import contextlib
 import functools
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,10 +133,8 @@ class StageGraphs(Replays):
         """Run all micro-batches of a step and average the gradients; return the sums of loss and of counted tokens, on the device."""
         training = self.training
         training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
-        if not self._known(FINISH):  # free memory: pools cannot use blocks freed in a capture or cached by the allocator
-            training.grad_sync.clear()
-            gc.collect()
-            torch.cuda.empty_cache()
+        if not self._known(FINISH):
+            self._free()
         for chunk in self.chunks:
             chunk.begin()
         result = forward_backward(training, batches, forward=self._output)

@@ -6,7 +6,6 @@ that all graphs share, and `megatron.lm.graphs.stage_graph` the graphs of a pipe
 
 import contextlib
 import functools
-import gc
 import importlib.util
 
 import torch
@@ -84,12 +83,7 @@ class StepGraphs(Replays):
         places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
         self.training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
         if not self._known(places[0]):
-            # Free the gradients before capture, since the graphs' pool cannot use memory that is freed during it: otherwise the 25 GiB of
-            # 7B at O0 exceed 139 GiB, of which 112 are in use between steps.
-            self.training.grad_sync.clear()
-            # An autograd graph of an eager step that is only waiting for the collector keeps its AccumulateGrad nodes, which would run on
-            # the default stream and invalidate the capture.
-            gc.collect()
+            self._free()  # otherwise the 25 GiB of gradients of 7B at O0 exceed 139 GiB, of which 112 are in use between steps
         sums = []
         for place in places:
             self._inputs.fill(next(batches))
