@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.kernels import ops
+from msamp.kernels.reference.group_tokens import row_capacity
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
 from msamp.numerics.metrics import sqnr_db
 from tools.bench import rows
@@ -30,7 +31,6 @@ from tools.bench.bench_kernels import captured, times
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 PRODUCTS = ("forward", "grad_input", "grad_weight")
-SHORT = 1024  # elements of a short sum
 LOADS = ("balanced", "zipf", "ragged")
 
 
@@ -81,7 +81,7 @@ class Operands:
 
     def __init__(self, layer: Layer, load: str, device: str = "cuda", sizes: Sequence[int] = ()) -> None:
         self.layer, self.sizes = layer, list(sizes) or counts(layer, load)
-        self.capacity = (layer.rows // GROUP_ALIGNMENT + layer.experts) * GROUP_ALIGNMENT
+        self.capacity = row_capacity(layer.rows, layer.experts, GROUP_ALIGNMENT)
         self.offsets, self.padded = (
             torch.tensor([-(-size // unit) * unit for size in self.sizes], device=device).cumsum(0).to(torch.int32)
             for unit in (1, GROUP_ALIGNMENT)
@@ -268,6 +268,8 @@ def sweep(layers: Sequence[Layer], seconds: float, repeats: int) -> dict[tuple[s
 
 def short(layer: Layer, product: str) -> bool:
     """Whether a product's sums are short, for which another tiling may be faster."""
+    from msamp.kernels.triton.grouped_mm import SHORT
+
     return {"forward": layer.inputs, "grad_input": layer.outputs, "grad_weight": layer.rows // layer.experts}[product] <= SHORT
 
 

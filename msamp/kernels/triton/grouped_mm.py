@@ -64,6 +64,7 @@ class Tiling(NamedTuple):
             block's sums beside the total, and for half a tile there are enough.
         programs: per multiprocessor.
         flatten: fuse the loops over tiles and over K.
+        maxnreg: registers per thread at most; None leaves the number to the compiler.
     """
 
     block_m: int = 128
