@@ -1,5 +1,6 @@
 """A training step under FSDP2 as one CUDA graph: without a GPU it stays eager, with two GPUs it has the bits of eager steps."""
 
+import copy
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -130,6 +131,7 @@ def on_the_cpu() -> dict[str, Any]:
         "whole": message(lambda: GraphedStep(nn.Linear(2, 2), plain, print)),
         "plain": message(lambda: GraphedStep(model, plain, print)),
         "numbers": message(lambda: step(1.0)),
+        "copy": message(lambda: copy.deepcopy(step)),
         "others": message(lambda: GraphedStep(model, torch.optim.AdamW(nn.Linear(2, 2).parameters()), print)),
     }
 
@@ -144,6 +146,7 @@ def test_without_a_gpu_steps_are_eager_and_what_cannot_be_captured_is_refused():
         assert "a Linear that is not sharded; call fully_shard(model) before GraphedStep" in found["whole"]
         assert "AdamW reads its learning rate 0.001 on the host; pass lr=torch.tensor(...) and capturable=True" in found["plain"]
         assert "inputs are float; pass tensors" in found["numbers"]
+        assert "an optimizer of sharded parameters cannot be copied or pickled" in found["copy"]
         assert "parameters that are not in this model" in found["others"]
 
 

@@ -1,6 +1,7 @@
 """A transformer block for own models: plain torch as built, fused after conversion, with the same values up to FP8's rounding."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -89,3 +90,16 @@ def test_it_trains_in_an_own_loop():
         losses.append(loss.item())
     assert model.fused
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_copied_and_pickled_it_stays_fused_and_its_plain_state_loads_into_plain_torch():
+    converted = msamp.convert(block(), by_name("O2"), everything)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1))
+    expected = converted(x)
+    for other in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert other.fused
+        assert torch.equal(other(x), expected)
+    plain = block()
+    plain.load_state_dict(msamp.plain_state_dict(converted))
+    assert not plain.fused
+    torch.testing.assert_close(plain(x), expected, rtol=0.1, atol=0.1)
