@@ -12,6 +12,7 @@ from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_st
 from msamp.nn import filters
 from msamp.nn.activation import Activation
 from msamp.nn.convert import convert, float_copy, survey
+from msamp.nn.expert_layer import Experts
 from msamp.nn.linear import FP8Linear
 from msamp.nn.norm import LayerNorm, RMSNorm
 from msamp.nn.scaling_state import ScalingState
@@ -28,8 +29,8 @@ from msamp.parallel.greedy_zero import ZeRO
 
 __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
-    "Activation", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "RMSNorm", "ScalingState", "ScalingTensor",
-    "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges", "filters",
-    "float_copy", "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates", "plain_state_dict",
-    "recipes", "save_plain", "scaling", "survey", "update_quality", "updates",
+    "Activation", "Experts", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "RMSNorm", "ScalingState",
+    "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges",
+    "filters", "float_copy", "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates",
+    "plain_state_dict", "recipes", "save_plain", "scaling", "survey", "update_quality", "updates",
 ]  # fmt: skip

@@ -113,24 +113,36 @@ def check(
     gemm = settings.gemm
     if not gemm.fusible:
         raise ValueError(f"experts need one scale per tensor, from its amax or history; input is cast as {gemm.input}: use O1, O2 or O3")
+    shapes = check_tokens(x, probs, experts, fc1_weight.shape, fc2_weight.shape)
+    operands = tuple(settings.fc1.rows.shape), tuple(settings.fc2.rows.shape)
+    if operands != shapes:
+        raise ValueError(f"FP8 weights are {operands[0]} and {operands[1]}; they must be {shapes[0]} and {shapes[1]}, as their weights are")
+
+
+def check_tokens(
+    x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: torch.Size, fc2: torch.Size
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the weights, `fc1` and `fc2`; ValueError if they do not fit each other, x, probs and experts."""
     tokens, hidden = x.shape if x.ndim == 2 else (-1, -1)
     if tokens < 0 or probs.dtype != torch.float32 or probs.ndim != 2 or probs.shape != experts.shape or probs.shape[0] != tokens:
         raise ValueError(
             f"x is {tuple(x.shape)}, probs are {probs.dtype} {tuple(probs.shape)} and experts {tuple(experts.shape)}; they must be "
             "[tokens, hidden], torch.float32 [tokens, top-k] and [tokens, top-k]"
         )
-    count, width = fc1_weight.shape[0], fc2_weight.shape[-1]
-    shapes = (count, 2 * width, hidden), (count, hidden, width)
-    given = tuple(fc1_weight.shape), tuple(fc2_weight.shape)
-    if given != shapes or (tuple(settings.fc1.rows.shape), tuple(settings.fc2.rows.shape)) != shapes:
-        raise ValueError(f"weights are {given[0]} and {given[1]} for {hidden} features; they must be [E, 2F, hidden] and [E, hidden, F]")
+    shapes = (fc1[0], 2 * fc2[-1], hidden), (fc1[0], hidden, fc2[-1])
+    if (tuple(fc1), tuple(fc2)) != shapes:
+        raise ValueError(
+            f"weights are {tuple(fc1)} and {tuple(fc2)} for {hidden} features; they must be [E, 2F, hidden] and [E, hidden, F]"
+        )
+    return shapes
 
 
 class ExpertsFunction(torch.autograd.Function):
     """(x, probs, experts, W1, W2, settings) -> y.
 
-    x is [tokens, hidden] BF16, FP16 or FP32, probs FP32 and experts integers [tokens, top-k], W1 [E, 2F, hidden] and W2 [E, hidden, F]. The
-    weights are arguments for their gradients, which have their dtype; `settings` holds their FP8 operands. y has the dtype of x.
+    x is [tokens, hidden] BF16, FP16 or FP32, probs FP32 and experts integers [tokens, top-k], W1 [E, 2F, hidden] and W2 [E, hidden, F]. A
+    choice of a negative expert, one of another rank, adds nothing and has no gradient. The weights are arguments for their gradients, which
+    have their dtype; `settings` holds their FP8 operands. y has the dtype of x.
     """
 
     @staticmethod
@@ -182,7 +194,8 @@ class ExpertsFunction(torch.autograd.Function):
             grad_fc2 = settings.grad_weight(rows_t, a_t, groups, g.scale_inv, a_scale_inv, ctx.weight_dtypes[1])
         del rows_t, a_t, grad_a
         if needs_probs:
-            grad_probs = parts.sum(0)[groups.places]
+            per_row = torch.cat([parts.sum(0), parts.new_zeros(1)])  # -1, an expert of another rank, reads the zero
+            grad_probs = per_row[groups.places]
         if needs_x:
             grad_x = ops.unpermute(settings.grad_input(grad_y, settings.fc1, groups, y_scale_inv, dtype), groups.places)
         del grad_y

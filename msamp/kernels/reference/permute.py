@@ -53,7 +53,7 @@ def unpermute(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
     Args:
         y: [R, N] BF16, FP16 or FP32.
-        places: int32 [tokens, top-k], as `group_tokens` returns it.
+        places: int32 [tokens, top-k], as `group_tokens` returns it; -1 adds nothing.
 
     Returns:
         [tokens, N] of the dtype of `y`.
@@ -64,5 +64,5 @@ def unpermute(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     check_rows(y, places, "places", 2)
     total = torch.zeros((places.shape[0], y.shape[1]), dtype=torch.float32, device=y.device)
     for choice in places.long().unbind(1):
-        total += y[choice].float()
+        total += y[choice.clamp(min=0)].float().masked_fill_((choice < 0).unsqueeze(1), 0.0)
     return total.to(y.dtype)

@@ -62,8 +62,8 @@ def _unpermute_kernel(y, places, out, T, N, TOP_K: tl.constexpr, TOKENS: tl.cons
     inside = (t < T)[:, None] & (n < N)[None, :]
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for choice in tl.static_range(TOP_K):
-        row = tl.load(places + t * TOP_K + choice, mask=t < T, other=0).to(tl.int64) * N
-        total += tl.load(y + row[:, None] + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(places + t * TOP_K + choice, mask=t < T, other=-1).to(tl.int64)
+        total += tl.load(y + row[:, None] * N + n[None, :], mask=inside & (row >= 0)[:, None], other=0.0).to(tl.float32)
     tl.store(out + t.to(tl.int64)[:, None] * N + n[None, :], _rounded(total, out.dtype.element_ty, HARDWARE), mask=inside)
 
 

@@ -12,6 +12,8 @@ LOADS = {
     "the first and the last have none": torch.tensor([[1, 5], [5, 2], [1, 2]]),
     "one token": torch.tensor([[6, 0]]),
     "no tokens": torch.empty((0, 2), dtype=torch.int64),
+    "some experts of another rank": torch.tensor([[-1, 5], [5, -1], [-1, -1], [0, 6]]),
+    "all experts of another rank": torch.full((3, 2), -1),
 }
 
 
@@ -28,8 +30,10 @@ def test_each_pair_has_a_row_of_its_expert(load, alignment):
         own = [pair for pair, expert in enumerate(experts.flatten().tolist()) if expert == e]
         assert [rows[pair] for pair in own] == list(range(starts[e], starts[e] + len(own)))
         assert starts[e + 1] == starts[e] + -(-len(own) // alignment) * alignment
-    assert [source[row].item() for row in rows] == list(range(tokens * top_k))
-    assert int((source >= 0).sum()) == tokens * top_k
+    here = [pair for pair, expert in enumerate(experts.flatten().tolist()) if expert >= 0]
+    assert [rows[pair] for pair in range(tokens * top_k) if pair not in here] == [-1] * (tokens * top_k - len(here))
+    assert [source[rows[pair]].item() for pair in here] == here
+    assert int((source >= 0).sum()) == len(here)
 
 
 def test_the_capacity_is_enough_for_the_worst_load():

@@ -31,6 +31,13 @@ def test_rows_of_a_token_are_added_in_fp32_and_rounded_once():
     assert unpermute(y, PLACES).equal(want)
 
 
+def test_a_choice_of_another_rank_adds_nothing():
+    y, places = make("normal", (SOURCE.numel(), 24)), PLACES.clone()
+    places[::2, 0] = -1
+    want = y[places[:, 1]] + torch.where(places[:, :1] < 0, 0.0, y[places[:, 0]])
+    assert unpermute(y, places).equal(want)
+
+
 def test_there_and_back_is_top_k_times_the_token():
     y, _ = permute(X, SOURCE, 2, row=True)
     assert unpermute(y.float(), PLACES).equal(2 * X.float())

@@ -18,8 +18,8 @@ def kernels():
 
 
 def routed(tokens: int, top_k: int, device, alignment: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """(source, places) of random choices among 6 experts."""
-    experts = torch.randint(0, 6, (tokens, top_k), generator=torch.Generator().manual_seed(tokens)).to(device)
+    """(source, places) of random choices among 6 experts and those of another rank, -1."""
+    experts = torch.randint(-1, 6, (tokens, top_k), generator=torch.Generator().manual_seed(tokens)).to(device)
     return group_tokens(experts, 6, alignment)[1:]
 
 
