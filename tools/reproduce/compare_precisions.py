@@ -12,6 +12,11 @@ the first seed of each precision, then the second. --no-speed skips the short ru
 
     ... --precisions bf16 O2 --seeds bf16=8 O2=8 --steps 1000 --flags "--min-lr 0" --at-once 4 --no-speed
 
+With --processes N each run is N data-parallel processes on as many GPUs: what FP8 sums and FP8 accumulation cost, in one table:
+
+    ... --processes 2 --precisions bf16 "O3 --micro-batch-size 8" "O3 --micro-batch-size 8 --grad-exchange nccl"
+    ... --processes 2 --precisions bf16 "O3 --micro-batch-size 1" --flags "--seq-length 512 --global-batch-size 16" --no-speed
+
 With --minutes the work may be spread over several sessions on a machine: give the same --out again. No run starts if less time is left than
 the last run of as many steps took; a run that is unfinished at the end is stopped, and restarted next time.
 
@@ -60,12 +65,13 @@ COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run: precision with flags, seed, steps, and its folder in --out."""
+    """One training run: precision with flags, seed, steps, its folder in --out, and its data-parallel processes."""
 
     precision: str
     seed: int
     steps: int
     name: str
+    processes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +111,8 @@ def command(job: Job, options: argparse.Namespace) -> list[str]:
     course = f"{shlex.join(case_flags(job.precision))} --seed {job.seed} --train-iters {job.steps} --eval-interval {max(1, job.steps // 4)}"
     course += f" --lr-warmup-iters {min(LR_WARM_UP, job.steps // 4)}"
     flags = f"{SHAPE} {COURSE} {text} {words} {course} --metrics-file {out / 'metrics.jsonl'} {options.flags}"
-    return [sys.executable, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)] if job.processes > 1 else []
+    return [sys.executable, *launcher, "-m", "megatron.lm.pretrain", *shlex.split(flags)]
 
 
 def complete(job: Job, options: argparse.Namespace) -> bool:
@@ -117,10 +124,17 @@ def complete(job: Job, options: argparse.Namespace) -> bool:
     return any(line["iteration"] == job.steps for line in run.valid)
 
 
-def cards() -> list[str]:
-    """Return a value of CUDA_VISIBLE_DEVICES per visible GPU; "" if there is none."""
+def cards(processes: int = 1) -> list[str]:
+    """Return a value of CUDA_VISIBLE_DEVICES per run of so many processes; "" if no GPU is visible.
+
+    Raises:
+        ValueError: fewer GPUs are visible than a run has processes.
+    """
     named = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
-    return named or [str(card) for card in range(torch.cuda.device_count())] or [""]
+    named = named or [str(card) for card in range(torch.cuda.device_count())]
+    if named and len(named) < processes:
+        raise ValueError(f"--processes {processes}: {len(named)} GPUs are visible; give at most as many")
+    return [",".join(named[first : first + processes]) for first in range(0, len(named) - processes + 1, processes)] or [""]
 
 
 def train(job: Job, options: argparse.Namespace, session: Session, card: str = "") -> None:
@@ -150,9 +164,9 @@ def train(job: Job, options: argparse.Namespace, session: Session, card: str = "
 
 
 def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session, at_once: int) -> None:
-    """Run jobs in order, `at_once` per GPU; the next goes to the first free GPU."""
+    """Run jobs in order, `at_once` per GPU (or per set of GPUs, with several processes); the next goes to the first that is free."""
     free: SimpleQueue[str] = SimpleQueue()
-    for card in cards() * at_once:
+    for card in cards(options.processes) * at_once:
         free.put(card)
 
     def one(job: Job) -> None:
@@ -214,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--speed-steps", type=count(4), default=SPEED_STEPS, help="steps of the short runs with --at-once")
     parser.add_argument("--no-speed", action="store_true", help="no short runs with --at-once: leave the speed empty")
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
+    parser.add_argument("--processes", type=count(1), default=1, help="data-parallel processes of each run (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many minutes (default: no limit)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
@@ -222,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: give a number above 0, or omit it for no limit")
     session = Session(end=time.monotonic() + 60 * options.minutes)
-    jobs = {p: [job_of(p, number, options.steps) for number in range(seeds.get(p, 1))] for p in options.precisions}
+    cards(options.processes)  # refuse too many before anything runs
+    jobs = {p: [job_of(p, number, options.steps, options.processes) for number in range(seeds.get(p, 1))] for p in options.precisions}
     alone = alone_of(jobs, options)
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
     first = [] if options.no_speed else list(alone.values())
@@ -238,16 +254,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(missing))
 
 
-def job_of(precision: str, number: int | str, steps: int) -> Job:
+def job_of(precision: str, number: int | str, steps: int, processes: int = 1) -> Job:
     """Return a numbered run, whose seed follows from the number, or the run that has the GPU to itself, with the first seed."""
     seed = FIRST_SEED + number if isinstance(number, int) else FIRST_SEED
-    return Job(precision=precision, seed=seed, steps=steps, name=f"{folder_of(precision)}_{number}")
+    return Job(precision=precision, seed=seed, steps=steps, name=f"{folder_of(precision)}_{number}", processes=processes)
 
 
 def alone_of(jobs: Mapping[str, Sequence[Job]], options: argparse.Namespace) -> dict[str, Job]:
     """Return, by precision, the run that has the GPU to itself, whose speed is reported: a short one if the others share the GPU."""
     short = options.at_once > 1 and not options.no_speed
-    return {p: job_of(p, "alone", options.speed_steps) if short else of_precision[0] for p, of_precision in jobs.items()}
+    return {p: job_of(p, "alone", options.speed_steps, options.processes) if short else of_precision[0] for p, of_precision in jobs.items()}
 
 
 def folder_of(precision: str) -> str:
@@ -263,6 +279,8 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
 
     runs = {precision: {job.seed: read(job) for job in of_precision} for precision, of_precision in jobs.items()}
     where = rows.machine(options.commit)
+    if options.processes > 1:
+        where["gpu"] = f"{options.processes} x {where['gpu']}"
     base, timed = runs.get("bf16", {}), not options.no_speed
     speed = {precision: read(alone[precision]) if timed else next(iter(of_precision.values())) for precision, of_precision in runs.items()}
     table = [where | row_of(precision, of_precision, speed[precision], base, timed=timed) for precision, of_precision in runs.items()]

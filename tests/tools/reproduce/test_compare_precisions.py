@@ -16,7 +16,7 @@ from tools.reproduce.compare_precisions import COLUMNS, Job, Session, command, c
 
 
 def options(folder: Path, flags: str = "") -> argparse.Namespace:
-    return argparse.Namespace(data="there", out=folder, flags=flags)
+    return argparse.Namespace(data="there", out=folder, flags=flags, processes=1)
 
 
 def metrics(job: Job, loss: float, speed: float) -> str:
@@ -88,7 +88,7 @@ def test_losses_alone_have_no_short_runs_and_no_speed(tmp_path: Path, monkeypatc
         return [sys.executable, "-c", f"open({str(path)!r}, 'w').write({text!r})"]
 
     monkeypatch.setattr(compare_precisions, "command", pretend)
-    monkeypatch.setattr(compare_precisions, "cards", lambda: [""])
+    monkeypatch.setattr(compare_precisions, "cards", lambda processes: [""])
     arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "--seeds", "bf16=2", "O2=2", "--steps", "8", "--no-speed"]
     assert compare_precisions.main([*arguments, "--at-once", "4"]) == 0
     assert sorted(started) == ["O2_0", "O2_1", "bf16_0", "bf16_1"]
@@ -170,6 +170,17 @@ def test_a_training_longer_than_what_is_left_is_not_started(
     assert session.took[60] < 20 < session.took[2000]
 
 
+def test_runs_of_several_processes_take_as_many_cards_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,6,7,8")
+    assert compare_precisions.cards(2) == ["2,5", "6,7"]
+    with pytest.raises(ValueError, match="--processes 6: 5 GPUs are visible; give at most as many"):
+        compare_precisions.cards(6)
+    job = compare_precisions.job_of("O2", 1, 8, 2)
+    words = command(job, options(tmp_path, "--global-batch-size 8"))
+    assert words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert list(schedule(parse_args(words[8:]), 2)) == []
+
+
 def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert compare_precisions.cards() == ["2", "5"]
@@ -182,7 +193,7 @@ def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(compare_precisions, "command", note)
     jobs = [Job(precision="bf16", seed=seed, steps=8, name=f"bf16_{seed}") for seed in range(4)]
-    compare_precisions.train_all(jobs, argparse.Namespace(out=tmp_path, flags=""), Session(), at_once=2)
+    compare_precisions.train_all(jobs, options(tmp_path), Session(), at_once=2)
     assert sorted(file.read_text() for file in tmp_path.glob("*.card")) == ["2", "2", "5", "5"]
 
 
