@@ -138,7 +138,7 @@ def masters_of(optimizer: FP8AdamW) -> dict[int, torch.Tensor] | None:
 def _make_plain(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, masters: Mapping[int, torch.Tensor]) -> None:
     for name, module in model.named_modules(remove_duplicate=False):  # a module with several names is saved under each
         if isinstance(module, LinearScaling):
-            for buffer, _ in module.named_buffers(recurse=False):
+            for buffer, _ in module.named_buffers():
                 state.pop(f"{prefix}{name}.{buffer}", None)
     transposed = transposed_weights(model)
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -22,6 +22,7 @@ from msamp.kernels.reference import adamw as _adamw
 from msamp.kernels.reference import amax as _amax
 from msamp.kernels.reference import block_cast as _block_cast
 from msamp.kernels.reference import cast as _cast
+from msamp.kernels.reference import cast_columns as _cast_columns
 from msamp.kernels.reference import cast_transpose as _cast_transpose
 from msamp.kernels.reference import coat_adamw as _coat_adamw
 from msamp.kernels.reference import collage as _collage
@@ -108,7 +109,7 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
     torch.library.register_fake(f"msamp::{name}", fake or twin, lib=_LIBRARY)
     operator = getattr(torch.ops.msamp, name).default
 
-    if not set(mutates) <= {*_SLOTS, *_THREE_SLOTS}:
+    if not set(mutates) <= {*_SLOTS, *_THREE_SLOTS, "channel_amax_slot"}:
         return operator  # type: ignore[no-any-return]
 
     def call(x: Any, *args: Any, **flags: Any) -> Any:
@@ -194,12 +195,13 @@ def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) 
     return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
 
 
-activate = _operator(_activate.activate, mutates=_SLOTS)
+activate = _operator(_activate.activate, mutates=(*_SLOTS, "channel_amax_slot"))
 activate_backward = _operator(_activate.activate_backward, mutates=_SLOTS, fake=_fake_activate_backward)
 amax = _operator(_amax.amax)
 block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))
 block_scaled_mm = _operator(_scaled_mm.block_scaled_mm, fake=_fake_scaled_mm)
 cast = _operator(_cast.cast)
+cast_columns = _operator(_cast_columns.cast_columns)
 cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_cast_transpose)
 cast_transposed = _operator(_cast_transpose.cast_transposed)
 cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))

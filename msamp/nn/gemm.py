@@ -37,6 +37,7 @@ from msamp.kernels.reference.block_cast import has_kernel
 from msamp.kernels.reference.tally import tally_ as reference_tally_
 from msamp.kernels.scaled_mm import have_product
 from msamp.nn.cast_scales import CastScales, just_in_time_scale, own_rule
+from msamp.nn.channel_scales import ChannelSlots
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.block_scale import name_of, values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
@@ -327,6 +328,7 @@ class LayerGemm(NamedTuple):
         gemm: the casts.
         x, grad, wire: slots of the input, the grad_output and the partial sums; `wire` is None where no partial sums are sent in FP8.
         scales: the factors from the stored weight to FP8 and back, FP32 0-dim.
+        channels: scales of the input's channels, which divide the columns of the weight (`msamp.nn.channel_scales`); None without.
     """
 
     gemm: Gemms
@@ -334,6 +336,7 @@ class LayerGemm(NamedTuple):
     grad: CastScales
     wire: CastScales | None
     scales: Scales
+    channels: ChannelSlots | None = None
 
     @property
     def sums(self) -> CastScales:
@@ -345,7 +348,8 @@ class LayerGemm(NamedTuple):
     def of(cls, scaling: LinearScaling, weight: ScalingTensor) -> "LayerGemm":
         """Take the layer's current scales. Amaxes are recorded while gradients are enabled."""
         x, grad, *wire = scaling.slots(record=torch.is_grad_enabled())
-        return cls(scaling.gemm, x, grad, wire[0] if wire else None, scaling.weight_scales(weight))
+        channels = scaling.channel_slots(record=torch.is_grad_enabled())
+        return cls(scaling.gemm, x, grad, wire[0] if wire else None, scaling.weight_scales(weight), channels)
 
     @property
     def x_dtype(self) -> torch.dtype:
@@ -362,8 +366,18 @@ class LayerGemm(NamedTuple):
         """Whether the grad_output's scale always comes from its own amax, which the kernel that produces it can measure."""
         return not self.gemm.grad_output.scaling.window
 
+    @property
+    def channel_scale(self) -> torch.Tensor | None:
+        """Scales of the input's channels, FP32 [K]; None without, or while they are all 1."""
+        return None if self.channels is None else self.channels.scale
+
     def weight(self, payload: torch.Tensor, *, transpose: bool = False) -> Operand:
-        """Return the FP8 weight from the stored payload [N, K]. Its `payload` is [N, K], or [K, N] with `transpose`, for grad_input."""
+        """Return the FP8 weight from the stored payload [N, K]. Its `payload` is [N, K], divided by the scales of the input's channels, or
+        [K, N] with `transpose`, for grad_input, which does not sum over the channels."""
+        if self.channel_scale is not None and not transpose:
+            dtype, (multiplier, scale_inv) = self.gemm.output.right.format.dtype, self.scales
+            codes = ops.cast_columns(payload, None if payload.dtype == dtype else multiplier, self.channel_scale, dtype)
+            return Operand.tensorwise(codes, scale_inv=scale_inv)
         cast = self.gemm.grad_input.right if transpose else self.gemm.output.right
         return kernels_of(cast.granularity).weight(payload, self.scales, cast, transpose)
 
@@ -383,9 +397,11 @@ class LayerGemm(NamedTuple):
         """`g W` [M, K] of `dtype` from the grad_output [M, N] and the weight's transpose [K, N]."""
         return multiply(g, w, None, dtype, self.gemm.grad_input)
 
-    def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype) -> torch.Tensor:
-        """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]."""
-        return multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
+    def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype, channel_scale: torch.Tensor | None = None) -> torch.Tensor:
+        """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]. `channel_scale` is that of forward, by
+        which the input's channels were multiplied; the product is divided by it, exactly."""
+        product = multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
+        return product if channel_scale is None else product.div_(channel_scale)
 
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:

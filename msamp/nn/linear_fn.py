@@ -47,8 +47,10 @@ class LinearFunction(torch.autograd.Function):
         layer, ins, outs, label = settings
         needs_w = ctx.needs_input_grad[1]
         combine = ins.shared_amax if ins.spread else None
-        x2d = x.reshape(-1, x.shape[-1])
-        operand = cast_operand(x2d, layer.x, layer.gemm.input, col=needs_w and not ins.spread, combine=combine)
+        x2d, slot, channels = x.reshape(-1, x.shape[-1]), layer.x, layer.channel_scale
+        if layer.channels is not None:
+            x2d, slot = layer.channels.smooth(x2d, slot)
+        operand = cast_operand(x2d, slot, layer.gemm.input, col=needs_w and not ins.spread, combine=combine)
         saved = operand.payload_t
         gathered = ins.start_gather(operand.codes, "input all-gather") if ins.spread else None
         w = layer.weight(weight.payload)
@@ -61,7 +63,8 @@ class LinearFunction(torch.autograd.Function):
             y = layer.output(operand, w, bias, x.dtype)
         else:
             y = outs.sum_output(layer.output_rows(operand.scale_inv, w, bias, x.dtype), operand.codes, layer)
-        ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload)
+        # A copy of the channels' scales: the end of the step, which may come before this backward, writes them.
+        ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload, channels.clone() if channels is not None and needs_w else None)
         ctx.settings, ctx.label, ctx.shape, ctx.weight_dtype = settings, label, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         rows = _rows(x.shape, ins, outs) if ins.spread or outs.spread else x.shape[:-1]
@@ -75,7 +78,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        saved, x_scale_inv, w_payload = ctx.saved_tensors
+        saved, x_scale_inv, w_payload, channels = ctx.saved_tensors
         (layer, ins, outs, _), (needs_x, needs_w, needs_b, _) = ctx.settings, ctx.needs_input_grad
         grad_x = grad_w = grad_b = gathered = None
         x8: PendingRows | None = None  # the rows of x in FP8, where this rank has only its own
@@ -98,7 +101,7 @@ class LinearFunction(torch.autograd.Function):
             x8_t = saved if x8 is None else ops.transpose(x8())
             if x8 is not None:
                 x8.done()
-            grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype)
+            grad_w = layer.grad_weight(g, Operand.kept(x8_t, x_scale_inv, layer.gemm.input), ctx.weight_dtype, channels)
         if gathered is not None:
             gathered.done()
         if needs_b and ctx.bias_dtype is not None:

@@ -89,15 +89,20 @@ class MLPBlock(torch.autograd.Function):
         def activated(**options: Any) -> torch.Tensor:
             return Activated(*ops.activate(y, kind=settings.activation, **options)).payload
 
-        a8 = activated(scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, scale_inv_slot=a_scale_inv)
+        # Smooth-SwiGLU: the kernel multiplies the channels of the activation, and `fc2.weight` divides the weight's columns.
+        channels, channel_amax = fc2.channels or (None, None)
+        slots = {"scale_inv_slot": a_scale_inv, "channel_scale": channels, "channel_amax_slot": channel_amax}
+        a8 = activated(scale=fc2.x.scale, amax_slot=fc2.x.amax, dtype=fc2.x_dtype, **slots)
         if fc2.x.watch is not None:
-            fc2.x.watch(activated(scale=None, amax_slot=None, dtype=torch.float32), a8, a_scale_inv)
+            fc2.x.watch(activated(scale=None, amax_slot=None, dtype=torch.float32, channel_scale=channels), a8, a_scale_inv)
         product = fc2.output_rows(a_scale_inv, fc2.weight(fc2_weight.payload), fc2_bias if ends.adds_bias else None, x.dtype)
         out = ends.sum_output(product, a8, fc2).add_(normed.total)
         stream = settings.saved.keep(normed.total)
         weights = (fc1_weight.payload, fc1_bias, fc2_weight.payload, fc2_bias)
         kept = KeptByBlock(norm_weight, norm_bias, normed.mean, normed.rstd, n_scale_inv, a_scale_inv, whole, *weights)
-        ctx.save_for_backward(*stream, *(() if settings.recompute else settings.saved.keep(y)), *kept)
+        if channels is not None:
+            channels = channels.clone()  # the end of the step, which may come before this backward, writes them
+        ctx.save_for_backward(*stream, *(() if settings.recompute else settings.saved.keep(y)), *kept, channels)
         ctx.settings, ctx.weight_dtypes = settings, (fc1_weight.dtype, fc2_weight.dtype)
         return unviewed(out, x.shape)
 
@@ -120,19 +125,31 @@ class MLPBlock(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        parts, kept = KeptByBlock.of(ctx.saved_tensors)
+        *saved, channels = ctx.saved_tensors
+        parts, kept = KeptByBlock.of(saved)
         settings, dtypes = ctx.settings, ctx.weight_dtypes
         stream = parts if settings.recompute else parts[: len(parts) // 2]
         grads = finish_backward(
-            settings, stream, kept, _inner(settings, parts, kept, grad_output, dtypes[1]), residual=grad_output, weight_dtypes=dtypes
+            settings,
+            stream,
+            kept,
+            _inner(settings, parts, kept, channels, grad_output, dtypes[1]),
+            residual=grad_output,
+            weight_dtypes=dtypes,
         )
         return grads.x, *grads, None
 
 
 def _inner(
-    settings: MLPSettings, parts: Sequence[torch.Tensor], kept: KeptByBlock, grad_output: torch.Tensor, fc2_dtype: torch.dtype
+    settings: MLPSettings,
+    parts: Sequence[torch.Tensor],
+    kept: KeptByBlock,
+    channels: torch.Tensor | None,
+    grad_output: torch.Tensor,
+    fc2_dtype: torch.dtype,
 ) -> Inner:
-    """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then those of FC1's output."""
+    """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then those of FC1's output; `channels` are the
+    scales of the activation's channels in forward."""
     fc1, fc2, ends, device, dtype = settings.fc1, settings.fc2, settings.ends, grad_output.device, grad_output.dtype
     stream = parts if settings.recompute else parts[: len(parts) // 2]
     grad_y = start_grad_output(fc2, grad_output, scalar_pool.take(device), ends, colsum=kept.last_bias is not None)
@@ -148,12 +165,12 @@ def _inner(
 
     def through_activation(**options: Any) -> ActivationGradient:
         a: dict[str, Any] = {"kind": settings.activation, "a_scale_inv": kept.last_scale_inv, "a_dtype": fc2.x_dtype}
-        return ActivationGradient(*ops.activate_backward(grad_a, y, **a, **options))
+        return ActivationGradient(*ops.activate_backward(grad_a, y, channel_scale=channels, **a, **options))
 
     grad, made = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
     activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=made.activated_t)
 
     def grad_fc2() -> torch.Tensor:
-        return fc2.grad_weight(g, activated, fc2_dtype)
+        return fc2.grad_weight(g, activated, fc2_dtype, channels)
 
     return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)

@@ -11,64 +11,16 @@ from torch import nn
 
 from msamp.kernels import ops
 from msamp.kernels.scalar_pool import aligned
-from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
+from msamp.nn.cast_checks import check_device, check_gemm, check_smooth, wire_cast
 from msamp.nn.cast_scales import CastScales, Watch, own_rule, scales_of_weights
+from msamp.nn.channel_scales import AllChannels, ChannelScales, ChannelSlots, ChannelsOfRow
 from msamp.numerics.formats import FP32, Format
-from msamp.numerics.granularity import TENSORWISE, Block
+from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast, Gemms
-from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling, check_rule, inverse
+from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling, inverse
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's buffers
-
-
-def check_gemm(gemm: Gemms) -> None:
-    """Raise a ValueError naming the tensor, its cast and a fix if a linear layer does not support it."""
-    for what, cast in gemm.casts.items():
-        check_rule(cast.scaling, what)
-        lacking = [name for name in ("maxima", "spread", "scales_shape") if not callable(getattr(cast.granularity, name, None))]
-        if lacking:
-            raise ValueError(
-                f"{what} has granularity {cast.granularity!r}, which does not define {', '.join(lacking)}; see msamp.numerics.granularity"
-            )
-        if not (cast.format.scaled and cast.format.bytes == 1):
-            raise ValueError(f"{what} is cast to {cast.format}; an FP8 GEMM requires fp8-e4m3 or fp8-e5m2")
-        if cast.scaling.window and (what == "weight" or cast.granularity != TENSORWISE):
-            why = (
-                "a weight's scale comes from its own amax, once per step"
-                if what == "weight"
-                else f"a history records one amax per tensor, not per {cast.granularity}"
-            )
-            raise ValueError(f"{what} has scaling {cast.scaling}, but {why}; use Current()")
-    for what, first, again in (
-        ("input", gemm.output.left, gemm.grad_weight.right),
-        ("weight", gemm.output.right, gemm.grad_input.right),
-        ("grad_output", gemm.grad_input.left, gemm.grad_weight.left),
-    ):
-        if first != again:
-            raise ValueError(f"{what} is cast as {first} for one GEMM and as {again} for the other; use the same cast for both")
-
-
-def _check_device(gemm: Gemms, device: torch.device) -> None:
-    """Raise a ValueError if this torch is too old for block-scaled GEMMs on `device`; warn once if they are emulated."""
-    for cast in gemm.casts.values():
-        if isinstance(cast.granularity, Block):
-            check_blockwise(device)
-            warn_if_blocks_emulated(device, cast.granularity.columns)
-
-
-def _wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
-    """Return the cast of partial sums that are sent in `wire`: that of the operand with this format."""
-    cast = next((cast for cast in operands if cast.format == wire), None)
-    if cast is None:
-        formats = " or ".join(str(cast.format) for cast in operands)
-        raise ValueError(f"partial sums cannot be sent in {wire}; choose {formats}, the formats of the layer's casts")
-    if cast.granularity != TENSORWISE:
-        raise ValueError(
-            f"partial sums are sent with one scale per tensor, but the recipe casts {wire} by {cast.granularity}; send them in the "
-            "compute dtype: use a recipe with fp8_wire=False"
-        )
-    return cast
 
 
 class TensorScales(nn.Module):
@@ -211,17 +163,26 @@ class LinearScaling(TensorScales):
         device: of the buffers.
         wire: the format in which tensor-parallel ranks send partial sums of this layer, the input's or the grad_output's. The sums follow
             that format's rule and get row 2. None: there are two rows.
+        channels: number of the input's channels that get scales of their own (`msamp.nn.channel_scales`); 0: none.
+
+    Attributes:
+        channels: their scales, or None.
 
     Raises:
-        ValueError: if a cast is not supported (`check_gemm`), or `wire` is not the format of an operand or has block scales.
+        ValueError: if a cast is not supported (`check_gemm`), `wire` is not the format of an operand or has block scales, or channels have
+            scales although the input's scale is not delayed.
     """
 
-    def __init__(self, gemm: Gemms, device: torch.device | str | None = None, wire: Format | None = None) -> None:
+    def __init__(self, gemm: Gemms, device: torch.device | str | None = None, wire: Format | None = None, *, channels: int = 0) -> None:
         check_gemm(gemm)
-        _check_device(gemm, torch.device(device or "cpu"))
+        check_device(gemm, torch.device(device or "cpu"))
         operands = (gemm.input, gemm.grad_output)
-        super().__init__(operands if wire is None else (*operands, _wire_cast(wire, operands)), device)
+        super().__init__(operands if wire is None else (*operands, wire_cast(wire, operands)), device)
         self.gemm = gemm
+        self.channels: ChannelScales | None = None
+        if channels:
+            check_smooth(gemm)
+            self.channels = ChannelScales(channels, device)
         self._weight_refs: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None  # payload and scale_inv
         self._weight_seen = 0  # version of the payload for which `_weight_scales` was computed
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -236,6 +197,21 @@ class LinearScaling(TensorScales):
         several steps."""
         self.seen.zero_()
         self._count(0)
+        if self.channels is not None:
+            self.channels.reset()
+
+    def channel_slots(self, record: bool) -> ChannelSlots | None:
+        """Return the slots of the input's channels; None without channel scales. With `record=False` amaxes are not recorded."""
+        return None if self.channels is None else self.channels.slots(record=record, known=self._filled[INPUT])
+
+    def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        of_channels = {name.removeprefix("channels."): x for name, x in state.items() if name.startswith("channels.")}
+        super().check_state({name: x for name, x in state.items() if not name.startswith("channels.")})
+        if self.channels is not None and of_channels:
+            try:
+                self.channels.check_state(of_channels)
+            except ValueError as problem:
+                raise ValueError(f"channels.{problem}") from None
 
     def weight_scales(self, weight: ScalingTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the multiplier from `weight.payload` to FP8 and the scale_inv of the FP8 weight, both FP32 0-dim.
@@ -284,7 +260,7 @@ class LinearScaling(TensorScales):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._weight_refs = self._weight_scales = None
         super()._apply(fn, recurse)
-        _check_device(self.gemm, self.amax.device)
+        check_device(self.gemm, self.amax.device)
         return self
 
     def extra_repr(self) -> str:
@@ -307,8 +283,17 @@ class ScalingState:
         casts = {layer.described for layer in self.layers.values() if isinstance(layer, LinearScaling)}
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
+        self._channels = self._all_channels()
         self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
         self._may_skip = False  # whether a roll was given `usable`, so that only the device knows which steps count
+
+    def _all_channels(self) -> AllChannels:
+        members, row = [], 0
+        for layer in self.layers.values():
+            if isinstance(layer, LinearScaling) and layer.channels is not None:
+                members.append(ChannelsOfRow(layer.channels, row + INPUT, layer.casts[INPUT].format.max))
+            row += len(layer.casts)
+        return AllChannels(members)
 
     def _each(self, name: str) -> list[torch.Tensor]:
         """Return a buffer of every layer. Not by attribute: torch's lookup, a thousand times per step, took half of `roll`."""
@@ -332,7 +317,9 @@ class ScalingState:
         return self._alike
 
     @torch.no_grad()
-    def roll(self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None) -> None:
+    def roll(
+        self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None, *, copies: dist.ProcessGroup | None = None
+    ) -> None:
         """End a step: record its amaxes in the histories and compute the next scales.
 
         Args:
@@ -340,8 +327,10 @@ class ScalingState:
                 histories and any rank's checkpoint works for all.
             usable: bool 0-dim, whether the step counts (`FP8AdamW.usable`), the same on all ranks of `group`. If not, histories, scales
                 and `seen` do not change. None: it counts.
+            copies: those of `group` with the same channels of a layer, if not all have them: under tensor parallelism the data-parallel
+                ranks. None: all.
         """
-        self.roll_on_device(group, usable)
+        self.roll_on_device(group, usable, copies=copies)
         self.count()
 
     def count(self) -> None:
@@ -381,7 +370,9 @@ class ScalingState:
                 layer.set_weight_scales(payload._version, *scales)
 
     @torch.no_grad()
-    def roll_on_device(self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None) -> None:
+    def roll_on_device(
+        self, group: dist.ProcessGroup | None = None, usable: torch.Tensor | None = None, *, copies: dist.ProcessGroup | None = None
+    ) -> None:
         """Run the device's part of `roll`. It never waits for the device, so it can be captured in a CUDA graph."""
         if not self.layers:
             return
@@ -398,6 +389,7 @@ class ScalingState:
             scale[rows] = rule.next_scale(history[rows, -rule.window :], fp_max, scale[rows])
         for name, values in (("history", history), ("scale", scale), ("scale_inv", inverse(scale))):
             self._store(name, torch.where(recorded, values, last[name]))
+        self._channels.roll(scale, group if copies is None else copies, recorded)
         torch._foreach_zero_(self._each("amax"))
         seen = self._each("seen")
         torch._foreach_copy_(seen, list((torch.stack(seen) + recorded).unbind()))
@@ -418,3 +410,4 @@ class ScalingState:
             amax, known = self._all("amax"), self._all("history").amax(-1)
             kept = torch.where(known > 0, torch.minimum(amax, 2 * known), amax)
             self._store("amax", torch.where(finite & (kept < float("inf")), kept, 0.0))
+            self._channels.abandon(finite)

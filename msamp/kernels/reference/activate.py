@@ -2,6 +2,7 @@
 
 import torch
 
+from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast_transpose import _store
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.quantize import quantize
@@ -30,6 +31,18 @@ def check_gradient(grad_a: torch.Tensor, y: torch.Tensor, kind: str) -> None:
     want = (y.shape[0], features(y, kind))
     if tuple(grad_a.shape) != want:
         raise ValueError(f"grad_a is {tuple(grad_a.shape)}; the gradient of {kind} of {tuple(y.shape)} must be {want}")
+
+
+def check_channels(
+    features: int, channel_scale: torch.Tensor | None, channel_amax_slot: torch.Tensor | None, *, just_in_time: bool = False
+) -> None:
+    """Raise a ValueError for tensors per channel that are not FP32 [features], and for channel scales with a just-in-time scale, which
+    would have to come from the scaled values, while a history contains amaxes of unscaled ones."""
+    for name, x in (("channel_scale", channel_scale), ("channel_amax_slot", channel_amax_slot)):
+        if x is not None and (x.dtype != torch.float32 or x.shape != (features,)):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}; it must be torch.float32 ({features},), one number per channel")
+    if channel_scale is not None and just_in_time:
+        raise ValueError("channel_scale was passed without a scale; pass the scale of the cast, or leave channel_scale out")
 
 
 def _activation(y: torch.Tensor, kind: str) -> torch.Tensor:
@@ -76,6 +89,8 @@ def activate(
     dtype: torch.dtype,
     *,
     scale_inv_slot: torch.Tensor | None = None,
+    channel_scale: torch.Tensor | None = None,
+    channel_amax_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the activation between the two linear layers of an MLP, in the format of the second one's input.
 
@@ -89,16 +104,28 @@ def activate(
         amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf if not finite); None does not measure it.
         dtype: of the result; a wide dtype gives a plain result without scale and amax.
         scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
+        channel_scale: FP32 [F], powers of two by which the channels are multiplied before they are stored (Smooth-SwiGLU, see
+            `msamp.nn.channel_scales`); not with a just-in-time scale. The amaxes are those before this multiplication.
+        channel_amax_slot: FP32 [F], raised in place to the amaxes of the channels (+inf if not finite); None does not measure them.
 
     Returns:
         [M, F] of `dtype`; scale_inv FP32, 0-dim, NaN if the result is not finite (empty with a wide `dtype`, or if a slot is given).
 
     Raises:
-        ValueError: if kind or shape is not supported.
+        ValueError: if kind or shape is not supported, or for channel scales of another shape or with a just-in-time scale.
     """
-    features(y, kind)
-    a, _, scale_inv, _ = _store(_activation(y, kind), scale, amax_slot, dtype, False, False, scale_inv_slot)
-    return a, scale_inv
+    F = features(y, kind)
+    check_channels(F, channel_scale, channel_amax_slot, just_in_time=scale is None and dtype.itemsize == 1)
+    a = _activation(y, kind)
+    if channel_amax_slot is not None and a.shape[0]:
+        channel_amax_slot.copy_(torch.maximum(channel_amax_slot, a.abs().amax(0).nan_to_num_(nan=float("inf"), posinf=float("inf"))))
+    if channel_scale is None:
+        stored, _, scale_inv, _ = _store(a, scale, amax_slot, dtype, False, False, scale_inv_slot)
+        return stored, scale_inv
+    if amax_slot is not None:
+        amax_slot.copy_(torch.maximum(amax_slot, amax(a)))
+    stored, _, scale_inv, _ = _store(a * channel_scale, scale, None, dtype, False, False, scale_inv_slot)
+    return stored, scale_inv
 
 
 def activate_backward(
@@ -113,6 +140,7 @@ def activate_backward(
     *,
     colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
+    channel_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradient of `activate`'s input, cast for the GEMMs, and the transposed activation, which forward did not save.
 
@@ -127,6 +155,7 @@ def activate_backward(
         dtype: of the gradient; a wide dtype gives a plain gradient without transposes and scale_inv.
         colsum: also return the column sums of the gradient before the cast: the gradient of the first layer's bias.
         scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
+        channel_scale: FP32 [F], as given to `activate`; it changes nothing but the transposed activation.
 
     Returns:
         Gradient g [M, F or 2F] and its transpose [F or 2F, M], of `dtype`; scale_inv FP32, 0-dim, NaN if g is not finite;
@@ -137,9 +166,12 @@ def activate_backward(
         ValueError: if kind or shape is not supported.
     """
     check_gradient(grad_a, y, kind)
+    check_channels(grad_a.shape[1], channel_scale, None)
     quantised = dtype.itemsize == 1
     g, g_t, scale_inv, sums = _store(_derivative(grad_a, y, kind), scale, amax_slot, dtype, quantised, colsum, scale_inv_slot)
     if not quantised:
         return g, g_t, scale_inv, y.new_empty(0, dtype=a_dtype), sums
-    a_t = quantize(_activation(y, kind), inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()
+    a = _activation(y, kind)
+    a = a if channel_scale is None else a * channel_scale
+    a_t = quantize(a, inverse(a_scale_inv), of_dtype(a_dtype)).t().contiguous()
     return g, g_t, scale_inv, a_t, sums

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.activate import check_gradient, features
+from msamp.kernels.reference.activate import check_channels, check_gradient, features
 from msamp.kernels.triton.cast import _constants
 from msamp.kernels.triton.cast_transpose import (
     _higher,
@@ -64,8 +64,18 @@ def _relu(y):
 
 
 @triton.jit
+def _tell_channels(top, channel_amax, n, columns):
+    """Raise `channel_amax` [columns of this tile] to the maxima of `top`, +inf for NaN. Nearly all programs find a value as large as theirs
+    there already, and leave the atomic out: it would cost more than the read."""
+    highest = tl.max(tl.where(top == top, top, float("inf")), 0)
+    higher = columns & (highest > tl.load(channel_amax + n, mask=columns, other=0.0))
+    slots = channel_amax.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(slots + n, highest.to(tl.int32, bitcast=True), mask=higher, sem="relaxed")
+
+
+@triton.jit
 def _activate_kernel(
-    y, a, scale, amax, scale_inv, M, F,
+    y, a, scale, amax, scale_inv, channel_scale, channel_amax, M, F,
     SWIGLU: tl.constexpr, SQUARED_RELU: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +103,11 @@ def _activate_kernel(
         else:
             v, _, _ = _gelu(firsts[k].to(tl.float32), HARDWARE)
         top = _higher(top, v)
+        if channel_scale is not None:
+            v = v * tl.load(channel_scale + column + n, mask=columns, other=1.0)[None, :]
         values = values + (v,)  # noqa: RUF005
+    if channel_amax is not None:
+        _tell_channels(top, channel_amax + column, n, columns)
     if scale is not None or MANTISSA == 0:
         _, _, origin, at = _tile(quad, F, column, TILE_M, TILE_N)
         _put(values, a, None, origin, quad, column, at, F, q, n, M, left, columns, f, True, FP8_MAX, MANTISSA, BIAS, HARDWARE)
@@ -103,7 +117,7 @@ def _activate_kernel(
 
 @triton.jit
 def _activate_backward_kernel(
-    grad_a, y, a_scale_inv, g, g_t, a_t, sums, scale, amax, scale_inv, M, F,
+    grad_a, y, a_scale_inv, g, g_t, a_t, sums, scale, amax, scale_inv, channel_scale, M, F,
     SWIGLU: tl.constexpr, SQUARED_RELU: tl.constexpr, ALIGNED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     A_MAX: tl.constexpr, A_MANTISSA: tl.constexpr, A_BIAS: tl.constexpr,
@@ -146,6 +160,8 @@ def _activate_backward_kernel(
                 v = grad * (s + s * (1.0 - s) * v * (square * 0.21406445 + 1.5957691))
             top, total = _higher(top, v), total + v
             values = values + (v,)  # noqa: RUF005
+            if channel_scale is not None:
+                a = a * tl.load(channel_scale + column + n, mask=columns, other=1.0)[None, :]
             a_values = a_values + (a,)  # noqa: RUF005
         if scale is not None:
             _put(
@@ -180,9 +196,12 @@ def activate(
     dtype: torch.dtype,
     *,
     scale_inv_slot: torch.Tensor | None = None,
+    channel_scale: torch.Tensor | None = None,
+    channel_amax_slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     F = features(y, kind)
+    check_channels(F, channel_scale, channel_amax_slot, just_in_time=scale is None and dtype.itemsize == 1)
     y, M = y.contiguous(), y.shape[0]
     a = torch.empty(M, F, dtype=dtype, device=y.device)
     grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
@@ -190,8 +209,8 @@ def activate(
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _activate_kernel[grid](
-            y, a, scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", SQUARED_RELU=kind == "squared-relu",
-            TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants,
+            y, a, scale, amax, scale_inv, channel_scale, channel_amax_slot, M, F,
+            SWIGLU=kind == "swiglu", SQUARED_RELU=kind == "squared-relu", TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants,
         )  # fmt: skip
 
     return a, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, y.device)
@@ -209,9 +228,11 @@ def activate_backward(
     *,
     colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
+    channel_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_gradient(grad_a, y, kind)
+    check_channels(grad_a.shape[1], channel_scale, None)
     y, grad_a, quantised = y.contiguous(), grad_a.contiguous(), dtype.itemsize == 1
     (M, F), N, device = grad_a.shape, y.shape[1], y.device
     tile_m, tile_n, warps, tiles, stages = BACKWARD[kind]
@@ -224,7 +245,7 @@ def activate_backward(
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _activate_backward_kernel[grid](
             grad_a, y, a_scale_inv, g, g_t if quantised else None, a_t if quantised else None, partial if colsum else None,
-            scale, amax, scale_inv, M, F, SWIGLU=kind == "swiglu", SQUARED_RELU=kind == "squared-relu", ALIGNED=M % 4 == 0,
+            scale, amax, scale_inv, channel_scale, M, F, SWIGLU=kind == "swiglu", SQUARED_RELU=kind == "squared-relu", ALIGNED=M % 4 == 0,
             TILE_M=tile_m, TILE_N=tile_n, TILES=tiles, STAGES=stages,
             A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
         )  # fmt: skip

@@ -15,6 +15,7 @@ from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
 from msamp.kernels.reference.cast import cast
+from msamp.kernels.reference.cast_columns import cast_columns
 from msamp.kernels.reference.cast_transpose import cast_transpose, cast_transposed
 from msamp.kernels.reference.cross_entropy import cross_entropy_
 from msamp.kernels.reference.expert_cast import expert_cast
@@ -47,6 +48,7 @@ def arguments(device: torch.device | str) -> dict[str, tuple]:
     return {
         "amax": (x,),
         "cast": (x, scale, E4M3.dtype),
+        "cast_columns": (x, scale, scale.repeat(40), E4M3.dtype),
         "cast_transpose": (x, scale, slot, E5M2.dtype),
         "cast_transposed": (x, scale, E5M2.dtype),
         "group_cast": (x, 16, E4M3.dtype),
@@ -95,6 +97,7 @@ FP8_OPERANDS = ("scaled_mm", "block_scaled_mm", "transpose", "group_decode", "ta
 TWINS = {
     "amax": amax,
     "cast": cast,
+    "cast_columns": cast_columns,
     "cast_transpose": cast_transpose,
     "cast_transposed": cast_transposed,
     "group_cast": group_cast,

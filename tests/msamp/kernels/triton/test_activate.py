@@ -202,3 +202,32 @@ def test_scale_inv_is_left_in_its_slot(kind, scale, triton_device):
     fixed = (kind, one, E4M3.dtype, scale, None, E5M2.dtype)
     assert kernel("activate_backward", grad_a, y, *fixed, colsum=True, scale_inv_slot=slots[1])[2].numel() == 0
     assert [float(s) for s in slots] == [float(a_inv), float(g_inv)]
+
+
+@pytest.mark.parametrize("features", [60, 270])
+def test_channel_scales_and_amaxes_of_channels(features, triton_device):
+    grad_a, y = inputs("swiglu", (37, features), triton_device)
+    by = torch.tensor([2.0 ** (k % 9) for k in range(features)], device=triton_device)
+    scale, slots = torch.tensor(0.5, device=triton_device), pair(0.0, triton_device)
+    channels = [torch.full((features,), 0.25, device=triton_device) for _ in slots]
+    (a, scale_inv), (want, want_inv) = (
+        function(y, "swiglu", scale, slot, E4M3.dtype, channel_scale=by, channel_amax_slot=maxima)
+        for function, slot, maxima in zip((functools.partial(kernel, "activate"), twin.activate), slots, channels, strict=True)
+    )
+    assert_codes(a, want, SHARE)
+    assert scale_inv.equal(want_inv)
+    torch.testing.assert_close(*slots, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(*channels, rtol=1e-5, atol=0.0)
+    assert float(channels[0].max()) == float(slots[0]), "amaxes are those before the channels' scales"
+    made = kernel("activate_backward", grad_a, y, "swiglu", scale_inv, E4M3.dtype, None, None, E5M2.dtype, channel_scale=by)
+    assert codes(made[3]).equal(codes(a).t()), "backward makes forward's codes again"
+    plain = kernel("activate_backward", grad_a, y, "swiglu", scale_inv, E4M3.dtype, None, None, E5M2.dtype)
+    assert codes(made[0]).equal(codes(plain[0])), "the gradient does not depend on them"
+
+
+def test_a_channel_that_is_not_finite_has_an_infinite_amax(triton_device):
+    y = torch.ones(5, 8, device=triton_device)
+    y[3, 1] = float("nan")
+    maxima = torch.zeros(4, device=triton_device)
+    kernel("activate", y, "swiglu", torch.ones((), device=triton_device), None, E4M3.dtype, channel_amax_slot=maxima)
+    assert maxima.isinf().tolist() == [False, True, False, False]

@@ -1,0 +1,67 @@
+"""Which casts a linear layer supports: checks that raise before a layer is built."""
+
+import torch
+
+from msamp.kernels.scaled_mm import check_blockwise, warn_if_blocks_emulated
+from msamp.numerics.formats import Format
+from msamp.numerics.granularity import TENSORWISE, Block
+from msamp.numerics.recipe import Cast, Gemms
+from msamp.numerics.scaling import check_rule
+
+
+def check_gemm(gemm: Gemms) -> None:
+    """Raise a ValueError naming the tensor, its cast and a fix if a linear layer does not support it."""
+    for what, cast in gemm.casts.items():
+        check_rule(cast.scaling, what)
+        lacking = [name for name in ("maxima", "spread", "scales_shape") if not callable(getattr(cast.granularity, name, None))]
+        if lacking:
+            raise ValueError(
+                f"{what} has granularity {cast.granularity!r}, which does not define {', '.join(lacking)}; see msamp.numerics.granularity"
+            )
+        if not (cast.format.scaled and cast.format.bytes == 1):
+            raise ValueError(f"{what} is cast to {cast.format}; an FP8 GEMM requires fp8-e4m3 or fp8-e5m2")
+        if cast.scaling.window and (what == "weight" or cast.granularity != TENSORWISE):
+            why = (
+                "a weight's scale comes from its own amax, once per step"
+                if what == "weight"
+                else f"a history records one amax per tensor, not per {cast.granularity}"
+            )
+            raise ValueError(f"{what} has scaling {cast.scaling}, but {why}; use Current()")
+    for what, first, again in (
+        ("input", gemm.output.left, gemm.grad_weight.right),
+        ("weight", gemm.output.right, gemm.grad_input.right),
+        ("grad_output", gemm.grad_input.left, gemm.grad_weight.left),
+    ):
+        if first != again:
+            raise ValueError(f"{what} is cast as {first} for one GEMM and as {again} for the other; use the same cast for both")
+
+
+def check_smooth(gemm: Gemms) -> None:
+    """Raise a ValueError naming a fix if the input of a linear layer with these casts cannot have channel scales."""
+    if not gemm.tensorwise or not gemm.input.scaling.window:
+        raise ValueError(
+            f"Smooth-SwiGLU requires operands with one delayed scale per tensor, and the input is cast as {gemm.input}; use the casts "
+            "'delayed', or leave it out"
+        )
+
+
+def check_device(gemm: Gemms, device: torch.device) -> None:
+    """Raise a ValueError if this torch is too old for block-scaled GEMMs on `device`; warn once if they are emulated."""
+    for cast in gemm.casts.values():
+        if isinstance(cast.granularity, Block):
+            check_blockwise(device)
+            warn_if_blocks_emulated(device, cast.granularity.columns)
+
+
+def wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
+    """Return the cast of partial sums that are sent in `wire`: that of the operand with this format."""
+    cast = next((cast for cast in operands if cast.format == wire), None)
+    if cast is None:
+        formats = " or ".join(str(cast.format) for cast in operands)
+        raise ValueError(f"partial sums cannot be sent in {wire}; choose {formats}, the formats of the layer's casts")
+    if cast.granularity != TENSORWISE:
+        raise ValueError(
+            f"partial sums are sent with one scale per tensor, but the recipe casts {wire} by {cast.granularity}; send them in the "
+            "compute dtype: use a recipe with fp8_wire=False"
+        )
+    return cast

@@ -1,0 +1,43 @@
+"""The Triton cast with divided columns bit for bit against its twin: under the interpreter here, compiled on a GPU."""
+
+import importlib
+
+import pytest
+import torch
+
+from helpers.numerics import codes, make
+from msamp.kernels.reference.cast_columns import cast_columns as twin
+from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.quantize import quantize
+
+
+def kernel(*args):
+    # Imported late: the kernels take the interpreter or the compiler when their file is imported.
+    return importlib.import_module("msamp.kernels.triton.cast_columns").cast_columns(*args)
+
+
+def assert_same(x: torch.Tensor, scale: float | None, fmt=E4M3) -> None:
+    by = torch.tensor([2.0 ** (k % 9) for k in range(x.shape[1])], device=x.device)
+    scale_t = None if scale is None else torch.tensor(scale, device=x.device)
+    got, want = kernel(x, scale_t, by, fmt.dtype), twin(x, scale_t, by, fmt.dtype)
+    assert (got.dtype, got.shape, got.device, got.is_contiguous()) == (want.dtype, want.shape, want.device, True)
+    assert codes(got).equal(codes(want))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 1), torch.float32), ((17, 129), torch.bfloat16), ((3, 515), torch.float16)], ids=str)
+def test_ragged_shapes(shape, dtype, triton_device):
+    assert_same(make("log-normal", shape, device=triton_device).to(dtype), 4.0)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_every_code_of_a_stored_weight(fmt, triton_device):
+    every = torch.arange(256, dtype=torch.uint8).view(1, 256).expand(9, 256).contiguous().view(fmt.dtype).to(triton_device)
+    assert_same(every, None, fmt)
+    assert_same(quantize(make("normal", (20, 40), device=triton_device), 64.0, fmt), 0.5, fmt)
+
+
+def test_empty_and_not_finite(triton_device):
+    assert kernel(torch.ones(0, 4, device=triton_device), None, torch.ones(4, device=triton_device), E4M3.dtype).shape == (0, 4)
+    x = make("normal", (4, 20), device=triton_device)
+    x[3, 1], x[2, 7] = float("inf"), float("nan")
+    assert_same(x, 2.0)
