@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 tools/bench/bench_fsdp.py                          1.3B: BF16, torchao and ours
     torchrun ... tools/bench/bench_fsdp.py --cases bf16 torchao "bf16 compile" "torchao compile" O1 O2 "O2 compile"
+    NCCL_P2P_DISABLE=1 torchrun ...                                                             without NVLink: the wire counts
 
 A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1`, `O2` or `O3` (ours), each
 also with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours
@@ -10,8 +11,8 @@ blocks are `msamp.TransformerBlock`, of the same shapes. Parameters are FP32, ga
 each block is sharded separately. Every rank has its own random tokens, the same in every case and step, so that the loss of the last step
 shows how well each case has memorized them. Measurements are appended to --csv.
 
-Columns: `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank; `loss` of the first and the last step, mean over
-ranks.
+Columns: `p2p`, whether NCCL may use the link between GPUs; `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank;
+`loss` of the first and the last step, mean over ranks.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from msamp.integrations import fsdp
 from msamp.integrations.fsdp_graph import GraphedStep
 from msamp.nn.transformer_block import TransformerBlock
 from tools.bench import rows
-from tools.bench.bench_data_parallel import step_times
+from tools.bench.bench_data_parallel import link, step_times
 
 CASES = ("bf16", "torchao", "O1", "O2", "O3")
 OURS = ("O1", "O2", "O3")
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
     where = rows.machine(options.commit) if dist.get_rank() == 0 else {}
-    common = {"micro_batch": options.micro_batch_size, "seq_length": options.seq_length, "gpus": dist.get_world_size()}
+    common = {"micro_batch": options.micro_batch_size, "seq_length": options.seq_length, "gpus": dist.get_world_size(), "p2p": link()}
     for text in options.cases:
         row = {"case": text} | common | measure(text, options, device)
         if dist.get_rank() == 0:

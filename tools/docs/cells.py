@@ -81,6 +81,11 @@ def code(key: str) -> Cell:
     return lambda row: f"`{row[key]}`" if row[key] else ""
 
 
+def speed_columns() -> dict[str, Cell]:
+    """Return the columns of a table of steps: case, time, memory and commit."""
+    return {"case": code("case"), "ms/step": column("ms", 1), "peak GiB": column("peak_gib", 1), "commit": column("commit")}
+
+
 def case(row: Row) -> str:
     """Return what was measured: the name of a baseline, or our flags."""
     return PEERS.get(row["case"]) or f"`{row['case']}`"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from tools.docs import gradient_sums, hardware, losses, shapes, state_formats
-from tools.docs.cells import BENCH, PEERS, PRECISIONS, REPRODUCE, Cell, Listing, Table, case, code, column, kilo, of, pick
+from tools.docs.cells import BENCH, PEERS, PRECISIONS, REPRODUCE, Cell, Listing, Table, case, code, column, kilo, of, pick, speed_columns
 from tools.docs.evidence import COMPUTED, Row
 from tools.reproduce import throughput
 
@@ -376,10 +376,6 @@ def fp16_amp() -> Table:
     return of(name, pick(name, lambda row: row["what"] == "detection"), columns)
 
 
-def _speed_columns() -> dict[str, Cell]:
-    return {"case": code("case"), "ms/step": column("ms", 1), "peak GiB": column("peak_gib", 1), "commit": column("commit")}
-
-
 TABLES: dict[str, Callable[[], Table | Listing]] = {
     "summary": summary,
     "steps": lambda: steps(RUN),
@@ -400,8 +396,11 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "optimizer": optimizer,
     "memory": memory,
     "memory-error": memory_error,
-    "compile": lambda: plain(f"{BENCH}/compile.csv", _speed_columns()),
-    "fsdp": lambda: plain(f"{BENCH}/fsdp.csv", {"GPUs": column("gpus")} | _speed_columns() | {"at rest GiB": column("rest_gib", 1)}),
+    "compile": lambda: plain(f"{BENCH}/compile.csv", speed_columns()),
+    "fsdp": lambda: plain(
+        f"{BENCH}/fsdp.csv",
+        {"GPUs": column("gpus"), "NVLink": column("p2p")} | speed_columns() | {"at rest GiB": column("rest_gib", 1)},
+    ),
     "checkpoint": lambda: plain(
         f"{BENCH}/checkpoint.csv",
         {"case": code("case"), "bytes per parameter": column("bytes_param", 2), "save s": column("save_s", 0),

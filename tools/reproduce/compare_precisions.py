@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
 BASE = "bf16"  # the baseline of the comparisons
 LR_WARM_UP = 150
+STOP_SECONDS = 40  # torchrun itself kills processes that have not ended after 30 s
 SMOOTHED = 20  # logged losses per point of the curves, each of one batch
 STYLES = {"fp": "dashdot", "bf16": "dotted", "collage": "dashed"}  # by prefix of the name; the FP8 precisions are solid lines
 SHAPE = "--preset 125m --micro-batch-size 4 --global-batch-size 4"
@@ -149,18 +150,31 @@ def train(job: Job, options: argparse.Namespace, session: Session, card: str = "
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # of an interrupted run
     limit = None if math.isinf(session.end) else session.end - start
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
+        running = subprocess.Popen(command(job, options), env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
-            words = command(job, options)
-            done = subprocess.run(words, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=limit)
+            status = running.wait(limit)
         except subprocess.TimeoutExpired:
+            stop(running)
             print(f"{job.name}: stopped at the end of --minutes", flush=True)
             return
-    status = done.returncode
+        except BaseException:  # an interrupt
+            stop(running)
+            raise
     if status == 0:
         session.took[job.steps] = time.monotonic() - start
     print(f"{job.name}: " + ("done" if status == 0 else f"failed with {status}, see {folder}/log.txt"), flush=True)
+
+
+def stop(running: "subprocess.Popen[bytes]") -> None:
+    """End a run by SIGTERM, at which a launcher of several processes ends them too; kill it if it takes longer than STOP_SECONDS."""
+    running.terminate()
+    try:
+        running.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.wait()
 
 
 def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session, at_once: int) -> None:

@@ -144,6 +144,14 @@ def test_what_runs_at_the_end_of_the_session_is_stopped(
     assert session.took == {}
 
 
+def test_a_launcher_is_asked_to_end_so_that_it_can_end_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left = tmp_path / "asked"
+    text = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (open({str(left)!r}, 'w'), sys.exit(0))); time.sleep(600)"
+    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-S", "-c", text])
+    train(Job(precision="bf16", seed=1, steps=8, name="bf16_0", processes=2), options(tmp_path), Session(end=time.monotonic() + 1.5))
+    assert left.exists()
+
+
 def test_without_time_the_table_is_that_of_what_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name, loss in (("bf16_0", 4.0), ("bf16_alone", 9.0), ("O2_0", 4.3), ("O2_1", 4.4), ("O3_alone", 9.0)):
         job = Job(precision=name.split("_")[0], seed=1, steps=60 if "alone" in name else 8, name=name)
