@@ -120,6 +120,7 @@ def train_step(
         # Delayed scaling: roll the histories, the same on all ranks that share a layer, so that what they send each other has one scale.
         training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
         training.grad_sync.decided(training.optimizer.usable)
+        training.experts.end_step(training.optimizer.usable)
         if training.optimizer.shard.ranks == 1:  # under ZeRO weights are still being gathered
             training.scaling.measure_weights()
     skipped = training.optimizer.skipped()

@@ -15,6 +15,8 @@ LINES = {
 --position-embedding-type none
 --rotary-seq-len-interpolation-factor 2
 --use-rope-scaling
+--num-experts 8
+--moe-router-topk 2
 --squared-relu
 --rotary-base 10000
 --rotary-base 500000
@@ -229,8 +231,6 @@ LINES = {
 --distribute-saved-activations
 --context-parallel-size 2
 --expert-model-parallel-size 2
---num-experts 8
---moe-router-topk 2
 --decoder-first-pipeline-num-layers 1
 --use-torch-fsdp2
 --use-megatron-fsdp

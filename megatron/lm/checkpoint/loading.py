@@ -39,7 +39,10 @@ from msamp.optim import updates
 from msamp.optim.states import weight_format
 
 # Settings of the model that may change on resume, because saved values keep their meaning.
-_FREE = {"attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+_FREE = {
+    *("attention_backend", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+}
 # The rotary embedding's scaling, which --finetune may change to train on longer sequences.
 _STRETCHED = {"use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
 
@@ -202,6 +205,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     taken = _Taken(with_states=_with_states(settings, stored, info))
     reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     _take_weights(training, reader, where, taken)
+    taken.model |= _expert_biases(training.model, stored, where)
     if not settings.finetune:
         taken.model |= _scaling(training.model, stored, where)
         taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
@@ -294,7 +298,19 @@ def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
     """Load the weights as saved, and the scales of casts, into a model for inference."""
     where, reader = places(model), TensorReader(stored, vocab_size, set())
     weights = {name: reader.find("model", where[name], p.shape).to(weight_format(p), p.dtype) for name, p in model.named_parameters()}
-    model.load_state_dict(weights | _scaling(model, stored, where), strict=False)
+    model.load_state_dict(weights | _scaling(model, stored, where) | _expert_biases(model, stored, where), strict=False)
+
+
+def _expert_biases(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
+    """Return the saved biases of the routers, which are a part of the model; ValueError if one is missing or invalid."""
+    biases = {name: x for name, x in model.named_buffers() if name.endswith(".router.expert_bias") and name in where}
+    for name, own in biases.items():
+        key = f"model/{where[name][0].name}"
+        found = stored.tensor(key) if key in stored.tensors else None
+        if found is None or found.dtype != own.dtype or found.shape != own.shape or not found.isfinite().all():
+            raise ValueError(f"{stored.folder} is damaged: {key} is not {tuple(own.shape)} finite FP32 values; load an older checkpoint")
+        biases[name] = found
+    return biases
 
 
 def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[str, Tensor] | None:

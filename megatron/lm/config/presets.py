@@ -146,21 +146,40 @@ def linear_shapes(config: Config) -> dict[str, tuple[int, int]]:
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of parameters of the whole GPT with `vocab_size` embedding rows (the padded vocabulary)."""
-    hidden, ffn, biases = model.hidden_size, model.ffn_size, not model.disable_bias_linear
+    return _parameters(model, vocab_size, model.num_experts or 0)
+
+
+def active_parameter_count(model: ModelConfig, vocab_size: int) -> int:
+    """Return the number of parameters that compute one token: of a mixture of experts, the router and top-k experts in place of all.
+    Arguments as `parameter_count`."""
+    return _parameters(model, vocab_size, model.moe_router_topk if model.num_experts is not None else 0)
+
+
+def _parameters(model: ModelConfig, vocab_size: int, experts: int) -> int:
+    """`parameter_count` with this number of experts in each layer that is a mixture of experts."""
+    hidden, biases = model.hidden_size, not model.disable_bias_linear
     queries = model.num_attention_heads * model.head_size
     qkv = queries + 2 * model.query_groups * model.head_size
-    fc1 = 2 * ffn if model.swiglu else ffn
-    linear = hidden * (qkv + queries + fc1 + ffn) + biases * (hidden + fc1 + hidden) + model.qkv_bias * qkv
+    attention = hidden * (qkv + queries) + biases * hidden + model.qkv_bias * qkv
+    mixtures, shared = len(model.moe_layers), model.moe_shared_expert_intermediate_size
+    mixture = hidden * (model.num_experts or 0) + experts * _mlp(model, model.expert_size) + (_mlp(model, shared) if shared else 0)
+    mlps = (model.num_layers - mixtures) * _mlp(model, model.ffn_size) + mixtures * mixture
     norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
     heads = 2 * (1 if model.normalization == "RMSNorm" else 2) * model.head_size if model.qk_layernorm else 0
     embeddings = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
     positions = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
-    return model.num_layers * (linear + 2 * norm + heads) + norm + hidden * (embeddings + positions)
+    return model.num_layers * (attention + 2 * norm + heads) + mlps + norm + hidden * (embeddings + positions)
+
+
+def _mlp(model: ModelConfig, ffn: int) -> int:
+    """Return the number of parameters of an MLP of width `ffn`."""
+    fc1 = 2 * ffn if model.swiglu else ffn
+    return model.hidden_size * (fc1 + ffn) + (not model.disable_bias_linear) * (fc1 + model.hidden_size)
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
-    """Return the forward and backward FLOPs per token: 6 per parameter, plus 6 x layers x width x sequence for causal attention (encoder:
-    12).
+    """Return the forward and backward FLOPs per token: 6 per parameter that computes it, plus 6 x layers x width x sequence for causal
+    attention (encoder: 12).
 
     An embedding lookup is not a matrix product: position embeddings, and an input embedding that is not also the LM head, do not count.
     Attention has two products, 2 FLOPs each, over half of the sequence on average (encoder: all of it), and twice as many in backward.
@@ -170,4 +189,4 @@ def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
     attention = 6 * seen * model.num_layers * model.num_attention_heads * model.head_size * model.seq_length
     untied = vocab_size if model.untie_embeddings_and_output_weights else 0
     positions = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
-    return 6 * (parameter_count(model, vocab_size) - model.hidden_size * (untied + positions)) + attention
+    return 6 * (active_parameter_count(model, vocab_size) - model.hidden_size * (untied + positions)) + attention

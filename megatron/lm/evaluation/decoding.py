@@ -31,6 +31,7 @@ from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.layer import Layer
 from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.model.moe.layer import MoE
 from msamp.kernels import ops
 from msamp.nn.inference import InferenceGemm
 from msamp.numerics.tensor import ScalingTensor
@@ -262,6 +263,8 @@ class _InferenceLayer:
 
     def __init__(self, layer: Layer) -> None:
         attention, mlp = layer.self_attention, layer.mlp
+        if isinstance(mlp, MoE):
+            raise ValueError("the model is a mixture of experts, which generation does not support yet: use a dense model")
         core = attention.core_attention
         assert isinstance(core, SDPAttention)
         if not core.causal:

@@ -117,6 +117,7 @@ class Replays:
         optimizer.wait()
         self.training.scaling.roll_on_device(self.training.grid.scales.group, optimizer.usable)
         self.training.grad_sync.decided(optimizer.usable)
+        self.training.experts.end_step(optimizer.usable)
 
     def _key(self, name: Hashable) -> Hashable:
         statistics = self.training.grad_sync.statistics

@@ -15,6 +15,7 @@ from megatron.lm.config import Config
 from megatron.lm.graphs import capture
 from megatron.lm.graphs.replay import Inputs, Replays
 from megatron.lm.graphs.stage_graph import StageGraphs
+from megatron.lm.model.moe.router import scale_losses
 from megatron.lm.processes import process_groups
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training.state import Batches, Training
@@ -84,6 +85,9 @@ class StepGraphs(Replays):
         self.training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
         if not self._known(places[0]):
             self._free()  # otherwise the 25 GiB of gradients of 7B at O0 exceed 139 GiB, of which 112 are in use between steps
+        if self.training.experts.routers:
+            scaler = self.training.loss_scaler
+            scale_losses(count, None if scaler is None else scaler.multiply)  # without a schedule, which sets it in eager steps
         sums = []
         for place in places:
             self._inputs.fill(next(batches))

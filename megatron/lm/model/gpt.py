@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm.config import LINEARS, Config
+from megatron.lm.config import LINEARS, Config, ModelConfig
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.model.attention import check_backend, document_mask
@@ -189,8 +189,33 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         cuda_graph_scope=[],  # the whole layer; the default means the same but triggers a deprecation warning
+        **_expert_settings(model),
     )
     return settings(**core_settings(recipe, model))
+
+
+def _expert_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return megatron-core's settings of mixtures of experts; none for a dense model."""
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": [int(n in model.moe_layers) for n in range(model.num_layers)],
+        "moe_ffn_hidden_size": model.expert_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
+    }
 
 
 def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None, sent: WireBytes | None = None) -> GPT:
@@ -241,7 +266,8 @@ def assemble(
     if layers is None:
         saved, causal = saved_activations(config.precision), model.objective == "causal-lm"
         fp8_attention = config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None
-        layers = block_spec(core_config, linears, vp_stage, model.attention_backend, saved, causal, fp8_attention, fused, others)
+        backend, experts = model.attention_backend, model.moe_layers
+        layers = block_spec(core_config, linears, vp_stage, backend, saved, causal, fp8_attention, fused, others, experts)
     gpt = GPT(
         config=core_config,
         transformer_layer_spec=layers,

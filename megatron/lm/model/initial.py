@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megatron.lm.model.linear import FP8Gemm
+from msamp.nn.expert_layer import Experts
 
 if TYPE_CHECKING:
     from megatron.lm.config import Config
@@ -33,6 +34,9 @@ def draw_weights(model: GPTModel, config: "Config") -> None:
     for name, module in named_globally(model):
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2:
+                continue
+            if isinstance(module, Experts):
+                _draw_experts(f"{name}.{key}", parameter, residual_std if key == "fc2_weight" else std, config.training.seed)
                 continue
             whole = _draw(f"{name}.{key}", parameter, model.pg_collection.tp.size(), config.training.seed)
             whole *= residual_std if name.endswith(_RESIDUAL) else std
@@ -78,6 +82,12 @@ def _draw(name: str, parameter: Tensor, ranks: int, seed: int) -> Tensor:
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest))
     return torch.empty(shape, device=parameter.device).normal_(generator=generator)
+
+
+def _draw_experts(name: str, parameter: Tensor, std: float, seed: int) -> None:
+    """Fill the weights [E, N, K] of all experts. Each has its own key, so that it does not depend on which other experts a rank has."""
+    for number, weight in enumerate(parameter):
+        weight.copy_(_draw(f"{name}.{number}", weight, 1, seed) * std)
 
 
 def _part(whole: Tensor, parameter: Tensor, strips: int, rank: int, ranks: int) -> Tensor:

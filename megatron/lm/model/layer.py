@@ -75,7 +75,7 @@ class Layer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """hidden_states [s, b, h] -> (the same after this layer, None); the other arguments are TransformerLayer's, the mask as
         `SDPAttention.forward` takes it."""
-        watched = any(m._forward_hooks for m in self._linears())
+        watched = self.fused and any(m._forward_hooks for m in self._linears())
         if not self.fused or watched or any(value is not None for value in (*args, *kwargs.values())):
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         x, delta = self._attention(hidden_states.contiguous(), attention_mask, rotary_pos_emb)

@@ -1,6 +1,6 @@
 """The layers of a GPT block as megatron-core's `ModuleSpec`: the class for each slot."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention
 from megatron.lm.model.layer import Layer, activation_of
+from megatron.lm.model.moe.layer import moe_class
 from megatron.lm.model.norm import head_norm_class, norm_class
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.saved_activations import AS_IT_IS, Saved
@@ -30,6 +31,7 @@ def layer_spec(
     causal: bool = True,
     fp8_attention: Gemms | None = None,
     fused: bool = False,
+    experts: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP with the activation of `config`, residual.
 
@@ -43,6 +45,8 @@ def layer_spec(
         causal: whether a token attends to earlier tokens only, or to its whole sequence.
         fp8_attention: the casts of the linear layers, if the core attention is in FP8 too.
         fused: whether the fused blocks of `msamp.nn` compute the layer (`Config.fuses`), which requires `FP8Gemm` linear layers.
+        experts: whether a mixture of experts replaces the MLP, and the layer is not fused; `linears` and activation are then those of
+            its shared expert.
     """
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
     head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
@@ -61,10 +65,11 @@ def layer_spec(
             k_layernorm=head_norm,
         ),
     )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linears["linear_fc1"], activation, linears["linear_fc2"]))
+    parts = MLPSubmodules(linears["linear_fc1"], activation, linears["linear_fc2"])
+    mlp = moe_class(parts) if experts else ModuleSpec(module=MLP, submodules=parts)
     return ModuleSpec(
         module=Layer,
-        params={"saved": saved, "fused": fused},
+        params={"saved": saved, "fused": fused and not experts},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
@@ -95,15 +100,21 @@ def block_spec(
     fp8_attention: Gemms | None = None,
     fused: bool = False,
     others: Mapping[int, Mapping[str, type]] = MappingProxyType({}),
+    experts: Collection[int] = (),
 ) -> TransformerBlockSubmodules:
     """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`.
 
     Args:
         others: maps the number of a layer in the whole model, counted from 0, to the classes of its linear layers, which replace `linears`.
             Such a layer has no FP8 attention and is not fused.
+        experts: numbers of the layers that are mixtures of experts, counted likewise.
     """
-    layer = layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused)
+
+    def layer(n: int) -> ModuleSpec:
+        if n in others:
+            return layer_spec(config, others[n], attention_backend, saved, causal, experts=n in experts)
+        return layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused, n in experts)
+
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [layer_spec(config, others[n], attention_backend, saved, causal) if n in others else layer for n in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_class(config.normalization))
+    return TransformerBlockSubmodules(layer_specs=[layer(n) for n in layers], layer_norm=norm_class(config.normalization))

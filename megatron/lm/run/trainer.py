@@ -97,6 +97,7 @@ class Trainer:
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
         zeros, parameters_norm = norms.chosen(config, self.training, self.metrics.reports)
         self.metrics.measurements += [one.values for one in (parameters_norm, zeros) if one is not None]
+        self.metrics.measurements += [self.training.experts.values] if config.model.num_experts is not None else []
         self.rare_observer: RareStepObserver = self.lost_updates if zeros is None else norms.Observers([self.lost_updates, zeros])
         self.profiles = all_or_none(partial(Profiles, config, self.metrics.iterations, self.metrics.unwritten))
 

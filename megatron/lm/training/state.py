@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.lm.config import Config
 from megatron.lm.model.fp8_layers import Fp8LayerChoice
 from megatron.lm.processes.grid import Grid
+from megatron.lm.training.expert_load import ExpertLoad
 from megatron.lm.training.health import Health
 from megatron.lm.training.identity import Run
 from megatron.lm.training.optimizer import Schedule
@@ -30,10 +31,11 @@ class Training:
     """The state that a step updates.
 
     `model`: this rank's GPT, or the ModuleList of its chunks with interleaved pipeline stages. `linears`: which linear layers are BF16 in
-    an FP8 recipe, as in `config`, and why. `passed_over`: samples that were read and then undone by rollbacks; the next step reads from
-    `consumed_samples + passed_over`. `loss_scaler`: for FP16; megatron-core's schedule and the graphs multiply the loss by its scale, and
-    the optimizer divides by it and updates it. `data`: what determines the order of the training data (`data.order`), or None. `run`: the
-    run's identity; rank 0's is saved. `health`: of the last step, set by `run.step_watch`.
+    an FP8 recipe, as in `config`, and why. `experts`: load and bias of the experts; empty for a dense model. `passed_over`: samples that
+    were read and then undone by rollbacks; the next step reads from `consumed_samples + passed_over`. `loss_scaler`: for FP16;
+    megatron-core's schedule and the graphs multiply the loss by its scale, and the optimizer divides by it and updates it. `data`: what
+    determines the order of the training data (`data.order`), or None. `run`: the run's identity; rank 0's is saved. `health`: of the last
+    step, set by `run.step_watch`.
     """
 
     config: Config
@@ -46,6 +48,7 @@ class Training:
     vocab_size: int
     loss_scaler: LossScaler | None = None
     linears: Fp8LayerChoice = field(default_factory=Fp8LayerChoice)
+    experts: ExpertLoad = field(default_factory=ExpertLoad)
     iteration: int = 0
     consumed_samples: int = 0
     passed_over: int = 0

@@ -8,12 +8,13 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from megatron.lm.config.megatron_flags.topics import data, model, outputs, parallel, precision, training
+from megatron.lm.config.megatron_flags.topics import data, experts, model, outputs, parallel, precision, training
 from megatron.lm.config.megatron_flags.topics.row import Row
 
 TABLE: Mapping[str, tuple[Row, ...]] = MappingProxyType(
     {
         "model": model.FLAGS,
+        "mixture of experts": experts.FLAGS,
         "training": training.FLAGS,
         "parallelism": parallel.FLAGS,
         "precision": precision.FLAGS,

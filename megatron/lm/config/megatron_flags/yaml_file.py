@@ -46,9 +46,6 @@ OTHER_NAMES: Mapping[str, Callable[[Any], Words | None]] = MappingProxyType(
 # Megatron-LM's defaults of flags that are refused: a file that lists every default has them too.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_router_topk": 2,
-        "moe_aux_loss_coeff": 0,
         "adlr_autoresume_interval": 1000,
         "vocab_extra_ids": 0,
     }
@@ -90,7 +87,7 @@ FIELDS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
                 ),
                 *("pipeline_dtype", "grad_scale_func", "autocast_dtype", "num_microbatches_with_partial_activation_checkpoints"),
                 *("no_sync_func", "grad_sync_func", "param_sync_func", "_cpu_offloading_context", "virtual_pipeline_model_parallel_size"),
-                *("moe_router_group_topk", "moe_token_dropping", "window_size", "lazy_mpu_init", "onnx_safe", "encoder_seq_length"),
+                *("moe_token_dropping", "window_size", "lazy_mpu_init", "onnx_safe", "encoder_seq_length"),
                 *("local_rank", "tp_comm_overlap_cfg", "spec"),
             ),
             (False,),

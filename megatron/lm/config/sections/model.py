@@ -1,8 +1,9 @@
 """The shape of the GPT."""
 
+import ast
 from dataclasses import dataclass
 
-from megatron.lm.config.sections.schema import COUNT, POSITIVE, PROBABILITY, SIZE, Interval, setting
+from megatron.lm.config.sections.schema import COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SIZE, Interval, setting
 
 # This package has no wheel for this torch and was never run here: the name is refused with a reason.
 FLASH_ATTENTION_PACKAGE = "flash-attn"
@@ -59,6 +60,56 @@ class ModelConfig:
         "kernel of the attention core; on a GPU auto tries cuDNN, then flash; both come with PyTorch", "auto", choices=ATTENTION_BACKENDS
     )
 
+    # Mixture of experts, with Megatron-LM's names.
+    num_experts: int | None = setting("experts of a mixture-of-experts layer (MoE); derived: no such layers", None, legal=Interval(2, 4096))
+    moe_layer_freq: str = setting(
+        "which layers are mixtures of experts: every Nth from the first, or a list with 0 for a dense layer, such as ([0]*1+[1]*15)", "1"
+    )
+    moe_ffn_hidden_size: int | None = setting("width of one expert; derived: width of the MLP", None, legal=SIZE)
+    moe_shared_expert_intermediate_size: int | None = setting(
+        "width of a shared expert, which every token goes to; derived: none", None, legal=SIZE
+    )
+    moe_router_topk: int = setting("experts that each token goes to", 2, legal=Interval(1, 4096))
+    moe_router_score_function: str = setting(
+        "the router's scores: softmax, or sigmoid divided by the sum over a token's experts", "softmax", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = setting(
+        "softmax over all experts, instead of only over a token's; its probabilities then sum to less than 1", False
+    )
+    moe_router_topk_scaling_factor: float | None = setting(
+        "multiply the probabilities of a token's experts by this; derived: 1", None, legal=POSITIVE
+    )
+    moe_router_num_groups: int | None = setting("groups of experts of which a token may only use some", None, legal=Interval(1, 4096))
+    moe_router_group_topk: int | None = setting(
+        "groups that a token may use, those with the highest sum of their best scores", None, legal=Interval(1, 4096)
+    )
+    moe_router_dtype: str = setting("dtype of the router's product, scores and losses", "fp32", choices=("fp32",))
+    moe_router_load_balancing_type: str = setting(
+        "auxiliary loss that balances the experts: of a micro-batch (aux_loss), of each sequence (seq_aux_loss), or none",
+        "aux_loss",
+        choices=("aux_loss", "seq_aux_loss", "none"),
+    )
+    moe_aux_loss_coeff: float = setting("coefficient of the auxiliary loss", 0.0, legal=NON_NEGATIVE)
+    moe_z_loss_coeff: float | None = setting(
+        "coefficient of the squared log-sum-exp of the router's logits; derived: no such loss", None, legal=NON_NEGATIVE
+    )
+    moe_router_enable_expert_bias: bool = setting(
+        "balance the experts by a bias on their scores, which selects a token's experts but does not weight them (DeepSeek-V3)", False
+    )
+    moe_router_bias_update_rate: float = setting("step of the expert bias after each iteration", 1e-3, legal=POSITIVE)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers, from 0, that are mixtures of experts. ValueError for an invalid `--moe-layer-freq`."""
+        if self.num_experts is None:
+            return ()
+        return tuple(n for n, experts in enumerate(layer_pattern(self.moe_layer_freq, self.num_layers)) if experts)
+
+    @property
+    def expert_size(self) -> int:
+        """Width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
     @property
     def activation(self) -> str:
         """The MLP's activation: one of `msamp.kernels.reference.activate.KINDS`."""
@@ -91,3 +142,50 @@ class ModelConfig:
     def max_positions(self) -> int:
         """Longest sequence that the position embedding supports, in tokens."""
         return self.max_position_embeddings or self.seq_length
+
+
+def layer_pattern(text: str, layers: int) -> tuple[bool, ...]:
+    """Return which of `layers` layers are mixtures of experts.
+
+    Args:
+        text: Megatron-LM's `--moe-layer-freq`: N for every Nth layer from the first, or a list of 0 and 1, written with + and * or without.
+        layers: in the whole model.
+
+    Raises:
+        ValueError: if `text` is none of these, or does not have one number per layer.
+    """
+    asked = f"--moe-layer-freq {text}"
+    try:
+        pattern = _evaluated(ast.parse(text.strip(), mode="eval").body, layers)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        pattern = None
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise ValueError(f"{asked}: give a number of at least 1, or a list of 0 and 1 such as ([0]*1+[1]*{max(1, layers - 1)})")
+        return tuple(n % pattern == 0 for n in range(layers))
+    if pattern is None or not set(pattern) <= {0, 1}:
+        raise ValueError(f"{asked} is not valid: give a number N, or a list of 0 and 1 such as ([0]*1+[1]*{max(1, layers - 1)})")
+    if len(pattern) != layers:
+        raise ValueError(f"{asked} has {len(pattern)} entries for --num-layers {layers}: give one 0 or 1 per layer")
+    return tuple(bool(one) for one in pattern)
+
+
+def _evaluated(node: ast.expr, longest: int) -> int | list[int]:
+    """Evaluate integers, lists of them, list + list and list * integer; ValueError for anything else, and for lists far beyond
+    `longest`."""
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.List(elts=elements):
+            values = [_evaluated(element, longest) for element in elements]
+            if all(isinstance(value, int) for value in values):
+                return values  # type: ignore[return-value]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as op, right=right):
+            one, other = _evaluated(left, longest), _evaluated(right, longest)
+            if isinstance(op, ast.Add) and isinstance(one, list) and isinstance(other, list):
+                return one + other
+            if isinstance(op, ast.Mult) and isinstance(one, list) != isinstance(other, list):
+                part, times = (one, other) if isinstance(one, list) else (other, one)
+                if len(part) * max(0, times) <= 2 * longest + 1:  # type: ignore[arg-type, call-overload, operator]
+                    return part * times  # type: ignore[operator]
+    raise ValueError

@@ -14,7 +14,10 @@ TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
 # Why the trainer does not split along an axis yet, and what to do instead.
 NO_CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
-NO_EXPERTS = "mixture of experts is not supported yet: drop the expert flags to train a dense model, or train the MoE with Megatron-LM"
+NO_EXPERT_PARALLELISM = (
+    "expert parallelism is not supported yet, each process has all experts: drop it, and use --tensor-model-parallel-size, "
+    "--pipeline-model-parallel-size or --use-distributed-optimizer if they do not fit"
+)
 # Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`Axes`).
 AXES = {
     "tensor": "tensor_model_parallel_size",
@@ -104,9 +107,11 @@ class ParallelConfig:
     tensor_model_parallel_size: int = setting("processes that share each layer (TP)", 1, legal=COUNT)
     pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
     context_parallel_size: int = setting("processes that share each sequence (CP)", 1, legal=COUNT, refused=NO_CONTEXT)
-    expert_model_parallel_size: int = setting("processes that share the experts of a layer (EP)", 1, legal=COUNT, refused=NO_EXPERTS)
+    expert_model_parallel_size: int = setting(
+        "processes that share the experts of a layer (EP)", 1, legal=COUNT, refused=NO_EXPERT_PARALLELISM
+    )
     expert_tensor_parallel_size: int | None = setting(
-        "processes that share each expert; derived: --tensor-model-parallel-size", None, legal=COUNT, refused=NO_EXPERTS
+        "processes that share each expert; derived: --tensor-model-parallel-size. Only 1 is supported", None, legal=COUNT
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
     sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)

@@ -60,6 +60,8 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
         Part(f"norm {row['grad_norm']:.3g}"),
         *([Part(f"params {row['params_norm']:.4g}", "", 1)] if "params_norm" in row else []),
         *([Part(f"zeros {short(row['num_zeros_in_grad'])}", "", 1)] if "num_zeros_in_grad" in row else []),
+        *([Part(f"load {row['moe_load_min']:.2f} to {row['moe_load_max']:.2f}", "", 3)] if "moe_load_max" in row else []),
+        *([Part(f"aux {row['moe_aux_loss']:.4g}", "", 3)] if row.get("moe_aux_loss") else []),
         *([Part(f"skipped {row['skipped']}", "yellow")] if row["skipped"] else []),
         Part(step, "cyan", 1),
         Part(f"{short(row['tokens_per_s'])} tok/s", "cyan", 2),

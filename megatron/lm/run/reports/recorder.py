@@ -52,7 +52,9 @@ class Recorder:
 
     Fields of a line: `iteration`; `skipped`, whether the update was skipped; `columns`, the names of the list entries below; `casts`, by
     layer and tensor; `updates`, by parameter, and `total` for all; `mu`, with `--grad-scaling auto`; `outliers`, by layer and tensor, the
-    powers of two by which one amax in the window holds down a delayed scale after this step (`megatron.lm.run.reports.amax_outliers`).
+    powers of two by which one amax in the window holds down a delayed scale after this step (`megatron.lm.run.reports.amax_outliers`);
+    `experts`, by layer from 0, of a mixture of experts: each expert's `load` as a share of the choices, and the router's losses and entropy
+    (`ExpertLoad.by_layer`).
 
     Tensors of `casts`: `input`, `weight` and `grad_output` as cast for their GEMM; `query`, `key`, `value` and `grad_attention` of FP8
     attention; `grad`, a gradient as sent compared with backward's; `grad_reduced`, the average compared with the FP32 sum; `master`, `m`
@@ -141,10 +143,14 @@ class Recorder:
         casts, rehearsed, updates, mu, bits = self._read()
         skipped = bool(flag)
         gathered, held_down = self._gather(casts, rehearsed, updates, mu, skipped), outliers(self._delayed, bits)
+        experts = {
+            str(layer): {name: _rounded(values) for name, values in numbers.items()}
+            for layer, numbers in self.training.experts.by_layer().items()
+        }
         curves = None
         if gathered is not None:
             written = line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32)
-            curves = self._write(written | {"outliers": held_down})
+            curves = self._write(written | {"outliers": held_down} | ({"experts": experts} if experts else {}))
         self.scalars(curves, iteration)
 
     @torch.no_grad()
@@ -292,6 +298,11 @@ def _judge_update(sums: Sequence[float]) -> list[float | None]:
     elements, squares, wanted, product, lost, distance, arrived = sums
     norm, share = math.sqrt(wanted), undelivered_share(distance, arrived)
     return [_short(math.sqrt(squares)), _short(norm), _short(product / norm if norm else 0.0), _short(lost / elements), _short(share)]
+
+
+def _rounded(values: Tensor) -> Any:
+    """Return a number or a list of numbers, as `_short`."""
+    return [_short(value) for value in values.tolist()] if values.dim() else _short(float(values))
 
 
 def _short(value: float) -> float | None:

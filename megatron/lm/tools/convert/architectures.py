@@ -426,6 +426,8 @@ def architecture_of(model: ModelConfig) -> Architecture:
     Raises:
         ValueError: none does; the message names the unsupported settings of each.
     """
+    if model.num_experts is not None:
+        raise ValueError("the model is a mixture of experts, and no Hugging Face architecture here has experts yet: export a dense model")
     misfits = {name: one.misfits(model) for name, one in ARCHITECTURES.items()}
     for name, unsupported in misfits.items():
         if not unsupported:

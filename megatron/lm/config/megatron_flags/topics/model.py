@@ -1,7 +1,6 @@
 """Flags of the model's architecture."""
 
 from megatron.lm.config.megatron_flags.topics.row import accepted, dropped, refused, translated
-from megatron.lm.config.sections.parallel import NO_EXPERTS
 
 MLA = "multi-latent attention is not supported: use multi-head or grouped-query attention (--group-query-attention)"
 HYBRID = "Mamba and linear attention are not supported: drop it, or use Megatron-LM"
@@ -152,14 +151,6 @@ FLAGS = (
         "--mscale X",
         "--mscale-all-dim X",
         "--cache-mla-latents",
-    ),
-    *refused(
-        NO_EXPERTS,
-        "--num-experts N",
-        "--moe-*",
-        "--overlap-moe-expert-parallel-comm",
-        "--ep-overlap-early-attn-memory-release",
-        "--delay-wgrad-compute",
     ),
     *refused(HYBRID, "--hybrid-*", "--mamba-*", "--disable-mamba-mem-eff-path", "--is-hybrid-model", "--linear-*"),
     *dropped("hybrid models are not supported, and a share of 0 adds no such layers", "--hybrid-attention-ratio 0"),

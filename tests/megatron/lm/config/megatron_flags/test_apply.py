@@ -39,15 +39,18 @@ def test_a_stray_word_behind_a_dropped_flag_is_left_for_argparse():
 @pytest.mark.promise("Megatron flags", "All unknown and refused flags of a command line are named in one message.")
 def test_all_unknown_and_refused_flags_are_named_in_one_message():
     with pytest.raises(ValueError, match="nothing was started") as refusal:
-        applied("--num-experts 8 --use-flash-attn --trian-iters 4 --moe-router-topk 2 --spec a b --xyzzy 1 --timing-log-level")
+        applied(
+            "--expert-model-parallel-size 8 --use-flash-attn --trian-iters 4 --moe-input-jitter-eps 2 --spec a b --xyzzy 1 "
+            "--timing-log-level"
+        )
     head, *problems = str(refusal.value).split("\n- ")
     assert head == "6 flags are refused, nothing was started:"
     for problem, words in zip(
         problems,
         (
-            "--num-experts 8: mixture of experts",
+            "--expert-model-parallel-size 8: expert parallelism is not supported yet",
             "unknown flag --trian-iters (did you mean --train-iters?)",
-            "--moe-router-topk 2: mixture of experts",
+            "--moe-input-jitter-eps 2: this variant of a mixture of experts",
             "--spec a b: ",
             "unknown flag --xyzzy",
             "--timing-log-level is missing a value",
@@ -63,5 +66,5 @@ def test_one_problem_is_one_line():
 
 
 def test_a_refused_flag_is_no_hint():
-    with pytest.raises(ValueError, match=r"^unknown flag --num-expert$"):
-        applied("--num-expert 8")
+    with pytest.raises(ValueError, match=r"^unknown flag --kv-lora-ran$"):
+        applied("--kv-lora-ran 8")

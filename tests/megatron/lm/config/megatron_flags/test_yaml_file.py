@@ -89,7 +89,7 @@ def test_the_command_line_replaces_the_file_and_says_so(tmp_path: Path):
         ("lr: 1e-4", ["--lr", "1e-4"]),
         ("data_path: ${FOLDER}/a", ["--data-path", "there/a"]),
         ("mock_data: False", []),
-        ("language_model: {moe_router_topk: 2, moe_aux_loss_coeff: 0}", []),
+        ("language_model: {moe_router_topk: 2}", ["--moe-router-topk", "2"]),
         ("language_model: {moe_router_topk: 4}", ["--moe-router-topk", "4"]),
         ("recompute_granularity: null", []),
         ("apply_rope_fusion: False", ["--no-rope-fusion"]),
@@ -133,12 +133,12 @@ def test_a_missing_file_and_refused_flags_are_usage_errors(tmp_path: Path, capsy
     with pytest.raises(SystemExit, match="2"):
         parse(["--yaml-cfg", str(tmp_path / "a.yaml")])
     assert "unknown key multimodal" in capsys.readouterr().err
-    (tmp_path / "a.yaml").write_text("num_experts: 8\n")
+    (tmp_path / "a.yaml").write_text("expert_model_parallel_size: 8\n")
     with pytest.raises(SystemExit, match="2"):
         parse(["--yaml-cfg", str(tmp_path / "a.yaml"), "--kv-lora-rank", "5"])
     said = capsys.readouterr().err
     assert "2 flags are refused" in said
-    assert "--num-experts 8" in said
+    assert "--expert-model-parallel-size 8" in said
 
 
 def test_the_names_of_fields_are_no_flags_and_become_known_ones():

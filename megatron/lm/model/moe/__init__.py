@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, and the layer that replaces a transformer layer's MLP."""

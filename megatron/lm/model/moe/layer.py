@@ -1,0 +1,73 @@
+"""The mixture-of-experts layer, in the place of a transformer layer's MLP: router, experts, and an optional shared expert.
+
+    y = sum over a token's experts e of p_e MLP_e(x)  +  MLP_shared(x)
+
+Every rank has all experts, so no token is sent. Under tensor parallelism attention is split and experts are not: with sequence parallelism
+a rank computes its own part of the sequence, and `Grid.sums` adds the gradients of the experts as those of the norms.
+"""
+
+import copy
+from typing import Any
+
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.lm.model.moe.router import Router
+from megatron.lm.processes.process_groups import device
+from msamp.nn.expert_layer import Experts
+
+
+class MoE(MegatronModule):
+    """A mixture of experts, constructed and called as megatron-core's MLP: `forward(x [s, b, h])` returns (y [s, b, h], None).
+
+    Subclasses define `shared`, the linear layers and activation of the shared expert (`moe_class`).
+
+    Attributes:
+        router, experts: the layer's parts.
+        shared_experts: the shared expert, a dense MLP; None without `--moe-shared-expert-intermediate-size`.
+    """
+
+    shared: MLPSubmodules
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        assert config.num_moe_experts is not None
+        assert config.moe_ffn_hidden_size is not None
+        groups = get_default_pg_collection()
+        self.router = Router(config, groups)
+        self.experts = Experts(
+            config.num_moe_experts, config.hidden_size, config.moe_ffn_hidden_size, device=device(), dtype=config.params_dtype
+        )
+        for weight in self.experts.parameters():
+            weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        size = config.moe_shared_expert_intermediate_size
+        self.shared_experts: MLP | None = None
+        if size is not None:
+            own = copy.copy(config)  # MLP reads a part of its width from the configuration
+            own.ffn_hidden_size = size
+            self.shared_experts = MLP(own, self.shared, ffn_hidden_size=size, tp_group=groups.tp)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Called by megatron-core's TransformerLayer."""
+        self.router.set_layer_number(layer_number)
+
+    def forward(self, hidden_states: Tensor, **ignored: Any) -> tuple[Tensor, None]:
+        """hidden_states [s, b, h] -> ([s, b, h], None); megatron-core passes a padding mask, which is None in a GPT."""
+        if any(value is not None for value in ignored.values()):
+            raise ValueError(f"a mixture of experts does not support {', '.join(ignored)}: call it with hidden states only")
+        probs, experts = self.router(hidden_states)
+        y = self.experts(hidden_states.flatten(0, 1), probs, experts).view_as(hidden_states)
+        if self.shared_experts is None:
+            return y, None
+        return y + self.shared_experts(hidden_states)[0], None
+
+
+def moe_class(shared: MLPSubmodules) -> type[MoE]:
+    """Return the class of a mixture of experts whose shared expert has these linear layers and activation.
+
+    A class and not a `ModuleSpec`, for whose modules megatron-core knows only its own constructors and warns about others.
+    """
+    return type("MoE", (MoE,), {"shared": shared, "__doc__": MoE.__doc__})

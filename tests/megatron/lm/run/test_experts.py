@@ -1,0 +1,92 @@
+"""Mixtures of experts in whole runs: they learn, resume bit for bit, on another grid too, and are refused where they are not built."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import dist, tiny
+from megatron.lm.checkpoint import load_for_inference
+from megatron.lm.config import Config
+from megatron.lm.evaluation.decoding import Decoder
+from megatron.lm.processes.cpu_home import cpu_home
+from megatron.lm.processes.process_groups import shutdown
+from megatron.lm.tools.convert.hugging_face import hf_config
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "global_batch_size": 8,
+}
+
+
+def settings(folder: Path, level: str = "O0", **changes: Any) -> Config:
+    data = folder / "corpus" if (folder / "corpus.bin").exists() else tiny.write_data(folder)
+    return tiny.config(data, **EXPERTS | {"opt_level": level} | changes)
+
+
+def continued(run: Config, folder: Path, **training: Any) -> Config:
+    return replace(run, training=replace(run.training, **training), checkpoint=replace(run.checkpoint, load=str(folder)))
+
+
+def test_it_learns_logs_its_load_and_resumes_bit_for_bit(tmp_path: Path):
+    changes = {"train_iters": 30, "eval_interval": 2, "eval_iters": 1, "moe_layer_freq": "[0,1]"}
+    record = {"record_precision": str(tmp_path / "record.jsonl"), "record_interval": 10}
+    rows = [row for row in tiny.run(settings(tmp_path, **changes, **record)) if row["kind"] == "train"]
+    whole = tiny.losses(rows)
+    assert sum(whole[-5:]) / 5 < sum(whole[:5]) / 5 - 0.3
+    assert 0.9 < rows[-1]["moe_aux_loss"] < 2
+    assert rows[-1]["moe_z_loss"] > 0
+    assert 0 <= rows[-1]["moe_load_min"] < 1 < rows[-1]["moe_load_max"] <= 2  # an expert has at most every token, top 2 of 4
+    recorded = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])["experts"]
+    assert list(recorded) == ["1"]
+    assert sum(recorded["1"]["load"]) == pytest.approx(1, rel=1e-4)
+    run = settings(tmp_path, **changes, save=str(tmp_path / "saved"), exit_interval=3)
+    first = tiny.losses(tiny.run(run))
+    assert first + tiny.losses(tiny.run(continued(run, tmp_path / "saved", exit_interval=6))) == whole[:6]
+
+
+def resumed(data: str, load: str, changes: dict[str, Any]) -> list[float]:
+    return tiny.losses(tiny.run(tiny.config(data, **EXPERTS, opt_level="O0", load=load, **changes)))
+
+
+GRIDS = {
+    "stages": {"pipeline_model_parallel_size": 2},
+    "zero": {"use_distributed_optimizer": True},
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+}
+
+
+@pytest.mark.nightly(20)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_run_goes_on_on_another_grid(tmp_path: Path, grid: str):
+    tiny.run(settings(tmp_path, save=str(tmp_path / "saved"), exit_interval=3))
+    where = str(tmp_path / "corpus"), str(tmp_path / "saved")
+    alone = resumed(*where, {})
+    losses = dist.run(resumed, 2, *where, GRIDS[grid], init=False)[0]
+    assert losses == pytest.approx(alone, abs=0.02)
+
+
+def test_what_does_not_know_experts_refuses_them(tmp_path: Path):
+    tiny.run(settings(tmp_path, train_iters=2, save=str(tmp_path / "saved")))
+    with cpu_home(), torch.no_grad():
+        model, config, tokenizer = load_for_inference(tmp_path / "saved")
+        assert model(torch.arange(8)[None], torch.arange(8)[None], None).isfinite().all()
+        bias = model.decoder.layers[0].mlp.router.expert_bias  # type: ignore[union-attr]
+        assert bias.abs().max() > 0
+        shutdown()
+    with pytest.raises(ValueError, match="mixture of experts, which generation does not support yet"):
+        Decoder(model, 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no Hugging Face architecture here has experts yet"):
+        hf_config(config, tiny.VOCABULARY + 1, torch.float32, tokenizer.eod)
