@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.takeover import check_optimizer, chosen_recipe, parameter_groups, retire
 from msamp.kernels.scaled_mm import warn_if_emulated
-from msamp.nn.convert import carry_out, plan_conversions
+from msamp.nn.convert import carry_out, plan_conversions, planned_weights
+from msamp.nn.expert_layer import Experts
 from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.parameter_swap import swap_contents_
@@ -99,8 +100,14 @@ def prepare(
         if p.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; materialize the model before fsdp.prepare quantizes it")
     conversions = plan_conversions(model, chosen, accept)
-    for module, planned in conversions.items():
-        check_finite(module.get_parameter(planned.attribute), planned.name)
+    for planned in conversions.values():
+        if issubclass(planned.kind, Experts):
+            raise ValueError(
+                f"{planned.weights[0].name} belongs to experts, whose FP8 weights fully_shard cannot divide; keep their dtype by accept="
+                "msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names('experts')), or use msamp.initialize(zero=True)"
+            )
+    for name, p in planned_weights(conversions).items():
+        check_finite(p, name)
     separate = chosen.weight != chosen.states.master
     masters: dict[torch.Tensor, torch.Tensor] = {}  # of the weights before their rounding to FP8
     carry_out(model, chosen, conversions, masters if separate else None)

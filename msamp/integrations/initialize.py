@@ -2,8 +2,8 @@
 
 In a user's loop, the fields of a recipe mean:
 
-- `gemm`: if it has FP8 GEMMs, linear layers become FP8Linear. Their weight is stored in `weight`, with a separate master if the master has
-  another format.
+- `gemm`: if it has FP8 GEMMs, linear layers become FP8Linear, and experts grouped FP8 products. Their weight is stored in `weight`, with a
+  separate master if the master has another format.
 - `formats_of` returns the formats of converted weights, of other matrices, and of norms and biases, as in the trainer. A plain FP32
   parameter is its own master.
 - A parameter's gradient has the gradient format of its states; on several processes the average is sent in that format.
@@ -24,9 +24,18 @@ from msamp.integrations import ms_amp
 from msamp.integrations.loop_optimizer import LoopOptimizer, NoDistributedDataParallel, parameter_formats
 from msamp.integrations.saving import save_plain
 from msamp.integrations.second_stage import former_optimizers, release, take_masters
-from msamp.integrations.takeover import check_groups, check_optimizer, chosen_recipe, defaults_of, joined_state, parameter_groups, retire
+from msamp.integrations.takeover import (
+    check_groups,
+    check_optimizer,
+    chosen_recipe,
+    defaults_of,
+    divide_parameters,
+    joined_state,
+    parameter_groups,
+    retire,
+)
 from msamp.kernels.scaled_mm import warn_if_emulated
-from msamp.nn.convert import Conversion, Survey, carry_out, plan_conversions, survey
+from msamp.nn.convert import Conversion, Survey, carry_out, plan_conversions, planned_weights, survey
 from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import check_finite
 from msamp.nn.scaling_state import ScalingState
@@ -93,13 +102,13 @@ def _checked(
         _check_muon(model, optimizers)
         former = former_optimizers(model, optimizers, recipe)
         conversions = plan_conversions(model, recipe, accept)
-        check_groups(optimizers, {module.get_parameter(planned.attribute) for module, planned in conversions.items()}, recipe)
+        check_groups(optimizers, set(planned_weights(conversions).values()), recipe)
     except ValueError as error:
         if group is None:
             raise
         refusal = error
     if group is not None:
-        _start_equal(model, [recipe.name, *(f"{planned.name} converted" for planned in conversions.values())], refusal, group)
+        _start_equal(model, [recipe.name, *(f"{name} converted" for name in planned_weights(conversions))], refusal, group)
     for name, p in model.named_parameters():
         check_finite(p, name)
     if recipe.fp8:
@@ -259,7 +268,9 @@ def _converted(
     _warn_of_untrained(model, optimizers)
     # A master is initialized from the weight before its rounding to FP8.
     masters: dict[torch.Tensor, torch.Tensor] = {}
-    carry_out(model, recipe, conversions, masters if recipe.weight != recipe.states.master else None)
+    divided = carry_out(model, recipe, conversions, masters if recipe.weight != recipe.states.master else None)
+    for optimizer in optimizers:
+        divide_parameters(optimizer, divided)
     for each in former:
         masters |= take_masters(each)
         release(each)
@@ -329,6 +340,9 @@ def initialize(
     weights and buffers of the group's first rank, send gradients during backward, and `step` uses the average over the ranks. So `p.grad`
     is None after backward: clip with `clip_grad` or `msamp.clip_grad_norm_`. torch's `clip_grad_norm_`, and other code that reads
     gradients, finds the average in `p.grad` only after `optimizer.synchronize()`.
+
+    Experts (`msamp.Experts`, and those of transformers' Mixtral, OLMoE and Qwen3-MoE) become FP8 too. Each expert's matrix is then a
+    parameter of its own (`msamp.nn.expert_matrices`), and the optimizer's groups, names and states are divided accordingly.
 
     A model that was already initialized keeps its layers. The new optimizer takes the masters of the former one, whose `step` then raises.
     A recipe that stores or casts weights differently is rejected.

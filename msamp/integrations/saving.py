@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from msamp.nn.expert_matrices import joined_weights
 from msamp.nn.linear import transposed_weights
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.tensor import ScalingTensor, fp32_values
@@ -62,14 +63,19 @@ def plain_state_dict(model: nn.Module, optimizer: FP8AdamW | None = None, dtype:
 
 
 def plain_weights(model: nn.Module, masters: Mapping[int, torch.Tensor]) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Yield each floating-point parameter of a model once: its names, and its values in FP32, from the master where there is one.
+    """Yield each floating-point parameter of the unconverted model once: its names, and its values in FP32, from the master where there is
+    one.
 
     masters: `masters_of` the optimizer.
     """
     transposed, names = transposed_weights(model), defaultdict(list)
+    joined = joined_weights(model)
+    within = {part for parts in joined.values() for part in parts}
     for name, p in model.named_parameters(remove_duplicate=False):
-        if p.is_floating_point():
+        if p.is_floating_point() and name not in within:
             names[p].append(name)
+    for name, parts in joined.items():
+        yield [name], torch.stack([_value(model.get_parameter(part), masters, False) for part in parts])
     for p, own in names.items():
         yield own, _value(p, masters, own[0] in transposed)
 
@@ -144,3 +150,21 @@ def _make_plain(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, m
     for name, p in model.named_parameters(remove_duplicate=False):
         if prefix + name in state and isinstance(p, ScalingTensor):
             state[prefix + name] = _value(p, masters, name in transposed).to(p.dtype)
+    _join_experts(model, state, prefix)
+
+
+def _join_experts(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Replace the matrices of experts by their weight [E, N, K], at the place of the first one."""
+    first = {prefix + parts[0]: (prefix + name, [prefix + part for part in parts]) for name, parts in joined_weights(model).items()}
+    if not any(key in state for key in first):
+        return
+    values = dict(state)
+    state.clear()
+    rest: set[str] = set()
+    for key, value in values.items():
+        if key in first:
+            name, parts = first[key]
+            state[name] = torch.stack([values[part] for part in parts])
+            rest |= set(parts)
+        elif key not in rest:
+            state[key] = value

@@ -9,6 +9,7 @@ do the same:
     retire(adamw, low)
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -129,6 +130,25 @@ def parameter_groups(optimizer: torch.optim.Optimizer, model: nn.Module, recipe:
         common.setdefault("param_names", [names.get(id(p), f"parameter {i} of group {number}") for i, p in enumerate(params)])
         groups.append({"params": params, "decoupled": is_decoupled(optimizer, group), **common})
     return groups
+
+
+def divide_parameters(optimizer: torch.optim.Optimizer, divided: Mapping[torch.Tensor, Sequence[torch.Tensor]]) -> None:
+    """Replace each parameter that the conversion divided (the weight of experts) in the optimizer's groups by its parts, with the names
+    `<name>.0`, `<name>.1`, ..., and its states by their slices along dim 0."""
+    for group in optimizer.param_groups:
+        names = group.get("param_names")
+        if names is not None:
+            pairs = zip(names, group["params"], strict=True)
+            group["param_names"] = [
+                own for name, p in pairs for own in ([f"{name}.{e}" for e in range(len(divided[p]))] if p in divided else [name])
+            ]
+        group["params"] = [own for p in group["params"] for own in divided.get(p, [p])]
+    for whole, parts in divided.items():
+        state = optimizer.state.pop(whole, {})
+        for e, part in enumerate(parts if state else ()):
+            optimizer.state[part] = {
+                key: x[e].clone() if isinstance(x, torch.Tensor) and x.shape == whole.shape else copy.copy(x) for key, x in state.items()
+            }
 
 
 def check_groups(optimizers: Sequence[torch.optim.Optimizer], linear: Collection[torch.Tensor], recipe: Recipe) -> None:

@@ -1,7 +1,8 @@
 """Conversion of any module tree: linear layers that a filter accepts become FP8Linear, everything else is unchanged.
 
-Linear layers are torch.nn.Linear, the Conv1D of Hugging Face's GPT-2, and the projections of torch.nn.MultiheadAttention. `survey` lists
-every module with weight matrices and why it is or is not converted; `convert` follows the same decisions.
+Linear layers are torch.nn.Linear, the Conv1D of Hugging Face's GPT-2, the projections of torch.nn.MultiheadAttention, and the products of
+experts: of `msamp.Experts`, and of transformers 5 for Mixtral, OLMoE and Qwen3-MoE. `survey` lists every module with weight matrices and
+why it is or is not converted; `convert` follows the same decisions.
 """
 
 import copy
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from msamp.nn.expert_layer import Experts, HostExperts
+from msamp.nn.expert_matrices import ExpertMatrices
 from msamp.nn.filters import DEFAULT, Filter, why_refused
 from msamp.nn.linear import FP8Conv1D, FP8Linear, Loading, check_finite, scaling_parameter
 from msamp.nn.multihead_attention import FP8MultiheadAttention, why_not
@@ -22,6 +25,12 @@ from msamp.numerics.recipe import O2, Recipe
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_HOST_EXPERTS = {  # class -> its file in transformers: concatenated gate and up, no bias
+    "MixtralExperts": "transformers.models.mixtral.modeling_mixtral",
+    "OlmoeExperts": "transformers.models.olmoe.modeling_olmoe",
+    "Qwen3MoeExperts": "transformers.models.qwen3_moe.modeling_qwen3_moe",
+}
+_GROUPED = 16  # the grouped FP8 GEMMs load rows whose length is a multiple of it
 _SHOWN = 3  # names listed per reason
 
 
@@ -134,18 +143,46 @@ def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: 
         own = _reads_otherwise(module)
         if own:
             return own
-    linear = _as_linear(module)
-    if linear is None and type(module) is not nn.MultiheadAttention:
+    linear, experts = _as_linear(module), _as_experts(module)
+    if linear is None and experts is None and type(module) is not nn.MultiheadAttention:
         return _what_else(module)
     if recipe.gemm is None:
         return f"recipe {recipe.name} has no FP8 GEMM"
     if tied:
         return "another module holds the same weight"
+    if experts is not None:
+        return _why_experts_left(name, module, experts, recipe, accept)
     if linear is not None:
         return why_refused(accept, name, linear)
     assert isinstance(module, nn.MultiheadAttention)
     parts = {"in_proj": nn.Linear(module.embed_dim, 3 * module.embed_dim, device="meta"), "out_proj": module.out_proj}
     return why_not(module) or next((why for part, each in parts.items() if (why := why_refused(accept, _join(name, part), each))), "")
+
+
+def _why_experts_left(name: str, module: nn.Module, experts: type[Experts], recipe: Recipe, accept: Filter) -> str:
+    """Return why a module of experts will not be converted; "" if it will."""
+    assert recipe.gemm is not None
+    weights = [module._parameters.get(weight) for weight in experts.weight_names]
+    if any(weight is None for weight in weights):
+        return "its weights are computed from other parameters"
+    if "forward" in vars(module):
+        return "its forward was replaced (accelerate hooks, or by hand) and may read the weights directly"
+    if not recipe.gemm.fusible:
+        return f"experts need one scale per tensor, from its amax or history, but the recipe casts inputs as {recipe.gemm.input}"
+    act = getattr(module, "act_fn", None)
+    if experts is HostExperts and type(act).__name__ not in ("SiLU", "SiLUActivation"):
+        return f"its experts have the activation {type(act).__name__}, not SwiGLU's SiLU"
+    for weight, p in zip(experts.weight_names, weights, strict=True):
+        assert p is not None
+        _, outputs, inputs = p.shape
+        if outputs % _GROUPED or inputs % _GROUPED:
+            return f"{weight} is [{outputs}, {inputs}] per expert; grouped FP8 GEMMs need multiples of {_GROUPED}"
+        if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            return f"{weight} has gradient hooks, which E separate matrices cannot take over; register them after the conversion"
+        why = why_refused(accept, _join(name, weight), nn.Linear(inputs, outputs, device="meta"))
+        if why:
+            return why
+    return ""
 
 
 def _reads_otherwise(module: nn.Module) -> str:
@@ -201,6 +238,14 @@ def _is_conv1d(module: nn.Module) -> bool:
     return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+def _as_experts(module: nn.Module) -> type[Experts] | None:
+    """Return the class that a module of experts will have; None if it is not one. Those of transformers are recognized by name."""
+    kind = type(module)
+    if kind is Experts:
+        return Experts
+    return HostExperts if _HOST_EXPERTS.get(kind.__qualname__) == kind.__module__ else None
+
+
 def _what_else(module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.Linear):
@@ -211,6 +256,9 @@ def _what_else(module: nn.Module) -> str:
 
 def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Module:
     """Convert linear layers to FP8Linear in place. Layers and Parameters remain the same objects, with their hooks and attributes.
+
+    Experts are the exception: each weight [E, N, K] is replaced by E parameters (`msamp.nn.expert_matrices`), so build optimizers after
+    `convert`; `msamp.initialize` divides those that it is given.
 
     Only a plain `torch.nn.Linear`, Hugging Face's Conv1D and a plain `torch.nn.MultiheadAttention` are converted: a subclass may read its
     weight directly. A weight that two modules share (an LM head tied to its embedding) is not converted, because the other module could
@@ -229,10 +277,24 @@ def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Mo
             holds the view (`msamp.nn.parameter_swap`).
     """
     conversions = plan_conversions(model, recipe, accept)
-    for module, planned in conversions.items():
-        check_finite(module.get_parameter(planned.attribute), planned.name)
+    for name, p in planned_weights(conversions).items():
+        check_finite(p, name)
     carry_out(model, recipe, conversions)
     return model
+
+
+class PlannedWeight(NamedTuple):
+    """A weight that will be converted.
+
+    Attributes:
+        attribute: the attribute of its module.
+        name: its name in the model.
+        scaling: the scales of its product's casts.
+    """
+
+    attribute: str
+    name: str
+    scaling: LinearScaling
 
 
 class Conversion(NamedTuple):
@@ -240,36 +302,45 @@ class Conversion(NamedTuple):
 
     Attributes:
         kind: its new class.
-        attribute: the attribute that holds the weight.
-        name: the weight's name in the model.
-        scaling: the scales of its casts.
+        weights: those it will convert, one or, for experts, two.
     """
 
-    kind: type[Loading]
-    attribute: str
-    name: str
-    scaling: LinearScaling
+    kind: type[nn.Module]
+    weights: tuple[PlannedWeight, ...]
+
+
+def planned_weights(conversions: Mapping[nn.Module, Conversion]) -> dict[str, nn.Parameter]:
+    """Return the weights that will be converted, by name in the model."""
+    return {weight.name: module.get_parameter(weight.attribute) for module, planned in conversions.items() for weight in planned.weights}
 
 
 def plan_conversions(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> dict[nn.Module, Conversion]:
     """Return the conversions that `convert` will do, without checking that weights are finite. Arguments and errors as in `convert`."""
     conversions: dict[nn.Module, Conversion] = {}
 
-    def plan(module: nn.Module, kind: type[Loading], attribute: str, name: str) -> None:
+    def plan(module: nn.Module, kind: type[nn.Module], name: str, *attributes: str) -> None:
         assert recipe.gemm is not None
-        scaling = LinearScaling(recipe.gemm, device=module.get_parameter(attribute).device)
-        conversions[module] = Conversion(kind, attribute, _join(name, attribute), scaling)
+        conversions[module] = Conversion(
+            kind,
+            tuple(
+                PlannedWeight(each, _join(name, each), LinearScaling(recipe.gemm, device=module.get_parameter(each).device))
+                for each in attributes
+            ),
+        )
 
     for name in _survey(model, recipe, accept).converted:
         module = model.get_submodule(name)
         if isinstance(module, Loading):
             continue
-        if isinstance(module, nn.MultiheadAttention):
-            plan(module, FP8MultiheadAttention, "in_proj_weight", name)
-            plan(module.out_proj, FP8Linear, "weight", _join(name, "out_proj"))
+        experts = _as_experts(module)
+        if experts is not None:
+            plan(module, experts, name, *experts.weight_names)
+        elif isinstance(module, nn.MultiheadAttention):
+            plan(module, FP8MultiheadAttention, name, "in_proj_weight")
+            plan(module.out_proj, FP8Linear, _join(name, "out_proj"), "weight")
         else:
-            plan(module, FP8Conv1D if _is_conv1d(module) else FP8Linear, "weight", name)
-    check_swappable({planned.name: module.get_parameter(planned.attribute) for module, planned in conversions.items()})
+            plan(module, FP8Conv1D if _is_conv1d(module) else FP8Linear, name, "weight")
+    check_swappable(planned_weights(conversions))
     return conversions
 
 
@@ -278,31 +349,67 @@ def carry_out(
     recipe: Recipe,
     conversions: Mapping[nn.Module, Conversion],
     former: dict[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
+) -> dict[torch.Tensor, list[nn.Parameter]]:
     """Do the conversions of `plan_conversions`; the weights must be finite.
 
     former: receives each Parameter's values before rounding, [outputs, inputs], for master weights; None frees them layer by layer.
+
+    Returns:
+        Each weight of experts, which the model no longer has -> the parameters, one per expert, that replace it. All other Parameters
+        remain the same objects.
     """
-    for module, (kind, attribute, name, scaling) in conversions.items():
-        p, turned = module.get_parameter(attribute), kind is FP8Conv1D
-        values = p.detach().t() if turned else p.detach()
-        swap_contents_(p, scaling_parameter(values, recipe, p.requires_grad, name), transposed=turned)
-        if former is not None:
-            former[p] = values
-        # Change the class of the existing object, so that its hooks and other references to it stay valid.
-        module.__class__ = kind
-        if issubclass(kind, FP8Linear):
-            module.out_features, module.in_features = p.shape  # type: ignore[assignment]
-        if turned:
-            p.stored_transposed = True  # type: ignore[attr-defined]  # for the states of an existing optimizer
-        module.add_module("scaling", scaling)
-        module.watch_weights()  # type: ignore[operator]
+    divided: dict[torch.Tensor, list[nn.Parameter]] = {}
+    for module, (kind, weights) in conversions.items():
+        if issubclass(kind, Experts):
+            _divide_experts(module, kind, weights, recipe, divided)
+        else:
+            _convert_linear(module, kind, weights[0], recipe, former)
+    if former is not None:
+        for whole, matrices in divided.items():
+            former |= zip(matrices, whole.detach().unbind(), strict=True)
     for parent in model.modules():
         # torch's fused inference path, and the nested tensors that it uses, would read weights as plain tensors.
         if isinstance(parent, nn.TransformerEncoderLayer) and any(isinstance(m, Loading) for m in (parent.linear1, parent.self_attn)):
             parent.activation_relu_or_gelu = 0
         if isinstance(parent, nn.TransformerEncoder) and any(isinstance(m, Loading) for m in parent.modules()):
             parent.use_nested_tensor = False
+    return divided
+
+
+def _convert_linear(
+    module: nn.Module, kind: type[nn.Module], weight: PlannedWeight, recipe: Recipe, former: dict[torch.Tensor, torch.Tensor] | None
+) -> None:
+    attribute, name, scaling = weight
+    p, turned = module.get_parameter(attribute), kind is FP8Conv1D
+    values = p.detach().t() if turned else p.detach()
+    swap_contents_(p, scaling_parameter(values, recipe, p.requires_grad, name), transposed=turned)
+    if former is not None:
+        former[p] = values
+    # Change the class of the existing object, so that its hooks and other references to it stay valid.
+    module.__class__ = kind
+    if issubclass(kind, FP8Linear):
+        module.out_features, module.in_features = p.shape  # type: ignore[assignment]
+    if turned:
+        p.stored_transposed = True  # type: ignore[attr-defined]  # for the states of an existing optimizer
+    module.add_module("scaling", scaling)
+    module.watch_weights()  # type: ignore[operator]
+
+
+def _divide_experts(
+    module: nn.Module,
+    kind: type[Experts],
+    weights: tuple[PlannedWeight, ...],
+    recipe: Recipe,
+    divided: dict[torch.Tensor, list[nn.Parameter]],
+) -> None:
+    """Replace the weights of experts by one parameter per expert."""
+    for attribute, name, scaling in weights:
+        whole = module.get_parameter(attribute)
+        matrices = ExpertMatrices(whole, recipe, scaling, name)
+        del module._parameters[attribute]
+        module.add_module(attribute, matrices)
+        divided[whole] = matrices.matrices
+    module.__class__ = kind
 
 
 def _join(name: str, part: str) -> str:

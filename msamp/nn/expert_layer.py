@@ -5,19 +5,25 @@
 Why one module and not a linear layer per product? Between the two products the rows of all experts stay in the order of the experts, and
 in FP8 everything between them is one kernel (`msamp.nn.experts`). Two layers would have to pass that order on, and would cast twice.
 
-As built, the layer is plain torch, with `torch.nn.functional.grouped_mm` where that runs.
+As built, the layer is plain torch, with `torch.nn.functional.grouped_mm` where that runs. `msamp.initialize` and `msamp.convert` change it
+in place: each weight becomes an `ExpertMatrices`, and the layer computes in FP8. The experts of transformers 5 become a `HostExperts`.
 
-Next: `msamp.nn.experts` has the FP8 products.
+Next: `msamp.nn.experts` has the FP8 products, `msamp.nn.expert_matrices` the weights.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from msamp.kernels import ops
-from msamp.nn.experts import check_tokens
+from msamp.nn.differentiable_once import check_transforms
+from msamp.nn.expert_matrices import ExpertMatrices
+from msamp.nn.experts import ExpertSettings, ExpertsFunction, check_tokens
+from msamp.nn.linear_fn import activation
 
 _ALIGNED = 16  # bytes between rows that torch's grouped_mm requires
 
@@ -34,16 +40,19 @@ class Experts(nn.Module):
         device, dtype: of the weights: torch.float32, torch.bfloat16 or torch.float16.
 
     Attributes:
-        fc1_weight: [E, 2F, H], gate before up.
-        fc2_weight: [E, H, F].
+        fc1_weight: [E, 2F, H], gate before up; once converted an `ExpertMatrices`.
+        fc2_weight: [E, H, F]; likewise.
+        weight_names: the names of the two attributes.
 
-    Shape: x [tokens, H] in the weights' dtype, probs FP32 [tokens, top-k], experts integers [tokens, top-k] -> [tokens, H] in the dtype of
-    x. A choice of a negative expert (-1: an expert of another rank) adds nothing, and its probability has no gradient. Indices of E and
-    above are not checked on a GPU, since that would wait for it.
+    Shape: x [tokens, H] in the weights' dtype (once converted, any of the three), probs FP32 [tokens, top-k], experts integers [tokens,
+    top-k] -> [tokens, H] in the dtype of x. A choice of a negative expert (-1: an expert of another rank) adds nothing, and its probability
+    has no gradient. Indices of E and above are not checked on a GPU, since that would wait for it.
 
     Raises:
         ValueError: for sizes below 1, or inputs of other shapes or dtypes.
     """
+
+    weight_names = ("fc1_weight", "fc2_weight")
 
     def __init__(
         self,
@@ -64,16 +73,69 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialize each expert's matrices as torch.nn.Linear does."""
-        for weight in (self.fc1_weight, self.fc2_weight):
+        for name in self.weight_names:
+            weight = getattr(self, name)
             bound = 1 / math.sqrt(weight.shape[-1])
-            nn.init.uniform_(weight, -bound, bound)
+            for p in weight.parameters() if isinstance(weight, ExpertMatrices) else [weight]:
+                nn.init.uniform_(p, -bound, bound)
 
     def forward(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return plain_experts(x, probs, experts, self.fc1_weight, self.fc2_weight)
+        fc1, fc2 = (getattr(self, name) for name in self.weight_names)
+        if not isinstance(fc1, ExpertMatrices):
+            return plain_experts(x, probs, experts, fc1, fc2)
+        if not (fc1.low_precision and fc2.low_precision):  # a float copy
+            return plain_experts(x, probs, experts, fc1.stacked(), fc2.stacked())
+        if torch.compiler.is_compiling():
+            # A graph break: operands are cached by version, and torch.compile would trace E parameters. The layer is a few kernels already.
+            return _uncompiled()(x, probs, experts, fc1, fc2)
+        return _fp8_experts(x, probs, experts, fc1, fc2)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in self.weight_names:
+            matrices, key = getattr(self, name), prefix + name
+            if isinstance(matrices, ExpertMatrices) and key in state_dict:
+                values = state_dict.pop(key)
+                if values.shape != matrices.shape:
+                    args[-1].append(f"size mismatch for {key}: {tuple(values.shape)} in the state, {tuple(matrices.shape)} in the model")
+                    values = ()
+                state_dict |= {f"{key}.{e}": value for e, value in enumerate(values)}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        count, hidden, width = self.fc2_weight.shape
+        count, hidden, width = getattr(self, self.weight_names[1]).shape
         return f"{count} experts, {hidden}, {width}"
+
+
+class HostExperts(Experts):
+    """The converted experts of a model of transformers 5, under its names and with its order of arguments. An index of E and above, which
+    marks an expert of another rank there, adds nothing."""
+
+    weight_names = ("gate_up_proj", "down_proj")
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        count = getattr(self, self.weight_names[0]).shape[0]
+        here = torch.where(top_k_index < count, top_k_index, -1)
+        y = super().forward(hidden_states, top_k_weights.float(), here)
+        return y.to(hidden_states.dtype)
+
+
+def _fp8_experts(x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: ExpertMatrices, fc2: ExpertMatrices) -> torch.Tensor:
+    check_transforms(fc1.matrices[0].label, x)  # type: ignore[attr-defined]
+    (fc1_weight, fc1_operands), (fc2_weight, fc2_operands) = fc1(), fc2()
+    record = torch.is_grad_enabled()
+    x_slot, grad_fc1 = fc1.scaling.slots(record)
+    activated, grad_fc2 = fc2.scaling.slots(record)
+    settings = ExpertSettings(fc1.scaling.gemm, fc1_operands, fc2_operands, x_slot, activated, grad_fc1, grad_fc2)
+    return ExpertsFunction.apply(activation(x), probs, experts, fc1_weight, fc2_weight, settings)
+
+
+_UNCOMPILED: list[Callable[..., torch.Tensor]] = []  # not functools.cache, which torch.compile warns about
+
+
+def _uncompiled() -> Callable[..., torch.Tensor]:
+    if not _UNCOMPILED:
+        _UNCOMPILED.append(torch.compiler.disable(_fp8_experts))  # not as a decorator, since it imports the compiler
+    return _UNCOMPILED[0]
 
 
 def plain_experts(

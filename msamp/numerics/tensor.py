@@ -179,7 +179,10 @@ class ScalingTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # An FP8 payload is pickled as bytes: plain pickle does not support float8 storage.
-        payload = self.payload.view(torch.uint8) if self.payload.itemsize == 1 else self.payload
+        # A slice of a larger payload, as an expert's, is copied first: pickle would write all of that payload for each slice.
+        alone = self.payload.untyped_storage().nbytes() == self.payload.nbytes
+        payload = self.payload if alone else self.payload.clone()
+        payload = payload.view(torch.uint8) if payload.itemsize == 1 else payload
         flags = (self.requires_grad, isinstance(self, torch.nn.Parameter))
         attributes = {name: value for name, value in vars(self).items() if name not in OWN_ATTRIBUTES}
         return _rebuild, (payload, self.payload.dtype, self.scale_inv, self.dtype, *flags, *([attributes] if attributes else []))

@@ -93,16 +93,51 @@ def test_a_conv1d_loads_its_own_states_and_plain_ones(square):
         assert torch.equal(other.get_parameter(name).detach(), model.get_parameter(name).detach())
 
 
-def test_experts_of_mixtral_are_named():
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_local_experts=4,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
-    with pytest.warns(
-        UserWarning, match=r"less than half of the model's weight GEMMs(.*\n)+.*Experts reads its own parameters \(gate_up_proj"
-    ):
-        initialized(model)
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+MIXTURES = {
+    "Mixtral": {"intermediate_size": 64, "num_local_experts": 4},
+    "Olmoe": {"intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 1},
+    "Qwen3Moe": {"intermediate_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+def mixture(kind: str, **options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **(MIXTURES.get(kind, {}) | options))
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.promise("Conversion", "Experts of transformers' Mixtral, OLMoE and Qwen3-MoE train in FP8 and save plain weights.")
+@pytest.mark.parametrize("kind", list(MIXTURES))
+def test_experts_train_in_fp8_and_reload_plain(kind, tmp_path):
+    losses = []
+    for level in ("fp32", "O2"):
+        model, optimizer = initialized(mixture(kind), level)
+        losses.append([step(model, optimizer) for _ in range(12)][-1])
+    assert losses[1] == pytest.approx(losses[0], rel=0.015)
+    assert losses[1] < 4.1, "the first loss is 4.2"
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    assert len(experts) == 8
+    assert all(isinstance(p, msamp.ScalingTensor) for p in experts)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    want = msamp.plain_state_dict(model, optimizer)
+    assert list(again.state_dict()) == list(want) == list(mixture(kind).state_dict())
+    assert all(x.equal(want[name]) for name, x in again.state_dict().items())
+    assert sqnr_db(again.eval()(TOKENS).logits, model.eval()(TOKENS).logits) > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("Qwen2Moe", {"num_experts": 4, "moe_intermediate_size": 48}, "Qwen2MoeExperts reads its own parameters (gate_up_proj (4, 96, 32)"),
+        ("Mixtral", {"hidden_act": "gelu"}, "its experts have the activation GELUActivation, not SwiGLU's SiLU"),
+        ("Mixtral", {"intermediate_size": 40}, "down_proj is [32, 40] per expert; grouped FP8 GEMMs need multiples of 16"),
+    ],
+)
+def test_experts_that_stay_as_they_are_are_named(kind, options, why):
+    left = msamp.survey(mixture(kind, **options)).left
+    assert why in left["model.layers.0.mlp.experts"]
 
 
 def test_vit_is_converted_but_for_its_convolution():

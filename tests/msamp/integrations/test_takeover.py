@@ -1,13 +1,25 @@
 """The public parts of which an integration of one's own is made. What `msamp.initialize` does with them: test_initialize.py."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import msamp
+from helpers.moe_model import EXPERTS, KEEP, Mixture, initialized, train
 from helpers.numerics import make
 from msamp.integrations.loop_optimizer import LoopOptimizer
-from msamp.integrations.takeover import check_optimizer, chosen_recipe, defaults_of, is_decoupled, parameter_groups, retire, update_name
+from msamp.integrations.takeover import (
+    check_optimizer,
+    chosen_recipe,
+    defaults_of,
+    divide_parameters,
+    is_decoupled,
+    parameter_groups,
+    retire,
+    update_name,
+)
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
 
@@ -55,3 +67,43 @@ def test_the_update_and_the_decay_follow_from_the_class_and_its_options():
     assert not is_decoupled(adam, {})
     assert is_decoupled(torch.optim.AdamW([weight]), {})
     assert defaults_of(sgd)["formats"].update == "sgd-momentum"
+
+
+def test_the_states_of_experts_are_divided_among_their_matrices():
+    model = Mixture()
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
+    train(model, adamw, 5)
+    before = {name: adamw.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+    want = train(*_continued(model, adamw), 1)
+    model, low = msamp.initialize(model, adamw, "O1", accept=KEEP)
+    names = low.param_groups[0]["param_names"]
+    assert names == [name for name, _ in model.named_parameters()]
+    moments = [low.state[p]["exp_avg"] for p in model.experts.fc1_weight.matrices]
+    assert torch.stack(moments).equal(before["experts.fc1_weight"])
+    assert all(int(low.state[p]["step"]) == 5 for p in model.parameters())
+    assert train(model, low, 1) == pytest.approx(want, rel=0.03)
+
+
+def _continued(model: nn.Module, adamw: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A copy of both, in FP32."""
+    again = Mixture()
+    again.load_state_dict(model.state_dict())
+    other = torch.optim.AdamW(again.named_parameters(), lr=3e-3)
+    other.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    return again, other
+
+
+def test_dividing_without_names_and_without_states():
+    whole, other = nn.Parameter(torch.ones(2, 3, 4)), nn.Parameter(torch.ones(3))
+    adamw, parts = torch.optim.AdamW([{"params": [other, whole]}]), [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+    divide_parameters(adamw, {whole: parts})
+    assert [id(p) for p in adamw.param_groups[0]["params"]] == [id(p) for p in (other, *parts)]
+    assert not adamw.state
+
+
+def test_experts_are_clipped_together_and_their_scales_are_their_own():
+    model, optimizer = initialized("O2", clip_grad=1e-3)
+    train(model, optimizer, 2)
+    assert len(optimizer.grad_amaxes) == 5 + 2 * EXPERTS
+    moments = {float(optimizer.state[p]["exp_avg"].scale_inv) for p in model.experts.parameters()}
+    assert len(moments) > 1

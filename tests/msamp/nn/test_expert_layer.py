@@ -6,7 +6,11 @@ import torch.nn.functional as F
 
 import msamp
 from helpers.choices import each_once
+from helpers.moe_model import initialized, train
 from msamp.nn import expert_layer
+from msamp.nn.expert_layer import HostExperts
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.recipe import O1, O2, O3
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 40, 32, 48, 4, 2
 
@@ -86,6 +90,78 @@ def test_second_derivatives():
     (want,) = torch.autograd.grad(one_by_one(x, probs, choices, *experts.parameters()).square().sum(), x, create_graph=True)
     for ours, theirs in zip(*(torch.autograd.grad(g.square().sum(), (x, probs)) for g in (first, want)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@each_once(load=LOADS, recipe=[O1, O2, O3])
+def test_converted_experts_in_fp8(load, recipe):
+    plain, (x, probs, choices) = layer(), routed(load)
+    converted = msamp.convert(layer(), recipe)
+    tensors = (x, probs)
+    weights = [[*plain.parameters()], [[*converted.fc1_weight.parameters()], [*converted.fc2_weight.parameters()]]]
+    want, got = plain(x, probs, choices), converted(x, probs, choices)
+    assert got.shape == want.shape
+    if not want.any():
+        assert not got.any()
+        return
+    assert sqnr_db(want, got) > 20
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    theirs = torch.autograd.grad(want, (*tensors, *weights[0]), grad)
+    ours = torch.autograd.grad(got, (*tensors, *weights[1][0], *weights[1][1]), grad)
+    ours = [*ours[:2], torch.stack(ours[2 : 2 + EXPERTS]), torch.stack(ours[2 + EXPERTS :])]
+    assert all(sqnr_db(w, g) > 17 for w, g in zip(theirs, ours, strict=True))
+    assert not ours[1][choices < 0].any()
+
+
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("O1", "O3", "bf16", "bf16-kahan", "collage-fp8")]
+
+
+@pytest.mark.parametrize("recipe", ["O2", "coat", "collage-plus", *NIGHTLY])
+def test_a_small_training_ends_at_the_loss_of_fp32(recipe):
+    want, got = (train(*initialized(name), 25) for name in ("fp32", recipe))
+    assert got == pytest.approx(want, rel=0.03)
+    assert want < 0.2, "it has learned: the first loss is 0.6"
+
+
+def test_histories_record_both_products():
+    model, optimizer = initialized()
+    train(model, optimizer, 2)
+    for matrices in (model.experts.fc1_weight, model.experts.fc2_weight):
+        assert (matrices.scaling.history[:, -2:] > 0).all()
+        assert int(matrices.scaling.seen) == 2
+
+
+def test_the_experts_of_a_host_take_its_order_and_its_mark_of_another_rank():
+    converted, (x, probs, choices) = msamp.convert(layer(), O2), routed()
+    host = HostExperts.__new__(HostExperts)
+    torch.nn.Module.__init__(host)
+    host.gate_up_proj, host.down_proj = converted.fc1_weight, converted.fc2_weight
+    marked = torch.where(choices == 3, EXPERTS, choices)
+    want = converted(x, probs, torch.where(choices == 3, -1, choices))
+    assert host(x, marked, probs).equal(want)
+    assert host(x.bfloat16(), marked, probs.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_compiled_model_breaks_its_graph_at_the_experts_and_trains_alike():
+    want = train(*initialized("O3"), 3)
+    model, optimizer = initialized("O3")
+    torch._dynamo.reset()
+    assert train(torch.compile(model, backend="eager"), optimizer, 3) == want
+
+
+def test_resetting_converted_experts():
+    converted = msamp.convert(layer(), O2)
+    before = converted.fc1_weight.stacked()
+    converted.reset_parameters()
+    after = converted.fc1_weight.stacked()
+    assert not after.equal(before)
+    assert after.abs().max() <= 1 / HIDDEN**0.5
+
+
+def test_a_weight_of_another_size_is_not_loaded():
+    converted = msamp.convert(layer(), O2)
+    state = {**layer().state_dict(), "fc1_weight": torch.zeros(EXPERTS - 1, 2 * WIDTH, HIDDEN)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for fc1_weight: \(3, 96, 32\) in the state, \(4, 96, 32\) in the model"):
+        converted.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
