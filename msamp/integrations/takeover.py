@@ -9,7 +9,6 @@ do the same:
     retire(adamw, low)
 """
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -144,10 +143,10 @@ def divide_parameters(optimizer: torch.optim.Optimizer, divided: Mapping[torch.T
             ]
         group["params"] = [own for p in group["params"] for own in divided.get(p, [p])]
     for whole, parts in divided.items():
-        state = optimizer.state.pop(whole, {})
+        state, shape = optimizer.state.pop(whole, {}), (len(parts), *parts[0].shape)
         for e, part in enumerate(parts if state else ()):
             optimizer.state[part] = {
-                key: x[e].clone() if isinstance(x, torch.Tensor) and x.shape == whole.shape else copy.copy(x) for key, x in state.items()
+                key: x if not isinstance(x, torch.Tensor) else x[e].clone() if x.shape == shape else x.clone() for key, x in state.items()
             }
 
 

@@ -355,18 +355,15 @@ def carry_out(
     former: receives each Parameter's values before rounding, [outputs, inputs], for master weights; None frees them layer by layer.
 
     Returns:
-        Each weight of experts, which the model no longer has -> the parameters, one per expert, that replace it. All other Parameters
-        remain the same objects.
+        Each weight of experts, which the model no longer has and which is empty now -> the parameters, one per expert, that replace it. All
+        other Parameters remain the same objects.
     """
     divided: dict[torch.Tensor, list[nn.Parameter]] = {}
     for module, (kind, weights) in conversions.items():
         if issubclass(kind, Experts):
-            _divide_experts(module, kind, weights, recipe, divided)
+            divided |= _divide_experts(module, kind, weights, recipe, former)
         else:
             _convert_linear(module, kind, weights[0], recipe, former)
-    if former is not None:
-        for whole, matrices in divided.items():
-            former |= zip(matrices, whole.detach().unbind(), strict=True)
     for parent in model.modules():
         # torch's fused inference path, and the nested tensors that it uses, would read weights as plain tensors.
         if isinstance(parent, nn.TransformerEncoderLayer) and any(isinstance(m, Loading) for m in (parent.linear1, parent.self_attn)):
@@ -400,16 +397,22 @@ def _divide_experts(
     kind: type[Experts],
     weights: tuple[PlannedWeight, ...],
     recipe: Recipe,
-    divided: dict[torch.Tensor, list[nn.Parameter]],
-) -> None:
-    """Replace the weights of experts by one parameter per expert."""
+    former: dict[torch.Tensor, torch.Tensor] | None,
+) -> dict[torch.Tensor, list[nn.Parameter]]:
+    """Replace the weights of experts by one parameter per expert, and return the replacements."""
+    divided: dict[torch.Tensor, list[nn.Parameter]] = {}
     for attribute, name, scaling in weights:
         whole = module.get_parameter(attribute)
         matrices = ExpertMatrices(whole, recipe, scaling, name)
         del module._parameters[attribute]
         module.add_module(attribute, matrices)
         divided[whole] = matrices.matrices
+        if former is not None:
+            former |= zip(matrices.matrices, whole.detach().unbind(), strict=True)
+        # Its memory is freed, and code that still holds it fails rather than use values that no longer change.
+        whole.grad, whole.data = None, whole.new_empty(0)
     module.__class__ = kind
+    return divided
 
 
 def _join(name: str, part: str) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msamp
-from helpers import dist, guide_blocks
+from helpers import dist, guide_blocks, moe_model
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -439,3 +439,10 @@ def skipped_each_way() -> dict[str, bool]:
 def test_a_skipped_step_leaves_no_trace_on_any_rank():
     for found in dist.run(skipped_each_way, 2):
         assert found == {"optimizer": True, "own loop": True, "GradScaler": True}
+
+
+def test_experts_are_refused_with_the_filter_that_leaves_them_out():
+    with pytest.raises(ValueError, match=r"experts.fc1_weight belongs to experts, whose FP8 weights fully_shard cannot divide"):
+        fsdp.prepare(moe_model.Mixture(), "O2")
+    left = msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names("experts"))
+    assert fsdp.prepare(moe_model.Mixture(), "O2", accept=left).experts.fc1_weight.dim() == 3

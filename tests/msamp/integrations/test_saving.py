@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist
+from helpers import dist, moe_model
 from helpers.numerics import make
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.numerics import recipe
@@ -256,3 +256,28 @@ def test_an_exact_state_of_another_fp8_recipe_loads_and_restarts_the_windows(fir
     same_window = loaded[0].scaling.history.shape == saved[0].scaling.history.shape
     assert loaded[0].scaling.steps == (saved[0].scaling.steps if same_window else 0)
     assert loaded(torch.ones(2, 128)).isfinite().all()
+
+
+@every_level
+def test_experts_are_saved_in_every_form_and_loaded_bit_for_bit(level, tmp_path):
+    model, optimizer = moe_model.initialized(level)
+    moe_model.train(model, optimizer, 2)
+    x, _ = moe_model.batch()
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file(fp8_state_dict(model), tmp_path / "fp8")
+    for state in (exact_state_dict(model), pytest.importorskip("safetensors.torch").load_file(tmp_path / "fp8")):
+        again, other = moe_model.initialized(level)
+        again.load_state_dict(state)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert again(x).equal(model(x))
+    assert moe_model.train(again, other, 1) == moe_model.train(model, optimizer, 1)
+    plain = plain_state_dict(model, optimizer)
+    unconverted = moe_model.Mixture()
+    assert list(plain) == list(unconverted.state_dict())
+    unconverted.load_state_dict(plain)
+    again, _ = moe_model.initialized(level)
+    again.load_state_dict(plain)
+    assert torch.allclose(again.experts.fc1_weight.stacked(), unconverted.experts.fc1_weight, rtol=0.07, atol=1e-4)
+    assert not again.experts.fc1_weight.scaling.seen
+    narrow = plain_state_dict(model, optimizer, torch.bfloat16)["experts.fc2_weight"]
+    assert narrow.equal(plain["experts.fc2_weight"].bfloat16())

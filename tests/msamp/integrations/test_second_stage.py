@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist
+from helpers import dist, moe_model
 
 
 def mlp() -> nn.Sequential:
@@ -96,3 +96,12 @@ def test_a_frozen_base_that_was_converted_by_itself_takes_a_trained_layer_of_ano
     train(model, optimizer)
     for p, bits in zip((base[0].weight, base[2].weight), before, strict=True):
         assert p.payload.view(torch.uint8).equal(bits)
+
+
+def test_a_second_stage_takes_the_masters_of_every_expert():
+    model, first = moe_model.initialized("O3")
+    moe_model.train(model, first, 2)
+    masters = [first.state[p]["master"].dequantize() for p in model.experts.parameters()]
+    _, second = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "O3", accept=moe_model.KEEP)
+    assert all(second.state[p]["master"].dequantize().equal(m) for p, m in zip(model.experts.parameters(), masters, strict=True))
+    moe_model.train(model, second, 1)

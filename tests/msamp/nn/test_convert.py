@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import msamp
+from helpers.moe_model import KEEP, Mixture
 from helpers.numerics import make
 from msamp.nn.convert import convert, float_copy, survey
+from msamp.nn.expert_matrices import ExpertMatrices
 from msamp.nn.filters import DEFAULT, all_of, exclude_names, include_names, min_features
 from msamp.nn.linear import FP8Linear
 from msamp.numerics import recipe
@@ -337,3 +340,66 @@ def test_the_survey_says_what_share_of_the_flops_each_reason_leaves_in_16_bits()
     assert lines[2].endswith(f"lm_head; {64 * 512 / total:.1%} of the FLOPs stay in 16 or 32 bits")
     assert f"{64 * 256 / total:.1%} of the FLOPs (each weight once)" in lines[0]
     assert all(p.dtype == torch.bfloat16 for p in model["experts"].parameters())
+
+
+def test_experts_are_divided_and_the_whole_weight_is_empty():
+    model = Mixture()
+    whole = model.experts.fc1_weight
+    assert survey(model, accept=KEEP).converted == ["up", "down", "experts"]
+    convert(model, recipe.O2, KEEP)
+    assert whole.numel() == 0
+    assert survey(model).converted == ["up", "down", "experts.fc1_weight", "experts.fc2_weight"]
+    assert convert(model, recipe.O2, KEEP) is model  # a second time
+
+
+@pytest.mark.parametrize(
+    ("change", "how", "why"),
+    [
+        (
+            lambda m: None,
+            recipe.O2.with_gemm(recipe.GEMMS["blockwise"]),
+            "experts need one scale per tensor, from its amax",
+        ),
+        (lambda m: None, recipe.BF16, "recipe bf16 has no FP8 GEMM"),
+        (lambda m: setattr(m.experts, "forward", lambda *args: args[0]), recipe.O2, "its forward was replaced"),
+        (lambda m: m.experts.fc1_weight.register_hook(lambda g: g), recipe.O2, "fc1_weight has gradient hooks, which E separate matrices"),
+        (
+            lambda m: setattr(m, "experts", msamp.Experts(4, 32, 40)),
+            recipe.O2,
+            r"fc2_weight is \[32, 40\] per expert",
+        ),
+        (lambda m: setattr(m, "again", SharedExperts(m.experts.fc1_weight)), recipe.O2, "another module holds the same weight"),
+        (
+            lambda m: nn.utils.parametrize.register_parametrization(m.experts, "fc1_weight", nn.Identity()),
+            recipe.O2,
+            "reads its own|computed",
+        ),
+    ],
+)
+def test_experts_that_stay_in_16_bits(change, how, why):
+    model = Mixture()
+    change(model)
+    assert re.search(why, survey(model, how, KEEP).left["experts"])
+    convert(model, how, KEEP)
+    assert not any(isinstance(m, ExpertMatrices) for m in model.modules())
+
+
+class SharedExperts(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def test_a_filter_may_leave_experts_out():
+    left = survey(Mixture(), accept=exclude_names("experts")).left
+    assert left["experts"] == "its name is excluded"
+    assert "experts" in survey(Mixture(), accept=exclude_names(r"experts\.fc2_weight")).left
+
+
+def test_a_weight_of_experts_that_is_not_finite_is_named():
+    model = Mixture()
+    with torch.no_grad():
+        model.experts.fc2_weight[3, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"experts.fc2_weight holds 1 values that are NaN or infinite"):
+        convert(model, recipe.O2, KEEP)
+    assert model.experts.fc1_weight.shape == (4, 96, 32)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import msamp
 from helpers.choices import each_once
 from helpers.moe_model import initialized, train
+from msamp.kernels import scalar_pool
 from msamp.nn import expert_layer
 from msamp.nn.expert_layer import HostExperts
 from msamp.numerics.metrics import sqnr_db
@@ -162,6 +163,59 @@ def test_a_weight_of_another_size_is_not_loaded():
     state = {**layer().state_dict(), "fc1_weight": torch.zeros(EXPERTS - 1, 2 * WIDTH, HIDDEN)}
     with pytest.raises(RuntimeError, match=r"size mismatch for fc1_weight: \(3, 96, 32\) in the state, \(4, 96, 32\) in the model"):
         converted.load_state_dict(state)
+
+
+def on_gpu(recipe) -> tuple[msamp.Experts, msamp.Experts, list[torch.Tensor]]:
+    """Plain BF16 and converted experts of 128 to 256 features, x, probabilities and choices with some of another rank."""
+    torch.manual_seed(0)
+    plain = msamp.Experts(8, 256, 128, device="cuda", dtype=torch.bfloat16)
+    converted = msamp.Experts(8, 256, 128, device="cuda", dtype=torch.bfloat16)
+    converted.load_state_dict(plain.state_dict())
+    probs, choices = torch.rand(1000, 8, device="cuda").topk(2)
+    choices = torch.where(choices == 5, -1, choices)
+    return plain, msamp.convert(converted, recipe), [torch.randn(1000, 256, device="cuda").bfloat16(), probs, choices]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [O2, O3])
+def test_on_the_gpu_fp8_is_near_torch_s_grouped_mm(recipe):
+    plain, converted, (x, probs, choices) = on_gpu(recipe)
+    want, got = ([], [])
+    for experts, results in ((plain, want), (converted, got)):
+        own = x.clone().requires_grad_(), probs.clone().requires_grad_()
+        for _ in range(2):  # micro-batches
+            y = experts(*own, choices)
+            y.square().sum().backward()
+        weights = [torch.stack([p.grad for p in w.parameters()]) if w is not None else None for w in experts.children()]
+        results += [y.detach(), *(t.grad for t in own), *(weights or [p.grad for p in experts.parameters()])]
+    assert all(sqnr_db(w.float(), g.float()) > 15 for w, g in zip(want, got, strict=True))
+    one = one_by_one(x.float(), probs, choices, *(w.float() for w in plain.parameters()))
+    assert sqnr_db(one, want[0].float()) > 40
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_the_weights_and_the_choices():
+    _, converted, (x, probs, choices) = on_gpu(O2)
+    converted(x, probs, choices).sum().backward()  # warms up
+    for p in converted.parameters():
+        p.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with scalar_pool.captured(), torch.cuda.graph(graph):
+        y = converted(x, probs, choices)
+        y.sum().backward()
+    with torch.no_grad():
+        choices.copy_(torch.rand(1000, 8, device="cuda").topk(2).indices)
+        for p in converted.parameters():
+            p.mul_(2.0)
+            p.grad.zero_()
+    graph.replay()
+    grads = [p.grad.clone() for p in converted.parameters()]
+    for p in converted.parameters():
+        p.grad = None
+    want = converted(x, probs, choices)
+    want.sum().backward()
+    assert y.equal(want)
+    assert all(a.equal(p.grad) for a, p in zip(grads, converted.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
