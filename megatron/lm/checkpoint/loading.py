@@ -165,6 +165,9 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
     differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
     if "megatron_args" in info:
         differing = megatron.differing(info["megatron_args"], config.model, free)
+    layers, saved = config.fp8_experts, config_from_dict(info["config"]).fp8_experts
+    if layers != saved:  # one tensor per layer, or one per expert
+        differing.append(f"FP8 experts in {len(layers)} layers (saved: {len(saved)}) by --opt-level or --first-last-layers-bf16")
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
     if not finetune:

@@ -80,6 +80,11 @@ class Config:
         end = self.model.num_layers - precision.num_layers_at_end_in_bf16
         return frozenset(layers[: precision.num_layers_at_start_in_bf16]) | frozenset(layers[max(0, end) :])
 
+    @property
+    def fp8_experts(self) -> tuple[int, ...]:
+        """Layers, from 0, whose experts are in FP8: mixtures of experts of an FP8 recipe, without `layers_in_bf16`."""
+        return tuple(n for n in self.model.moe_layers if n not in self.layers_in_bf16) if self.precision.named.fp8 else ()
+
     def of_layer(self, layer: int) -> "Config":
         """Return the configuration of a model in which all layers are as layer `layer`, from 0, of this one."""
         if layer not in self.layers_in_bf16:

@@ -16,7 +16,9 @@ def obstacle(config: Config) -> str | None:
         and not parallel.sequence_parallel,
         "dropout draws random numbers": model.hidden_dropout > 0 or model.attention_dropout > 0,
         "recomputation outside the fused FP8 layers saves random states": training.recompute_granularity == "full"
-        or (training.recompute_granularity is not None and (not config.fuses_layers or bool(config.layers_in_bf16))),
+        or (
+            training.recompute_granularity is not None and not (config.fuses_layers and not config.layers_in_bf16 and not model.moe_layers)
+        ),
         # Each of their sums is a new tensor, and fp8-sr draws random numbers.
         "--grad-accum-dtype fp8 and fp8-sr do not accumulate in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
         "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",

@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -207,15 +207,46 @@ def describe(config: Config, choice: Fp8LayerChoice) -> str:
         details = (
             alike or ", ".join(f"{slot} {gain}" for slot, gain in gains.items()) or (", ".join(slots) if choice.bf16 and slots else "")
         )
-        number = (config.model.num_layers - len(config.layers_in_bf16)) * len(slots)
+        number = sum(linear_layers(config, slot, config.layers_in_bf16) for slot in slots)
         if name == "BF16":
-            number += len(config.layers_in_bf16) * len(LINEARS)
+            number += linear_layers(config) - sum(linear_layers(config, slot, config.layers_in_bf16) for slot in LINEARS)
             details = "; ".join(filter(None, (details, _whole_layers(config))))
         counts.append(f"{number} {name}" + (f" ({details})" if details else ""))
     if not config.precision.named.fp8:
         by = "of Transformer Engine" if isinstance(config.precision.named, PeerRecipe) else str(config.precision.named.compute)
-        counts = [f"{config.model.num_layers * len(LINEARS)} {by}"]
+        counts = [f"{linear_layers(config)} {by}"]
     return f"linear layers: {', '.join(counts)}; {choice.reason}"
+
+
+def linear_layers(config: Config, slot: str | None = None, without: Collection[int] = ()) -> int:
+    """Return the number of linear layers of the whole model, the LM head and experts excepted.
+
+    Args:
+        slot: only these; None: of all slots.
+        without: layers, from 0, that do not count.
+    """
+    model = config.model
+    dense = [n for n in range(model.num_layers) if n not in without]
+    if slot is None:
+        return sum(linear_layers(config, each, without) for each in LINEARS)
+    if slot in ("linear_fc1", "linear_fc2") and model.moe_shared_expert_intermediate_size is None:
+        dense = [n for n in dense if n not in model.moe_layers]
+    return len(dense)
+
+
+def describe_experts(config: Config) -> str | None:
+    """Return a line about the experts of the whole model; None for a dense model."""
+    model, recipe = config.model, config.precision.named
+    if model.num_experts is None:
+        return None
+    wide = len(model.moe_layers) - len(config.fp8_experts) if recipe.fp8 else 0
+    stored = f"in FP8{f', of {wide} layers in BF16' if wide else ''}" if recipe.fp8 else f"in {recipe.compute}"
+    shared = model.moe_shared_expert_intermediate_size
+    beside = f", and a shared one of width {shared}" if shared else ""
+    return (
+        f"mixture of experts: {len(model.moe_layers)} of {model.num_layers} layers, each with {model.num_experts} experts of width "
+        f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; every process has all of its layers' experts"
+    )
 
 
 def _whole_layers(config: Config) -> str:

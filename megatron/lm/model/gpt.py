@@ -20,6 +20,7 @@ from megatron.lm.model.attention import check_backend, document_mask
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
+from megatron.lm.model.moe.fp8_experts import convert_experts
 from megatron.lm.model.peer import block_spec as peer_block_spec
 from megatron.lm.model.peer import check_available, core_settings, provider
 from megatron.lm.model.spec import block_spec
@@ -240,6 +241,7 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
     layers = peer_block_spec(core_config, provider(), vp_stage) if isinstance(recipe, PeerRecipe) else None
     others = dict.fromkeys(config.layers_in_bf16, layer_linears(recipe, LINEARS))
     model = assemble(config, core_config, vocab_size, linears, vp_stage, layers, fused=config.fuses(recipe), others=others)
+    convert_experts(model, recipe, config.fp8_experts)
     connect(model, config, WireBytes() if sent is None else sent)
     return model
 

@@ -125,7 +125,7 @@ class Trainer:
         low, high = least_and_most(sum(p.numel() for p in training.model.parameters()) * sum(sizes.values()) / 2**30)
         parameters = parameter_count(self.config.model, self.config.padded_vocab_size(training.vocab_size))
         state = {"state_gib_min": low, "state_gib_max": high}
-        layers, linears = 4 * self.config.model.num_layers, training.linears
+        layers, linears = fp8_layers.linear_layers(self.config), training.linears
         counts: dict[str, Any] = {"layers": layers, "bf16": linears.bf16, "gain": linears.gains, "reason": linears.reason}
         if self.config.layers_in_bf16:
             counts["layers_in_bf16"] = sorted(self.config.layers_in_bf16)
@@ -140,6 +140,8 @@ class Trainer:
             if (blend := describe(self.config.data.data_path or self.config.data.train_data_path)) is not None:
                 print(wrapped(blend))
             print(wrapped(fp8_layers.describe(self.config, linears)))
+            if (mixture := fp8_layers.describe_experts(self.config)) is not None:
+                print(wrapped(mixture))
             print("CUDA graphs: {} ({})".format(*step_graph.choose(self.config)))
             if (travel := travels(training.model)) is not None:
                 print(wrapped(f"tensor parallelism: activations travel {travel}"))

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.sections.model import ModelConfig
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
@@ -98,8 +99,18 @@ def supported(config: Config, world_size: int) -> Problems:
         yield "experts with biases are not supported yet: add --disable-bias-linear"
     if model.objective != "causal-lm":
         yield f"--objective {model.objective} with --num-experts is not supported yet: use causal-lm, or drop the experts"
-    if precision.contradiction is None and (precision.named.fp8 or isinstance(precision.named, PeerRecipe)):
-        yield f"precision {precision.name} with --num-experts is not supported yet: use --opt-level O0 or --precision bf16"
+    if refusal(precision) is None:
+        gemm = precision.recipe.gemm
+        if isinstance(precision.named, PeerRecipe) or (gemm is not None and not gemm.fusible):
+            yield (
+                f"precision {precision.name} with --num-experts is not supported yet: experts need one scale per tensor, use --opt-level "
+                "O0, O1, O2 or O3, with --fp8-recipe delayed or tensorwise"
+            )
+        elif gemm is not None and parallel.sequence_parallel:
+            yield (
+                "--sequence-parallel with --num-experts in FP8 is not supported yet, since FP8 gradients are not summed over the "
+                "tensor-parallel processes: drop it, or use --opt-level O0"
+            )
     if config.checkpoint.ckpt_format != "own":
         yield f"--ckpt-format {config.checkpoint.ckpt_format} with --num-experts is not supported yet: use own"
     if config.logging.dry_run:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.lm.model.initial import named_globally, parameter_names
 from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.model.moe.fp8_experts import TrainedMatrices
 from megatron.lm.run.reports.amax_outliers import bits_held_down, outliers
 from megatron.lm.shell.logs import LogFile, Unwritten
 from megatron.lm.training.gradients import chunks
@@ -91,6 +92,7 @@ class Recorder:
         # Every measured cast: layer, scales, and the tensors by row.
         self.watched: list[tuple[str, TensorScales, dict[int, str]]] = [
             *((name, layer.scaling, ROWS) for name, layer in self.layers),
+            *((name, matrices.scaling, ROWS) for name, matrices in modules if isinstance(matrices, TrainedMatrices)),
             *((name.removesuffix(".scaling"), scales, CASTS_HERE) for name, scales in modules if isinstance(scales, AttentionScaling)),
         ]
         # Every delayed scale, also of casts that are not measured.

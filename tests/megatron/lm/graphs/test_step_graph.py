@@ -31,6 +31,10 @@ OBSTACLES = {
     "dropout": ({"hidden_dropout": 0.1}, "dropout"),
     "recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recomputation"),
     "selective": ({"recompute_granularity": "selective", "precision": "bf16"}, "recomputation"),
+    "experts": (
+        {"recompute_granularity": "selective", "num_experts": 4, "swiglu": True, "disable_bias_linear": True, "precision": "O2"},
+        "recomputation",
+    ),
     "stochastic": ({"grad_accum_dtype": "fp8-sr", "precision": "O2"}, "fp8-sr"),
     "owner": ({"grad_accum_on": "owner", "precision": "O2"}, "in every micro-batch"),
 }

@@ -57,8 +57,25 @@ def test_it_learns_logs_its_load_and_resumes_bit_for_bit(tmp_path: Path):
     assert first + tiny.losses(tiny.run(continued(run, tmp_path / "saved", exit_interval=6))) == whole[:6]
 
 
-def resumed(data: str, load: str, changes: dict[str, Any]) -> list[float]:
-    return tiny.losses(tiny.run(tiny.config(data, **EXPERTS, opt_level="O0", load=load, **changes)))
+@pytest.mark.parametrize("level", ["O2", *(pytest.param(level, marks=pytest.mark.nightly(8)) for level in ("O1", "O3"))])
+def test_fp8_experts_learn_as_bf16_ones_and_resume_bit_for_bit(tmp_path: Path, level: str):
+    changes = {"train_iters": 24, "moe_layer_freq": "[0,1]"}
+    record = {"record_precision": str(tmp_path / "record.jsonl"), "record_interval": 8}
+    run = settings(tmp_path, level, **changes, save=str(tmp_path / "saved"))
+    whole = tiny.losses(tiny.run(replace(run, logging=replace(run.logging, **record), checkpoint=replace(run.checkpoint, save=None))))
+    plain = tiny.losses(tiny.run(settings(tmp_path, **changes)))
+    assert whole == pytest.approx(plain, abs=0.03)
+    casts = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[-1])["casts"]
+    assert casts["decoder.layers.1.mlp.experts.fc2_weight"].keys() == {"input", "grad_output"}
+    assert casts["decoder.layers.1.mlp.experts.fc2_weight.3"].keys() >= {"grad"}
+    first = tiny.losses(tiny.run(replace(run, training=replace(run.training, exit_interval=6))))
+    assert first + tiny.losses(tiny.run(continued(run, tmp_path / "saved", exit_interval=9))) == whole[:9]
+    with pytest.raises(ValueError, match=r"FP8 experts in 0 layers \(saved: 1\) by --opt-level"):
+        tiny.run(settings(tmp_path, **changes, load=str(tmp_path / "saved")))
+
+
+def resumed(data: str, load: str, level: str, changes: dict[str, Any]) -> list[float]:
+    return tiny.losses(tiny.run(tiny.config(data, **EXPERTS, opt_level=level, load=load, **changes)))
 
 
 GRIDS = {
@@ -69,12 +86,14 @@ GRIDS = {
 
 
 @pytest.mark.nightly(20)
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_run_goes_on_on_another_grid(tmp_path: Path, grid: str):
-    tiny.run(settings(tmp_path, save=str(tmp_path / "saved"), exit_interval=3))
-    where = str(tmp_path / "corpus"), str(tmp_path / "saved")
+def test_a_run_goes_on_on_another_grid(tmp_path: Path, grid: str, level: str):
+    changes = {name: value for name, value in GRIDS[grid].items() if level == "O0" or name != "sequence_parallel"}
+    tiny.run(settings(tmp_path, level, save=str(tmp_path / "saved"), exit_interval=3))
+    where = str(tmp_path / "corpus"), str(tmp_path / "saved"), level
     alone = resumed(*where, {})
-    losses = dist.run(resumed, 2, *where, GRIDS[grid], init=False)[0]
+    losses = dist.run(resumed, 2, *where, changes, init=False)[0]
     assert losses == pytest.approx(alone, abs=0.02)
 
 

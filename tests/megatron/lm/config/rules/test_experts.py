@@ -32,7 +32,12 @@ REFUSALS: list[refusals.Refusal] = [
     ("--num-experts 8 --disable-bias-linear", "experts with gelu are not supported yet: add --swiglu"),
     ("--num-experts 8 --swiglu", "experts with biases are not supported yet: add --disable-bias-linear"),
     (f"{MOE} --objective masked-lm", "--objective masked-lm with --num-experts is not supported yet"),
-    (f"{MOE} --opt-level O2", "precision O2 with --num-experts is not supported yet: use --opt-level O0"),
+    (f"{MOE} --opt-level O2 --fp8-recipe blockwise", "precision O2 with --num-experts is not supported yet: experts need one scale per"),
+    (
+        f"{MOE} --opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        "--sequence-parallel with --num-experts in FP8 is not supported yet",
+        2,
+    ),
     (f"{MOE} --precision te-bf16", "precision te-bf16 with --num-experts is not supported yet"),
     (f"{MOE} --ckpt-format torch_dist", "--ckpt-format torch_dist with --num-experts is not supported yet: use own"),
     (f"{MOE} --dry-run", "--dry-run does not know the memory of experts yet"),

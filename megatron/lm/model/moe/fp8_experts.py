@@ -1,0 +1,48 @@
+"""The experts of the trainer in FP8: one low-precision parameter per expert, and the values from which their masters start."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from megatron.lm.model.moe.layer import MoE
+from msamp.nn.expert_matrices import ExpertMatrices
+from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.recipe import Recipe
+
+
+class TrainedMatrices(ExpertMatrices):
+    """`ExpertMatrices` that keep their initial weights for the optimizer's masters.
+
+    Args:
+        weight: [E, N, K] in the compute dtype.
+        recipe: of the run.
+    """
+
+    def __init__(self, weight: nn.Parameter, recipe: Recipe) -> None:
+        assert recipe.gemm is not None
+        super().__init__(weight, recipe, LinearScaling(recipe.gemm, device=weight.device))
+        own_master = recipe.weight == recipe.states.master
+        self._initial_weight: Tensor | None = None if own_master else weight.detach()
+
+    def take_initial_weights(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return each parameter and its values before FP8 rounding, and release them; nothing from the second call on."""
+        values, self._initial_weight = self._initial_weight, None
+        return [] if values is None else list(zip(self.matrices, values.unbind(), strict=True))
+
+
+def convert_experts(model: nn.Module, recipe: Recipe, layers: Collection[int]) -> None:
+    """Store and compute experts of a model in FP8, one layer after another.
+
+    Args:
+        model: with its initial weights, in the compute dtype.
+        recipe: of the run.
+        layers: of the whole model, from 0, whose experts are converted (`Config.fp8_experts`).
+    """
+    for layer in (module for module in model.modules() if isinstance(module, MoE)):
+        assert layer.router.layer_number is not None
+        if layer.router.layer_number - 1 not in layers:
+            continue
+        for name in layer.experts.weight_names:
+            weight = layer.experts.get_parameter(name)
+            delattr(layer.experts, name)
+            layer.experts.add_module(name, TrainedMatrices(weight, recipe))

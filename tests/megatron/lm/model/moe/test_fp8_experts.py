@@ -1,0 +1,38 @@
+"""The trainer's experts in FP8: from which weights they start, and in which layers they are."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import tiny
+from megatron.lm.build import build_training
+from megatron.lm.model.moe.fp8_experts import TrainedMatrices
+from msamp.numerics.tensor import fp32_values
+
+pytestmark = pytest.mark.usefixtures("one_process")
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_masters_start_from_the_weights_before_rounding(level: str):
+    made = build_training(tiny.config("corpus", **EXPERTS, opt_level=level), tiny.VOCABULARY)
+    plain = build_training(tiny.config("corpus", **EXPERTS, opt_level="O0"), tiny.VOCABULARY)
+    experts, wanted = (training.model.decoder.layers[1].mlp.experts for training in (made, plain))
+    for name in experts.weight_names:
+        matrices = getattr(experts, name)
+        assert isinstance(matrices, TrainedMatrices)
+        for p, values in zip(matrices.matrices, getattr(wanted, name), strict=True):
+            assert p.sequence_parallel is False
+            master = made.optimizer.state[p]["master"] if level == "O3" else p
+            steps = (fp32_values(master) - values.detach().float()).abs() / values.detach().float().abs()
+            assert steps.max() < 2**-10  # scaled FP16
+        assert matrices.take_initial_weights() == []
+
+
+def test_layers_that_stay_in_bf16_have_bf16_experts():
+    config = tiny.config("corpus", **EXPERTS, opt_level="O2", num_layers=3, first_last_layers_bf16=True, moe_layer_freq="[0,1,1]")
+    assert config.fp8_experts == (1,)
+    made = build_training(config, tiny.VOCABULARY)
+    kinds = [type(getattr(layer.mlp, "experts", None) and layer.mlp.experts.fc1_weight) for layer in made.model.decoder.layers]
+    assert kinds == [type(None), TrainedMatrices, torch.nn.Parameter]
