@@ -118,7 +118,8 @@ def train_step(
         training.optimizer.step()  # clip -> load -> AdamW in FP32 -> store; under ZeRO on owned tensors, then gather the weights
         grad_norm = training.optimizer.grad_norm
         # Delayed scaling: roll the histories, the same on all ranks that share a layer, so that what they send each other has one scale.
-        training.scaling.roll(training.grid.scales.group, training.optimizer.usable)
+        grid = training.grid
+        training.scaling.roll(grid.scales.group, training.optimizer.usable, copies=grid.copies.group)
         training.grad_sync.decided(training.optimizer.usable)
         training.experts.end_step(training.optimizer.usable)
         if training.optimizer.shard.ranks == 1:  # under ZeRO weights are still being gathered

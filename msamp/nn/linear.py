@@ -129,7 +129,8 @@ class Loading(nn.Module):
                 if local_metadata.get("assign_to_params_buffers"):
                     state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
                 if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
-                    fresh = LinearScaling(self.scaling.gemm, device=self.scaling.amax.device)
+                    channels = 0 if self.scaling.channels is None else self.scaling.channels.features
+                    fresh = LinearScaling(self.scaling.gemm, device=self.scaling.amax.device, channels=channels)
                     state_dict |= fresh.state_dict(prefix=f"{prefix}scaling.")
         with loading():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

@@ -280,21 +280,38 @@ def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | No
 
 
 def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
-    """Return the saved scaling state of linear layers and attention cores if its shape matches; others start from their initial state."""
+    """Return the saved scaling state of linear layers and attention cores if its shape matches; others start from their initial state, and
+    so do the scales of channels that were saved without them."""
     state: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, TensorScales):
             continue
-        buffers = {f"{name}.{key}": value for key, value in layer.state_dict().items()}
-        keys = {local: f"model/{where[local][0].name}" for local in buffers}
-        if all(key in stored.tensors and stored.tensors[key].shape == buffers[local].shape for local, key in keys.items()):
-            saved = {local: stored.tensor(key) for local, key in keys.items()}
+        found: dict[str, Place] = {}
+        for of_channels in (False, True):
+            buffers = [f"{name}.{key}" for key in layer.state_dict() if key.startswith("channels.") == of_channels]
+            named = {local: where[local][0] for local in buffers}
+            shapes = {
+                local: stored.tensors[key].shape for local, place in named.items() if (key := f"model/{place.name}") in stored.tensors
+            }
+            if all(shapes.get(local) == place.shape for local, place in named.items()):
+                found |= named
+            elif not of_channels:
+                break
+        if found:
+            saved = {local: _own_part(stored, place) for local, place in found.items()}
             try:
                 layer.check_state({local.removeprefix(f"{name}."): x for local, x in saved.items()})
             except ValueError as problem:
                 raise ValueError(f"{stored.folder}: {name}.{problem}; load an older checkpoint") from None
             state |= saved
     return state
+
+
+def _own_part(stored: Stored, place: Place) -> Tensor:
+    """Return this rank's part of a saved tensor; all of it, except for channels that are split over tensor-parallel ranks."""
+    return stored.tensor(f"model/{place.name}")[
+        tuple(slice(start, start + size) for start, size in zip(place.offset, place.sizes, strict=True))
+    ]
 
 
 def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
@@ -391,6 +408,8 @@ def _say_what_changed(training: Training, taken: _Taken, info: dict[str, Any]) -
     changed += [f"linear layers in BF16 {' -> '.join(linears)}"] if linears[0] != linears[1] else []
     whole = [", ".join(str(layer + 1) for layer in sorted(config.layers_in_bf16)) or "none" for config in (was, now)]
     changed += [f"layers in BF16 {' -> '.join(whole)}"] if whole[0] != whole[1] else []
+    smooth = ["on" if config.precision.smooth_swiglu else "off" for config in (was, now)]
+    changed += [f"Smooth-SwiGLU {' -> '.join(smooth)}"] if smooth[0] != smooth[1] else []
     if info["processes"] != dist.get_world_size():
         changed.append(f"{info['processes']} processes -> {dist.get_world_size()}")
     if dist.get_rank() == 0 and (changed or taken.requantised):

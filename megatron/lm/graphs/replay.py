@@ -115,7 +115,8 @@ class Replays:
         optimizer = self.training.optimizer
         optimizer.step()
         optimizer.wait()
-        self.training.scaling.roll_on_device(self.training.grid.scales.group, optimizer.usable)
+        grid = self.training.grid
+        self.training.scaling.roll_on_device(grid.scales.group, optimizer.usable, copies=grid.copies.group)
         self.training.grad_sync.decided(optimizer.usable)
         self.training.experts.end_step(optimizer.usable)
 

@@ -215,7 +215,10 @@ def describe(config: Config, choice: Fp8LayerChoice) -> str:
     if not config.precision.named.fp8:
         by = "of Transformer Engine" if isinstance(config.precision.named, PeerRecipe) else str(config.precision.named.compute)
         counts = [f"{linear_layers(config)} {by}"]
-    return f"linear layers: {', '.join(counts)}; {choice.reason}"
+    smooth = ""
+    if config.precision.smooth_swiglu:
+        smooth = "; no Smooth-SwiGLU, since linear_fc2 is BF16" if "linear_fc2" in choice.bf16 else "; Smooth-SwiGLU"
+    return f"linear layers: {', '.join(counts)}{smooth}; {choice.reason}"
 
 
 def linear_layers(config: Config, slot: str | None = None, without: Collection[int] = ()) -> int:

@@ -234,7 +234,9 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
     Raises:
         ValueError: if the attention backend is not available, the norm is unknown, or a baseline's library or GPU is missing.
     """
-    linears = layer_linears(recipe, config.precision.bf16_linears or ()) | {"output_layer": output_linear(recipe)}
+    linears = layer_linears(recipe, config.precision.bf16_linears or (), smooth=config.precision.smooth_swiglu) | {
+        "output_layer": output_linear(recipe)
+    }
     if isinstance(recipe, PeerRecipe):
         check_available(recipe)  # before megatron-core's configuration checks the same with another message
     core_config = transformer_config(config, recipe)

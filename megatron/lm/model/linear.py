@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -95,11 +96,13 @@ class FP8Gemm(Counted):
 
     Attributes:
         recipe: set by the subclass.
+        smooth: set by the subclass: whether the channels of the input have scales of their own (`msamp.nn.channel_scales`).
         scaling: scales of input, grad_output and weight, and of the activations that a tensor-parallel layer sends.
         converter: set by `connect`.
     """
 
     recipe: Recipe
+    smooth = False
     weight: nn.Parameter
     converter: TensorParallel | None = None
     gathers_again = False  # backward keeps the gathered input, in FP8
@@ -112,7 +115,8 @@ class FP8Gemm(Counted):
         wire = None
         if self.recipe.fp8_wire and self.tp_group.size() > 1:
             wire = (gemm.input if isinstance(self, RowParallelLinear) else gemm.grad_output).format
-        self.scaling = LinearScaling(gemm, device=self.weight.device, wire=wire)
+        channels = self.weight.shape[1] if self.smooth else 0
+        self.scaling = LinearScaling(gemm, device=self.weight.device, wire=wire, channels=channels)
         self.start_from(self.weight.detach())
 
     def start_from(self, values: Tensor) -> None:
@@ -128,6 +132,18 @@ class FP8Gemm(Counted):
         """Return the weight before FP8 rounding, for the master weight, and release it; None from the second call on."""
         values, self._initial_weight = self._initial_weight, None
         return values
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """megatron-core's, in which the scales of channels are split over tensor-parallel ranks as the weight's columns are."""
+        entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        if self.scaling.channels is not None:
+            assert metadata is not None
+            own = {f"scaling.channels.{name}": x for name, x in self.scaling.channels.named_buffers()}
+            groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+            entries |= make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        return entries
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.converter is None or not isinstance(self, RowParallelLinear):
@@ -195,10 +211,10 @@ class HeadGemm(WideGemm):
 
 
 @functools.cache
-def _bind(base: type[nn.Module], recipe: Recipe, wide: type[nn.Module] = WideGemm) -> type[nn.Module]:
-    """Return a subclass of `base` with the GEMMs of `recipe`."""
+def _bind(base: type[nn.Module], recipe: Recipe, wide: type[nn.Module] = WideGemm, *, smooth: bool = False) -> type[nn.Module]:
+    """Return a subclass of `base` with the GEMMs of `recipe`; `smooth` as in `FP8Gemm`."""
     if recipe.fp8:
-        return type(f"FP8{base.__name__}", (FP8Gemm, base), {"recipe": recipe})
+        return type(f"FP8{base.__name__}", (FP8Gemm, base), {"recipe": recipe, "smooth": smooth})
     return type(base.__name__, (wide, base), {})
 
 
@@ -207,14 +223,17 @@ def column_linear(recipe: Recipe) -> type[nn.Module]:
     return _bind(ColumnParallelLinear, recipe)
 
 
-def row_linear(recipe: Recipe) -> type[nn.Module]:
-    """Return the class for the slots `linear_proj` and `linear_fc2`, constructed as megatron-core's RowParallelLinear."""
-    return _bind(RowParallelLinear, recipe)
+def row_linear(recipe: Recipe, *, smooth: bool = False) -> type[nn.Module]:
+    """Return the class for the slots `linear_proj` and `linear_fc2`, constructed as megatron-core's RowParallelLinear; `smooth` as in
+    `FP8Gemm`."""
+    return _bind(RowParallelLinear, recipe, smooth=smooth)
 
 
-def layer_linears(recipe: Recipe, bf16: Collection[str] = ()) -> dict[str, type[nn.Module]]:
-    """Return the linear-layer classes of a transformer layer by slot; those in `bf16` have the GEMMs of O0."""
-    classes = {"linear_qkv": column_linear, "linear_proj": row_linear, "linear_fc1": column_linear, "linear_fc2": row_linear}
+def layer_linears(recipe: Recipe, bf16: Collection[str] = (), *, smooth: bool = False) -> dict[str, type[nn.Module]]:
+    """Return the linear-layer classes of a transformer layer by slot; those in `bf16` have the GEMMs of O0. With `smooth`, the channels of
+    the MLP's activation have scales of their own in FP8."""
+    fc2 = functools.partial(row_linear, smooth=smooth)
+    classes = {"linear_qkv": column_linear, "linear_proj": row_linear, "linear_fc1": column_linear, "linear_fc2": fc2}
     return {slot: make(BF16 if slot in bf16 else recipe) for slot, make in classes.items()}
 
 

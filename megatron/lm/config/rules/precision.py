@@ -77,6 +77,28 @@ def layers_in_bf16(config: Config, world_size: int) -> Problems:
         yield f"{given} leave all layers in FP8: give one of them, or drop --first-last-layers-bf16"
 
 
+def smooth_swiglu(config: Config, world_size: int) -> Problems:
+    """Smooth-SwiGLU scales the channels of a SwiGLU that enter an FP8 layer with a delayed scale."""
+    from megatron.lm.config.sections.baselines import PeerRecipe
+    from megatron.lm.config.sections.precision import gemm_of
+
+    precision = config.precision
+    if not precision.smooth_swiglu or precision.contradiction is not None:
+        return
+    given = "--smooth-swiglu"
+    if not config.model.swiglu:
+        yield f"{given} scales the output of SwiGLU, and the activation is {config.model.activation}: add --swiglu, or drop it"
+    if not precision.named.fp8 or isinstance(precision.named, PeerRecipe):
+        yield f"{given} applies to our FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
+        return
+    if "linear_fc2" in (precision.bf16_linears or ()):
+        yield f"{given} scales the input of linear_fc2, which --bf16-linears keeps in BF16: drop one"
+    gemm = gemm_of(replace(precision, fp8_fast_accumulation="output"))
+    if gemm is not None and not (gemm.tensorwise and gemm.input.scaling.window):
+        by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
+        yield f"{given} requires delayed scales, and {by} casts the input as {gemm.input}: use --fp8-recipe delayed, or drop it"
+
+
 def fp8_scaling(config: Config, world_size: int) -> Problems:
     """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
     from megatron.lm.config.sections.baselines import PeerRecipe
@@ -194,6 +216,7 @@ def fp8_attention(config: Config, world_size: int) -> Problems:
 RULES: Rules = {
     **dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",)),
     layers_in_bf16: ("precision", "model"),
+    smooth_swiglu: ("precision", "model"),
     peer_layers: ("precision", "model", "training", "checkpoint"),
     fp8_attention: ("precision", "model", "training"),
 }

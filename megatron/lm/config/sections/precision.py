@@ -150,6 +150,11 @@ class PrecisionConfig(RecipeConfig):
     )
     num_layers_at_start_in_bf16: int = setting("first layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
     num_layers_at_end_in_bf16: int = setting("last layers that --first-last-layers-bf16 keeps in BF16", 1, legal=COUNT_OR_ZERO)
+    smooth_swiglu: bool = setting(
+        "Smooth-SwiGLU: give each channel of SwiGLU's output a power-of-two scale of its own in the cast to FP8, from the amaxes of past "
+        "steps, and divide the next weight's columns by it; requires --swiglu and delayed scaling",
+        False,
+    )
     output_layer_precision: str = setting(
         "precision of the LM head's GEMMs for the training loss: the compute dtype, or at O1 to O3 and with coat FP8 with just-in-time "
         "scales, fp8 for the logits, fp8-all for their two gradients too; returned logits stay in the compute dtype",
