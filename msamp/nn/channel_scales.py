@@ -21,11 +21,12 @@ and s raises small channels: it is the largest power of two, from 1 to MOST, wit
 s = 1, so that the tensor's scale S, its history and its rule are those of a layer without channel scales. Two choices come from E4M3, whose
 codes keep their relative precision over 15 powers of two:
 
-- HEADROOM. A raised channel may grow 16-fold in one step before it saturates. That costs nothing, since its values only move down inside
-  the range. So a channel is raised only if it is more than 16 times smaller than the largest code: in an ordinary layer nearly all s are 1.
+- HEADROOM. A channel is raised only if its peak is more than 64 times smaller than the largest code, and then may grow 64-fold in one step
+  before it saturates. That costs nothing: a channel with its peak at 7 has 11 powers of two below it before codes become zero. In an
+  ordinary layer nearly all s are 1.
 - MOST bounds what is asked of the weight. A weight with normally distributed elements has its standard deviation at 2^6.5 of 2^8.8, and the
-  smallest normal code is 2^-6. Divided by at most 2^8, the elements that lose bits to subnormals are those below 2^-4.5 of the standard
-  deviation, and the loss is 20 dB below that of rounding to E4M3.
+  smallest normal code is 2^-6. Divided by at most 2^10, the elements that lose bits to subnormals are those below 2^-2.5 of the standard
+  deviation, and the loss is 12 dB below that of rounding to E4M3.
 
 The weight. The stored W2 does not change: neither the optimizer nor a checkpoint nor an export knows s, and nothing has to be folded when
 a model is exported. Each forward divides the columns in the cast to FP8, which O1 and O2 run anyway; for an FP8 weight (O3) it is one more
@@ -51,8 +52,8 @@ from msamp.numerics.formats import FP32
 from msamp.numerics.scaling import scale_from_amax
 
 DECAY = 15 / 16  # of a peak per step: after 16 steps without a large value it is 0.36 of what it was
-HEADROOM = 16.0
-MOST = 256.0
+HEADROOM = 64.0
+MOST = 1024.0
 
 
 class ChannelSlots(NamedTuple):

@@ -141,8 +141,8 @@ class FP8Gemm(Counted):
         if self.scaling.channels is not None:
             assert metadata is not None
             own = {f"scaling.channels.{name}": x for name, x in self.scaling.channels.named_buffers()}
-            groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-            entries |= make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+            axes, copies = dict.fromkeys(own, 0), metadata["dp_cp_group"]
+            entries |= make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=copies)
         return entries
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -233,6 +233,7 @@ def layer_linears(recipe: Recipe, bf16: Collection[str] = (), *, smooth: bool = 
     """Return the linear-layer classes of a transformer layer by slot; those in `bf16` have the GEMMs of O0. With `smooth`, the channels of
     the MLP's activation have scales of their own in FP8."""
     fc2 = functools.partial(row_linear, smooth=smooth)
+    classes: dict[str, Callable[[Recipe], type[nn.Module]]]
     classes = {"linear_qkv": column_linear, "linear_proj": row_linear, "linear_fc1": column_linear, "linear_fc2": fc2}
     return {slot: make(BF16 if slot in bf16 else recipe) for slot, make in classes.items()}
 

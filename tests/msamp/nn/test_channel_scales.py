@@ -69,11 +69,11 @@ def without(made: Half) -> Half:
 
 
 def test_the_next_scale_is_the_formula():
-    peak = torch.tensor([0.0, 1e-9, 0.01, 1.0, 28.0, 29.0, 1e6])
+    peak = torch.tensor([0.0, 1e-9, 0.01, 0.25, 7.0, 7.1, 1e6])
     scale = next_scales(peak, torch.tensor(1.0), 448.0)
-    assert scale.tolist() == [1.0, MOST, MOST, 16.0, 1.0, 1.0, 1.0]
-    assert HEADROOM == 16
-    assert next_scales(peak, torch.tensor(4.0), 448.0).tolist() == [1.0, MOST, MOST, 4.0, 1.0, 1.0, 1.0]
+    assert scale.tolist() == [1.0, MOST, 512.0, 16.0, 1.0, 1.0, 1.0]
+    assert (HEADROOM, MOST) == (64, 1024)
+    assert next_scales(peak, torch.tensor(4.0), 448.0).tolist() == [1.0, MOST, 128.0, 4.0, 1.0, 1.0, 1.0]
 
 
 def test_peaks_decay_and_a_step_that_does_not_count_changes_nothing():
@@ -81,17 +81,17 @@ def test_peaks_decay_and_a_step_that_does_not_count_changes_nothing():
     state = ScalingState(layer)
     assert layer.channel_slots(record=False).amax is None
     slots = layer.channel_slots(record=True)
-    slots.amax.copy_(torch.tensor([1.0, 100.0, float("inf")]))
+    slots.amax.copy_(torch.tensor([0.25, 100.0, float("inf")]))
     layer.slots(record=True)[0].amax.fill_(100.0)
     state.roll(usable=torch.tensor(False))
     assert layer.channels.peak.tolist() == [0.0, 0.0, 0.0]
     assert layer.channels.amax.tolist() == [0.0, 0.0, 0.0]
     assert slots.scale is None, "a just-in-time scale is measured before the channels' scales"
-    for amax in (torch.tensor([1.0, 100.0, float("inf")]), torch.zeros(3)):
+    for amax in (torch.tensor([0.25, 100.0, float("inf")]), torch.zeros(3)):
         slots.amax.copy_(amax)
         layer.slots(record=True)[0].amax.fill_(100.0)
         state.roll()
-    assert layer.channels.peak.tolist() == [DECAY, 100 * DECAY, 0.0]
+    assert layer.channels.peak.tolist() == [0.25 * DECAY, 100 * DECAY, 0.0]
     assert float(layer.scale[0]) == 4.0
     assert layer.channel_slots(record=True).scale.tolist() == [4.0, 1.0, 1.0]
     layer.weight_was_written()
@@ -115,7 +115,7 @@ def test_the_block_is_the_function_of_torch_next_to_an_outlier(level, device):
     trained(made, *given)
     scale = made.scaling["fc2"].channels.scale
     assert scale[3] == 1
-    assert scale.median() >= 32
+    assert scale.median() >= 8
     out, grads = run(made, *given)
     plain = made.plain()
     total = (given[0].detach() + given[1].detach()).double().requires_grad_()
@@ -139,7 +139,7 @@ def test_scales_of_one_change_no_bit(device):
 
 @every_level
 def test_recomputed_and_unfused_it_has_the_same_codes(level, device):
-    made, given = half(level, 64.0, device), inputs(device)
+    made, given = half(level, 2.0**10, device), inputs(device)
     trained(made, *given)
     out, grads = run(made, *given)
     again, recomputed = run(made, *given, recompute=True)
@@ -181,7 +181,7 @@ def test_the_unfused_layer_records_what_the_fused_one_does(device):
 
 
 def test_watches_see_the_values_that_are_cast(device):
-    made, given = half(recipe.O2, 64.0, device), inputs(device)
+    made, given = half(recipe.O2, 2.0**10, device), inputs(device)
     trained(made, *given)
     told = watch_casts(made)
     run(made, *given)
@@ -195,7 +195,7 @@ def test_watches_see_the_values_that_are_cast(device):
 
 
 def test_a_backward_after_the_roll_uses_the_scales_of_its_forward(device):
-    made, given = half(recipe.O2, 64.0, device), inputs(device)
+    made, given = half(recipe.O2, 2.0**10, device), inputs(device)
     state = trained(made, *given)
     want = run(made, *given)[1]
     out = MLPBlock.apply(*given[:2], *made.arguments(), mlp_settings(made, "swiglu", True))
@@ -227,7 +227,7 @@ def test_sqnr_underflow_and_saturation_with_and_without(kind, outlier, gain):
 def test_state_is_saved_checked_copied_and_moved():
     layer = LinearScaling(short(recipe.O2).gemm, channels=4)
     layer.channels.peak.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    layer.channels.scale.copy_(torch.tensor([1.0, 2.0, 256.0, 4.0]))
+    layer.channels.scale.copy_(torch.tensor([1.0, 2.0, 1024.0, 4.0]))
     layer.check_state(layer.state_dict())
     other = LinearScaling(short(recipe.O2).gemm, channels=4)
     other.load_state_dict(layer.state_dict())
@@ -236,7 +236,7 @@ def test_state_is_saved_checked_copied_and_moved():
     assert layer.bfloat16().channels.peak.dtype == torch.float32
     for name, value, message in (
         ("scale", 3.0, "channels.scale contains 3; it must be a power of two"),
-        ("scale", 512.0, r"channels.scale contains 512; it must be in \[1, 256\]"),
+        ("scale", 2048.0, r"channels.scale contains 2048; it must be in \[1, 1024\]"),
         ("peak", -1.0, "channels.peak contains -1; it must be in"),
     ):
         state = {key: x.clone() for key, x in layer.state_dict().items()}

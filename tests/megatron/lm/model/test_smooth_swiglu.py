@@ -1,5 +1,5 @@
 """`--smooth-swiglu` in the trainer: scales per channel in fused and unfused layers, saved, resumed, split, and refused where they have no
-effect. `--fp8-margin 6` makes room, so that every channel of the tiny model is raised."""
+effect. `--fp8-margin 8` makes room, so that every channel of the tiny model is raised."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron.lm.checkpoint import latest
 from megatron.lm.config.rules.check import check
 from megatron.lm.tools import convert_checkpoint
 
-SMOOTH: dict[str, Any] = {"swiglu": True, "opt_level": "O2", "fp8_margin": 6, "smooth_swiglu": True, "train_iters": tiny.BOTH_PHASES}
+SMOOTH: dict[str, Any] = {"swiglu": True, "opt_level": "O2", "fp8_margin": 8, "smooth_swiglu": True, "train_iters": tiny.BOTH_PHASES}
 PLAIN = SMOOTH | {"smooth_swiglu": False}
 KEY = "model/decoder.layers.0.mlp.linear_fc2.scaling.channels"
 
