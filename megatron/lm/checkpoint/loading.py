@@ -19,7 +19,7 @@ from megatron.lm.checkpoint.foreign import megatron
 from megatron.lm.checkpoint.foreign.megatron import read_megatron
 from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, is_torch_dist, read_common
 from megatron.lm.checkpoint.place import Place, names_of, places
-from megatron.lm.checkpoint.tensor_reader import TensorReader, check_number
+from megatron.lm.checkpoint.tensor_reader import TensorReader, check_number, saved_scaling
 from megatron.lm.checkpoint.values import chunk_offsets
 from megatron.lm.config import CheckpointConfig, Config, ModelConfig, PrecisionConfig, flag
 from megatron.lm.config.cli import config_from_dict, config_to_dict
@@ -33,7 +33,6 @@ from megatron.lm.processes.grid import Grid
 from megatron.lm.training import health
 from megatron.lm.training.state import Training
 from msamp.comm.grad_scaling import MU_MAX
-from msamp.nn.scaling_state import TensorScales
 from msamp.numerics.formats import by_name
 from msamp.optim import updates
 from msamp.optim.states import weight_format
@@ -210,7 +209,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     _take_weights(training, reader, where, taken)
     taken.model |= _expert_biases(training.model, stored, where)
     if not settings.finetune:
-        taken.model |= _scaling(training.model, stored, where)
+        taken.model |= saved_scaling(training.model, stored, where)
         taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
     _take_states(training, reader, where, taken)
     if taken.with_states:
@@ -279,46 +278,11 @@ def _loss_scale(info: dict[str, Any], training: Training) -> dict[str, Any] | No
     return saved if taken and training.loss_scaler is not None and training.loss_scaler.dynamic else None
 
 
-def _scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
-    """Return the saved scaling state of linear layers and attention cores if its shape matches; others start from their initial state, and
-    so do the scales of channels that were saved without them."""
-    state: dict[str, Tensor] = {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, TensorScales):
-            continue
-        found: dict[str, Place] = {}
-        for of_channels in (False, True):
-            buffers = [f"{name}.{key}" for key in layer.state_dict() if key.startswith("channels.") == of_channels]
-            named = {local: where[local][0] for local in buffers}
-            shapes = {
-                local: stored.tensors[key].shape for local, place in named.items() if (key := f"model/{place.name}") in stored.tensors
-            }
-            if all(shapes.get(local) == place.shape for local, place in named.items()):
-                found |= named
-            elif not of_channels:
-                break
-        if found:
-            saved = {local: _own_part(stored, place) for local, place in found.items()}
-            try:
-                layer.check_state({local.removeprefix(f"{name}."): x for local, x in saved.items()})
-            except ValueError as problem:
-                raise ValueError(f"{stored.folder}: {name}.{problem}; load an older checkpoint") from None
-            state |= saved
-    return state
-
-
-def _own_part(stored: Stored, place: Place) -> Tensor:
-    """Return this rank's part of a saved tensor; all of it, except for channels that are split over tensor-parallel ranks."""
-    return stored.tensor(f"model/{place.name}")[
-        tuple(slice(start, start + size) for start, size in zip(place.offset, place.sizes, strict=True))
-    ]
-
-
 def take_model(model: nn.Module, stored: Stored, vocab_size: int) -> None:
     """Load the weights as saved, and the scales of casts, into a model for inference."""
     where, reader = places(model), TensorReader(stored, vocab_size, set())
     weights = {name: reader.find("model", where[name], p.shape).to(weight_format(p), p.dtype) for name, p in model.named_parameters()}
-    model.load_state_dict(weights | _scaling(model, stored, where) | _expert_biases(model, stored, where), strict=False)
+    model.load_state_dict(weights | saved_scaling(model, stored, where) | _expert_biases(model, stored, where), strict=False)
 
 
 def _expert_biases(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:

@@ -1,12 +1,13 @@
 """Read the tensors of a checkpoint in the formats of a run: each weight and optimizer state from its most precise stored form."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.judging.tensors import number_problem
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, find, find_whole, firsts, scalar
+from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format
 from msamp.numerics.tensor import ScalingTensor
@@ -134,3 +135,38 @@ class TensorReader:
         if not tensor.keeps_bits(fmt):
             self.requantised.add(tensor.key)
         return tensor.to(fmt, dtype)
+
+
+def saved_scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]]) -> dict[str, Tensor]:
+    """Return the saved scaling state of linear layers and attention cores if its shape matches; others start from their initial state, and
+    so do the scales of channels that were saved without them."""
+    state: dict[str, Tensor] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, TensorScales):
+            continue
+        found: dict[str, Place] = {}
+        for of_channels in (False, True):
+            buffers = [f"{name}.{key}" for key in layer.state_dict() if key.startswith("channels.") == of_channels]
+            named = {local: where[local][0] for local in buffers}
+            shapes = {
+                local: stored.tensors[key].shape for local, place in named.items() if (key := f"model/{place.name}") in stored.tensors
+            }
+            if all(shapes.get(local) == place.shape for local, place in named.items()):
+                found |= named
+            elif not of_channels:
+                break
+        if found:
+            saved = {local: _own_part(stored, place) for local, place in found.items()}
+            try:
+                layer.check_state({local.removeprefix(f"{name}."): x for local, x in saved.items()})
+            except ValueError as problem:
+                raise ValueError(f"{stored.folder}: {name}.{problem}; load an older checkpoint") from None
+            state |= saved
+    return state
+
+
+def _own_part(stored: Stored, place: Place) -> Tensor:
+    """Return this rank's part of a saved tensor; all of it, except for channels that are split over tensor-parallel ranks."""
+    return stored.tensor(f"model/{place.name}")[
+        tuple(slice(start, start + size) for start, size in zip(place.offset, place.sizes, strict=True))
+    ]

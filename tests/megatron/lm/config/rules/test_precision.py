@@ -8,6 +8,26 @@ from megatron.lm.config.rules.precision import RULES
 # flags beside (and over) those of `refusals.GOOD`, what the message must hold, processes (1)
 REFUSALS: list[refusals.Refusal] = [
     (
+        "--opt-level O2 --smooth-swiglu",
+        "--smooth-swiglu scales the output of SwiGLU, and the activation is gelu: add --swiglu, or drop it",
+    ),
+    (
+        "--bf16 --swiglu --smooth-swiglu",
+        "--smooth-swiglu applies to our FP8 linear layers, and precision bf16 has none: drop it, or use --opt-level O1, O2 or O3",
+    ),
+    (
+        "--opt-level O2 --swiglu --smooth-swiglu --bf16-linears linear_fc2",
+        "--smooth-swiglu scales the input of linear_fc2, which --bf16-linears keeps in BF16: drop one",
+    ),
+    (
+        "--opt-level O2 --swiglu --smooth-swiglu --fp8-recipe blockwise",
+        "--smooth-swiglu requires delayed scales, and --fp8-recipe blockwise casts the input as ",
+    ),
+    (
+        "--precision coat --swiglu --smooth-swiglu",
+        "--smooth-swiglu requires delayed scales, and precision coat casts the input as ",
+    ),
+    (
         "--bf16 --first-last-layers-bf16",
         "--first-last-layers-bf16 applies to FP8 linear layers, and precision bf16 has none: drop it, or use --opt-level O1, O2 or O3",
     ),
