@@ -88,6 +88,8 @@ def smooth_swiglu(config: Config, world_size: int) -> Problems:
     given = "--smooth-swiglu"
     if not config.model.swiglu:
         yield f"{given} scales the output of SwiGLU, and the activation is {config.model.activation}: add --swiglu, or drop it"
+    if config.model.num_experts is not None:
+        yield f"{given} is not built for experts (--num-experts {config.model.num_experts}), whose channels have no scales: drop one"
     if not precision.named.fp8 or isinstance(precision.named, PeerRecipe):
         yield f"{given} applies to our FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
         return

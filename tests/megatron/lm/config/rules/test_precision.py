@@ -8,6 +8,10 @@ from megatron.lm.config.rules.precision import RULES
 # flags beside (and over) those of `refusals.GOOD`, what the message must hold, processes (1)
 REFUSALS: list[refusals.Refusal] = [
     (
+        "--opt-level O2 --swiglu --smooth-swiglu --num-experts 4",
+        r"--smooth-swiglu is not built for experts \(--num-experts 4\), whose channels have no scales: drop one",
+    ),
+    (
         "--opt-level O2 --smooth-swiglu",
         "--smooth-swiglu scales the output of SwiGLU, and the activation is gelu: add --swiglu, or drop it",
     ),
