@@ -123,6 +123,20 @@ def test_a_small_training_ends_at_the_loss_of_fp32(recipe):
     assert want < 0.2, "it has learned: the first loss is 0.6"
 
 
+def test_an_expert_without_tokens_keeps_training_possible():
+    model, optimizer = initialized("O2")
+    with torch.no_grad():
+        model.router.weight.zero_()
+    model.router.weight.requires_grad_(False)  # all tokens go to the same two experts
+    busy = torch.zeros(96, EXPERTS).topk(2).indices.unique().tolist()
+    idle = model.experts.fc1_weight.matrices[next(e for e in range(EXPERTS) if e not in busy)]
+    before = idle.dequantize()
+    first, last = train(model, optimizer, 1), train(model, optimizer, 3)
+    assert last < first
+    assert optimizer.skipped_steps == 0
+    assert (idle.dequantize() - before).abs().max() < 1e-3, "weight decay alone"
+
+
 def test_histories_record_both_products():
     model, optimizer = initialized()
     train(model, optimizer, 2)
