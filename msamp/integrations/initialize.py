@@ -39,6 +39,7 @@ from msamp.nn.convert import Conversion, Survey, carry_out, plan_conversions, pl
 from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import check_finite
 from msamp.nn.scaling_state import ScalingState
+from msamp.nn.swiglu_layers import behind_swiglu
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -260,9 +261,10 @@ def _converted(
     accept: Filter,
     group: dist.ProcessGroup | None,
     zero: bool,
+    smooth: Sequence[nn.Module],
     **settings: Any,
 ) -> tuple[nn.Module, LoopOptimizer]:
-    """Convert the model's layers; return the model and the optimizer that replaces the given ones."""
+    """Convert the model's layers, of which `smooth` get channel scales; return the model and the optimizer that replaces the given ones."""
     if recipe.fp8 and (group is None or dist.get_rank(group) == 0):
         _report(survey(model, recipe, accept), recipe)
     _warn_of_untrained(model, optimizers)
@@ -271,6 +273,8 @@ def _converted(
     divided = carry_out(model, recipe, conversions, masters if recipe.weight != recipe.states.master else None)
     for optimizer in optimizers:
         divide_parameters(optimizer, divided)
+    for layer in smooth:
+        layer.scaling.add_channels(layer.in_features)  # type: ignore[union-attr, operator, arg-type]
     for each in former:
         masters |= take_masters(each)
         release(each)
@@ -310,6 +314,7 @@ def initialize(
     master_rounding: str | None = None,
     moment_rounding: str | None = None,
     grad_format: str | None = None,
+    smooth_swiglu: bool = False,
     seed: int = 0,
 ) -> tuple[nn.Module, LoopOptimizer]:
     """Convert a model and its optimizer to a precision recipe (FP8-LM, levels of section 3; Collage, Table 2; COAT).
@@ -369,6 +374,8 @@ def initialize(
         moment_rounding: the same for moments.
         grad_format: of the gradients of FP8 layers' weights, "fp8-e4m3", "fp8-e5m2", "fp16", "bf16" or "fp32"; None: as the recipe does.
             With "bf16" no gradient is rounded to FP8, in `p.grad`, on the wire and in the optimizer.
+        smooth_swiglu: Smooth-SwiGLU: give each channel of SwiGLU's output a power-of-two scale of its own in its cast to FP8
+            (`msamp.nn.channel_scales`), in modules that `msamp.nn.swiglu_layers.behind_swiglu` knows. Saved weights do not contain it.
         seed: of stochastic rounding. `optimizer.state_dict()` contains the parameters' keys that follow from it.
 
     Returns:
@@ -377,14 +384,15 @@ def initialize(
 
     Raises:
         ValueError: for an unknown recipe, gradient format or optimizer (listing those accepted), two recipes, a model in a dtype that the
-            recipe does not support, an optimizer option without a low-precision form, a weight that is not finite, a model in DDP or FSDP,
-            or ranks whose models differ. No layer has been converted then.
-    """
+            recipe does not support, `smooth_swiglu` without a known SwiGLU in FP8 or delayed scales, an optimizer option
+            without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks whose models differ. No layer has
+            been converted then."""
     ms_amp.check_alone()
     chosen = chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding, grad_format)
     group = _ranks(group)
     if clip_grad is not None:
         check_max_norm(clip_grad)
     optimizers, conversions, former = _checked(model, optimizer, chosen, accept, group)
+    smooth = behind_swiglu(model, chosen, conversions) if smooth_swiglu else []
     zero = chosen.shards_optimizer if zero is None else zero
-    return _converted(model, optimizers, conversions, former, chosen, accept, group, zero, clip_grad=clip_grad, seed=seed)
+    return _converted(model, optimizers, conversions, former, chosen, accept, group, zero, smooth, clip_grad=clip_grad, seed=seed)

@@ -181,8 +181,7 @@ class LinearScaling(TensorScales):
         self.gemm = gemm
         self.channels: ChannelScales | None = None
         if channels:
-            check_smooth(gemm)
-            self.channels = ChannelScales(channels, device)
+            self.add_channels(channels)
         self._weight_refs: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None  # payload and scale_inv
         self._weight_seen = 0  # version of the payload for which `_weight_scales` was computed
         self._weight_scales: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -199,6 +198,12 @@ class LinearScaling(TensorScales):
         self._count(0)
         if self.channels is not None:
             self.channels.reset()
+
+    def add_channels(self, features: int) -> None:
+        """Give the input's `features` channels scales of their own, if they have none. ValueError if the casts do not support them."""
+        check_smooth(self.gemm)
+        if self.channels is None:
+            self.channels = ChannelScales(features, self.amax.device)
 
     def channel_slots(self, record: bool) -> ChannelSlots | None:
         """Return the slots of the input's channels; None without channel scales. With `record=False` amaxes are not recorded."""
