@@ -57,12 +57,15 @@ def test_figure_4_compares_runs_of_one_seed(tmp_path, monkeypatch):
         assert [by_seed[f"O3 at {model}: validation loss", seed] for seed in (1234, 1235)] == [4.04, 4.9]
         assert lines[f"{model}: range of BF16's own seeds"] == pytest.approx(100 / 4.5)
     drawn = [(finding.quantity, finding.x, finding.ours) for finding in found if finding.x is not None]
-    assert drawn == [("bf16, 1.3B, training loss by tokens", 20.0, 5.0), ("O3, 1.3B, training loss by tokens", 20.0, pytest.approx(5.04))]
+    expected = [("bf16", 5.0), ("O3", pytest.approx(5.04))]
+    assert drawn == [(f"{name}, {model}, training loss by tokens", 20.0, loss) for model in ("125M", "1.3B") for name, loss in expected]
 
 
-def test_figure_4_has_both_models_on_file():
+def test_figure_4_has_its_models_on_file():
     found = {finding.quantity: finding for finding in curves.figure4(TASK) if finding.x is None}
     headline = next(one.headline for one in curves.ENTRIES if one.name == "fp8lm-figure4")
     assert found[headline].paper == 0
     assert found[headline].where["gpu"] == "NVIDIA H200"
-    assert {name.split(":")[0].split()[-1] for name in found} == {"125M", "1.3B"}
+    assert {name.partition(" at ")[2].partition(":")[0] for name in found if " at " in name} == {"125M", "125M, all levels", "1.3B"}
+    twelve = [finding.seed for finding in curves.figure4(TASK) if finding.quantity == "O3 at 125M: validation loss"]
+    assert len(set(twelve)) == 12
