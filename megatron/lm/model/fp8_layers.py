@@ -246,9 +246,10 @@ def describe_experts(config: Config) -> str | None:
     stored = f"in FP8{f', of {wide} layers in BF16' if wide else ''}" if recipe.fp8 else f"in {recipe.compute}"
     shared = model.moe_shared_expert_intermediate_size
     beside = f", and a shared one of width {shared}" if shared else ""
+    fused = "; their attention runs unfused" if config.fuses_layers else ""
     return (
         f"mixture of experts: {len(model.moe_layers)} of {model.num_layers} layers, each with {model.num_experts} experts of width "
-        f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; every process has all of its layers' experts"
+        f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; every process has all of its layers' experts{fused}"
     )
 
 

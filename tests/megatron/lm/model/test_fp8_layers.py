@@ -39,6 +39,21 @@ def config(folder: Path, **settings: Any) -> Config:
     return tiny.config("unread", **{"opt_level": "O2", "fp8_min_gain": 1.0, "fp8_gain_cache": str(folder / "gain.json"), **settings})
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"opt_level": "O0"}, "in bf16, 2 per token; every process has all of its layers' experts"),
+        ({}, "in FP8, 2 per token; every process has all of its layers' experts; their attention runs unfused"),
+        ({"num_experts": None, "moe_ffn_hidden_size": None}, None),
+    ],
+)
+def test_experts_are_described_in_a_line(tmp_path: Path, settings: dict[str, Any], line: str | None):
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "swiglu": True, "disable_bias_linear": True}
+    text = fp8_layers.describe_experts(config(tmp_path, **experts | settings))
+    expected = line and f"mixture of experts: 2 of 2 layers, each with 4 experts of width 32 {line}"
+    assert text == expected
+
+
 # Who decides
 
 
