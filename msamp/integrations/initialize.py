@@ -384,9 +384,10 @@ def initialize(
 
     Raises:
         ValueError: for an unknown recipe, gradient format or optimizer (listing those accepted), two recipes, a model in a dtype that the
-            recipe does not support, `smooth_swiglu` without a known SwiGLU in FP8 or delayed scales, an optimizer option
-            without a low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks whose models differ. No layer has
-            been converted then."""
+            recipe does not support, `smooth_swiglu` without a known SwiGLU in FP8 or delayed scales, an optimizer option without a
+            low-precision form, a weight that is not finite, a model in DDP or FSDP, or ranks whose models differ. No layer has been
+            converted then.
+    """
     ms_amp.check_alone()
     chosen = chosen_recipe(recipe, opt_level, fp8_recipe, master_rounding, moment_rounding, grad_format)
     group = _ranks(group)
