@@ -51,6 +51,7 @@ Fake = Callable[..., Any]
 
 _LIBRARY = torch.library.Library("msamp", "DEF")
 _SLOTS, _THREE_SLOTS = ("amax_slot", "scale_inv_slot"), ("amax_slots", "scale_inv_slots")
+_CHANNEL_SLOTS = (*_SLOTS, "channel_amax_slot")
 
 
 @functools.cache
@@ -109,7 +110,7 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
     torch.library.register_fake(f"msamp::{name}", fake or twin, lib=_LIBRARY)
     operator = getattr(torch.ops.msamp, name).default
 
-    if not set(mutates) <= {*_SLOTS, *_THREE_SLOTS, "channel_amax_slot"}:
+    if not set(mutates) <= {*_CHANNEL_SLOTS, *_THREE_SLOTS}:
         return operator  # type: ignore[no-any-return]
 
     def call(x: Any, *args: Any, **flags: Any) -> Any:
@@ -195,7 +196,7 @@ def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) 
     return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
 
 
-activate = _operator(_activate.activate, mutates=(*_SLOTS, "channel_amax_slot"))
+activate = _operator(_activate.activate, mutates=_CHANNEL_SLOTS)
 activate_backward = _operator(_activate.activate_backward, mutates=_SLOTS, fake=_fake_activate_backward)
 amax = _operator(_amax.amax)
 block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))

@@ -32,7 +32,7 @@ from megatron.lm.evaluation.generation import Sampling, generate
 from megatron.lm.hugging_face.folder import write_json, write_tensors
 from megatron.lm.hugging_face.models import load_model
 from megatron.lm.model.gpt import build_model
-from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.model.initial import take_initial_weights
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
@@ -69,9 +69,7 @@ def measure(level: str, options: argparse.Namespace, *, graph: bool = True) -> t
     """Measure one row, with or without CUDA graphs (if possible); also return the appended tokens. Needs `process_groups.initialize`."""
     config = configuration(level, options)
     model = build_model(config, build_recipe(config.precision), options.vocab_size).eval()
-    for layer in model.modules():
-        if isinstance(layer, FP8Gemm):
-            layer.take_initial_weight()
+    take_initial_weights(model)
     decoder = Decoder(model, options.prompt + options.tokens, graph=graph)
     _start_peak()
     for _ in range(1 + options.repeats):  # the first run includes one-time setup

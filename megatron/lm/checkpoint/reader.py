@@ -20,7 +20,7 @@ from megatron.lm.config.rules.check import single_values
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
-from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.model.initial import take_initial_weights
 from megatron.lm.processes import process_groups
 from megatron.lm.training import health
 from msamp.numerics.formats import of_dtype
@@ -127,7 +127,5 @@ def load_for_inference(path: str | Path) -> tuple[nn.Module, Config, Tokenizer]:
         process_groups.initialize(config)
     model = build_model(config, build_recipe(config.precision), saved.info["vocab_size"])
     take_model(model, saved.stored, saved.info["vocab_size"])
-    for layer in model.modules():
-        if isinstance(layer, FP8Gemm):
-            layer.take_initial_weight()  # not needed, since there will be no master weight
+    take_initial_weights(model)  # not needed, since there will be no master weight
     return model.eval(), config, build_tokenizer(config.data, config.model.vocab_size)

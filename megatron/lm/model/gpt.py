@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -199,24 +200,9 @@ def _expert_settings(model: ModelConfig) -> dict[str, Any]:
     """Return megatron-core's settings of mixtures of experts; none for a dense model."""
     if model.num_experts is None:
         return {}
-    return {
-        "num_moe_experts": model.num_experts,
-        "moe_layer_freq": [int(n in model.moe_layers) for n in range(model.num_layers)],
-        "moe_ffn_hidden_size": model.expert_size,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "moe_router_topk": model.moe_router_topk,
-        "moe_router_score_function": model.moe_router_score_function,
-        "moe_router_pre_softmax": model.moe_router_pre_softmax,
-        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
-        "moe_router_num_groups": model.moe_router_num_groups,
-        "moe_router_group_topk": model.moe_router_group_topk,
-        "moe_router_dtype": model.moe_router_dtype,
-        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": model.moe_z_loss_coeff,
-        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
-        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
-    }
+    same = {f.name: getattr(model, f.name) for f in fields(model) if f.name.startswith("moe_")}
+    layers = [int(n in model.moe_layers) for n in range(model.num_layers)]
+    return same | {"num_moe_experts": model.num_experts, "moe_layer_freq": layers, "moe_ffn_hidden_size": model.expert_size}
 
 
 def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int | None = None, sent: WireBytes | None = None) -> GPT:

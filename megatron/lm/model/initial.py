@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megatron.lm.model.linear import FP8Gemm
+from megatron.lm.model.moe.fp8_experts import TrainedMatrices
 from msamp.nn.expert_layer import Experts
 
 if TYPE_CHECKING:
@@ -82,6 +83,18 @@ def _draw(name: str, parameter: Tensor, ranks: int, seed: int) -> Tensor:
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest))
     return torch.empty(shape, device=parameter.device).normal_(generator=generator)
+
+
+def take_initial_weights(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return each FP8 weight that has a separate master, with its values before rounding, from which the master starts. The model releases
+    the values, so a model for inference calls this too."""
+    taken: list[tuple[nn.Parameter, Tensor]] = []
+    for layer in model.modules():
+        if isinstance(layer, TrainedMatrices):
+            taken += layer.take_initial_weights()
+        elif isinstance(layer, FP8Gemm) and (values := layer.take_initial_weight()) is not None:
+            taken.append((layer.weight, values))
+    return taken
 
 
 def _draw_experts(name: str, parameter: Tensor, std: float, seed: int) -> None:

@@ -8,9 +8,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from megatron.lm.config import Config, OptimizerConfig
-from megatron.lm.model.initial import parameter_names
-from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.model.moe.fp8_experts import TrainedMatrices
+from megatron.lm.model.initial import parameter_names, take_initial_weights
 from megatron.lm.processes.grid import Grid
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -102,13 +100,8 @@ def build_optimizer(
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
     shard = ZeRO(grad_sync, config.communication.overlap_param_gather) if grad_sync.shard else None
     optimizer = FP8AdamW(groups, shard=shard, **settings)
-    for matrices in (module for module in model.modules() if isinstance(module, TrainedMatrices)):
-        for p, initial in matrices.take_initial_weights():
-            optimizer.init_master(p, initial)
-    for layer in model.modules():
-        values = layer.take_initial_weight() if isinstance(layer, FP8Gemm) else None
-        if values is not None:
-            optimizer.init_master(layer.weight, values)  # type: ignore[arg-type]
+    for p, initial in take_initial_weights(model):
+        optimizer.init_master(p, initial)
     return optimizer
 
 

@@ -1,4 +1,5 @@
-"""Rules for mixtures of experts: what the router's flags require of each other, and what is not supported yet, all in this file."""
+"""Rules for mixtures of experts: what the router's flags require of each other, and what is not supported yet, all in this file but for
+`--smooth-swiglu`, whose own rule refuses experts."""
 
 from dataclasses import fields
 

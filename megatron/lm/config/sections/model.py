@@ -152,21 +152,21 @@ def layer_pattern(text: str, layers: int) -> tuple[bool, ...]:
         layers: in the whole model.
 
     Raises:
-        ValueError: if `text` is none of these, or does not have one number per layer.
+        ValueError: for any other `text`, or a list without one number per layer.
     """
-    asked = f"--moe-layer-freq {text}"
+    given = f"--moe-layer-freq {text}"
     try:
         pattern = _evaluated(ast.parse(text.strip(), mode="eval").body, layers)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         pattern = None
     if isinstance(pattern, int):
         if pattern < 1:
-            raise ValueError(f"{asked}: give a number of at least 1, or a list of 0 and 1 such as ([0]*1+[1]*{max(1, layers - 1)})")
+            raise ValueError(f"{given}: give a number of at least 1, or a list of 0 and 1 such as ([0]*1+[1]*{max(1, layers - 1)})")
         return tuple(n % pattern == 0 for n in range(layers))
     if pattern is None or not set(pattern) <= {0, 1}:
-        raise ValueError(f"{asked} is not valid: give a number N, or a list of 0 and 1 such as ([0]*1+[1]*{max(1, layers - 1)})")
+        raise ValueError(f"{given} is not valid: give a number N, or a list of 0 and 1 such as ([0]*1+[1]*{max(1, layers - 1)})")
     if len(pattern) != layers:
-        raise ValueError(f"{asked} has {len(pattern)} entries for --num-layers {layers}: give one 0 or 1 per layer")
+        raise ValueError(f"{given} has {len(pattern)} entries for --num-layers {layers}: give one 0 or 1 per layer")
     return tuple(bool(one) for one in pattern)
 
 

@@ -7,8 +7,11 @@ import torch
 
 from helpers import tiny
 from megatron.lm.build import build_training
+from megatron.lm.config.sections.precision import build_recipe
+from megatron.lm.model.gpt import build_model
+from megatron.lm.model.initial import take_initial_weights
 from megatron.lm.model.moe.fp8_experts import TrainedMatrices
-from msamp.numerics.tensor import fp32_values
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 pytestmark = pytest.mark.usefixtures("one_process")
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True}
@@ -36,3 +39,13 @@ def test_layers_that_stay_in_bf16_have_bf16_experts():
     made = build_training(config, tiny.VOCABULARY)
     kinds = [type(getattr(layer.mlp, "experts", None) and layer.mlp.experts.fc1_weight) for layer in made.model.decoder.layers]
     assert kinds == [type(None), TrainedMatrices, torch.nn.Parameter]
+
+
+def test_initial_weights_are_taken_once_of_experts_and_linear_layers():
+    """A model that is read for inference takes them too, else it would hold 2 bytes more per parameter."""
+    config = tiny.config("corpus", **EXPERTS, opt_level="O3")
+    model = build_model(config, build_recipe(config.precision), tiny.VOCABULARY)
+    low = {id(p) for p in model.parameters() if isinstance(p, ScalingTensor)}
+    assert {id(p) for p, _ in take_initial_weights(model)} == low
+    assert len(low) == config.model.num_layers * (2 + 2 * EXPERTS["num_experts"])  # two linear layers of attention, two weights per expert
+    assert take_initial_weights(model) == []
