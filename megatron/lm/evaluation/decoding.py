@@ -264,7 +264,7 @@ class _InferenceLayer:
     def __init__(self, layer: Layer) -> None:
         attention, mlp = layer.self_attention, layer.mlp
         if isinstance(mlp, MoE):
-            raise ValueError("the model is a mixture of experts, which generation does not support yet: use a dense model")
+            raise ValueError("the model is a mixture of experts, which generation does not support yet, nor evaluation: use a dense one")
         core = attention.core_attention
         assert isinstance(core, SDPAttention)
         if not core.causal:
