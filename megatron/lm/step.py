@@ -198,7 +198,13 @@ def _forward_step(
     forward: Callable[[nn.Module, dict[str, Tensor]], Tensor], context: Ranks, batches: Batches, model: GPT
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
-    return forward(model, batch), functools.partial(mean_loss, loss_mask=batch["loss_mask"], context=context)
+    return forward(model, batch), functools.partial(_scheduled_loss, loss_mask=batch["loss_mask"], context=context)
+
+
+def _scheduled_loss(loss_sum: Tensor, loss_mask: Tensor, context: Ranks) -> tuple[Tensor, dict[str, Tensor]]:
+    """`mean_loss` for the schedule, which multiplies a loss function of two values by the number of context-parallel ranks."""
+    mean, report = mean_loss(loss_sum, loss_mask, context)
+    return mean / context.size if context.size > 1 else mean, report
 
 
 def micro_batch_loss(training: Training, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -140,6 +140,20 @@ class Peers(WithGroup):
         self.sent.add(kind, label, all_gather_sent(own.nbytes, self.ranks))
         return Pending(self, flat, work, what)
 
+    def start_ring(self, own: torch.Tensor, what: str, kind: str, label: str, async_op: bool = True) -> "Pending":
+        """Start to send `own`, the same size on every rank, to the next rank; its result, in the same shape, is the previous rank's. The
+        last rank's next is the first."""
+        if self.ranks == 1:
+            return Pending(self, own)
+        received = torch.empty_like(own, memory_format=torch.contiguous_format)
+        to, source = [0] * self.ranks, [0] * self.ranks
+        to[(self.rank + 1) % self.ranks] = source[self.rank - 1] = own.nbytes
+        whole, mine = as_bytes(received.view(-1)), as_bytes(own.contiguous().view(-1))
+        what = f"ring of {what}"
+        work = self.run(lambda: dist.all_to_all_single(whole, mine, source, to, self.group, async_op), what)
+        self.sent.add(kind, label, own.nbytes)
+        return Pending(self, received, work, what)
+
     def reduce_scatter(
         self, flat: torch.Tensor, sizes: Sequence[int], what: str, kind: str = "weight", label: str = "reduce-scatter"
     ) -> torch.Tensor:

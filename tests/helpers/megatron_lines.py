@@ -5,6 +5,7 @@ A line moves to another block where its feature is built.
 
 LINES = {
     "accepted": """
+--context-parallel-size 1
 --log-num-zeros-in-grad
 --log-params-norm
 --first-last-layers-bf16
@@ -172,7 +173,6 @@ LINES = {
 --sequence-parallel
 --no-overlap-p2p-communication
 --tp-comm-overlap
---context-parallel-size 1
 --expert-model-parallel-size 1
 --num-virtual-stages-per-pipeline-rank 2
 --ddp-average-in-collective
@@ -229,7 +229,7 @@ LINES = {
 --optimizer sgd
 --step-batch-size-schedule "0:16 2.4B:320"
 --distribute-saved-activations
---context-parallel-size 2
+--hybrid-context-parallel
 --expert-model-parallel-size 2
 --decoder-first-pipeline-num-layers 1
 --use-torch-fsdp2

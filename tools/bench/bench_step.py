@@ -36,9 +36,11 @@ from megatron.lm.build import build_training
 from megatron.lm.config import OPT_LEVELS, Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS, flops_per_token
+from megatron.lm.data.batch import own_part
 from megatron.lm.graphs import capture, step_graph
 from megatron.lm.graphs.stage_graph import StageGraphs
 from megatron.lm.processes import process_groups
+from megatron.lm.processes.grid import Grid
 from megatron.lm.run.reports.metrics import mfu, peak_tflops
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.shell import exit_codes
@@ -79,7 +81,7 @@ def configuration(level: str, options: argparse.Namespace) -> Config:
 
 
 def random_batches(config: Config, vocab_size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Yield the same random tokens forever."""
+    """Yield the same random tokens forever; with context parallelism this rank's part of them."""
     shape = (config.training.micro_batch_size, config.model.seq_length + 1)
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     batch = {
@@ -88,7 +90,7 @@ def random_batches(config: Config, vocab_size: int, device: torch.device) -> Ite
         "loss_mask": torch.ones(shape[0], shape[1] - 1, device=device),
         "position_ids": torch.arange(shape[1] - 1, device=device).expand(shape[0], -1),
     }
-    return itertools.repeat(batch)
+    return itertools.repeat(own_part(batch, Grid.current().context) if config.parallel.context_parallel_size > 1 else batch)
 
 
 def utilisation(config: Config, tflops: float) -> dict[str, float | str]:

@@ -124,6 +124,11 @@ class Config:
         tensor = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
         return self.model.seq_length // (self.parallel.context_parallel_size * tensor)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch whose activations a process computes, without sequence parallelism."""
+        return self.model.seq_length // self.parallel.context_parallel_size * self.training.micro_batch_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return how many of `world_size` processes, or of the groups that share samples, read different samples."""
         return self.axes(world_size).data

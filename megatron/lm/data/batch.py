@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.lm.data.documents import DOCUMENTS
+from megatron.lm.processes.grid import ALONE, Ranks
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", DOCUMENTS)
 
@@ -67,6 +69,7 @@ def batches(
     consumed_samples: int = 0,
     num_workers: int = 0,
     device: torch.device | str = "cpu",
+    context: Ranks = ALONE,
 ) -> Iterator[dict[str, Tensor]]:
     """Return an iterator over this rank's micro-batches, on `device`, until the dataset has no full row left.
 
@@ -75,6 +78,7 @@ def batches(
         consumed_samples: samples that all ranks together have already read; a resumed run continues after them.
         num_workers: number of prefetch processes; 0 reads in this process.
         device: for a CUDA device, batches are copied asynchronously from pinned memory.
+        context: the ranks that have the parts of the same sequences (`own_part`).
 
     Returns:
         An iterator over tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32, and documents [b, s] int32 if the samples
@@ -101,7 +105,20 @@ def batches(
         # The loader has its own generator: otherwise it would draw its base seed from the global one, and shift dropout after a resume.
         generator=torch.Generator().manual_seed(0),
     )
-    return _on_device(loader, device)
+    return (own_part(batch, context) for batch in _on_device(loader, device))
+
+
+def own_part(batch: dict[str, Tensor], context: Ranks) -> dict[str, Tensor]:
+    """Return this rank's part of whole sequences: of 2 N equal chunks, rank r of N has chunks r and 2 N - 1 - r, in this order, so that
+    causal attention is the same work for all.
+
+    Args:
+        batch: [b, s, ..] each; 2 N divides s.
+        context: the N ranks that share the sequences.
+    """
+    if context.size == 1:
+        return batch
+    return get_batch_on_this_cp_rank(dict(batch), cp_group=context.group)  # type: ignore[no-any-return]
 
 
 def _ignore_signals(worker: int) -> None:

@@ -98,8 +98,7 @@ def write_table(path: Path, table: Mapping[str, Times]) -> None:
 
 def layer_shapes(config: Config) -> dict[str, Shape]:
     """Return the shapes of a transformer layer's linear layers by slot, on one tensor-parallel rank for one micro-batch."""
-    tokens = config.model.seq_length * config.training.micro_batch_size
-    return {slot: Shape(tokens, inputs, outputs) for slot, (outputs, inputs) in linear_shapes(config).items()}
+    return {slot: Shape(config.tokens, inputs, outputs) for slot, (outputs, inputs) in linear_shapes(config).items()}
 
 
 def _has_fp8() -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from megatron.lm.config import LINEARS, Config, ModelConfig
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import saved_activations
-from megatron.lm.model.attention import check_backend, document_mask
+from megatron.lm.model.attention import check_backend, count_rings, document_mask
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
@@ -178,6 +178,7 @@ def transformer_config(config: Config, recipe: "Recipe") -> TransformerConfig:
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type=parallel.cp_comm_type,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages,
@@ -230,7 +231,9 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
     others = dict.fromkeys(config.layers_in_bf16, layer_linears(recipe, LINEARS))
     model = assemble(config, core_config, vocab_size, linears, vp_stage, layers, fused=config.fuses(recipe), others=others)
     convert_experts(model, recipe, config.fp8_experts)
-    connect(model, config, WireBytes() if sent is None else sent)
+    sent = WireBytes() if sent is None else sent
+    connect(model, config, sent)
+    count_rings(model, sent)
     return model
 
 

@@ -408,7 +408,7 @@ def _compute_bytes(config: Config) -> int:
 
 
 def _tokens(config: Config) -> int:
-    return config.model.seq_length // config.parallel.context_parallel_size * config.training.micro_batch_size
+    return config.tokens
 
 
 def _sequence_split(config: Config) -> int:

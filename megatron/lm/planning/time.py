@@ -117,7 +117,7 @@ def _host_rate(config: Config) -> str:
 def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of one layer by kind, and those of its forward."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    tokens = model.seq_length * config.training.micro_batch_size
+    tokens = config.tokens
     gemm, width = config.precision.recipe.gemm, model.hidden_size / tp
     bf16 = config.precision.bf16_linears or ()
     linear = 0.0
@@ -153,7 +153,7 @@ def _recomputed_share(config: Config) -> dict[str, float]:
 def _fused_elements(config: Config, rates: Rates) -> float:
     """Return the seconds of element-wise kernels of a fused FP8 layer."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    tokens = model.seq_length * config.training.micro_batch_size
+    tokens = config.tokens
     split = tp if config.parallel.sequence_parallel else 1
     channels = (model.num_attention_heads + 2 * model.query_groups) * model.head_size / tp
     hidden, ffn = tokens * model.hidden_size, tokens * model.ffn_size / tp
@@ -188,7 +188,7 @@ def _just_in_time(config: Config, rates: Rates) -> float:
     gemm = config.precision.recipe.gemm
     if gemm is None:
         return 0.0
-    tokens = config.model.seq_length * config.training.micro_batch_size
+    tokens = config.tokens
     bf16 = config.precision.bf16_linears or ()
     cast = tokens * sum(outputs + inputs for slot, (outputs, inputs) in linear_shapes(config).items() if slot not in bf16)
     per_element = 0.0 if config.fuses_layers else rates("cast") if gemm.tensorwise else rates("block cast")
@@ -221,7 +221,7 @@ def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> floa
 
 def _head(config: Config, rates: Rates) -> dict[str, float]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    tokens, rows = model.seq_length * config.training.micro_batch_size, vocabulary(config) / tp
+    tokens, rows = config.tokens, vocabulary(config) / tp
     # One FP8 GEMM of three has no rate of its own: it saves little more than its casts take.
     whole = config.precision.output_layer_precision == ALL
     gemm = 6 * tokens * rows * model.hidden_size / rates("fp8 gemm" if whole else "bf16 gemm", model.hidden_size)

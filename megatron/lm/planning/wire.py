@@ -37,7 +37,7 @@ def tensor_parallel(config: Config, stage: int) -> dict[str, Transfer]:
 def _elements(config: Config) -> float:
     """Return the number of elements of an activation that a rank sends in an all-gather or a reduce-scatter."""
     tp = config.parallel.tensor_model_parallel_size
-    return config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * (tp - 1) / tp
+    return config.tokens * config.model.hidden_size * (tp - 1) / tp
 
 
 def _of_layers(config: Config, layers: int) -> dict[str, Transfer]:

@@ -30,12 +30,14 @@ def _names_cuda(value: object) -> bool:
 
 
 def _on_cpu(make: Callable) -> Callable:
-    """Wrap a function that creates tensors, so that it creates CUDA tensors on the CPU."""
+    """Wrap a function that creates tensors, so that it creates CUDA tensors on the CPU, and in ordinary memory."""
 
     @wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):  # context parallelism's rotary embedding copies indices to the GPU; memory to pin needs one
+            kwargs["pin_memory"] = False
         return make(*args, **kwargs)
 
     return call

@@ -173,6 +173,7 @@ class Trainer:
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
             device=process_groups.device(),
+            context=self.training.grid.context,
         )
         return self._watched(read)
 

@@ -78,7 +78,6 @@ OTHERS = {
 }
 # Flags in these scripts that are refused beside the model, until their feature is built.
 PENDING = {"--quick-geglu"}
-CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
 PROCESSES = {"gpt3-175b": 1024, "bert-340m": 1024, "llama3-8b-fp8": 8, "llama3.1-8b": 8, "qwen3-8b": 8}
 TOY = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --kv-channels 16 --seq-length 32 "
@@ -217,14 +216,6 @@ def test_a_script_of_another_model_is_refused_by_name_in_one_message(
     code, out, error = start(f"{SCRIPTS[name]} --dry-run", monkeypatch, capsys)
     assert (code, out) == (2, "")
     assert refusals(error) == OTHERS[name]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_script_with_context_parallelism_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    line = SCRIPTS["llama3-8b-fp8"].replace("--context-parallel-size 1", "--context-parallel-size 2")
-    code, out, error = start(f"{line} --dry-run", monkeypatch, capsys)
-    assert (code, out) == (2, "")
-    assert error == f"python -m megatron.lm.pretrain: error: --context-parallel-size 2: {CONTEXT} (--help lists the flags)\n"
 
 
 @pytest.mark.nightly(90)

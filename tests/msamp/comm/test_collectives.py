@@ -56,8 +56,12 @@ def started(group) -> dict:
     sizes = [2] * peers.ranks
     gathered = peers.start_all_gather(flat(peers.rank, 2, E4M3.dtype), sizes, "x", "activation", "input all-gather")
     received = peers.start_all_to_all(flat(peers.rank, 2 * peers.ranks, torch.bfloat16), sizes, "x", "activation", "output reduce-scatter")
+    hop = peers.start_ring(flat(peers.rank, 6, E4M3.dtype).view(2, 3), "x", "activation", "hop")
     total = peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.SUM, "x", "activation", "amax all-reduce")
-    found = {"received": bits(received.wait()), "gathered": bits(gathered.wait()), "total": float(total), "sent": sent.take()}
+    found = {"received": bits(received.wait()), "gathered": bits(gathered.wait()), "total": float(total)}
+    before = flat((peers.rank - 1) % peers.ranks, 6, E4M3.dtype).view(2, 3)
+    assert bits(hop.wait()).equal(bits(before))
+    found["sent"] = sent.take()
     assert received.wait() is received.wait()
     try:  # torch 2.14 refuses the sizes when the collective starts
         peers.start_all_to_all(torch.ones(3), [1, 1, 1, 1], "three elements").wait()
@@ -136,7 +140,7 @@ def test_collectives_on_their_way(ranks):
         assert found["gathered"].equal(torch.cat([bits(flat(r, 2, E4M3.dtype)) for r in range(WORLD)]))
         assert found["received"].equal(torch.cat([bits(flat(r, 2 * WORLD, torch.bfloat16)[2 * rank : 2 * rank + 2]) for r in range(WORLD)]))
         assert found["total"] == WORLD
-        labels = {"input all-gather": 3 * 2, "output reduce-scatter": 3 * 2 * 2, "amax all-reduce": 6}
+        labels = {"input all-gather": 3 * 2, "output reduce-scatter": 3 * 2 * 2, "amax all-reduce": 6, "hop": 6}
         assert found["sent"] == {("activation", label): count for label, count in labels.items()}
         assert found["bad sizes"].startswith(f"rank {rank}: the all-to-all of three elements failed: every rank still answers (")
 
@@ -160,6 +164,7 @@ def test_one_rank_runs_no_collective():
     assert peers.all_gather(x, [6], "x") is x
     assert peers.start_all_to_all(x, [6], "x").wait() is x
     assert peers.start_all_gather(x, [6], "x").wait() is x
+    assert peers.start_ring(x, "x", "activation", "hop").wait() is x
     assert sent.rows() == {}
 
 

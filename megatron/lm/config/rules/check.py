@@ -5,11 +5,13 @@ Single values are checked against the choices and intervals of their fields, and
 
 from dataclasses import fields
 
-from megatron.lm.config.rules import communication, data, experts, outputs, precision, shape, training
+from megatron.lm.config.rules import communication, context, data, experts, outputs, precision, shape, training
 from megatron.lm.config.sections.schema import choices_of, flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
-RULES: Rules = shape.RULES | experts.RULES | precision.RULES | communication.RULES | training.RULES | data.RULES | outputs.RULES
+RULES: Rules = (
+    shape.RULES | context.RULES | experts.RULES | precision.RULES | communication.RULES | training.RULES | data.RULES | outputs.RULES
+)
 
 
 def check(config: Config, world_size: int) -> None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 TP_WIRES = ("bf16", "fp8")
 TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
+CP_COMM_TYPES = ("p2p",)
 # Why the trainer does not split along an axis yet, and what to do instead.
-NO_CONTEXT = "context parallelism is not supported yet: shorten --seq-length, or use --tensor-model-parallel-size with --sequence-parallel"
 NO_EXPERT_PARALLELISM = (
     "expert parallelism is not supported yet, each process has all experts: drop it, and use --tensor-model-parallel-size, "
     "--pipeline-model-parallel-size or --use-distributed-optimizer if they do not fit"
@@ -106,7 +106,12 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = setting("processes that share each layer (TP)", 1, legal=COUNT)
     pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
-    context_parallel_size: int = setting("processes that share each sequence (CP)", 1, legal=COUNT, refused=NO_CONTEXT)
+    context_parallel_size: int = setting("processes that share each sequence (CP), with ring attention", 1, legal=COUNT)
+    cp_comm_type: str = setting(
+        "communication of attention between context-parallel processes: a ring, in which keys and values travel from process to process",
+        "p2p",
+        choices=CP_COMM_TYPES,
+    )
     expert_model_parallel_size: int = setting(
         "processes that share the experts of a layer (EP)", 1, legal=COUNT, refused=NO_EXPERT_PARALLELISM
     )

@@ -27,9 +27,12 @@ pytestmark = pytest.mark.timeout(3000)
 STATES = tuple(state.key for state in updates.by_name("fp32").states)
 LEVELS = ("fp32", "O3")  # the formats between them: test_values.py
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {
     "dp4": {},
     "zero": {"use_distributed_optimizer": True},  # DP 4
+    "cp2": CP,  # and DP 2 on four
+    "tp2cp2": {**TP, **CP, "sequence_parallel": True},
     "tp2dp2": {**TP, "sequence_parallel": True},
     "tp2zero": {**TP, "sequence_parallel": True, "use_distributed_optimizer": True},
     "tp2pp2": {**TP, **PP},
@@ -51,8 +54,8 @@ MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "O2 ZeRO off and on": ({"precision": "O2"}, ["dp4", "zero", "dp4"]),
     "padding": ({"precision": "O3", "make_vocab_size_divisible_by": 25}, ["dp4", "tp2dp2", "dp4"]),  # 75 rows, 100, 75
 }
-ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {"O3 on two": ({"precision": "O3"}, ["zero", "tp2dp2", "pp2", "zero"])}
-EVERYWHERE = ["zero", "tp2pp2", "pp2vpp2", "tp2zero", "dp4"]
+ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {"O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "pp2", "zero"])}
+EVERYWHERE = ["cp2", "zero", "tp2pp2", "tp2cp2", "pp2vpp2", "tp2zero", "dp4"]
 # FP32 and O3 through every grid, from a grid without tensor parallelism and from one with it.
 ALL_MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     **{

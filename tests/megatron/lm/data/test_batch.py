@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from megatron.lm.data.batch import BATCH_KEYS, MicroBatchSampler, batches
+from helpers import dist
+from megatron.lm.data.batch import BATCH_KEYS, MicroBatchSampler, batches, own_part
 from megatron.lm.data.documents import DOCUMENTS
+from megatron.lm.processes import cpu_home
+from megatron.lm.processes.grid import ALONE, Ranks
 
 
 class Counted(Dataset):
@@ -110,3 +113,20 @@ def test_cuda_batches_equal_cpu_batches():
     on_gpu = list(batches(Counted(8), micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1, device="cuda"))
     assert all(tensor.is_cuda for batch in on_gpu for tensor in batch.values())
     assert [batch["tokens"][:, 0].tolist() for batch in on_gpu] == drawn(length=8)
+
+
+def part_of_a_rank() -> list[list[int]]:
+    """Tokens and positions of this rank's part of sample 0 .. 7."""
+    with cpu_home.cpu_home():
+        sample = {"tokens": torch.arange(8)[None] + 10, "position_ids": torch.arange(8)[None]}
+        part = own_part(sample, Ranks.of(torch.distributed.group.WORLD))
+        assert sample["tokens"].shape == (1, 8)  # the whole batch is not changed
+        return [part["tokens"][0].tolist(), part["position_ids"][0].tolist()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
+def test_two_ranks_have_the_outer_and_the_inner_chunks_of_a_sequence():
+    outer, inner = [0, 1, 6, 7], [2, 3, 4, 5]
+    assert dist.run(part_of_a_rank, 2) == [[[t + 10 for t in positions], positions] for positions in (outer, inner)]
+    whole = {"tokens": torch.arange(8)[None]}
+    assert own_part(whole, ALONE) is whole

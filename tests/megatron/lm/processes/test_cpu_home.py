@@ -26,6 +26,7 @@ def test_cuda_means_cpu_inside():
         assert torch.empty(2, device="cuda").device.type == "cpu"
         assert torch.empty(2, device=torch.device("cuda", 0)).device.type == "cpu"
         assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
+        assert torch.tensor([1, 2], pin_memory=True).cuda(non_blocking=True).tolist() == [1, 2]
         assert x.cuda() is x
         assert x.to("cuda").device.type == "cpu"
         assert x.to(device="cuda:0", dtype=torch.bfloat16).dtype is torch.bfloat16

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from megatron.lm.config.megatron_flags.topics.row import Row, accepted, dropped, refused, translated
-from megatron.lm.config.sections.parallel import AXES, NO_CONTEXT, ParallelConfig
+from megatron.lm.config.sections.parallel import AXES, ParallelConfig
 from megatron.lm.config.sections.schema import flag
 
 FSDP = "the trainer shards the optimizer's states and sends gradients to their owners: use --use-distributed-optimizer, or --opt-level O3"
@@ -30,6 +30,7 @@ FLAGS = (
     *accepted(
         "--num-layers-per-virtual-pipeline-stage N",
         "--sequence-parallel",
+        "--cp-comm-type TEXT",
         "--use-distributed-optimizer",
         "--distributed-backend TEXT",
         "--distributed-timeout-minutes X",
@@ -40,7 +41,6 @@ FLAGS = (
     *translated("--use-distributed-optimizer", "--data-parallel-sharding-strategy optim"),
     *translated("--tensor-model-parallel-size N", "--model-parallel-size N"),
     *translated("--num-layers-per-virtual-pipeline-stage N", "--num-virtual-stages-per-pipeline-rank N"),
-    *dropped("context parallelism is not supported, and size 1 means none", "--cp-comm-type TEXT..."),
     *dropped(
         "it adds nothing to this trainer's own sharding",
         "--data-parallel-sharding-strategy no_shard",
@@ -90,7 +90,7 @@ FLAGS = (
     *dropped("--distributed-timeout-minutes applies to the whole run", "--distributed-timeout-seconds-after-init N"),
     *dropped("there is one copy of the sharded states here", "--num-distributed-optimizer-instances 1"),
     *refused(
-        NO_CONTEXT,
+        "context parallelism is one ring over the --context-parallel-size processes of equally long sequences: drop it",
         "--hierarchical-context-parallel-sizes N...",
         "--max-seqlen-per-dp-cp-rank N",
         "--hybrid-context-parallel",

@@ -1,0 +1,42 @@
+"""Rules for context parallelism: how it splits sequences, and what ring attention does not support."""
+
+import math
+
+from megatron.lm.config.rules.shape import nearest_multiples
+from megatron.lm.config.whole import Config, Problems, Rules
+
+
+def chunks(config: Config, world_size: int) -> Problems:
+    """Each process has two chunks of every sequence, which sequence parallelism splits further."""
+    parallel, length = config.parallel, config.model.seq_length
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    multiple = math.lcm(2 * cp, cp * tp)
+    if cp > 1 and length % multiple:
+        split = f"--context-parallel-size {cp}" + (f" with --sequence-parallel over {tp} processes" if tp > 1 else "")
+        yield f"--seq-length {length} is not divisible by {multiple}, as {split} requires: choose {nearest_multiples(length, multiple)}"
+
+
+def ring_attention(config: Config, world_size: int) -> Problems:
+    """Ring attention takes no mask, has no dropout, and is in our layers."""
+    from megatron.lm.config.sections.baselines import PeerRecipe  # torch
+
+    cp, model, precision = config.parallel.context_parallel_size, config.model, config.precision
+    if cp == 1:
+        return
+    given = f"--context-parallel-size {cp}"
+    if model.attention_dropout:
+        yield f"{given} does not support --attention-dropout ({model.attention_dropout:g}): drop one"
+    if config.data.reset_attention_mask:
+        yield f"{given} does not support the mask of --reset-attention-mask, whose documents end at any token: drop one"
+    if model.num_experts is not None:
+        yield f"{given} does not support --num-experts yet, whose losses count the tokens of whole sequences: drop one"
+    if isinstance(precision.named, PeerRecipe):
+        yield f"{given} is not built for Transformer Engine's attention ({precision.name}): use another precision"
+    if precision.attention_precision == "fp8":
+        yield f"{given} does not support --attention-precision fp8 yet: drop one"
+
+
+RULES: Rules = {
+    chunks: ("model", "parallel"),
+    ring_attention: ("model", "parallel", "data", "precision"),
+}

@@ -1,0 +1,190 @@
+"""Ring attention: attention over sequences that are split between ranks (context parallelism).
+
+Each of N ranks has the queries, keys and values of two of 2 N equal chunks of every sequence: rank r has chunks r and 2 N - 1 - r
+("zigzag"), so that with a causal mask all ranks have the same work. Keys and values travel around the ring, one rank per step. While a rank
+computes with the ones it has, the next ones arrive:
+
+    step 0      own keys           queries of both chunks, causal
+    source < r  an earlier rank's  queries of both chunks over the keys of the first chunk; the second is in the future
+    source > r  a later rank's     queries of the second chunk over the keys of both chunks; the first is in the past
+
+A step's output o and the logarithm l of the sum of each row's exponentials are merged with those of the steps before it (FP32):
+
+    o <- o + sigmoid(l' - l) (o' - o)        l <- log(exp(l) + exp(l'))
+
+Backward goes around once more. From the merged output and the merged l each step computes its part of the gradients; dQ stays, and dK and
+dV follow the keys and values one step behind them, until they are back at their own rank.
+
+Without a causal mask all queries attend to all keys in each step.
+
+Source: Ring Attention (arXiv:2310.01889); the zigzag order is that of megatron-core's `get_batch_on_this_cp_rank`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from msamp.comm.collectives import Peers, Pending
+from msamp.kernels import attention_part as kernels
+from msamp.kernels.attention_part import attention_part, attention_part_backward
+from msamp.nn.differentiable_once import differentiable_once
+
+KIND = "activation"
+
+
+class Step(NamedTuple):
+    """What a rank computes with the keys and values of one rank: the queries and keys that take part, as slices of the sequence dimension,
+    and whether the mask is causal (otherwise there is none)."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+WHOLE = slice(None)
+
+
+def step_of(rank: int, source: int, length: int, *, causal: bool) -> Step:
+    """Return what `rank` computes with the keys and values of rank `source`, of `length` tokens each, an even number."""
+    if not causal or source == rank:
+        return Step(WHOLE, WHOLE, causal)
+    half = length // 2
+    return Step(WHOLE, slice(0, half), False) if source < rank else Step(slice(half, None), WHOLE, False)
+
+
+class RingAttention(NamedTuple):
+    """Attention over the sequences of a group of ranks.
+
+    Attributes:
+        peers: the ranks, in the order of their chunks.
+        softmax_scale: factor of the scores.
+        causal: whether a token attends only to itself and earlier tokens.
+        backend: kernels, as `msamp.kernels.attention_part.choose` takes them.
+    """
+
+    peers: Peers
+    softmax_scale: float
+    causal: bool
+    backend: str = "auto"
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d], s tokens per rank.
+
+        Raises:
+            ValueError: if shapes do not match, s is odd with a causal mask, or no kernel supports the tensors.
+        """
+        if self.causal and query.shape[0] % 2:
+            raise ValueError(f"ring attention got {query.shape[0]} tokens per rank; two chunks of equal size require an even number")
+        return _Ring.apply(query, key, value, self)
+
+    def steps(self, length: int) -> Iterator[Step]:
+        """Return what this rank computes in each step: first with its own keys, then with those of the rank before it, and so on."""
+        ranks, rank = self.peers.ranks, self.peers.rank
+        return (step_of(rank, (rank - number) % ranks, length, causal=self.causal) for number in range(ranks))
+
+    def kernel(self, query: torch.Tensor, key: torch.Tensor) -> str:
+        """Return the kernel of all steps."""
+        return kernels.choose(self.backend, query, key, causal=self.causal)
+
+    def start_hop(self, keys_and_values: torch.Tensor) -> Pending:
+        """Send the keys and values [2, s, b, groups, d] to the next rank."""
+        return self.peers.start_ring(keys_and_values, "keys and values", KIND, "keys and values ring")
+
+    def start_gradient_hop(self, gradients: torch.Tensor) -> Pending:
+        """Send the gradients [2, s, b, groups, d] of keys and values to the next rank."""
+        return self.peers.start_ring(gradients, "gradients of keys and values", KIND, "grad of keys and values ring")
+
+    def accumulator(self, like: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which parts are summed: the sum of two is rounded once in either."""
+        return torch.float32 if self.peers.ranks > 2 else like.dtype
+
+
+class Merged:
+    """The merged output of the steps so far.
+
+    Attributes:
+        o: [s, b, heads, d].
+        lse: FP32 [b, heads, s].
+    """
+
+    def __init__(self, o: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> None:
+        self.o, self.lse = o.to(dtype), lse
+
+    def add(self, o: torch.Tensor, lse: torch.Tensor, queries: slice) -> None:
+        """Merge the output of a step for some of the queries."""
+        before, own = self.lse[:, :, queries], self.o[queries]
+        share = torch.sigmoid(lse - before).permute(2, 0, 1)[..., None]
+        own.copy_(torch.lerp(own.float(), o.float(), share))
+        before.copy_(torch.logaddexp(before, lse))
+
+
+class _Ring(torch.autograd.Function):
+    """(query, key, value, RingAttention) -> output in the query's dtype."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: RingAttention
+    ) -> torch.Tensor:
+        kernel, travelling = ring.kernel(query, key), Travelling(ring, key, value)
+        merged: Merged | None = None
+        for step in ring.steps(query.shape[0]):
+            k, v = travelling.next()
+            part = attention_part(query[step.queries], k[step.keys], v[step.keys], ring.softmax_scale, causal=step.causal, kernel=kernel)
+            if merged is None:
+                merged = Merged(*part, ring.accumulator(query))
+            else:
+                merged.add(*part, step.queries)
+        assert merged is not None
+        o = merged.o.to(query.dtype).contiguous()
+        ctx.save_for_backward(query, key, value, o, merged.lse)
+        ctx.ring = ring
+        return o.flatten(2)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, o, lse = ctx.saved_tensors
+        ring, grad_o = ctx.ring, grad_o.view(o.shape)
+        kernel, travelling = ring.kernel(query, key), Travelling(ring, key, value)
+        dq = own = None
+        behind: Pending | None = None
+        for step in ring.steps(query.shape[0]):
+            k, v = travelling.next()
+            parts = (grad_o[step.queries], query[step.queries], k[step.keys], v[step.keys], o[step.queries], lse[:, :, step.queries])
+            dq_part, dk, dv = attention_part_backward(*parts, ring.softmax_scale, causal=step.causal, kernel=kernel)
+            if dq is None:
+                dq, own = dq_part.to(ring.accumulator(query)), torch.stack([dk, dv])
+                continue
+            assert own is not None
+            dq[step.queries] += dq_part
+            gradients = torch.zeros_like(own) if behind is None else behind.wait()
+            gradients[0, step.keys] += dk
+            gradients[1, step.keys] += dv
+            behind = ring.start_gradient_hop(gradients)
+        assert dq is not None
+        assert own is not None
+        if behind is not None:
+            own += behind.wait()
+        return dq.to(query.dtype), own[0], own[1], None
+
+
+class Travelling:
+    """Keys and values on their way around the ring."""
+
+    def __init__(self, ring: RingAttention, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._ring, self._left = ring, ring.peers.ranks - 1
+        self._here = (key, value)
+        self._packed = torch.stack([key, value]) if self._left else None
+        self._pending: Pending | None = None
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the next step [s, b, groups, d] each, and start to receive those of the step after it."""
+        if self._pending is not None:
+            self._packed = self._pending.wait()
+            self._here = (self._packed[0], self._packed[1])
+        self._pending = None
+        if self._left:
+            assert self._packed is not None
+            self._pending, self._left = self._ring.start_hop(self._packed), self._left - 1
+        return self._here

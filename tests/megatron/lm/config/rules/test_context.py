@@ -1,0 +1,35 @@
+"""Refusals about sequences that are split between processes."""
+
+import pytest
+
+from helpers import refusals
+from megatron.lm.config.rules import context
+from megatron.lm.config.rules.check import check
+
+CP = "--context-parallel-size 2"
+# flags beside (and over) those of `refusals.GOOD`, what the message must hold, processes
+REFUSALS: list[refusals.Refusal] = [
+    (f"{CP} --seq-length 30", "--seq-length 30 is not divisible by 4, as --context-parallel-size 2 requires: choose 28 or 32$", 2),
+    (
+        "--context-parallel-size 3 --tensor-model-parallel-size 4 --sequence-parallel",
+        "--seq-length 32 is not divisible by 12, as --context-parallel-size 3 with --sequence-parallel over 4 processes requires",
+        12,
+    ),
+    (f"{CP} --attention-dropout 0.1", r"--context-parallel-size 2 does not support --attention-dropout \(0.1\): drop one", 2),
+    (f"{CP} --reset-attention-mask", "--context-parallel-size 2 does not support the mask of --reset-attention-mask.*drop one", 2),
+    (f"{CP} --num-experts 4 --swiglu --disable-bias-linear", "--context-parallel-size 2 does not support --num-experts yet", 2),
+    (f"{CP} --precision te-delayed", r"not built for Transformer Engine's attention \(te-delayed\): use another precision", 2),
+    (f"{CP} --opt-level O2 --attention-precision fp8", "--context-parallel-size 2 does not support --attention-precision fp8 yet", 2),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=[flags for flags, *_ in REFUSALS])
+def test_it_is_refused_with_what_to_do(refusal: refusals.Refusal):
+    refusals.assert_refused(*refusal)
+
+
+def test_sizes_that_fit_pass():
+    config = refusals.config(f"{CP} --tensor-model-parallel-size 2 --sequence-parallel --dry-run")
+    check(config, 4)
+    assert not [problem for rule in context.RULES for problem in rule(config, 4)]
+    assert (config.rows, config.tokens) == (8, 32)

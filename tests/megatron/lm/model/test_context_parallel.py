@@ -1,0 +1,115 @@
+"""Context parallelism in the model and in the training step: raw gradients, norms and losses against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import dist, tiny
+from megatron.lm.build import build_training
+from megatron.lm.config import Config
+from megatron.lm.data.batch import own_part
+from megatron.lm.step import evaluate, micro_batch_loss, train_step
+from megatron.lm.training.state import Batches, Training
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several processes on one GPU")
+
+GQA = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
+
+
+def settings(ranks: int, **given: Any) -> Config:
+    base = {"precision": "fp32", "micro_batch_size": 2, "global_batch_size": 4, "eval_iters": 1, "distributed_backend": "gloo"}
+    return tiny.config("corpus", **base | {"context_parallel_size": ranks} | given)
+
+
+def batches(config: Config, training: Training) -> Batches:
+    """Micro-batches in which the parts of a sequence count very differently many tokens in the loss."""
+    generator = torch.Generator().manual_seed(7)
+    grid = training.grid
+    while True:
+        text = torch.randint(0, 59, (grid.batch.size * config.training.micro_batch_size, config.model.seq_length + 1), generator=generator)
+        mask = (torch.rand(text[:, 1:].shape, generator=generator) < torch.linspace(1.0, 0.1, config.model.seq_length)).float()
+        fields = {
+            "tokens": text[:, :-1],
+            "labels": text[:, 1:],
+            "loss_mask": mask,
+            "position_ids": torch.arange(mask.shape[1]).expand_as(mask),
+        }
+        own = {name: x.chunk(grid.batch.size)[grid.batch.rank].contiguous() for name, x in fields.items()}
+        yield own_part(own, grid.context)
+
+
+def gradients(training: Training) -> dict[str, Tensor]:
+    """The averaged gradients of all parameters that this rank has, by name."""
+    names = {parameter: name for name, parameter in training.model.named_parameters()}
+    found = {}
+    for holder, _, average in training.grad_sync.averages():
+        if average is not None:
+            found[names[holder]] = average.detach().float().clone()
+    return found
+
+
+def watched_steps(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Two steps and an evaluation: losses, norms, and of the first step the raw gradients."""
+    config = settings(ranks, **given)
+    with tiny.started(config):
+        training = build_training(config, tiny.VOCABULARY)
+        stream, seen = batches(config, training), {}
+
+        class Watch:
+            def before_update(self) -> None:
+                seen.setdefault("gradients", gradients(training))
+
+        results = [train_step(training, stream, recorder=Watch()) for _ in range(2)]
+        sums = torch.stack([torch.stack([result.loss_sum, result.tokens]) for result in results]).double()
+        torch.distributed.all_reduce(sums)
+        return {
+            "losses": (sums[:, 0] / sums[:, 1]).tolist(),
+            "norms": [float(result.grad_norm) for result in results],
+            "gradients": seen["gradients"],
+            "validation": evaluate(training, stream, 1),
+            "sent": training.grad_sync.sent.rows(),
+        }
+
+
+def step_without_a_schedule(ranks: int) -> dict[str, Tensor]:
+    """The gradients of two micro-batches as CUDA graphs compute them (`StepGraphs._micro_batch`)."""
+    config = settings(ranks)
+    with tiny.started(config):
+        training = build_training(config, tiny.VOCABULARY)
+        stream = batches(config, training)
+        training.grad_sync.clear()
+        with training.grad_sync.no_sync():
+            (micro_batch_loss(training, next(stream))[0] / 2).backward()
+        (micro_batch_loss(training, next(stream))[0] / 2).backward()
+        training.grad_sync.finish()
+        return gradients(training)
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    """What one process computes."""
+    return dist.run(watched_steps, 1, 1, {})[0]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], rel: float = 1e-5) -> None:
+    for name in ("losses", "norms", "validation"):
+        assert found[name] == pytest.approx(expected[name], rel=rel), name
+    for name, gradient in found["gradients"].items():
+        torch.testing.assert_close(gradient, expected["gradients"][name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_two_processes_train_as_one_does(one: dict[str, Any]):
+    found = dist.run(watched_steps, 2, 2, {})
+    for rank in found:
+        assert_same(rank, one)
+        assert rank["gradients"].keys() == one["gradients"].keys()
+    keys_and_values = 2 * 8 * 2 * 32 * 4  # two tensors [8, 2, 32] FP32 per hop, in 2 layers, 2 micro-batches, 2 steps
+    assert found[0]["sent"]["activation", "keys and values ring"] == 2 * 8 * keys_and_values
+    assert found[0]["sent"]["activation", "grad of keys and values ring"] == 8 * keys_and_values
+
+
+def test_a_step_without_a_schedule_has_the_same_gradients(one: dict[str, Any]):
+    for found in dist.run(step_without_a_schedule, 2, 2):
+        assert_same(one | {"gradients": found}, one)
