@@ -15,6 +15,7 @@ from megatron.lm.model.gpt import build_model
 
 LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
 GROUPED: dict[str, Any] = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
+EXPERTS: dict[str, Any] = LLAMA | GROUPED | {"num_experts": 4, "moe_router_topk": 2, "ffn_hidden_size": 24}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.1},
     "gpt2 untied, narrow": {
@@ -31,6 +32,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | GROUPED | {"add_qkv_bias": True, "rotary_base": 1e6},
     "qwen3": LLAMA | GROUPED | {"untie_embeddings_and_output_weights": True, "qk_layernorm": True, "rotary_base": 1e6},
     "qwen3 tied, wide heads": LLAMA | GROUPED | {"qk_layernorm": True, "kv_channels": 16},
+    "mixtral": EXPERTS | {"untie_embeddings_and_output_weights": True, "rotary_base": 1e6},
+    "mixtral tied, wide heads": EXPERTS | {"kv_channels": 16, "moe_router_topk": 3},
+    "qwen3_moe": EXPERTS | {"moe_ffn_hidden_size": 40, "untie_embeddings_and_output_weights": True, "qk_layernorm": True},
+    "qwen3_moe half dense": EXPERTS
+    | {"moe_ffn_hidden_size": 40, "qk_layernorm": True, "kv_channels": 16, "moe_layer_freq": "[0,1]", "moe_router_pre_softmax": True},
+    "olmoe": EXPERTS
+    | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "untie_embeddings_and_output_weights": True, "moe_router_pre_softmax": True},
     "llama tied, wide heads, biases": LLAMA | GROUPED | {"kv_channels": 16, "disable_bias_linear": False},
 }
 

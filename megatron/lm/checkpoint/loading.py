@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.content import at
+from megatron.lm.checkpoint.expert_tensors import as_wanted
 from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
@@ -161,12 +162,11 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
     same_table = then.get("max_position_embeddings") == config.model.max_position_embeddings is not None
     relative = config.model.position_embedding_type != "learned_absolute"
     free = _FREE | (_STRETCHED if finetune else set()) | ({"seq_length"} if finetune and (relative or same_table) else set())
+    if config_from_dict(info["config"]).model.moe_layers == config.model.moe_layers:
+        free.add("moe_layer_freq")  # written in another way
     differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
     if "megatron_args" in info:
         differing = megatron.differing(info["megatron_args"], config.model, free)
-    layers, saved = config.fp8_experts, config_from_dict(info["config"]).fp8_experts
-    if layers != saved:  # one tensor per layer, or one per expert
-        differing.append(f"FP8 experts in {len(layers)} layers (saved: {len(saved)}) by --opt-level or --first-last-layers-bf16")
     if info["vocab_size"] != training.vocab_size:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
     if not finetune:
@@ -204,6 +204,7 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     settings, where = training.config.checkpoint, places(training.model)
     if isinstance(stored, TorchDist):
         megatron.check_names(stored, (place.name for of_name in where.values() for place in of_name), training.config.model.num_layers)
+    stored = as_wanted(stored, {place.name for of_name in where.values() for place in of_name})
     taken = _Taken(with_states=_with_states(settings, stored, info))
     reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     _take_weights(training, reader, where, taken)

@@ -1,5 +1,6 @@
 """Read a checkpoint in one process for tools and inference: whole tensors under the names of the unsharded model."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.lm.checkpoint.content import scale_key
+from megatron.lm.checkpoint.expert_tensors import separate
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, latest, read_info
 from megatron.lm.checkpoint.loading import judge, open_stored, take_model
 from megatron.lm.checkpoint.place import Place
@@ -62,6 +64,12 @@ class CheckpointReader:
         """Return the names of the model's weights, as in the state_dict of the unsharded model."""
         keys = (key.removeprefix("model/") for key in self.stored.tensors if key.startswith("model/"))
         return [name for name in keys if ".scaling." not in name and ".scale_inv@" not in name]
+
+    def separate_experts(self) -> "CheckpointReader":
+        """Return this checkpoint with a weight per expert, named as in a run with FP8 experts; itself if it has no other experts."""
+        view = copy.copy(self)
+        view.stored = separate(self.stored)
+        return view
 
     def format(self, name: str) -> tuple[torch.dtype, torch.Size, int]:
         """Return the dtype of a weight's payload, its whole shape, and its number of chunks with their own scale (0: no scale)."""

@@ -21,10 +21,14 @@ def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) 
         states: also write the optimizer's states, as FP32 masters and moments, if they are those of AdamW.
 
     Raises:
-        ValueError: if a tensor of the checkpoint is damaged.
+        ValueError: if a tensor of the checkpoint is damaged, or Megatron-LM's format does not have the model's parts.
         OSError, RuntimeError: if the folder cannot be written.
     """
-    names, layers = saved.names(), saved.config.model.num_layers
+    model = saved.config.model
+    if model.num_experts is not None or model.qk_layernorm_scope != "head":
+        part = f"--num-experts {model.num_experts}" if model.num_experts is not None else f"--qk-layernorm-scope {model.qk_layernorm_scope}"
+        raise ValueError(f"to-megatron does not support a model with {part} yet: use to-hf, or export-bf16")
+    names, layers = saved.names(), model.num_layers
     steps = [saved.step(name) for name in names] if states else []
     whole = bool(steps) and all(step is not None for step in steps) and _has_moments(saved, names)
     step = max((step for step in steps if step is not None), default=None) if whole else None

@@ -165,7 +165,7 @@ def _parameters(model: ModelConfig, vocab_size: int, experts: int) -> int:
     mixture = hidden * (model.num_experts or 0) + experts * _mlp(model, model.expert_size) + (_mlp(model, shared) if shared else 0)
     mlps = (model.num_layers - mixtures) * _mlp(model, model.ffn_size) + mixtures * mixture
     norm = hidden if model.normalization == "RMSNorm" else 2 * hidden
-    heads = 2 * (1 if model.normalization == "RMSNorm" else 2) * model.head_size if model.qk_layernorm else 0
+    heads = (1 if model.normalization == "RMSNorm" else 2) * sum(model.qk_norm_sizes or ())
     embeddings = vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
     positions = model.max_positions if model.position_embedding_type == "learned_absolute" else 0
     return model.num_layers * (attention + 2 * norm + heads) + mlps + norm + hidden * (embeddings + positions)

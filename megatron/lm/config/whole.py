@@ -99,9 +99,9 @@ class Config:
 
     def fuses(self, recipe: "Recipe") -> bool:
         """Return whether the linear layers of a transformer layer are two fused FP8 blocks in this recipe: all four in FP8, with casts that
-        the block kernels support."""
+        the block kernels support, and norms of queries and keys, if any, of each head."""
         fp8 = recipe.gemm is not None and recipe.gemm.fusible and not self.precision.bf16_linears
-        return fp8 and not self.model.hidden_dropout
+        return fp8 and not self.model.hidden_dropout and self.model.qk_layernorm_scope == "head"
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Round `vocab_size` up to a multiple of make_vocab_size_divisible_by x TP: rows of the embedding."""

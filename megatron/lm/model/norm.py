@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm for megatron-core's norm slots, with sequence parallelism and without Apex or Transformer Engine."""
 
 import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.lm.processes.process_groups import device
@@ -45,6 +46,31 @@ class HeadRMSNorm(RMSNorm):
         _mark_head_norm(self, config)
 
 
+class ProjectionLayerNorm(LayerNorm):
+    """`LayerNorm` of the queries or keys of all heads of a token together: [s, b, .., head size] -> the same shape.
+
+    Args:
+        config, hidden_size, eps: as megatron-core constructs norms of queries and keys; `hidden_size` is the width of one head.
+        heads: normalized together.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int) -> None:
+        super().__init__(config, heads * hidden_size, eps)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.flatten(2)).view_as(input)
+
+
+class ProjectionRMSNorm(RMSNorm):
+    """`RMSNorm` of the queries or keys of all heads of a token together (OLMoE); arguments as `ProjectionLayerNorm`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int) -> None:
+        super().__init__(config, heads * hidden_size, eps)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.flatten(2)).view_as(input)
+
+
 def norm_class(normalization: str) -> type[torch.nn.Module]:
     """Return the norm class of that name; raise a ValueError if the name is unknown."""
     classes = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -56,6 +82,12 @@ def norm_class(normalization: str) -> type[torch.nn.Module]:
 def head_norm_class(normalization: str) -> type[torch.nn.Module]:
     """Return the norm class of that name for queries and keys; raise a ValueError if the name is unknown."""
     return {LayerNorm: HeadLayerNorm, RMSNorm: HeadRMSNorm}[norm_class(normalization)]
+
+
+def projection_norm(normalization: str, heads: int) -> ModuleSpec:
+    """Return the spec of a norm over all `heads`; raise a ValueError if the name is unknown."""
+    module = {LayerNorm: ProjectionLayerNorm, RMSNorm: ProjectionRMSNorm}[norm_class(normalization)]
+    return ModuleSpec(module=module, params={"heads": heads})
 
 
 def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.lm.model.attention import Attention, FP8CoreAttention, SDPAttention
 from megatron.lm.model.layer import Layer, activation_of
 from megatron.lm.model.moe.layer import moe_class
-from megatron.lm.model.norm import head_norm_class, norm_class
+from megatron.lm.model.norm import head_norm_class, norm_class, projection_norm
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.saved_activations import AS_IT_IS, Saved
 from msamp.numerics.recipe import Gemms
@@ -32,6 +32,7 @@ def layer_spec(
     fp8_attention: Gemms | None = None,
     fused: bool = False,
     experts: bool = False,
+    qk_scope: str = "head",
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP with the activation of `config`, residual.
 
@@ -47,9 +48,10 @@ def layer_spec(
         fused: whether the fused blocks of `msamp.nn` compute the layer (`Config.fuses`), which requires `FP8Gemm` linear layers.
         experts: whether a mixture of experts replaces the MLP, and the layer is not fused; `linears` and activation are then those of
             its shared expert.
+        qk_scope: `--qk-layernorm-scope`, for a `config` with `qk_layernorm`.
     """
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
-    head_norm = head_norm_class(config.normalization) if config.qk_layernorm else IdentityOp
+    query_norm, key_norm = _query_key_norms(config, qk_scope)
     activation = _activation(activation_of(config), saved)
     core = ModuleSpec(module=SDPAttention, params={"backend": attention_backend})
     if fp8_attention is not None:
@@ -61,8 +63,8 @@ def layer_spec(
             linear_qkv=linears["linear_qkv"],
             core_attention=core,
             linear_proj=linears["linear_proj"],
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
         ),
     )
     parts = MLPSubmodules(linears["linear_fc1"], activation, linears["linear_fc2"])
@@ -79,6 +81,16 @@ def layer_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _query_key_norms(config: TransformerConfig, scope: str) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+    """Return the norms of queries and keys; identities without `config.qk_layernorm`."""
+    if not config.qk_layernorm:
+        return IdentityOp, IdentityOp
+    if scope == "head":
+        return (head_norm_class(config.normalization),) * 2
+    assert config.num_query_groups is not None
+    return tuple(projection_norm(config.normalization, heads) for heads in (config.num_attention_heads, config.num_query_groups))  # type: ignore[return-value]
 
 
 def _activation(kind: str, saved: Saved) -> Callable[[Tensor], Tensor]:
@@ -101,6 +113,7 @@ def block_spec(
     fused: bool = False,
     others: Mapping[int, Mapping[str, type]] = MappingProxyType({}),
     experts: Collection[int] = (),
+    qk_scope: str = "head",
 ) -> TransformerBlockSubmodules:
     """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`.
 
@@ -112,8 +125,8 @@ def block_spec(
 
     def layer(n: int) -> ModuleSpec:
         if n in others:
-            return layer_spec(config, others[n], attention_backend, saved, causal, experts=n in experts)
-        return layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused, n in experts)
+            return layer_spec(config, others[n], attention_backend, saved, causal, experts=n in experts, qk_scope=qk_scope)
+        return layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused, n in experts, qk_scope)
 
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))

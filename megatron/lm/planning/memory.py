@@ -140,8 +140,8 @@ def _norm(config: Config) -> list[Parameter]:
 
 def _head_norms(config: Config) -> list[Parameter]:
     """Return the norms of queries and keys, whose gradients are summed over tensor-parallel ranks."""
-    vector = Parameter((config.model.head_size,), "vector", config.parallel.tensor_model_parallel_size > 1)
-    return [vector] * (0 if not config.model.qk_layernorm else 2 if config.model.normalization == "RMSNorm" else 4)
+    summed, vectors = config.parallel.tensor_model_parallel_size > 1, 1 if config.model.normalization == "RMSNorm" else 2
+    return [Parameter((size,), "vector", summed) for size in config.model.qk_norm_sizes or () for _ in range(vectors)]
 
 
 def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:

@@ -7,9 +7,11 @@
     python -m megatron.lm.tools.convert_checkpoint to-megatron --load checkpoints --output for-megatron
     python -m megatron.lm.tools.convert_checkpoint inspect --load checkpoints
 
-- to-hf writes a gpt2, gpt_neox (sequential residual) or llama of transformers, whichever can represent the model: weights from the best
-  copy in the checkpoint (the master, if there is one), without the padding rows of the vocabulary, and the tokenizer's files.
-- to-megatron writes a torch_dist checkpoint that plain megatron-core loads: BF16 weights, and FP32 masters and moments of AdamW.
+- to-hf writes a gpt2, gpt_neox (sequential residual), llama, qwen2, qwen3, or, with experts, a mixtral, qwen3_moe or olmoe of transformers,
+  whichever can represent the model: weights from the best copy in the checkpoint (the master, if there is one), without the padding rows
+  of the vocabulary, and the tokenizer's files.
+- to-megatron writes a torch_dist checkpoint that plain megatron-core loads: BF16 weights, and FP32 masters and moments of AdamW. Models
+  with experts are refused.
 - from-hf reads safetensors and JSON, never pickled files, and writes only the weights.
 - export-bf16 keeps our names and the padded vocabulary; the configuration is in the file's metadata.
 - export-fp8 writes compressed-tensors, which vLLM reads: E4M3 linear weights with one scale each, the rest BF16.
@@ -37,7 +39,7 @@ from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import new_folder
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools.convert import tokenizer_files
-from megatron.lm.tools.convert.fp8_export import fp8_tensors, kept_in_bf16, quantization_config
+from megatron.lm.tools.convert.fp8_export import fp8_tensors, kept_in_bf16, quantization_config, routers
 from megatron.lm.tools.convert.hugging_face import from_hf, hf_config, hf_rules, hf_tensors
 from msamp.numerics.tensor import ScalingTensor
 
@@ -88,7 +90,7 @@ def _configured(saved: "CheckpointReader", args: argparse.Namespace) -> Config:
 
 
 def _export(args: argparse.Namespace, fp8: bool) -> str:
-    saved = _saved(args.load)
+    saved = _saved(args.load).separate_experts()
     config, vocab_size = _configured(saved, args), saved.info["vocab_size"]
     tokenizer = tokenizer_files.matching(config, vocab_size)
     dtype = torch.bfloat16 if fp8 else getattr(torch, args.dtype)
@@ -96,7 +98,7 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
     rules, values = hf_rules(config, vocab_size, saved.names()), Values(saved)
     in_bf16 = kept_in_bf16(rules, config.layers_in_bf16)
     if fp8:
-        about["quantization_config"] = quantization_config(about["model_type"], in_bf16)
+        about["quantization_config"] = quantization_config(about["model_type"], [*in_bf16, *routers(rules)])
     tensors = fp8_tensors(rules, values, saved.weight, in_bf16) if fp8 else hf_tensors(rules, values, dtype)
     with new_folder(args.output) as folder:
         total = sum(len(rule.theirs) for rule in rules)

@@ -179,6 +179,8 @@ def peer_layers(config: Config, world_size: int) -> Problems:
             f"--attention-backend {config.model.attention_backend} applies to our attention core, {ours}: drop it; Transformer Engine "
             "chooses"
         )
+    if config.model.qk_layernorm:
+        yield f"--qk-layernorm adds our norms of queries and keys, {ours}: drop it, or use --precision bf16"
     if config.training.cuda_graph not in (None, "none"):
         yield f"--cuda-graph {config.training.cuda_graph} captures our layers but not Transformer Engine's: drop it to run steps eagerly"
     if config.training.deterministic:

@@ -25,6 +25,8 @@ def attention_shape(config: Config, world_size: int) -> Problems:
         yield f"--num-query-groups {model.num_query_groups} has no effect by itself: add --group-query-attention, or drop it"
     elif heads % groups:
         yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: choose a divisor of {heads}"
+    if model.qk_layernorm_scope != "head" and not model.qk_layernorm:
+        yield f"--qk-layernorm-scope {model.qk_layernorm_scope} has no effect by itself: add --qk-layernorm, or drop it"
     if model.swiglu and model.squared_relu:
         yield "--swiglu and --squared-relu contradict each other: keep one of them"
     if model.max_positions < model.seq_length:
@@ -79,6 +81,11 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
     for name, size, multiple in cut:
         if size % tp:
             yield f"{flag(name)} {size} is not divisible by {size_flag}: choose {nearest_multiples(size, multiple)}"
+    if tp > 1 and model.qk_layernorm and model.qk_layernorm_scope == "projection":
+        yield (
+            f"--qk-layernorm-scope projection normalizes over all heads, and {size_flag} splits them: drop --tensor-model-parallel-size, or "
+            "use --qk-layernorm-scope head"
+        )
     if parallel.sequence_parallel and tp == 1:
         yield (
             "--sequence-parallel splits sequences between tensor-parallel processes, and there is only one: drop it (after a preset: "
@@ -107,6 +114,13 @@ def pipeline_shape(config: Config, world_size: int) -> Problems:
             + ("leaves nothing to interleave: it is a whole" if whole else f"does not divide the {layers // stages} layers of a")
             + f" pipeline stage: {f'choose {_nearest(virtual, smaller)}, or ' if smaller else ''}drop it"
         )
+
+
+def megatron_format(config: Config, world_size: int) -> Problems:
+    """A checkpoint in Megatron-LM's format must be one that Megatron-LM can load."""
+    form, scope = config.checkpoint.ckpt_format, config.model.qk_layernorm_scope
+    if form != "own" and scope != "head":
+        yield f"--ckpt-format {form} has no norms of --qk-layernorm-scope {scope}, which Megatron-LM lacks: use own"
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -140,4 +154,5 @@ RULES: Rules = {
     positions: ("model", "data"),
     tensor_parallel_shape: ("model", "parallel"),
     pipeline_shape: ("model", "parallel"),
+    megatron_format: ("model", "checkpoint"),
 }

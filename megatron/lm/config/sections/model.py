@@ -31,8 +31,11 @@ class ModelConfig:
     squared_relu: bool = setting("squared ReLU in the MLP instead of GELU", False)
     disable_bias_linear: bool = setting("linear layers without bias", False)
     add_qkv_bias: bool = setting("a bias in the QKV layer, even with --disable-bias-linear (Qwen2)", False)
-    qk_layernorm: bool = setting(
-        "normalize the queries and keys of each head before the rotary embedding (Qwen3); such layers are not fused", False
+    qk_layernorm: bool = setting("normalize queries and keys before the rotary embedding", False)
+    qk_layernorm_scope: str = setting(
+        "what --qk-layernorm normalizes: queries and keys of each head (Qwen3), or of all heads together (OLMoE), which is not fused",
+        "head",
+        choices=("head", "projection"),
     )
     position_embedding_type: str = setting(
         "how the model encodes positions; none: only by causal attention", "rope", choices=("rope", "learned_absolute", "none")
@@ -137,6 +140,14 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int] | None:
+        """Width of the norms of queries and of keys; None without them."""
+        if not self.qk_layernorm:
+            return None
+        whole = self.qk_layernorm_scope == "projection"
+        return self.head_size * (self.num_attention_heads if whole else 1), self.head_size * (self.query_groups if whole else 1)
 
     @property
     def max_positions(self) -> int:

@@ -1,196 +1,26 @@
-"""Hugging Face architectures that can represent our GPT, as data: keys of config.json, names and layouts of tensors.
+"""Hugging Face architectures that can represent our GPT, as data: keys of config.json, names and layouts of tensors (`layouts`).
 
-Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox, llama, qwen2 and qwen3; for our side megatron-core's
-    GPTModel.
-Its `linear_qkv` contains, for each query group, its query heads, then key, then value, and its `linear_fc1` under SwiGLU is [gate; up].
+Sources: config and modeling files of transformers 4 and 5 for gpt2, gpt_neox, llama, qwen2, qwen3, mixtral, qwen3_moe and olmoe; for our
+side megatron-core's GPTModel.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import torch
-from torch import Tensor
+from megatron.lm.config import ModelConfig
+from megatron.lm.tools.convert.layouts import (
+    EMBEDDING,
+    HALVES,
+    HEAD,
+    POSITIONS,
+    QKV,
+    SAME,
+    STACKED_QKV,
+    TRANSPOSED,
+    Architecture,
+)
 
-from megatron.lm.config import ModelConfig, flag
-
-EMBEDDING, POSITIONS, HEAD = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"
-LARGEST_TENSOR = 2**45  # elements
-LARGEST = 2**31  # no setting reaches it: a larger size means a damaged file
 # One function under three names: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). "gelu" is another one (erf).
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one of our tensors is laid out as one or more of theirs; both directions only move elements.
-
-    split: (model, our tensor) -> their tensors. join: (model, their tensors) -> our tensor. Any dtype.
-    """
-
-    split: Callable[[ModelConfig, Tensor], list[Tensor]]
-    join: Callable[[ModelConfig, list[Tensor]], Tensor]
-
-
-def _split_qkv(model: ModelConfig, x: Tensor) -> list[Tensor]:
-    queries = model.num_attention_heads // model.query_groups
-    rows = x.unflatten(0, (model.query_groups, queries + 2, model.head_size))
-    return [part.flatten(0, 2) for part in rows.split([queries, 1, 1], dim=1)]
-
-
-def _join_qkv(model: ModelConfig, parts: list[Tensor]) -> Tensor:
-    return torch.cat([part.unflatten(0, (model.query_groups, -1, model.head_size)) for part in parts], dim=1).flatten(0, 2)
-
-
-def _split_stacked_qkv(model: ModelConfig, x: Tensor) -> list[Tensor]:
-    return [torch.cat(_split_qkv(model, x)).t()]
-
-
-def _join_stacked_qkv(model: ModelConfig, parts: list[Tensor]) -> Tensor:
-    return _join_qkv(model, list(parts[0].t().chunk(3)))
-
-
-def _join_halves(model: ModelConfig, parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts)
-
-
-SAME = Layout(lambda model, x: [x], lambda model, parts: parts[0])
-TRANSPOSED = Layout(lambda model, x: [x.t()], lambda model, parts: parts[0].t())  # transformers' Conv1D is [in, out]; `t` leaves vectors
-HALVES = Layout(lambda model, x: list(x.chunk(2)), _join_halves)
-QKV = Layout(_split_qkv, _join_qkv)
-STACKED_QKV = Layout(_split_stacked_qkv, _join_stacked_qkv)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One of our tensors and its counterparts.
-
-    Attributes:
-        ours: its name in the state dict of a model on one process.
-        shape: its shape, the vocabulary not padded.
-        theirs: names of its counterparts.
-        linear: whether it is the weight of a linear layer inside a transformer layer, which FP8 inference quantizes.
-    """
-
-    ours: str
-    shape: tuple[int, ...]
-    theirs: tuple[str, ...]
-    layout: Layout
-    model: ModelConfig
-    linear: bool = False
-
-    def split(self, x: Tensor) -> list[Tensor]:
-        """Our tensor -> theirs, contiguous."""
-        return [part.contiguous() for part in self.layout.split(self.model, x)]
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """Their tensors -> ours, contiguous."""
-        return self.layout.join(self.model, parts).contiguous()
-
-    def their_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of its counterparts; ValueError if no memory could hold the tensor."""
-        if math.prod(self.shape) > LARGEST_TENSOR:
-            raise ValueError(f"{', '.join(self.theirs)} would be {' x '.join(map(str, self.shape))}: config.json is damaged")
-        return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One `model_type` of transformers.
-
-    Attributes:
-        class_name: for "architectures" in config.json.
-        wants: settings that our model must have.
-        keys: key of config.json -> field or property of ModelConfig with the same value.
-        fixed: key of config.json -> values with which it computes the same as our model; the first one is written.
-        defaults: transformers' default for a key that is missing in config.json.
-        layers: prefix of a layer's tensors, with a placeholder for the layer's number.
-        modules: our module in a layer -> their modules and the layout.
-        tops: our tensor outside the layers -> their name.
-        ignored: regular expression of tensors that are not weights (masks, frequencies).
-        grouped: whether it supports query groups and heads of any width.
-        biases: keys for whether its linear layers have biases; all equal in our models.
-        scales_rope: whether `rope_scaling` in config.json may scale the rotary embedding.
-    """
-
-    model_type: str
-    class_name: str
-    wants: Mapping[str, Any]
-    keys: Mapping[str, str]
-    fixed: Mapping[str, tuple[Any, ...]]
-    defaults: Mapping[str, Any]
-    layers: str
-    modules: Mapping[str, tuple[tuple[str, ...], Layout]]
-    tops: Mapping[str, str]
-    ignored: str
-    grouped: bool = False
-    biases: tuple[str, ...] = ()
-    scales_rope: bool = False
-
-    @property
-    def types(self) -> dict[str, type]:
-        """Key of config.json that is read -> the type of its value; null means derived from other keys."""
-        derived = {key: int for key, value in self.defaults.items() if value is None}
-        return {key: type(value) for key, value in self.defaults.items() if value is not None} | derived
-
-    def judge(self, key: str, value: Any) -> None:
-        """Raise a ValueError if a value of config.json does not have the type of `key`."""
-        expected = self.types[key]
-        if value is None and self.defaults[key] is None:
-            return
-        whole = type(value) is expected or (expected is float and type(value) is int)
-        if not whole or (expected in (int, float) and not abs(value) < LARGEST):
-            names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-            raise ValueError(f"config.json has {key} = {str(value)[:60]!r}: it must be {names[expected]}")
-
-    def misfits(self, model: ModelConfig) -> list[str]:
-        """Return the settings of `model` that this architecture does not support, as flags."""
-        bad = [f"{flag(key)} {getattr(model, key)}" for key, value in self.wants.items() if getattr(model, key) != value]
-        heads, hidden = model.num_attention_heads, model.hidden_size
-        if not self.scales_rope:
-            bad += [flag(name) for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor") if getattr(model, name)]
-        if not self.grouped and model.query_groups != heads:
-            bad.append(f"--num-query-groups {model.query_groups}")
-        if hidden % heads or (not self.grouped and model.head_size != hidden // heads):
-            bad.append(f"--kv-channels {model.head_size} with --hidden-size {hidden}")
-        return bad
-
-    def rules(self, model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-        """Yield one rule per tensor of our model."""
-        hidden = model.hidden_size
-        shapes = {EMBEDDING: (vocab_size, hidden), HEAD: (vocab_size, hidden), POSITIONS: (model.max_positions, hidden)}
-        for ours, theirs in self.tops.items():
-            if ours != HEAD or model.untie_embeddings_and_output_weights:
-                yield Rule(ours, shapes.get(ours, (hidden,)), (theirs,), SAME, model)
-        in_layer = _layer_shapes(model)
-        for number in range(model.num_layers):
-            for module, (theirs_modules, layout) in self.modules.items():
-                for name, shape in in_layer[module].items():
-                    theirs_names = tuple(f"{self.layers.format(number)}{one}.{name}" for one in theirs_modules)
-                    ours = f"decoder.layers.{number}.{module}.{name}"
-                    yield Rule(ours, shape, theirs_names, layout, model, linear=len(shape) == 2)
-
-
-def _layer_shapes(model: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return, for each module of a layer, {weight or bias: shape}."""
-    hidden, ffn, queries = model.hidden_size, model.ffn_size, model.num_attention_heads * model.head_size
-    linears = {
-        "self_attention.linear_qkv": (queries + 2 * model.query_groups * model.head_size, hidden),
-        "self_attention.linear_proj": (hidden, queries),
-        "mlp.linear_fc1": (2 * ffn if model.swiglu else ffn, hidden),
-        "mlp.linear_fc2": (hidden, ffn),
-    }
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in linears.items():
-        bias = model.qkv_bias if name.endswith("qkv") else not model.disable_bias_linear
-        shapes[name] = {"weight": shape, "bias": shape[:1]} if bias else {"weight": shape}
-    for name in ("input_layernorm", "pre_mlp_layernorm"):
-        shapes[name] = {"weight": (hidden,)} if model.normalization == "RMSNorm" else {"weight": (hidden,), "bias": (hidden,)}
-    for name in ("self_attention.q_layernorm", "self_attention.k_layernorm"):
-        shapes[name] = {"weight": (model.head_size,)}
-    return shapes
-
 
 _WITH_BIASES = {"normalization": "LayerNorm", "swiglu": False, "squared_relu": False, "disable_bias_linear": False, "qk_layernorm": False}
 
@@ -357,6 +187,7 @@ LLAMA = Architecture(
     },
     ignored=r"\.rotary_emb\.inv_freq",
     grouped=True,
+    any_width=True,
     biases=("attention_bias", "mlp_bias"),
     scales_rope=True,
 )
@@ -391,7 +222,7 @@ QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    wants=_ROTATED_SWIGLU | {"qk_layernorm": True, "disable_bias_linear": True},
+    wants=_ROTATED_SWIGLU | {"qk_layernorm": True, "qk_layernorm_scope": "head", "disable_bias_linear": True},
     fixed=dict(LLAMA.fixed) | {"attention_bias": (False,), "use_sliding_window": (False,)},
     defaults={
         "num_hidden_layers": 32,
@@ -417,18 +248,146 @@ QWEN3 = replace(
     biases=(),
 )
 
-ARCHITECTURES = {one.model_type: one for one in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3)}
+_SOFTMAX_ROUTER = {
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_enable_expert_bias": False,
+}
+_GATE_UP_DOWN = {
+    "fc1_weight": (("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), HALVES),
+    "fc2_weight": (("mlp.experts.{}.down_proj",), SAME),
+}
+_ATTENTION = {name: module for name, module in LLAMA.modules.items() if not name.startswith("mlp.")}
+_KEYS = {key: name for key, name in LLAMA.keys.items() if key not in ("head_dim", "intermediate_size")}
+
+# Llama with experts, whose probabilities sum to 1. In transformers 5 the names are those of its files, not of its modules.
+MIXTRAL = replace(
+    LLAMA,
+    model_type="mixtral",
+    class_name="MixtralForCausalLM",
+    wants=_ROTATED_SWIGLU | _SOFTMAX_ROUTER | {"qk_layernorm": False, "disable_bias_linear": True},
+    keys=_KEYS
+    | {
+        "head_dim": "head_size",
+        "intermediate_size": "expert_size",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "moe_router_topk",
+    },
+    fixed=dict(LLAMA.fixed) | {"sliding_window": (None,), "attention_bias": (False,), "router_jitter_noise": (0.0,)},
+    defaults={
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "rope_theta": 1000000.0,
+        "attention_dropout": 0.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    modules=_ATTENTION,
+    biases=(),
+    router="block_sparse_moe.gate",
+    experts={
+        "fc1_weight": (("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"), HALVES),
+        "fc2_weight": (("block_sparse_moe.experts.{}.w2",), SAME),
+    },
+)
+
+# Qwen3 with experts in some layers or in all.
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    wants=dict(QWEN3.wants) | _SOFTMAX_ROUTER,
+    keys=dict(LLAMA.keys)
+    | {"moe_intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
+    defaults={
+        "num_hidden_layers": 24,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": 10000.0,
+        "attention_dropout": 0.0,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    router="mlp.gate",
+    experts=_GATE_UP_DOWN,
+    top_k_normalized="norm_topk_prob",
+    dense_layers="mlp_only_layers",
+    period="decoder_sparse_step",
+)
+
+# Experts, and a norm of the queries and keys of all heads together; a token's probabilities need not sum to 1.
+OLMOE = replace(
+    LLAMA,
+    model_type="olmoe",
+    class_name="OlmoeForCausalLM",
+    wants=_ROTATED_SWIGLU
+    | _SOFTMAX_ROUTER
+    | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "disable_bias_linear": True},
+    keys=_KEYS
+    | {"intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
+    fixed=dict(LLAMA.fixed) | {"clip_qkv": (None,), "attention_bias": (False,)},
+    defaults={
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": None,
+        "intermediate_size": 2048,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
+        "rope_theta": 10000.0,
+        "attention_dropout": 0.0,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": False,
+        "vocab_size": 50304,
+    },
+    modules=_ATTENTION
+    | {
+        "self_attention.q_layernorm": (("self_attn.q_norm",), SAME),
+        "self_attention.k_layernorm": (("self_attn.k_norm",), SAME),
+    },
+    any_width=False,
+    biases=(),
+    router="mlp.gate",
+    experts=_GATE_UP_DOWN,
+    top_k_normalized="norm_topk_prob",
+)
+
+ARCHITECTURES = {one.model_type: one for one in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE)}
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
     """Return the architecture that supports `model`.
 
     Raises:
-        ValueError: none does; the message names the unsupported settings of each.
+        ValueError: none does; the message names the unsupported settings of each that has experts or not, as the model.
     """
-    if model.num_experts is not None:
-        raise ValueError("the model is a mixture of experts, and no Hugging Face architecture here has experts yet: export a dense model")
-    misfits = {name: one.misfits(model) for name, one in ARCHITECTURES.items()}
+    alike = {name: one for name, one in ARCHITECTURES.items() if bool(one.experts) == (model.num_experts is not None)}
+    misfits = {name: one.misfits(model) for name, one in alike.items()}
     for name, unsupported in misfits.items():
         if not unsupported:
             return ARCHITECTURES[name]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.lm.tools.convert.architectures import GPT2, Rule
+from megatron.lm.tools.convert.architectures import GPT2
 from megatron.lm.tools.convert.hugging_face import unpadded
+from megatron.lm.tools.convert.layouts import Rule
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 
@@ -24,7 +25,7 @@ def quantization_config(architecture: str, in_bf16: Iterable[str] = ()) -> dict[
 
     Args:
         architecture: `model_type` of config.json.
-        in_bf16: Hugging Face's names of the weights of linear layers that stay in BF16.
+        in_bf16: Hugging Face's names of the weights of linear layers and routers that stay in BF16.
     """
     if architecture == GPT2.model_type:
         raise ValueError(
@@ -52,6 +53,11 @@ def kept_in_bf16(rules: Iterable[Rule], layers: Collection[int]) -> list[str]:
     (`Config.layers_in_bf16`)."""
     prefixes = tuple(f"decoder.layers.{layer}." for layer in layers)
     return [name for rule in rules if rule.linear and rule.ours.startswith(prefixes) for name in rule.theirs]
+
+
+def routers(rules: Iterable[Rule]) -> list[str]:
+    """Return Hugging Face's names of the weights of the routers, which stay in BF16."""
+    return [name for rule in rules if rule.ours.endswith(".router.weight") for name in rule.theirs]
 
 
 def fp8_tensors(

@@ -16,10 +16,14 @@ from torch import Tensor
 from megatron.lm.config import Config, ModelConfig, PrecisionConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.rules.check import single_values
+from megatron.lm.config.rules.experts import router
 from megatron.lm.config.rules.shape import attention_shape
+from megatron.lm.hugging_face.config_file import MOST_LAYERS
 from megatron.lm.hugging_face.folder import check_finite
-from megatron.lm.tools.convert.architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture, Rule, architecture_of
+from megatron.lm.tools.convert.architectures import ARCHITECTURES, architecture_of
+from megatron.lm.tools.convert.layouts import EMBEDDING, HEAD, Architecture, Rule
 
+_EXPERTS = re.compile(r".+\.experts\.fc[12]_weight")
 LARGEST_DIVISOR = 2**16  # of the vocabulary: beyond it the padding would be the larger part of any embedding
 # Parameters of --use-rope-scaling that megatron-core fixes to Llama 3.1's values.
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -44,9 +48,20 @@ def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> 
     values |= {key: getattr(model, name) for key, name in kind.keys.items()}
     values |= {key: accepted[0] for key, accepted in kind.fixed.items()}
     values |= dict.fromkeys(kind.biases, not model.disable_bias_linear)
+    values |= _keys_of_experts(kind, model)
     values |= {"rope_scaling": scaling} if (scaling := rope_scaling(model)) is not None else {}
     values["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     return values | {"vocab_size": vocab_size, "bos_token_id": eod, "eos_token_id": eod, "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def _keys_of_experts(kind: Architecture, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json for the router's probabilities and the layers without experts."""
+    values: dict[str, Any] = {}
+    if kind.top_k_normalized is not None:
+        values[kind.top_k_normalized] = not model.moe_router_pre_softmax
+    if kind.dense_layers is not None and kind.period is not None:
+        values |= {kind.period: 1, kind.dense_layers: [n for n in range(model.num_layers) if n not in model.moe_layers]}
+    return values
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -68,10 +83,10 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
     """Return the rules for our tensors `names`; ValueError if they do not match the configuration."""
-    if config.model.num_layers > len(names):
+    if config.model.num_layers * (config.model.num_experts or 1) > len(names):
         raise ValueError(
-            f"the checkpoint's configuration has --num-layers {config.model.num_layers}, but it contains {len(names)} tensors: it is "
-            "damaged"
+            f"the checkpoint's configuration has --num-layers {config.model.num_layers}{_with_experts(config.model)}, but it contains "
+            f"{len(names)} tensors: it is damaged"
         )
     rules = list(architecture_of(config.model).rules(config.model, vocab_size))
     expected = {rule.ours for rule in rules}
@@ -99,13 +114,14 @@ def to_hf(
     Args:
         config: of the run that trained the weights.
         vocab_size: the tokenizer's, not padded.
-        weights: whole tensors by the names of a model on one process.
+        weights: whole tensors by the names of a model on one process; experts as one tensor per matrix or per expert.
         eod: id that ends a document; the last one by default.
 
     Raises:
         ValueError: no supported architecture can represent the model, or tensors are missing, unknown or of another shape.
     """
     values = hf_config(config, vocab_size, dtype, vocab_size - 1 if eod is None else eod)
+    weights = _separated(weights)
     return values, dict(hf_tensors(hf_rules(config, vocab_size, list(weights)), weights, dtype))
 
 
@@ -156,7 +172,7 @@ def from_hf(
         fields["vocab_size"] = vocab_size
     sections = {"model": fields, "data": tokenizer, "optimizer": {"lr": 1e-4}, "training": {"micro_batch_size": 1, "train_iters": 1}}
     config = config_from_dict(sections)
-    problems = list(single_values(config.model)) or list(attention_shape(config, 1))
+    problems = list(single_values(config.model)) or [*attention_shape(config, 1), *router(config, 1)]
     if problems:
         raise ValueError(f"config.json describes a model that is not supported: {'; '.join(problems)}")
     if not 1 <= divisible_by <= LARGEST_DIVISOR:
@@ -166,7 +182,7 @@ def from_hf(
         if name in weights:
             weights[name] = _padded(weights[name], vocab_size, config.padded_vocab_size(vocab_size))
     precision = "bf16" if all(x.dtype == torch.bfloat16 for x in weights.values()) else "fp32"
-    return replace(config, model=_shortest(config.model), precision=PrecisionConfig(precision=precision)), vocab_size, weights
+    return replace(config, model=_shortest(config.model), precision=PrecisionConfig(precision=precision)), vocab_size, _joined(weights)
 
 
 def _kind(hf_config: Mapping[str, Any]) -> Architecture:
@@ -229,7 +245,13 @@ def _scaling_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ModelConfig except the vocabulary."""
-    fields = dict(kind.wants) | {_FIELDS.get(name, name): settings[key] for key, name in kind.keys.items() if settings[key] is not None}
+    # Without dense layers there is one width, which our experts have too if they have none of their own.
+    names = _FIELDS | {"expert_size": "moe_ffn_hidden_size" if "ffn_size" in kind.keys.values() else "ffn_hidden_size"}
+    fields = dict(kind.wants) | {names.get(name, name): settings[key] for key, name in kind.keys.items() if settings[key] is not None}
+    if kind.top_k_normalized is not None:
+        fields["moe_router_pre_softmax"] = not settings[kind.top_k_normalized]
+    if kind.dense_layers is not None:
+        fields["moe_layer_freq"] = _layers_with_experts(kind, settings)
     if kind.biases:
         fields["disable_bias_linear"] = not settings[kind.biases[0]]
     fields["untie_embeddings_and_output_weights"] = not settings["tie_word_embeddings"]
@@ -239,9 +261,55 @@ def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, 
     return fields
 
 
+def _layers_with_experts(kind: Architecture, settings: Mapping[str, Any]) -> str:
+    """Return `--moe-layer-freq` for config.json's period of layers with experts, and its list of layers without; ValueError for others."""
+    assert kind.dense_layers is not None
+    assert kind.period is not None
+    layers, period, dense = settings["num_hidden_layers"], settings[kind.period], settings.get(kind.dense_layers) or []
+    if not isinstance(dense, list) or any(type(n) is not int for n in dense):
+        raise ValueError(f"config.json has {kind.dense_layers} = {str(dense)[:60]!r}: it must be a list of layers, counted from 0")
+    if period < 1:
+        raise ValueError(f"config.json has {kind.period} = {period}: it must be at least 1")
+    if not 1 <= layers <= MOST_LAYERS:
+        return "1"  # refused by the rules of the model
+    left = set(dense)
+    pattern = ["0" if n in left or (n + 1) % period else "1" for n in range(layers)]
+    return f"[{','.join(pattern)}]" if "0" in pattern else "1"
+
+
+def _separated(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights with a tensor [N, K] per expert, each a view, in place of one [E, N, K] per matrix."""
+    separate: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        separate |= {f"{name}.{e}": part for e, part in enumerate(x)} if _EXPERTS.fullmatch(name) and x.dim() == 3 else {name: x}
+    return separate
+
+
+def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights with one tensor [E, N, K] per matrix of experts, in the order of the experts; frees the given ones on the way."""
+    joined: dict[str, Tensor] = {}
+    names = list(weights)
+    of_matrix: dict[str, list[str]] = {}
+    for name in names:
+        whole, _, number = name.rpartition(".")
+        if number.isdecimal() and _EXPERTS.fullmatch(whole):
+            of_matrix.setdefault(whole, []).append(name)
+    for name in names:
+        whole = name.rpartition(".")[0]
+        if whole not in of_matrix:
+            joined[name] = weights.pop(name)
+        elif whole not in joined:
+            joined[whole] = torch.stack([weights.pop(one) for one in of_matrix[whole]])
+    return joined
+
+
+def _with_experts(model: ModelConfig) -> str:
+    return "" if model.num_experts is None else f" and --num-experts {model.num_experts}"
+
+
 def _shortest(model: ModelConfig) -> ModelConfig:
     """Return `model` without settings that equal their derived value, which a user would leave out of the flags."""
-    for name, value in (("ffn_hidden_size", "ffn_size"), ("kv_channels", "head_size")):
+    for name, value in (("ffn_hidden_size", "ffn_size"), ("kv_channels", "head_size"), ("moe_ffn_hidden_size", "expert_size")):
         without = replace(model, **{name: None})  # type: ignore[arg-type]
         if getattr(without, value) == getattr(model, value):
             model = without

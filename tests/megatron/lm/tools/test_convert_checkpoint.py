@@ -20,7 +20,7 @@ from megatron.lm.config.cli import config_to_dict, parse_args
 from megatron.lm.hugging_face.folder import Tensors
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import convert_checkpoint
-from megatron.lm.tools.convert.architectures import EMBEDDING
+from megatron.lm.tools.convert.layouts import EMBEDDING
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 

@@ -9,7 +9,7 @@ from helpers import numerics
 from helpers.hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
 from helpers.tiny import VOCABULARY
 from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
-from megatron.lm.tools.convert.architectures import EMBEDDING, HEAD
+from megatron.lm.tools.convert.layouts import EMBEDDING, HEAD
 from megatron.lm.tools.convert.hugging_face import from_hf, hf_rules, to_hf
 
 transformers = pytest.importorskip("transformers")
