@@ -38,7 +38,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe half dense": EXPERTS
     | {"moe_ffn_hidden_size": 40, "qk_layernorm": True, "kv_channels": 16, "moe_layer_freq": "[0,1]", "moe_router_pre_softmax": True},
     "olmoe": EXPERTS
-    | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "untie_embeddings_and_output_weights": True, "moe_router_pre_softmax": True},
+    | {
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+        "untie_embeddings_and_output_weights": True,
+        "moe_router_pre_softmax": True,
+    },
     "llama tied, wide heads, biases": LLAMA | GROUPED | {"kv_channels": 16, "disable_bias_linear": False},
 }
 

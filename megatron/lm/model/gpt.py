@@ -260,7 +260,9 @@ def assemble(
         saved, causal = saved_activations(config.precision), model.objective == "causal-lm"
         fp8_attention = config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None
         backend, experts = model.attention_backend, model.moe_layers
-        layers = block_spec(core_config, linears, vp_stage, backend, saved, causal, fp8_attention, fused, others, experts, model.qk_layernorm_scope)
+        layers = block_spec(
+            core_config, linears, vp_stage, backend, saved, causal, fp8_attention, fused, others, experts, model.qk_layernorm_scope
+        )
     gpt = GPT(
         config=core_config,
         transformer_layer_spec=layers,

@@ -83,8 +83,8 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
             yield f"{flag(name)} {size} is not divisible by {size_flag}: choose {nearest_multiples(size, multiple)}"
     if tp > 1 and model.qk_layernorm and model.qk_layernorm_scope == "projection":
         yield (
-            f"--qk-layernorm-scope projection normalizes over all heads, and {size_flag} splits them: drop --tensor-model-parallel-size, or "
-            "use --qk-layernorm-scope head"
+            f"--qk-layernorm-scope projection normalizes over all heads, and {size_flag} splits them: drop --tensor-model-parallel-size, "
+            "or use --qk-layernorm-scope head"
         )
     if parallel.sequence_parallel and tp == 1:
         yield (

@@ -342,11 +342,8 @@ OLMOE = replace(
     LLAMA,
     model_type="olmoe",
     class_name="OlmoeForCausalLM",
-    wants=_ROTATED_SWIGLU
-    | _SOFTMAX_ROUTER
-    | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "disable_bias_linear": True},
-    keys=_KEYS
-    | {"intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
+    wants=_ROTATED_SWIGLU | _SOFTMAX_ROUTER | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "disable_bias_linear": True},
+    keys=_KEYS | {"intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
     fixed=dict(LLAMA.fixed) | {"clip_qkv": (None,), "attention_bias": (False,)},
     defaults={
         "num_hidden_layers": 16,

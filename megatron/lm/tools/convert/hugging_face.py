@@ -23,6 +23,7 @@ from megatron.lm.hugging_face.folder import check_finite
 from megatron.lm.tools.convert.architectures import ARCHITECTURES, architecture_of
 from megatron.lm.tools.convert.layouts import EMBEDDING, HEAD, Architecture, Rule
 
+_COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts")  # transformers reads either, and 4 and 5 write different ones
 _EXPERTS = re.compile(r".+\.experts\.fc[12]_weight")
 LARGEST_DIVISOR = 2**16  # of the vocabulary: beyond it the padding would be the larger part of any embedding
 # Parameters of --use-rope-scaling that megatron-core fixes to Llama 3.1's values.
@@ -212,7 +213,11 @@ def _settings(kind: Architecture, hf_config: Mapping[str, Any]) -> dict[str, Any
         raise ValueError(f"config.json scales the rotary embedding of a {kind.model_type}: only rope_type 'default' is supported")
     of_ours = {ours: theirs for theirs, ours in kind.keys.items()}
     spelling = {"rope_theta": of_ours.get("rotary_base"), "partial_rotary_factor": of_ours.get("rotary_percent")}
+    spelling |= dict.fromkeys(_COUNTS_OF_EXPERTS, of_ours.get("num_experts"))
     given = {key: value for key, value in {**hf_config, **rope}.items() if value is not None}
+    counts = [given[key] for key in _COUNTS_OF_EXPERTS if key in given]
+    if kind.experts and len(counts) == 2 and counts[0] != counts[1]:
+        raise ValueError(f"config.json has {' = {}, '.join(_COUNTS_OF_EXPERTS)} = {{}}: keep the right one".format(*counts))
     settings = dict(kind.defaults) | {spelling.get(key) or key: value for key, value in given.items()}
     for key in kind.types:
         kind.judge(key, settings[key])

@@ -58,7 +58,8 @@ def count(m: ModelConfig, vocabulary: int) -> int:
     biases = [rows for rows, _ in weights] if not m.disable_bias_linear else [q, kv, kv] if m.add_qkv_bias else []
     heads = [vocabulary * h] * (2 if m.untie_embeddings_and_output_weights else 1)
     learned = [m.max_positions * h] if m.position_embedding_type == "learned_absolute" else []
-    heads_normed = [m.head_size] * (len(norm) * 2 if m.qk_layernorm else 0)
+    of_keys = [q, kv] if m.qk_layernorm_scope == "projection" else [m.head_size] * 2
+    heads_normed = of_keys * (len(norm) if m.qk_layernorm else 0)
     layer = [rows * columns for rows, columns in weights] + biases + norm + norm + heads_normed
     return sum(m.num_layers * layer + norm + heads + learned)
 
@@ -92,6 +93,7 @@ def test_parameters_deserve_the_name(name, millions):
         {"disable_bias_linear": True, "add_qkv_bias": True},
         {"squared_relu": True, "position_embedding_type": "none"},
         {"qk_layernorm": True, "normalization": "RMSNorm", "kv_channels": 128},
+        {"qk_layernorm": True, "qk_layernorm_scope": "projection", "group_query_attention": True, "num_query_groups": 4},
         {"position_embedding_type": "learned_absolute", "max_position_embeddings": 4096, "ffn_hidden_size": 1000},
     ],
 )

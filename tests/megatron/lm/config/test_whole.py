@@ -72,3 +72,5 @@ def test_layers_are_fused_where_all_of_a_layer_is_fp8(name):
     assert split.fuses_layers is recipe.by_name(name).gathers_fp8
     assert not dataclasses.replace(fused, model=dataclasses.replace(GPT, hidden_dropout=0.1)).fuses_layers
     assert dataclasses.replace(fused, model=dataclasses.replace(GPT, qk_layernorm=True)).fuses_layers is fused.fuses_layers
+    whole = dataclasses.replace(GPT, qk_layernorm=True, qk_layernorm_scope="projection")
+    assert not dataclasses.replace(fused, model=whole).fuses_layers

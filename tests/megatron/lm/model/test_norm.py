@@ -1,8 +1,9 @@
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.lm.model.norm import LayerNorm, RMSNorm, head_norm_class, norm_class
+from megatron.lm.model.norm import LayerNorm, RMSNorm, head_norm_class, norm_class, projection_norm
 
 
 def config(sequence_parallel: bool = False, dtype: torch.dtype = torch.float32) -> TransformerConfig:
@@ -70,6 +71,18 @@ def test_norms_of_heads_are_summed_over_the_ranks_that_have_some_of_them(ranks: 
         assert isinstance(norm, norm_class(kind))
     with pytest.raises(ValueError, match=r"BatchNorm.*LayerNorm, RMSNorm"):
         head_norm_class("BatchNorm")
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_norm_of_the_projection_is_one_norm_of_all_heads(kind: str):
+    norm = build_module(projection_norm(kind, 3), config=config(), hidden_size=4, eps=1e-3)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(5, 2, 3, 4, device=norm.weight.device)
+    whole = expected(norm, x.flatten(2)).float()
+    torch.testing.assert_close(norm(x), whole.view(5, 2, 3, 4), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm(x.view(5, 2, 3, 2, 2)), whole.view(5, 2, 3, 2, 2), rtol=1e-5, atol=1e-5)
+    assert norm.weight.shape == (12,)
 
 
 def test_names():

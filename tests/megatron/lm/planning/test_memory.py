@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
         "qk_layernorm": True,
     },
+    "O2 normed projection": {"opt_level": "O2", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     "O1 normed heads": {"opt_level": "O1", "qk_layernorm": True},
     "O2 qwen2": {"opt_level": "O2", "swiglu": True, "disable_bias_linear": True, "add_qkv_bias": True},
     "O3 squared ReLU": {"opt_level": "O3", "squared_relu": True, "position_embedding_type": "none"},

@@ -70,8 +70,8 @@ def test_fp8_experts_learn_as_bf16_ones_and_resume_bit_for_bit(tmp_path: Path, l
     assert casts["decoder.layers.1.mlp.experts.fc2_weight.3"].keys() >= {"grad"}
     first = tiny.losses(tiny.run(replace(run, training=replace(run.training, exit_interval=6))))
     assert first + tiny.losses(tiny.run(continued(run, tmp_path / "saved", exit_interval=9))) == whole[:9]
-    with pytest.raises(ValueError, match=r"FP8 experts in 0 layers \(saved: 1\) by --opt-level"):
-        tiny.run(settings(tmp_path, **changes, load=str(tmp_path / "saved")))
+    elsewhere = settings(tmp_path, **changes, load=str(tmp_path / "saved"), exit_interval=12)
+    assert tiny.losses(tiny.run(elsewhere))[:3] == pytest.approx(whole[9:12], abs=0.03)  # experts of FP8 resume as one BF16 tensor
 
 
 def resumed(data: str, load: str, level: str, changes: dict[str, Any]) -> list[float]:
@@ -107,5 +107,5 @@ def test_what_does_not_know_experts_refuses_them(tmp_path: Path):
         shutdown()
     with pytest.raises(ValueError, match="mixture of experts, which generation does not support yet"):
         Decoder(model, 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no Hugging Face architecture here has experts yet"):
+    with pytest.raises(ValueError, match="mixtral does not support --normalization LayerNorm, --moe-shared-expert-intermediate-size 16"):
         hf_config(config, tiny.VOCABULARY + 1, torch.float32, tokenizer.eod)

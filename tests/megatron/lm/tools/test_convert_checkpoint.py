@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 import sys
 import time
 from functools import partial
@@ -36,6 +37,9 @@ class Known:
 
     def names(self):
         return list(self.weights)
+
+    def separate_experts(self):
+        return self
 
     def values(self, name):
         return self.weights[name]
@@ -244,6 +248,44 @@ def test_a_trained_checkpoint_goes_to_transformers_and_back(tmp_path, level, cap
     assert run("inspect", "--load", trained) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
     assert ("float8_e4m3fn" in row) == (level == "O3")
+
+
+@pytest.mark.parametrize("level", ["O2", *(pytest.param(level, marks=pytest.mark.nightly) for level in ("O0", "O1", "O3"))])
+def test_trained_experts_go_to_transformers_and_back_and_train_in_fp8(tmp_path, level, capsys):
+    pytest.importorskip("transformers")
+    trained, hf, fp8, imported = (tmp_path / name for name in ("trained", "hf", "fp8", "imported"))
+    shape = MODELS["olmoe"] | {"make_vocab_size_divisible_by": 32}
+    prefix = tiny.write_data(tmp_path)
+    tiny.run(tiny.config(prefix, opt_level=level, train_iters=3, save=str(trained), **shape))
+    saved = CheckpointReader(trained).separate_experts()
+    values = {name: saved.values(name) for name in saved.names()}
+    assert run("to-hf", "--load", trained, "--output", hf, "--dtype", "float32") == 0
+    assert run("from-hf", "--load", hf, "--output", imported, "--make-vocab-size-divisible-by", 32) == 0
+    flags = shlex.split(capsys.readouterr().out.split("--finetune ")[1])
+    assert parse_args([*flags, "--lr", "1", "--train-iters", "1", "--micro-batch-size", "1"]).model == tiny.config(prefix, **shape).model
+    joined = CheckpointReader(imported)
+    weight = "decoder.layers.0.mlp.experts.fc1_weight"
+    assert joined.format(weight)[1] == (4, 48, 32)
+    back = joined.separate_experts()
+    assert all(torch.equal(back.values(name)[:VOCABULARY], x[:VOCABULARY]) for name, x in values.items())
+    ours = our_logits(config("olmoe"), VOCABULARY, {name: joined.values(name) for name in joined.names()})
+    assert agree(their_logits(hf), ours, numerics.HF_LOGITS)
+    with tiny.trainer(tiny.config(prefix, opt_level="O2", load=str(imported), finetune=True, **shape)) as trainer:
+        weights = dict(trainer.training.model.named_parameters())
+    best = ScalingTensor.quantize(values[f"{weight}.3"], weights[f"{weight}.3"].format)
+    assert torch.equal(weights[f"{weight}.3"].dequantize(torch.float32), best.dequantize(torch.float32))
+
+    assert run("export-fp8", "--load", trained, "--output", fp8) == 0
+    stored, own = Tensors(fp8), saved.weight(f"{weight}.2")
+    whole = own if isinstance(own, ScalingTensor) and own.format == E4M3 else ScalingTensor.quantize(values[f"{weight}.2"], E4M3)
+    for half, part in zip(("gate", "up"), whole.payload.view(torch.uint8).chunk(2), strict=True):
+        name = f"model.layers.0.mlp.experts.2.{half}_proj.weight"
+        assert torch.equal(stored[name].view(torch.uint8), part)
+        assert stored[f"{name}_scale"] == whole.scale_inv
+    about = json.loads((fp8 / "config.json").read_text())
+    assert "model.layers.1.mlp.gate" in about["quantization_config"]["ignore"]
+    assert run("to-megatron", "--load", trained, "--output", tmp_path / "megatron") == 2
+    assert "to-megatron does not support a model with --num-experts 4" in capsys.readouterr().err
 
 
 def train(prefix, folder):

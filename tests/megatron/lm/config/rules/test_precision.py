@@ -52,6 +52,7 @@ REFUSALS: list[refusals.Refusal] = [
         "--precision te-delayed --fp8-margin 1",
         "--fp8-margin 1 contradicts precision te-delayed, which scales as Transformer Engine does: drop it",
     ),
+    ("--precision te-bf16 --qk-layernorm", "--qk-layernorm adds our norms of queries and keys, which Transformer Engine's layers do not"),
     ("--precision te-bf16 --master-format fp16", "--master-format fp16 contradicts precision te-bf16"),
     ("--precision te-bf16 --optimizer-state coat", "--optimizer-state coat is a format of COAT, and precision"),
     ("--precision te-bf16 --exp-avg-format coat-e4m3", "--exp-avg-format coat-e4m3 is a format of COAT"),

@@ -18,6 +18,16 @@ REFUSALS: list[refusals.Refusal] = [
     ("--max-position-embeddings 16", "--max-position-embeddings 16 is less than --seq-length 32: give at least 32"),
     ("--reset-position-ids", "--reset-position-ids has no effect with --position-embedding-type rope.*drop it"),
     ("--reset-position-ids --position-embedding-type none", "no effect with --position-embedding-type none"),
+    ("--qk-layernorm-scope projection", "--qk-layernorm-scope projection has no effect by itself: add --qk-layernorm, or drop it"),
+    (
+        "--qk-layernorm --qk-layernorm-scope projection --tensor-model-parallel-size 2",
+        "--qk-layernorm-scope projection normalizes over all heads, and --tensor-model-parallel-size 2 splits them: drop",
+        2,
+    ),
+    (
+        "--qk-layernorm --qk-layernorm-scope projection --ckpt-format torch_dist",
+        "--ckpt-format torch_dist has no norms of --qk-layernorm-scope projection, which Megatron-LM lacks: use own",
+    ),
     ("--swiglu --squared-relu", "--swiglu and --squared-relu contradict each other: keep one of them"),
     (
         "--objective masked-lm --position-embedding-type none",

@@ -26,6 +26,11 @@ def test_each_model_has_its_architecture(name):
         ("llama", {"normalization": "LayerNorm"}, "llama does not support --normalization LayerNorm; "),
         ("llama", {"rotary_percent": 0.5}, "llama does not support --rotary-percent 0.5; "),
         ("llama", {"hidden_size": 34, "kv_channels": 16}, "llama does not support --kv-channels 16 with --hidden-size 34; "),
+        ("mixtral", {"moe_router_pre_softmax": True}, "mixtral does not support --moe-router-pre-softmax True; "),
+        ("mixtral", {"moe_layer_freq": "2"}, "mixtral does not support --moe-layer-freq 2; "),
+        ("mixtral", {"moe_router_score_function": "sigmoid"}, "olmoe does not support --moe-router-score-function sigmoid, --qk-layernorm"),
+        ("olmoe", {"kv_channels": 16}, "olmoe does not support --kv-channels 16 with --hidden-size 32. "),
+        ("qwen3", {"qk_layernorm_scope": "projection"}, "qwen3 does not support --qk-layernorm-scope projection. "),
     ],
 )
 def test_a_model_that_none_holds_is_refused_by_its_settings(name, settings, named):

@@ -9,8 +9,8 @@ from helpers import numerics
 from helpers.hf_models import MODELS, agree, config, our_logits, random_weights, their_logits
 from helpers.tiny import VOCABULARY
 from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
-from megatron.lm.tools.convert.layouts import EMBEDDING, HEAD
 from megatron.lm.tools.convert.hugging_face import from_hf, hf_rules, to_hf
+from megatron.lm.tools.convert.layouts import EMBEDDING, HEAD
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,6 +35,12 @@ SMALL = {
     },
 }
 SMALL["qwen2"] = SMALL["llama"]
+SMALL["mixtral"] = SMALL["llama"] | {"num_local_experts": 4, "num_experts_per_tok": 2}
+SMALL["olmoe"] = SMALL["llama"] | {"num_experts": 4, "num_experts_per_tok": 2}
+SMALL["olmoe, normalized"] = SMALL["olmoe"] | {"norm_topk_prob": True, "num_key_value_heads": 4}
+SMALL["qwen3_moe"] = SMALL["olmoe"] | {"moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}
+SMALL["qwen3_moe, every second"] = SMALL["qwen3_moe"] | {"decoder_sparse_step": 2, "norm_topk_prob": False}
+SMALL["qwen3_moe, but the second"] = SMALL["qwen3_moe"] | {"mlp_only_layers": [1]}
 SMALL["llama, stretched"] = SMALL["llama"] | {
     "rope_parameters": {
         "rope_type": "llama3",
@@ -142,7 +148,7 @@ def test_bare_models_masks_and_second_heads_are_read():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", {"model_type": "nemotron"}, "model_type 'nemotron': supported are gpt2, gpt_neox, llama, qwen2, qwen3"),
+        ("llama", {"model_type": "nemotron"}, "model_type 'nemotron': supported are gpt2, gpt_neox, llama, qwen2, qwen3, mixtral, qw"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "give the model in BF16, FP16 or FP32"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scales the rotary embedding .'llama3'.*'llama3' with"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "scales the rotary embedding .'yarn'.* expected 'default', 'l"),
@@ -173,6 +179,18 @@ def test_bare_models_masks_and_second_heads_are_read():
         ("llama", {"intermediate_size": 128}, r"gate_proj.weight is torch.float32 of shape \(64, 32\); config.json requires \(128, 32\)"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual = True; our models support False"),
         ("gpt_neox", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; our models support 'gelu_pytorch_tanh'"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096; our models support None"),
+        ("mixtral", {"num_experts_per_tok": 5}, "--moe-router-topk 5 is more than --num-experts 4"),
+        (
+            "mixtral",
+            {"num_local_experts": 5},
+            "does not contain model.layers.0.block_sparse_moe.gate|gate.weight is torch.float32 of shape",
+        ),
+        ("olmoe", {"num_local_experts": 5}, "num_experts = 4, num_local_experts = 5: keep the right one"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0; our models support None"),
+        ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers = '0': it must be a list of layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: it must be at least 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "has no layer with experts"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ],
 )
