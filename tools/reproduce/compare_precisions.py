@@ -17,6 +17,11 @@ With --processes N each run is N data-parallel processes on as many GPUs: what F
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 8" "O3 --micro-batch-size 8 --grad-exchange nccl"
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 1" --flags "--seq-length 512 --global-batch-size 16" --no-speed
 
+A mixture of experts, with the load of its experts by precision (294M parameters, 123M of them active):
+
+    ... --precisions bf16 O3 --seeds bf16=12 O3=12 --steps 1000 --at-once 4 --no-speed --flags "--num-experts 8 --moe-router-topk 2 \\
+        --moe-ffn-hidden-size 1024 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear --normalization RMSNorm"
+
 With --minutes the work may be spread over several sessions on a machine: give the same --out again. No run starts if less time is left than
 the last run of as many steps took; a run that is unfinished at the end is stopped, and restarted next time.
 
@@ -305,12 +310,46 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     for precision, of_precision in runs.items():
         if precision != BASE and (difference := against_base(of_precision, runs.get(BASE, {}))) is not None:
             print(difference.sentence(BASE, precision))
+    for line in router_loads(runs):
+        print(line)
     every = [run for of_precision in runs.values() for run in of_precision.values()]
     write_curves(every, options.out / "curves.csv")
     try:
         figure(runs).savefig(options.out / "loss.png")
     except ImportError:
         print("loss.png is not drawn: pip install matplotlib")
+
+
+def router_loads(runs: Mapping[str, Mapping[int, Run]]) -> list[str]:
+    """Return a line per precision about the load of its experts: means over the last quarter of the logged steps and over the seeds. Empty
+    for dense models. Of the entropy, the 95 % interval of the difference from BF16 of the same seeds follows."""
+    entropies = {
+        precision: {seed: of_last_quarter(run, "moe_entropy") for seed, run in by_seed.items()} for precision, by_seed in runs.items()
+    }
+    lines = []
+    for precision, by_seed in runs.items():
+        of_seeds = [value for value in entropies[precision].values() if value is not None]
+        if len(of_seeds) < len(by_seed):
+            continue
+        least, most = (
+            statistics.fmean(of_last_quarter(run, f"moe_load_{end}") or 0.0 for run in by_seed.values()) for end in ("min", "max")
+        )
+        line = (
+            f"experts of {precision}: entropy of the router's scores {statistics.fmean(of_seeds):.4f} nats ({min(of_seeds):.4f} to "
+            f"{max(of_seeds):.4f}, {len(of_seeds)} seeds), load of the least and the most used expert {least:.2f} and {most:.2f} of the mean"
+        )
+        base = entropies.get(BASE, {})
+        if precision != BASE and by_seed.keys() <= base.keys() and len(by_seed) > 1:
+            change = paired_difference({seed: base[seed] for seed in by_seed}, entropies[precision]).absolute
+            line += f"; entropy {change.mean:+.4f} nats from {BASE}, 95 % interval +-{change.half_width:.4f}"
+        lines.append(line)
+    return lines
+
+
+def of_last_quarter(run: Run, name: str) -> float | None:
+    """Return the mean of a number over the last quarter of the logged steps; None if the run did not log it."""
+    late = [line[name] for line in run.train if name in line and line["iteration"] > run.train[-1]["iteration"] * 3 / 4]
+    return statistics.fmean(late) if late else None
 
 
 def figure(runs: Mapping[str, Mapping[int, Run]]) -> "Figure":

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.lm.checkpoint.content import scale_key
-from megatron.lm.checkpoint.expert_tensors import separate
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, latest, read_info
+from megatron.lm.checkpoint.forms.expert_tensors import separate
 from megatron.lm.checkpoint.loading import judge, open_stored, take_model
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.tensor_reader import check_number

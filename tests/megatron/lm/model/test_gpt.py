@@ -101,11 +101,6 @@ def plain_norm(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelCo
     return functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_epsilon)
 
 
-def plain_norm_of_all(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelConfig) -> Tensor:
-    """x [b, heads, s, d]: one norm of a token's heads together."""
-    return plain_norm(weights, name, x.transpose(1, 2).flatten(2), config).unflatten(2, x.shape[1::2]).transpose(1, 2)
-
-
 def plain_linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
@@ -135,10 +130,7 @@ def plain_attention(weights: dict[str, Tensor], name: str, x: Tensor, config: Mo
     qkv = plain_linear(weights, f"{name}.linear_qkv", x).view(b, s, groups, per_group + 2, d)
     q = qkv[:, :, :, :per_group].reshape(b, s, -1, d).transpose(1, 2)
     k, v = (qkv[:, :, :, per_group + i].repeat_interleave(per_group, dim=2).transpose(1, 2) for i in (0, 1))
-    if config.qk_layernorm_scope == "projection":
-        q, k = (plain_norm_of_all(weights, f"{name}.{one}_layernorm", part, config) for one, part in (("q", q), ("k", k[:, ::per_group])))
-        k = k.repeat_interleave(per_group, dim=1)
-    elif config.qk_layernorm:
+    if config.qk_layernorm:
         q, k = (plain_norm(weights, f"{name}.{one}_layernorm", part, config) for one, part in (("q", q), ("k", k)))
     if config.position_embedding_type == "rope":
         q, k = plain_rotation(q, config), plain_rotation(k, config)
@@ -192,7 +184,6 @@ SHAPES = {
     "swiglu-rms-gqa-untied": LLAMA_LIKE,
     "qk-norm": LLAMA_LIKE | {"qk_layernorm": True, "kv_channels": 16},
     "qk-layernorm": {"qk_layernorm": True},
-    "qk-norm of all heads": LLAMA_LIKE | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "kv_channels": 16},
     "squared-relu-no-positions": {"squared_relu": True, "position_embedding_type": "none"},
     "qkv-bias": LLAMA_LIKE | {"add_qkv_bias": True},
     "llama-3.1": LLAMA_LIKE | {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 5e4, "kv_channels": 16},

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron.lm.checkpoint.content import group_keys, scale_key
-from megatron.lm.checkpoint.expert_tensors import as_wanted, separate
 from megatron.lm.checkpoint.files.storage import Item, Stored, write
+from megatron.lm.checkpoint.forms.expert_tensors import as_wanted, separate
 
 WHOLE = "decoder.layers.1.mlp.experts.fc1_weight"
 E, N, K = 4, 6, 8

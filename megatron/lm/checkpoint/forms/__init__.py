@@ -1,0 +1,1 @@
+"""Tensors that checkpoints store in different forms, each read as the other."""
