@@ -323,24 +323,24 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
 def router_loads(runs: Mapping[str, Mapping[int, Run]]) -> list[str]:
     """Return a line per precision about the load of its experts: means over the last quarter of the logged steps and over the seeds. Empty
     for dense models. Of the entropy, the 95 % interval of the difference from BF16 of the same seeds follows."""
-    entropies = {
-        precision: {seed: of_last_quarter(run, "moe_entropy") for seed, run in by_seed.items()} for precision, by_seed in runs.items()
-    }
+    entropies: dict[str, dict[int, float]] = {}
     lines = []
-    for precision, by_seed in runs.items():
-        of_seeds = [value for value in entropies[precision].values() if value is not None]
-        if len(of_seeds) < len(by_seed):
+    for precision, by_seed in sorted(runs.items(), key=lambda item: item[0] != BASE):
+        found = {seed: of_last_quarter(run, "moe_entropy") for seed, run in by_seed.items()}
+        mine = entropies[precision] = {seed: value for seed, value in found.items() if value is not None}
+        if not mine or len(mine) < len(by_seed):
             continue
         least, most = (
             statistics.fmean(of_last_quarter(run, f"moe_load_{end}") or 0.0 for run in by_seed.values()) for end in ("min", "max")
         )
+        mean, low, high = statistics.fmean(mine.values()), min(mine.values()), max(mine.values())
         line = (
-            f"experts of {precision}: entropy of the router's scores {statistics.fmean(of_seeds):.4f} nats ({min(of_seeds):.4f} to "
-            f"{max(of_seeds):.4f}, {len(of_seeds)} seeds), load of the least and the most used expert {least:.2f} and {most:.2f} of the mean"
+            f"experts of {precision}: entropy of the router's scores {mean:.4f} nats ({low:.4f} to {high:.4f}, {len(mine)} seeds), load of "
+            f"the least and the most used expert {least:.2f} and {most:.2f} of the mean"
         )
         base = entropies.get(BASE, {})
-        if precision != BASE and by_seed.keys() <= base.keys() and len(by_seed) > 1:
-            change = paired_difference({seed: base[seed] for seed in by_seed}, entropies[precision]).absolute
+        if precision != BASE and mine.keys() <= base.keys() and len(mine) > 1:
+            change = paired_difference({seed: base[seed] for seed in mine}, mine).absolute
             line += f"; entropy {change.mean:+.4f} nats from {BASE}, 95 % interval +-{change.half_width:.4f}"
         lines.append(line)
     return lines
