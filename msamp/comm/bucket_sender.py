@@ -22,6 +22,7 @@ from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.exchange import Exchange, PlainWire, Reduced, Wire
 from msamp.comm.grad_scaling import ABSENT, GRAD_SCALINGS, MU_RULES, AutoScale, GradScaling, proposals_of, propose_scales, scales_of
+from msamp.comm.other_ranks import OtherRanks
 from msamp.comm.owner_sums import OwnerSums, SummingWire
 from msamp.comm.statistics import SATURATED, SUM_SATURATED, Statistics
 from msamp.numerics.formats import Format
@@ -38,6 +39,7 @@ class BucketSender:
         peers: the data-parallel ranks.
         exchange, scaling, mu_rule, shard: as for `GradSync`.
         device: of the gradients.
+        others: the parameters that other ranks than `peers` average.
 
     Attributes:
         wires: gradient format -> the wire that sends it.
@@ -47,7 +49,7 @@ class BucketSender:
         own_proposals: FP32 [parameters], see `GradSync`.
 
     Raises:
-        ValueError: an adaptive mu with an exchange whose averages and payloads have different formats.
+        ValueError: an adaptive mu with an exchange whose averages and payloads have different formats, or with `others`.
     """
 
     def __init__(
@@ -60,10 +62,17 @@ class BucketSender:
         mu_rule: str | None,
         shard: bool,
         device: torch.device,
+        others: OtherRanks | None = None,
     ) -> None:
-        self.peers, self.exchange, self.scaling, self.shard = peers, exchange, scaling, shard
+        self.peers, self.exchange, self.scaling, self.shard, self.others = peers, exchange, scaling, shard, others
+        self._several = peers.ranks > 1 or (others is not None and others.peers.ranks > 1)
         self.wires: dict[Format, Wire] = {f: exchange.wire(f) if f.scaled else PlainWire(f) for f in {b.format for b in buckets}}
         _check_mu_sees_overflow(exchange, scaling, self.wires)
+        if scaling.adapts and others is not None:
+            raise ValueError(
+                f"gradient scaling {scaling.name!r} does not support parameters that other ranks average; choose exchange 'fp32-sum', "
+                "which requires no scaling"
+            )
         self.owner_sums = OwnerSums()
         numel = [p.numel() for bucket in buckets if bucket.format.scaled for p in bucket.params]
         self.autoscale = AutoScale(numel, peers.ranks, mu_rule or MU_RULES[0], device) if scaling.adapts else None
@@ -72,7 +81,15 @@ class BucketSender:
         self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
         self._places = _slices(buckets, [len(bucket.params) for bucket in buckets])
         self._scaled_places = _slices(buckets, [len(bucket.params) if bucket.format.scaled else 0 for bucket in buckets])
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and peers.ranks > 1 else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self._several else None
+
+    def peers_of(self, bucket: Bucket) -> Peers:
+        """Return the ranks that average a bucket's gradients."""
+        return self.others.peers if self.others is not None and self.others.average(bucket) else self.peers
+
+    def weight_of(self, bucket: Bucket) -> float:
+        """Return the factor of a bucket's averages (`OtherRanks.weight`)."""
+        return self.others.weight if self.others is not None and self.others.average(bucket) else 1.0
 
     @torch.no_grad()
     def send(self, bucket: Bucket, *, last: bool) -> None:
@@ -98,7 +115,7 @@ class BucketSender:
             del gradients
             reduced, proposals = self.reduce(bucket, flat, factor, proposals)
             # Only a rank without a gradient checks whether the others had one. That is a host sync, but not in a usual step.
-            bucket.absent = {i for i in missing if (self.peers.ranks == 1 and not summed) or proposals[i].item() == ABSENT}
+            bucket.absent = {i for i in missing if (self.peers_of(bucket).ranks == 1 and not summed) or proposals[i].item() == ABSENT}
             self.deliver(bucket, reduced, proposals)
 
     def wait(self) -> None:
@@ -119,17 +136,17 @@ class BucketSender:
 
     def agree(self, bucket: Bucket, gradients: Gradients) -> Tensor:
         """Return the minimum of the ranks' proposals (`propose_scales`), FP32 [parameters]."""
-        fmt, ranks = self.wires[bucket.format].format, self.peers.ranks
+        fmt, peers = self.wires[bucket.format].format, self.peers_of(bucket)
         here = [g for g in gradients if g is not None]
         if fmt.scaled and self.autoscale is None and len(here) == len(gradients):  # with an adaptive mu every guess would be wrong
             proposals = proposals_of(bucket.measure(here, fmt), fmt)
         else:
             device = bucket.params[0].device
-            proposals = propose_scales(gradients, fmt, device, bucket.tables, plain=bucket.format.scaled or ranks > 1)
-        if ranks > 1:  # after the exchange, nobody knows which rank had the non-finite gradient
+            proposals = propose_scales(gradients, fmt, device, bucket.tables, plain=bucket.format.scaled or self._several)
+        if self._several:  # after the exchange, nobody knows which rank had the non-finite gradient
             own = self.own_proposals[self._places[bucket]]
             own.copy_(torch.minimum(own, proposals) if bucket in self.owner_sums else proposals)
-        self.peers.all_reduce(proposals, dist.ReduceOp.MIN, f"the scales of {bucket}")
+        peers.all_reduce(proposals, dist.ReduceOp.MIN, f"the scales of {bucket}")
         return proposals
 
     def pack(self, bucket: Bucket, gradients: Gradients, factor: Tensor) -> Tensor:
@@ -139,18 +156,23 @@ class BucketSender:
             torch.zeros(p.shape, device=device, dtype=torch.float32) if g is None else g
             for p, g in zip(bucket.params, gradients, strict=True)
         ]
-        return self.wires[bucket.format].pack(bucket, filled, factor)
+        wire = self.wires[bucket.format]
+        # Payloads without a scale get the weight here, in the kernel that packs them; that of the others goes to their scale, in `reduce`.
+        weight = 1.0 if wire.format.scaled else self.weight_of(bucket)
+        return wire.pack(bucket, filled, factor if weight == 1.0 else factor * weight)
 
     def reduce(self, bucket: Bucket, flat: Tensor, factor: Tensor, proposals: Tensor) -> tuple[Reduced, Tensor]:
         """Return the averages, and the minimum proposals over all micro-batches in them, FP32 [parameters]."""
-        wire, peers = self.wires[bucket.format], self.peers
+        wire, peers = self.wires[bucket.format], self.peers_of(bucket)
+        weight = self.weight_of(bucket) if wire.format.scaled else 1.0
         if bucket in self.owner_sums:
             assert isinstance(wire, SummingWire)
             self._add(bucket, flat, factor, proposals)
             total, proposals = self.owner_sums.take(bucket)
-            factor = torch.ones_like(factor)
+            factor = torch.full_like(factor, 1 / weight)
             reduced = wire.store(bucket, total, factor, peers, self.shard)
         else:
+            factor = factor if weight == 1.0 else factor / weight
             reduced = wire.reduce(bucket, flat, factor, peers, self.shard)
         if reduced.own.dtype != bucket.format.dtype:
             raise ValueError(
@@ -184,7 +206,7 @@ class BucketSender:
             return
         flat = reduced.flat
         if flat is None:
-            flat = self.peers.all_gather(reduced.own, bucket.sizes, f"the averaged gradients of {bucket}")
+            flat = self.peers_of(bucket).all_gather(reduced.own, bucket.sizes, f"the averaged gradients of {bucket}")
         for i, (p, payload) in enumerate(zip(bucket.params, bucket.unflatten(flat), strict=True)):
             if i not in bucket.absent:
                 p.main_grad = average(payload, i)  # type: ignore[attr-defined]
@@ -193,14 +215,14 @@ class BucketSender:
         """Add a micro-batch to the sums at the owners."""
         wire = self.wires[bucket.format]
         assert isinstance(wire, SummingWire)
-        self.owner_sums.add(bucket, wire.mean(bucket, flat, self.peers), factor, proposals)
+        self.owner_sums.add(bucket, wire.mean(bucket, flat, self.peers_of(bucket)), factor, proposals)
 
     def _factor(self, bucket: Bucket, scales: Tensor) -> Tensor:
         """Return the factors from the gradients of a bucket to their payloads, FP32 [parameters]."""
         if not bucket.format.scaled:
             return scales
         mu = None if self.autoscale is None else self.autoscale.mu[self._scaled_places[bucket]]
-        return self.scaling.factor(scales, self.peers.ranks, mu)
+        return self.scaling.factor(scales, self.peers_of(bucket).ranks, mu)
 
     @contextlib.contextmanager
     def _on_stream(self, bucket: Bucket) -> Iterator[None]:

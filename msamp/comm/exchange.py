@@ -71,13 +71,14 @@ class Wire(Protocol):
 
 
 class PlainWire:
-    """FP32 or BF16 payloads, summed by their owner in FP32 and rounded once."""
+    """FP32 or BF16 payloads, summed by their owner in FP32 and rounded once. The factor is 1, or the weight of the average
+    (`msamp.comm.other_ranks`), which the payloads then contain."""
 
     def __init__(self, fmt: Format) -> None:
         self.format = fmt
 
     def pack(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
-        return bucket.flatten(gradients, self.format)
+        return bucket.flatten(gradients, self.format, factor)
 
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
@@ -89,7 +90,7 @@ class PlainWire:
         return sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")) / peers.ranks
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
-        """See `msamp.comm.owner_sums.SummingWire`; the factor is 1."""
+        """See `msamp.comm.owner_sums.SummingWire`; there is no factor to divide by."""
         own = mean.to(self.format.dtype)
         return Reduced(own, None, None, own)
 

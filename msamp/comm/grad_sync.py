@@ -27,7 +27,6 @@ and `partition` decides which rank owns what.
 
 import contextlib
 import functools
-import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,15 +36,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from msamp.comm.accumulate import ACCUMULATORS, OWNER, Accumulator, accumulator, squares_are_finite
+from msamp.comm.accumulate import OWNER, Accumulator, accumulator, squares_are_finite
 from msamp.comm.bucket import Bucket, Segment
 from msamp.comm.bucket_sender import BucketSender
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.exchange import Exchange, Wire, by_name
+from msamp.comm.exchange import Exchange, by_name
 from msamp.comm.grad_marks import GradMarks
-from msamp.comm.owner_sums import SummingWire
+from msamp.comm.other_ranks import OtherRanks
 from msamp.comm.partition import BucketPlan
+from msamp.comm.sync_checks import check_formats, check_same_on_all_ranks, check_sums, check_sums_in_fp32
 from msamp.numerics.formats import Format
 
 
@@ -78,6 +78,7 @@ class GradSync:
         sums: parameters with unscaled gradients that are also summed over ranks outside the group, in `finish` and before the average:
             copies of a weight on other pipeline stages, norms under sequence parallelism. All ranks of such a group must pass the same
             shapes in the same order. Their buckets are sent last.
+        others: the parameters that other ranks average, see `msamp.comm.other_ranks`; None if all have the same replicas.
         sent: the counter of sent bytes; None creates one.
         heed_zero_grad: notice when gradients held under `no_sync` were cleared by `module.zero_grad()` or `p.grad = None`, and drop them.
             Between such micro-batches `p.grad` is a NaN marker (`msamp.comm.grad_marks`). False saves that host time in a loop that only
@@ -114,32 +115,35 @@ class GradSync:
         overlap: bool = True,
         seed: int = 0,
         sums: Sequence[tuple[Peers, Sequence[Tensor]]] = (),
+        others: OtherRanks | None = None,
         sent: WireBytes | None = None,
         heed_zero_grad: bool = True,
     ) -> None:
         self.exchange = by_name(exchange) if isinstance(exchange, str) else exchange
         self.scaling = self.exchange.scaling(scaling, mu_rule)
         self.sent = WireBytes() if sent is None else sent
-        self.peers = Peers(group, self.sent)
+        self.peers, self.others = Peers(group, self.sent), others
         self.shard, self.overlap, self.seed = shard, overlap, seed
         self.model = weakref.ref(model)
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        _check_same_on_all_ranks(self.names, formats, self.peers)
-        _check_formats(self.names, formats)
+        check_same_on_all_ranks(self.names, formats, self.peers, others)
+        check_formats(self.names, formats)
         self.sums = [(others, list(params)) for others, params in sums]
-        _check_sums(self.sums, self.names, formats)
+        check_sums(self.sums, self.names, formats)
         summed = {p for _, params in self.sums for p in params}
-        buckets = _build(plan, self.names, formats, self.peers)
+        buckets = _build(plan, self.names, formats, self.peers, others)
         self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
         self.buckets = sorted(buckets, key=lambda bucket: bucket in self._held_back)
         self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._owned = _owned(self.buckets)
         device = next((p.device for p in self.names), torch.device("cpu"))
-        self.sender = BucketSender(self.buckets, self.peers, self.exchange, self.scaling, mu_rule=mu_rule, shard=shard, device=device)
+        self.sender = BucketSender(
+            self.buckets, self.peers, self.exchange, self.scaling, mu_rule=mu_rule, shard=shard, device=device, others=others
+        )
         self.autoscale, self.statistics, self.own_proposals = self.sender.autoscale, self.sender.statistics, self.sender.own_proposals
         self._at_owner = accumulate == OWNER
         if self._at_owner:
-            _check_sums_in_fp32(self.exchange, self.sender.wires)
+            check_sums_in_fp32(self.exchange, self.sender.wires)
         self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
         local = "fp32" if self._at_owner else accumulate  # for the buckets that are held back
         self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._generator) for fmt in self.sender.wires}
@@ -171,6 +175,10 @@ class GradSync:
     def bucket_of(self, p: Tensor) -> Bucket:
         """Return the bucket that contains a parameter's gradient."""
         return self._place[p][0]
+
+    def peers_of(self, bucket: Bucket) -> Peers:
+        """Return the ranks that average a bucket's gradients."""
+        return self.others.peers if self.others is not None and self.others.average(bucket) else self.peers
 
     def owned(self, p: Tensor) -> list[Segment]:
         """Return the pieces of a parameter that this rank owns."""
@@ -392,54 +400,15 @@ def _take(sync: "weakref.ref[GradSync]", p: Tensor) -> None:
         alive.take(p)
 
 
-def _check_sums_in_fp32(exchange: Exchange, wires: Mapping[Format, Wire]) -> None:
-    for wire in wires.values():
-        if not (exchange.sums_in_fp32 and isinstance(wire, SummingWire)):
-            raise ValueError(
-                f"gradient accumulation {OWNER!r} requires FP32 sums at the owner, and gradient exchange {exchange} has none; choose "
-                f"exchange 'fp32-sum', or accumulation {', '.join(ACCUMULATORS)}"
-            )
-
-
-def _check_formats(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]) -> None:
-    for p, name in names.items():
-        if p not in formats:
-            raise ValueError(f"{name} has no gradient format; pass one for every parameter that requires a gradient")
-        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} is {p.dtype}; gradient synchronization supports torch.float32, torch.bfloat16 and torch.float16")
-
-
-def _check_sums(sums: Sequence[tuple[Peers, Sequence[Tensor]]], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format]) -> None:
-    for _, params in sums:
-        for p in params:
-            if p not in names:
-                raise ValueError(f"a parameter of shape {tuple(p.shape)} is listed in sums but requires no gradient; leave it out")
-            if formats[p].scaled or formats[p] != formats[params[0]]:
-                raise ValueError(
-                    f"the gradient of {names[p]} is {formats[p]} and is summed together with {names[params[0]]}, {formats[params[0]]}; "
-                    "make both FP32 or both BF16"
-                )
-
-
-def _check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> None:
-    """Raise a ValueError on every rank if the ranks' parameters differ in name, shape, dtype or gradient format."""
-    if peers.ranks == 1:
-        return
-    mine = [f"{name} {tuple(p.shape)} {p.dtype}, gradient {formats.get(p)}" for p, name in names.items()]
-    lists: list[list[str]] = [[] for _ in range(peers.ranks)]
-    peers.run(lambda: dist.all_gather_object(lists, mine, group=peers.group), "comparison of the ranks' models")
-    for rank, theirs in enumerate(lists):
-        for a, b in itertools.zip_longest(lists[0], theirs, fillvalue="nothing"):
-            if a != b:
-                raise ValueError(f"the ranks' models differ: where rank 0 has {a}, rank {rank} has {b}; build the same model on every rank")
-
-
-def _build(plan: Sequence[BucketPlan], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers) -> list[Bucket]:
+def _build(
+    plan: Sequence[BucketPlan], names: Mapping[Tensor, str], formats: Mapping[Tensor, Format], peers: Peers, others: OtherRanks | None
+) -> list[Bucket]:
     params = list(reversed(list(names)))  # backward reaches the last layer first
     buckets = []
     for planned in plan:
         place = {index: i for i, index in enumerate(planned.tensors)}
         members = [params[index] for index in planned.tensors]
         pieces = [piece._replace(tensor=place[piece.tensor]) for piece in planned.pieces]
-        buckets.append(Bucket(members, [names[p] for p in members], formats[members[0]], pieces, peers.ranks, peers.rank))
+        ranks = others.peers if others is not None and members[0] in others.params else peers
+        buckets.append(Bucket(members, [names[p] for p in members], formats[members[0]], pieces, ranks.ranks, ranks.rank))
     return buckets

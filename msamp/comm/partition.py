@@ -164,6 +164,12 @@ def plan_buckets(
     return plan
 
 
+def numbered(bucket: BucketPlan, numbers: Sequence[int]) -> BucketPlan:
+    """Return a bucket of a plan over some tensors of a longer list, with their `numbers` in that list."""
+    pieces = tuple(piece._replace(tensor=numbers[piece.tensor]) for piece in bucket.pieces)
+    return BucketPlan(tuple(numbers[i] for i in bucket.tensors), pieces)
+
+
 def _check(ranks: int, **limits: float) -> None:
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be at least 1: pass the number of ranks that share the tensors")

@@ -36,6 +36,7 @@ from msamp.integrations.takeover import (
 )
 from msamp.kernels.scaled_mm import warn_if_emulated
 from msamp.nn.convert import Conversion, Survey, carry_out, plan_conversions, planned_weights, survey
+from msamp.nn.expert_layer import Experts
 from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import check_finite
 from msamp.nn.scaling_state import ScalingState
@@ -169,6 +170,12 @@ def _check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
         raise ValueError("a parameter is in two of the given optimizers; put each parameter in one of them")
     if not any(held):
         raise ValueError("the optimizer has no parameter of this model; build it from model.parameters()")
+    shared = [name for name, module in model.named_modules() if isinstance(module, Experts) and module.ranks is not None]
+    if group is not None and shared:
+        raise ValueError(
+            f"the experts of {shared[0]} are shared by several ranks, and the gradients of different experts would be averaged; build "
+            "Experts without ranks, or train with the GPT trainer's --expert-model-parallel-size"
+        )
     if group is not None and not all(held):
         raise ValueError(
             f"{held.count(False)} of the optimizer's {len(held)} parameters are not in this model, so their gradients would not be "

@@ -22,6 +22,7 @@ from torch import nn
 from msamp.kernels import ops
 from msamp.nn.differentiable_once import check_transforms
 from msamp.nn.expert_matrices import ExpertMatrices
+from msamp.nn.expert_ranks import ExpertRanks, GatheredTokens, SummedTokens, gathered_routing
 from msamp.nn.experts import ExpertSettings, ExpertsFunction, check_tokens
 from msamp.nn.linear_fn import activation
 
@@ -38,11 +39,14 @@ class Experts(nn.Module):
         hidden_size: H.
         ffn_hidden_size: F, the width of one expert's activation.
         device, dtype: of the weights: torch.float32, torch.bfloat16 or torch.float16.
+        ranks: that share the experts, E on each: `msamp.parallel.expert_parallel.ExpertParallel`. Then `experts` counts over all ranks, and
+            every rank has the same number of tokens. None: this rank computes its own choices only.
 
     Attributes:
         fc1_weight: [E, 2F, H], gate before up; once converted an `ExpertMatrices`.
         fc2_weight: [E, H, F]; likewise.
         weight_names: the names of the two attributes.
+        first: the number of this rank's first expert over all ranks.
 
     Shape: x [tokens, H] in the weights' dtype (once converted, any of the three), probs FP32 [tokens, top-k], experts integers [tokens,
     top-k] -> [tokens, H] in the dtype of x. A choice of a negative expert (-1: an expert of another rank) adds nothing, and its probability
@@ -53,6 +57,8 @@ class Experts(nn.Module):
     """
 
     weight_names = ("fc1_weight", "fc2_weight")
+    ranks: ExpertRanks | None = None
+    first = 0
 
     def __init__(
         self,
@@ -61,8 +67,10 @@ class Experts(nn.Module):
         ffn_hidden_size: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        ranks: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
+        self.ranks, self.first = ranks, 0 if ranks is None else ranks.rank * num_experts
         if min(num_experts, hidden_size, ffn_hidden_size) < 1:
             raise ValueError(
                 f"there are {num_experts} experts of width {ffn_hidden_size} for {hidden_size} features; all three must be at least 1"
@@ -81,14 +89,19 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.weight_names)
-        if not isinstance(fc1, ExpertMatrices):
-            return plain_experts(x, probs, experts, fc1, fc2)
-        if not (fc1.low_precision and fc2.low_precision):  # a float copy
-            return plain_experts(x, probs, experts, fc1.stacked(), fc2.stacked())
-        if torch.compiler.is_compiling():
+        ranks = self.ranks
+        if ranks is not None:
+            check_tokens(x, probs, experts, fc1.shape, fc2.shape)
+            ranks.check_tokens(x.shape[0])
+            probs, experts = gathered_routing(probs, experts, ranks, self.first, fc1.shape[0])
+        if isinstance(fc1, ExpertMatrices) and fc1.low_precision and fc2.low_precision:
             # A graph break: operands are cached by version, and torch.compile would trace E parameters. The layer is a few kernels already.
-            return _uncompiled()(x, probs, experts, fc1, fc2)
-        return _fp8_experts(x, probs, experts, fc1, fc2)
+            run = _uncompiled() if torch.compiler.is_compiling() else _fp8_experts
+            return run(x, probs, experts, fc1, fc2, ranks)
+        weights = (fc1.stacked(), fc2.stacked()) if isinstance(fc1, ExpertMatrices) else (fc1, fc2)  # a float copy, or not converted
+        if ranks is None:
+            return plain_experts(x, probs, experts, *weights)
+        return SummedTokens.apply(plain_experts(GatheredTokens.apply(x, ranks), probs, experts, *weights), ranks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in self.weight_names:
@@ -98,7 +111,7 @@ class Experts(nn.Module):
                 if values.shape != matrices.shape:
                     args[-1].append(f"size mismatch for {key}: {tuple(values.shape)} in the state, {tuple(matrices.shape)} in the model")
                     values = ()
-                state_dict |= {f"{key}.{e}": value for e, value in enumerate(values)}
+                state_dict |= {f"{key}.{e}": value for e, value in enumerate(values, matrices.first)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -119,13 +132,15 @@ class HostExperts(Experts):
         return y.to(hidden_states.dtype)
 
 
-def _fp8_experts(x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: ExpertMatrices, fc2: ExpertMatrices) -> torch.Tensor:
+def _fp8_experts(
+    x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: ExpertMatrices, fc2: ExpertMatrices, ranks: ExpertRanks | None
+) -> torch.Tensor:
     check_transforms(fc1.matrices[0].label, x)  # type: ignore[attr-defined]
     (fc1_weight, fc1_operands), (fc2_weight, fc2_operands) = fc1(), fc2()
     record = torch.is_grad_enabled()
     x_slot, grad_fc1 = fc1.scaling.slots(record)
     activated, grad_fc2 = fc2.scaling.slots(record)
-    settings = ExpertSettings(fc1.scaling.gemm, fc1_operands, fc2_operands, x_slot, activated, grad_fc1, grad_fc2)
+    settings = ExpertSettings(fc1.scaling.gemm, fc1_operands, fc2_operands, x_slot, activated, grad_fc1, grad_fc2, ranks)
     return ExpertsFunction.apply(activation(x), probs, experts, fc1_weight, fc2_weight, settings)
 
 

@@ -28,16 +28,18 @@ from msamp.numerics.tensor import OWN_ATTRIBUTES, ScalingTensor
 
 
 class ExpertMatrices(Loading):
-    """E low-precision parameters [N, K], named "0" to "E - 1", whose payloads are slices of one tensor [E, N, K].
+    """E low-precision parameters [N, K], named by the numbers of their experts, whose payloads are slices of one tensor [E, N, K].
 
     Args:
         weight: [E, N, K], any float dtype, finite; its attributes, gradient and `requires_grad` go to each parameter.
         recipe: `weight` is the storage format.
         scaling: the scales of this product's input and grad_output.
         name: of `weight` in the model, for messages.
+        first: number of the first expert: 0, unless other ranks have experts before this rank's.
 
     Attributes:
         count: E.
+        first: as given.
     """
 
     _payload: torch.Tensor | None = None
@@ -45,15 +47,15 @@ class ExpertMatrices(Loading):
     _cast: ExpertWeights | None = None
     _cast_version = 0
 
-    def __init__(self, weight: nn.Parameter, recipe: Recipe, scaling: LinearScaling, name: str = "") -> None:
+    def __init__(self, weight: nn.Parameter, recipe: Recipe, scaling: LinearScaling, name: str = "", first: int = 0) -> None:
         super().__init__()
-        self.count = len(weight)
+        self.count, self.first = len(weight), first
         given = {key: value for key, value in vars(weight).items() if key not in OWN_ATTRIBUTES}
-        for e, values in enumerate(weight.detach().unbind()):
+        for e, values in enumerate(weight.detach().unbind(), first):
             p = scaling_parameter(values, recipe, weight.requires_grad, f"{name}.{e}" if name else "")
             vars(p).update(given)  # such as _no_weight_decay, which optimizers read
             if weight.grad is not None:
-                p.grad = weight.grad[e].clone()
+                p.grad = weight.grad[e - first].clone()
             self.register_parameter(str(e), p)
         self.scaling = scaling
         self._join()
@@ -61,7 +63,7 @@ class ExpertMatrices(Loading):
     @property
     def matrices(self) -> list[nn.Parameter]:
         """The parameters, by expert."""
-        return [self._parameters[str(e)] for e in range(self.count)]  # type: ignore[misc]
+        return [self._parameters[str(e)] for e in range(self.first, self.first + self.count)]  # type: ignore[misc]
 
     @property
     def shape(self) -> torch.Size:
@@ -158,7 +160,7 @@ class _StandIn(torch.autograd.Function):
 def joined_weights(model: nn.Module) -> dict[str, list[str]]:
     """Return name of each weight [E, N, K] in a plain state dict -> names of its parameters in the model."""
     return {
-        name: [f"{name}.{e}" if name else str(e) for e in range(module.count)]
+        name: [f"{name}.{e}" if name else str(e) for e in range(module.first, module.first + module.count)]
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, ExpertMatrices)
     }

@@ -16,11 +16,13 @@ computes it. So there are two casts forward and two backward, each with one scal
     grad_output               tokens            E5M2       delayed    -
     FC1's grad_output         tokens x top-k    E5M2       delayed    -
 
-Shapes never depend on the router's choices, and the host never reads them: a CUDA graph holds the whole function.
+Shapes never depend on the router's choices, and the host never reads them: a CUDA graph holds the whole function. With experts on other
+ranks, tokens and grad_output are gathered after their cast, and the sums of the other two are scattered (`msamp.nn.expert_ranks`).
 
 Next: `msamp.kernels.triton.grouped_mm` explains the GEMMs and `msamp.kernels.reference.group_tokens` the order of the rows.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +32,9 @@ from msamp.kernels.reference.expert_swiglu import expert_swiglu_gradient
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.differentiable_once import differentiable_once
+from msamp.nn.expert_ranks import ExpertRanks
 from msamp.nn.gemm import cast_operand
-from msamp.numerics.recipe import Gemms
+from msamp.numerics.recipe import Cast, Gemms
 
 
 class ExpertWeights(NamedTuple):
@@ -56,6 +59,7 @@ class ExpertSettings(NamedTuple):
         fc1, fc2: the weights as operands.
         x, activated: slots of the inputs of FC1 and FC2.
         grad_fc1, grad_fc2: slots of the gradients of their outputs.
+        ranks: that share the experts; None if this rank has all of them.
     """
 
     gemm: Gemms
@@ -65,6 +69,23 @@ class ExpertSettings(NamedTuple):
     activated: CastScales
     grad_fc1: CastScales
     grad_fc2: CastScales
+    ranks: ExpertRanks | None = None
+
+    def start_cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, label: str) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Cast this rank's rows [T, H] with the scale of all ranks; return scale_inv and a function that waits for the codes of all."""
+        ranks = self.ranks
+        if ranks is None:
+            operand = cast_operand(x, slot, cast)
+            return operand.scale_inv, lambda: operand.codes
+        if not ranks.fp8:
+            gathered = cast_operand(ranks.start_gather(x, label)(), slot, cast)
+            return gathered.scale_inv, lambda: gathered.codes
+        own = cast_operand(x, slot, cast, combine=ranks.shared_amax)
+        return own.scale_inv, ranks.start_gather(own.codes, label)
+
+    def start_sum(self, partial: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """Return a function that waits for this rank's rows of the sum over the ranks."""
+        return (lambda: partial) if self.ranks is None else self.ranks.start_sum(partial, label)
 
     def output(self, rows: torch.Tensor, w: ExpertWeights, groups: "Groups", scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the forward product of every expert."""
@@ -113,21 +134,24 @@ def check(
     gemm = settings.gemm
     if not gemm.fusible:
         raise ValueError(f"experts need one scale per tensor, from its amax or history; input is cast as {gemm.input}: use O1, O2 or O3")
-    shapes = check_tokens(x, probs, experts, fc1_weight.shape, fc2_weight.shape)
+    ranks = 1 if settings.ranks is None else settings.ranks.ranks
+    shapes = check_tokens(x, probs, experts, fc1_weight.shape, fc2_weight.shape, ranks)
     operands = tuple(settings.fc1.rows.shape), tuple(settings.fc2.rows.shape)
     if operands != shapes:
         raise ValueError(f"FP8 weights are {operands[0]} and {operands[1]}; they must be {shapes[0]} and {shapes[1]}, as their weights are")
 
 
 def check_tokens(
-    x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: torch.Size, fc2: torch.Size
+    x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, fc1: torch.Size, fc2: torch.Size, ranks: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the weights, `fc1` and `fc2`; ValueError if they do not fit each other, x, probs and experts."""
+    """Return the shapes of the weights, `fc1` and `fc2`; ValueError if they do not fit each other, x, probs and experts. `ranks`: whose
+    tokens probs and experts are for."""
     tokens, hidden = x.shape if x.ndim == 2 else (-1, -1)
-    if tokens < 0 or probs.dtype != torch.float32 or probs.ndim != 2 or probs.shape != experts.shape or probs.shape[0] != tokens:
+    if tokens < 0 or probs.dtype != torch.float32 or probs.ndim != 2 or probs.shape != experts.shape or probs.shape[0] != ranks * tokens:
+        of_all = f"{ranks} x " if ranks > 1 else ""
         raise ValueError(
             f"x is {tuple(x.shape)}, probs are {probs.dtype} {tuple(probs.shape)} and experts {tuple(experts.shape)}; they must be "
-            "[tokens, hidden], torch.float32 [tokens, top-k] and [tokens, top-k]"
+            f"[tokens, hidden], torch.float32 [{of_all}tokens, top-k] and [{of_all}tokens, top-k]"
         )
     shapes = (fc1[0], 2 * fc2[-1], hidden), (fc1[0], hidden, fc2[-1])
     if (tuple(fc1), tuple(fc2)) != shapes:
@@ -142,7 +166,8 @@ class ExpertsFunction(torch.autograd.Function):
 
     x is [tokens, hidden] BF16, FP16 or FP32, probs FP32 and experts integers [tokens, top-k], W1 [E, 2F, hidden] and W2 [E, hidden, F]. A
     choice of a negative expert, one of another rank, adds nothing and has no gradient. The weights are arguments for their gradients, which
-    have their dtype; `settings` holds their FP8 operands. y has the dtype of x.
+    have their dtype; `settings` holds their FP8 operands. y has the dtype of x. With `settings.ranks`, x and y are this rank's tokens, and
+    probs and experts those of all ranks.
     """
 
     @staticmethod
@@ -157,18 +182,20 @@ class ExpertsFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         check(x, probs, experts, fc1_weight, fc2_weight, settings)
         gemm, top_k = settings.gemm, probs.shape[1]
-        x8 = cast_operand(x, settings.x, gemm.input)
+        x_scale_inv, gathered = settings.start_cast(x, settings.x, gemm.input, "expert tokens all-gather")
         groups = Groups.of(experts, settings.fc1.rows.shape[0])
-        rows, _ = ops.permute(x8.codes, groups.source, top_k, row=True)
-        y = settings.output(rows, settings.fc1, groups, x8.scale_inv, x.dtype)
+        x8 = gathered()
+        rows, _ = ops.permute(x8, groups.source, top_k, row=True)
+        y = settings.output(rows, settings.fc1, groups, x_scale_inv, x.dtype)
         del rows
         weights = torch.where(groups.source >= 0, probs.reshape(-1)[groups.source.clamp(min=0)], 0.0)
         slot = settings.activated
         a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype)
         if slot.watch is not None:
             slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
-        out = ops.unpermute(settings.output(a8, settings.fc2, groups, a_scale_inv, x.dtype), groups.places)
-        ctx.save_for_backward(x8.codes, x8.scale_inv, y, weights, a_scale_inv, *groups)
+        partial = ops.unpermute(settings.output(a8, settings.fc2, groups, a_scale_inv, x.dtype), groups.places)
+        out = settings.start_sum(partial, "expert output reduce-scatter")()
+        ctx.save_for_backward(x8, x_scale_inv, y, weights, a_scale_inv, *groups)
         ctx.settings, ctx.weight_dtypes, ctx.top_k = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k
         return out
 
@@ -179,9 +206,11 @@ class ExpertsFunction(torch.autograd.Function):
         settings, groups, dtype = ctx.settings, Groups(*held), grad_output.dtype
         needs_x, needs_probs, _, needs_fc1, needs_fc2, _ = ctx.needs_input_grad
         gemm = settings.gemm
-        g = cast_operand(grad_output.contiguous(), settings.grad_fc2, gemm.grad_output)
-        rows, rows_t = ops.permute(g.codes, groups.source, ctx.top_k, row=True, col=True)
-        grad_a = settings.grad_input(rows, settings.fc2, groups, g.scale_inv, dtype)
+        g_scale_inv, gathered = settings.start_cast(
+            grad_output.contiguous(), settings.grad_fc2, gemm.grad_output, "expert grad_output all-gather"
+        )
+        rows, rows_t = ops.permute(gathered(), groups.source, ctx.top_k, row=True, col=True)
+        grad_a = settings.grad_input(rows, settings.fc2, groups, g_scale_inv, dtype)
         del rows
         slot, cast = settings.grad_fc1, gemm.grad_output.format.dtype
         grad_y, grad_y_t, y_scale_inv, a_t, parts = ops.expert_swiglu_backward(
@@ -189,17 +218,18 @@ class ExpertsFunction(torch.autograd.Function):
         )
         if slot.watch is not None:
             slot.watch(expert_swiglu_gradient(grad_a, y, weights), grad_y, y_scale_inv)
-        grad_x = grad_probs = grad_fc1 = grad_fc2 = None
+        grad_probs = grad_fc1 = grad_fc2 = sums = None
         if needs_fc2:
-            grad_fc2 = settings.grad_weight(rows_t, a_t, groups, g.scale_inv, a_scale_inv, ctx.weight_dtypes[1])
+            grad_fc2 = settings.grad_weight(rows_t, a_t, groups, g_scale_inv, a_scale_inv, ctx.weight_dtypes[1])
         del rows_t, a_t, grad_a
         if needs_probs:
             per_row = torch.cat([parts.sum(0), parts.new_zeros(1)])  # -1, an expert of another rank, reads the zero
             grad_probs = per_row[groups.places]
         if needs_x:
-            grad_x = ops.unpermute(settings.grad_input(grad_y, settings.fc1, groups, y_scale_inv, dtype), groups.places)
+            partial = ops.unpermute(settings.grad_input(grad_y, settings.fc1, groups, y_scale_inv, dtype), groups.places)
+            sums = settings.start_sum(partial, "expert grad_input reduce-scatter")  # travels while grad_weight is computed
         del grad_y
         if needs_fc1:
             _, x_t = ops.permute(x8, groups.source, ctx.top_k, col=True)
             grad_fc1 = settings.grad_weight(grad_y_t, x_t, groups, y_scale_inv, x_scale_inv, ctx.weight_dtypes[0])
-        return grad_x, grad_probs, None, grad_fc1, grad_fc2, None
+        return None if sums is None else sums(), grad_probs, None, grad_fc1, grad_fc2, None

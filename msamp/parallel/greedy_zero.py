@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from msamp.comm.bucket import Bucket, Segment, as_bytes
+from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.kept_states import kept_states, update_of
@@ -72,16 +73,21 @@ class ZeRO:
         self.sync = sync
         self.gathers = True
         self._views: dict[Segment, tuple[torch.Tensor, slice | None]] = {}
+        self._columns: list[tuple[Peers, torch.Tensor]] | None = None
         self._device = next(iter(sync.names)).device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and sync.peers.ranks > 1 and overlap else None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and self.ranks > 1 and overlap else None
         self._pending: dict[Bucket, torch.cuda.Event] = {}
         if self._stream is not None:
             self.watch_forward()
 
     @property
     def ranks(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.sync.peers.ranks
+        """Number of data-parallel ranks; with parameters that other ranks share, the larger of both numbers."""
+        return max(peers.ranks for peers in self._groups())
+
+    def _groups(self) -> list[Peers]:
+        """Return the groups that shard the parameters of this rank."""
+        return [self.sync.peers] if self.sync.others is None else [self.sync.peers, self.sync.others.peers]
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for a parameter that the synchronizer does not know, averages in another format, or must not cut."""
@@ -127,6 +133,7 @@ class ZeRO:
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Return the holdings for which `sync` has an averaged gradient on this rank."""
+        self._sort(wholes)
         holdings = []
         for holding, segment in self._owned(wholes):
             holding.grad = segment.grad
@@ -137,18 +144,39 @@ class ZeRO:
                 holdings.append(holding)
         return holdings
 
+    def _sort(self, wholes: Sequence[Holding]) -> None:
+        """Find which ranks share which parameters, unless all are shared by the same."""
+        if self.sync.others is None or (self._columns is not None and sum(len(index) for _, index in self._columns) == len(wholes)):
+            return
+        apart = [whole.param in self.sync.others.params for whole in wholes]
+        groups = [[i for i, other in enumerate(apart) if other == here] for here in (False, True)]
+        self._columns = [
+            (peers, torch.tensor(index, dtype=torch.int64, device=self._device))
+            for peers, index in zip(self._groups(), groups, strict=True)
+        ]
+
+    def _combine(self, table: torch.Tensor, dim: int, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
+        """Combine a table in place; its `dim` counts the parameters, each of which only the ranks that share it combine."""
+        if self._columns is None:
+            return self.sync.peers.all_reduce(table, op, what)
+        for peers, index in self._columns:
+            if peers.ranks > 1:
+                table.index_copy_(dim, index, peers.all_reduce(table.index_select(dim, index), op, what))
+        return table
+
     def largest(self, table: torch.Tensor) -> torch.Tensor:
-        return self.sync.peers.all_reduce(table, dist.ReduceOp.MAX, "the amaxes of gradients and optimizer states")
+        return self._combine(table, 1, dist.ReduceOp.MAX, "the amaxes of gradients and optimizer states")
 
     def total(self, table: torch.Tensor) -> torch.Tensor:
-        return self.sync.peers.all_reduce(table, dist.ReduceOp.SUM, "the gradient norm")
+        return self._combine(table, 0, dist.ReduceOp.SUM, "the gradient norm")
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """All-gather the new weights, bucket by bucket."""
         if self.ranks == 1 or not self.gathers:
             return
         for bucket in reversed(self.sync.buckets):
-            self._send_bucket(bucket, scale_invs)
+            if self.sync.peers_of(bucket).ranks > 1:
+                self._send_bucket(bucket, scale_invs)
 
     def _send_bucket(self, bucket: Bucket, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         if self._stream is None:
@@ -164,16 +192,17 @@ class ZeRO:
 
     def _exchange(self, bucket: Bucket, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
         stored = [payload(p) for p in bucket.params]
-        sizes = [0] * self.ranks
+        peers = self.sync.peers_of(bucket)
+        sizes = [0] * peers.ranks
         for segment in bucket.segments:
             sizes[segment.owner] += segment.elements * stored[segment.index].element_size()
         parts = [as_bytes(_rows(stored[segment.index], segment).reshape(-1)) for segment in bucket.owned]
         own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=stored[0].device)
-        flat = self.sync.peers.all_gather(own, sizes, f"the weights of {bucket}")
+        flat = peers.all_gather(own, sizes, f"the weights of {bucket}")
         start = 0
         for segment in bucket.segments:
             target = _rows(stored[segment.index], segment)
-            if segment.owner != self.sync.peers.rank:
+            if segment.owner != peers.rank:
                 target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
             start += target.nbytes
         scaled = ((p, scale_inv(p)) for i, p in enumerate(bucket.params) if i not in bucket.absent and p in scale_invs)
@@ -215,7 +244,15 @@ class ZeRO:
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[int, dict[str, torch.Tensor]]:
-        """Gather the states of whole parameters, tensor by tensor, to the CPU of the group's first rank; collective."""
+        """Gather the states of whole parameters, tensor by tensor, to the CPU of the group's first rank; collective.
+
+        Raises:
+            ValueError: if other ranks share some parameters, since the first rank's state would lack the experts of the other ranks.
+        """
+        if self.sync.others is not None:
+            raise ValueError(
+                "the optimizer's state dict would lack the experts of other ranks: save the states of each rank, as the trainer does"
+            )
         owned, device = self._owned(wholes), wholes[0].param.device
         steps = torch.full((len(wholes),), -1.0, dtype=torch.float32, device="cpu")
         for holding, _ in owned:

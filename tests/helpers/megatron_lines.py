@@ -6,6 +6,8 @@ A line moves to another block where its feature is built.
 LINES = {
     "accepted": """
 --context-parallel-size 1
+--expert-model-parallel-size 2
+--expert-tensor-parallel-size 1
 --log-num-zeros-in-grad
 --log-params-norm
 --first-last-layers-bf16
@@ -173,7 +175,6 @@ LINES = {
 --sequence-parallel
 --no-overlap-p2p-communication
 --tp-comm-overlap
---expert-model-parallel-size 1
 --num-virtual-stages-per-pipeline-rank 2
 --ddp-average-in-collective
 --grad-reduce-in-bf16
@@ -230,7 +231,6 @@ LINES = {
 --step-batch-size-schedule "0:16 2.4B:320"
 --distribute-saved-activations
 --hybrid-context-parallel
---expert-model-parallel-size 2
 --decoder-first-pipeline-num-layers 1
 --use-torch-fsdp2
 --use-megatron-fsdp

@@ -306,7 +306,7 @@ def _parser(presets: Mapping[str, Any]) -> argparse.ArgumentParser:
     parser = _preset_parser()
     for section, cls in section_types().items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").splitlines()[0])
-        for setting in (one for one in fields(cls) if one.metadata["refused"] is None):
+        for setting in fields(cls):
             _add_flag(group, setting, _hints(cls)[setting.name], presets.get(setting.name, setting.default))
     return parser
 

@@ -57,7 +57,7 @@ def taken(checkpoint: CheckpointConfig, saved: Saved | None) -> TakenFlags:
     if not checkpoint.no_use_tokenizer_model_from_checkpoint_args:
         wanted["data"] = list(_TOKENIZER)
     if checkpoint.use_mp_args_from_checkpoint_args:
-        wanted["parallel"] = [f.name for f in fields(ParallelConfig) if f.name in _GRID and f.metadata["refused"] is None]
+        wanted["parallel"] = [f.name for f in fields(ParallelConfig) if f.name in _GRID]
     settings = {
         name: saved[section][name] for section, names in wanted.items() if section in saved for name in names if name in saved[section]
     }

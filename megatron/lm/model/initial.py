@@ -37,7 +37,7 @@ def draw_weights(model: GPTModel, config: "Config") -> None:
             if parameter.dim() < 2:
                 continue
             if isinstance(module, Experts):
-                _draw_experts(f"{name}.{key}", parameter, residual_std if key == "fc2_weight" else std, config.training.seed)
+                _draw_experts(f"{name}.{key}", parameter, residual_std if key == "fc2_weight" else std, config.training.seed, module.first)
                 continue
             whole = _draw(f"{name}.{key}", parameter, model.pg_collection.tp.size(), config.training.seed)
             whole *= residual_std if name.endswith(_RESIDUAL) else std
@@ -97,9 +97,10 @@ def take_initial_weights(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     return taken
 
 
-def _draw_experts(name: str, parameter: Tensor, std: float, seed: int) -> None:
-    """Fill the weights [E, N, K] of all experts. Each has its own key, so that it does not depend on which other experts a rank has."""
-    for number, weight in enumerate(parameter):
+def _draw_experts(name: str, parameter: Tensor, std: float, seed: int, first: int) -> None:
+    """Fill the weights [E, N, K] of this rank's experts, from number `first`. Each has its own key, so that it does not depend on which
+    other experts a rank has."""
+    for number, weight in enumerate(parameter, first):
         weight.copy_(_draw(f"{name}.{number}", weight, 1, seed) * std)
 
 

@@ -15,19 +15,22 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from megatron.lm.config import Config
-from megatron.lm.processes.grid import Grid
+from megatron.lm.processes.grid import Grid, Ranks
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.kernels.scaled_mm import native_bf16
+from msamp.nn.expert_layer import Experts
 from msamp.nn.linear import describe_gemm, scaling_parameter
 from msamp.nn.linear_fn import linear
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.recipe import BF16, Recipe
 from msamp.parallel import vocabulary
+from msamp.parallel.expert_parallel import ExpertParallel
 from msamp.parallel.tensor_parallel import TensorParallel
 from msamp.parallel.tensor_parallel import column_linear as fp8_column_linear
 from msamp.parallel.tensor_parallel import row_linear as fp8_row_linear
@@ -249,16 +252,21 @@ def travels(model: nn.Module) -> str | None:
 
 
 def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
-    """Connect the tensor-parallel layers of a model to their shared FP8 converter, those without one to the byte counter `sent`.
+    """Connect the tensor-parallel layers of a model to their shared FP8 converter, those without one to the byte counter `sent`, and the
+    experts to the ranks that share them.
 
     Raises:
         ValueError: if `--tp-transport copies` is impossible on these ranks.
     """
     parallel, layers = config.parallel, list(model.modules())
+    if parallel.expert_model_parallel_size > 1:
+        shared = ExpertParallel(_group(Grid.current().experts), wire=parallel.moe_wire or "fp8", sent=sent)
+        for layer in layers:
+            if isinstance(layer, Experts):
+                layer.ranks = shared
     if parallel.tensor_model_parallel_size == 1:
         return
-    group = Grid.current().tensor.group
-    assert group is not None
+    group = _group(Grid.current().tensor)
     converter = None
     recipes = [layer.recipe for layer in layers if isinstance(layer, FP8Gemm) and layer.recipe.gathers_fp8]
     if recipes:
@@ -281,6 +289,11 @@ def connect(model: nn.Module, config: Config, sent: WireBytes) -> None:
                 layer.peers = Peers(group, sent) if converter is None else converter.peers
         elif isinstance(layer, VocabParallelEmbedding):
             layer.register_forward_hook(functools.partial(_count_embedding, sent))
+
+
+def _group(ranks: Ranks) -> ProcessGroup:
+    assert ranks.group is not None
+    return ranks.group
 
 
 def _count_embedding(sent: WireBytes, layer: VocabParallelEmbedding, _: Any, output: Tensor) -> None:

@@ -22,11 +22,8 @@ whether this rank counts it in a sum over the model, which other ranks add to it
 that are spread over ranks (`allreduce = False`).
 
 `megatron.lm.config.sections.parallel.Axes` has the sizes of the axes of a configuration, `process_groups.create_groups` creates the
-groups, and `Grid.current` assigns them purposes. Who adds an axis changes these three. The axis of expert parallelism is all here, with
-size 1 until the trainer supports it. What it still requires:
-
-- Expert parallelism: layers that send tokens over `experts`, and a gradient synchronizer for several groups (until then `build_grad_sync`
-  refuses such a model). Experts share scales over `scales` too, so that the experts at the same place in all ranks have one scale.
+groups, and `Grid.current` assigns them purposes. Who adds an axis changes these three. Experts share scales over `scales` too, so that
+tokens from all ranks of `experts` have one scale.
 """
 
 from collections.abc import Iterable

@@ -24,7 +24,11 @@ def check_replicas(training: Training, iteration: int, *, finite: bool = True) -
         RunStopped: on every rank, with tensors and ranks, if copies differ or a weight is NaN or infinite on any rank.
     """
     training.optimizer.wait()
-    mine = faults({name: p for p, name in parameter_names(training.model).items()}, training.grad_sync.peers, finite=finite)
+    sync, names = training.grad_sync, parameter_names(training.model)
+    apart = frozenset() if sync.others is None else sync.others.params
+    mine = faults({name: p for p, name in names.items() if p not in apart}, sync.peers, finite=finite)
+    if sync.others is not None:  # experts that other ranks do not have
+        mine += faults({name: p for p, name in names.items() if p in apart}, sync.others.peers, finite=finite)
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
     damage = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy reports the same

@@ -1,15 +1,18 @@
 """Build the gradient synchronizer of a run on the grid of ranks, and count the traffic between pipeline stages."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.lm.config import Config
-from megatron.lm.processes.grid import Grid
+from megatron.lm.processes.grid import Grid, is_expert
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
+from msamp.comm.other_ranks import OtherRanks
+from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe
 from msamp.optim.states import parameter_kind
 from msamp.parallel.data_parallel import grad_sync
@@ -28,23 +31,17 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         config, recipe: of the run.
         sent: counter of the bytes that this rank sends.
         grid: defines the ranks that average and those that sum; None is the current grid.
-
-    Raises:
-        ValueError: if not all gradients are averaged over the same ranks.
     """
     communication = config.communication
     sent = WireBytes() if sent is None else sent
     grid = Grid.current() if grid is None else grid
-    average, *others = {grid.gradients(p) for p in model.parameters()}
-    if others:
-        raise ValueError(
-            f"gradients are averaged over {1 + len(others)} different groups of ranks, but GradSync supports one: use a grid on which "
-            "all parameters have the same replicas"
-        )
+    formats: dict[Tensor, Format] = {p: recipe.formats_of(parameter_kind(p)).grad for p in model.parameters()}
+    experts = [p for p in model.parameters() if is_expert(p)]
+    copies = grid.expert_copies
     sync = grad_sync(
         model,
-        {p: recipe.formats_of(parameter_kind(p)).grad for p in model.parameters()},
-        average.group,
+        formats,
+        grid.copies.group,
         bucket_elements=communication.bucket_size,
         shard=config.shards_optimizer,
         exchange=communication.grad_exchange,
@@ -53,7 +50,13 @@ def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: Wire
         accumulate=config.precision.grad_accum,
         overlap=communication.overlap_grad_reduce,
         seed=config.training.seed,
-        sums=[(Peers(ranks.group, sent), params) for ranks, params in grid.sums(model.parameters())],
+        sums=[
+            (Peers(ranks.group, sent), list(alike))
+            for ranks, params in grid.sums(model.parameters())
+            # One sum per format: with sequence parallelism a router's weight is summed as the norms are, in the format of matrices.
+            for _, alike in groupby(sorted(params, key=lambda p: formats[p].name), key=lambda p: formats[p])
+        ],
+        others=OtherRanks(Peers(copies.group, sent), experts, copies.size / grid.copies.size) if experts else None,
         sent=sent,
         heed_zero_grad=False,  # this loop clears gradients only with `clear`
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.lm.config import Config, OptimizerConfig
 from megatron.lm.model.initial import parameter_names, take_initial_weights
-from megatron.lm.processes.grid import Grid
+from megatron.lm.processes.grid import Grid, is_expert
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
@@ -55,11 +55,17 @@ def decouple(groups: Sequence[dict[str, Any]], optim: OptimizerConfig) -> list[d
 
 
 def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
-    """Return each parameter's key for the thresholds of stochastic rounding, from its name in the whole model and, for a tensor-parallel
-    shard, its rank. Copies of a parameter share a key: those of data-parallel ranks, norms under tensor parallelism, and a tied embedding
-    on the first and last stage."""
-    rank, names = Grid.current().tensor.rank, parameter_names(model)
-    return {p: tensor_key(seed, name, rank if getattr(p, "tensor_model_parallel", False) else 0) for p, name in names.items()}
+    """Return each parameter's key for the thresholds of stochastic rounding, from its name in the whole model and, for a shard of a
+    tensor-parallel layer or of the experts, its rank. Copies of a parameter share a key: those of data-parallel ranks, norms under tensor
+    parallelism, and a tied embedding on the first and last stage."""
+    grid = Grid.current()
+
+    def rank(p: Tensor) -> int:
+        if is_expert(p):
+            return grid.experts.rank
+        return grid.tensor.rank if getattr(p, "tensor_model_parallel", False) else 0
+
+    return {p: tensor_key(seed, name, rank(p)) for p, name in parameter_names(model).items()}
 
 
 def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:

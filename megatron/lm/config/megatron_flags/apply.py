@@ -99,6 +99,8 @@ def _written(argv: Sequence[str], known: Collection[str]) -> Iterator[_Written]:
 def _judged(entry: _Written, given: Given, known: Collection[str]) -> tuple[int | None, Verdict]:
     """Return the number of words that belong to a flag (None: all) and its verdict; for an unknown flag, a refusal without a reason."""
     rows = lines_about(entry.flag)
+    if entry.flag in known and all(row.flag.endswith("*") for row in rows):
+        rows = ()  # a flag of this trainer alone is not one of Megatron-LM's family
     if not rows:
         return None, Verdict(ACCEPTED if entry.flag in known or not entry.flag else REFUSED)
     takes = None if any(row.takes is None for row in rows) else max(row.takes or 0 for row in rows)

@@ -41,8 +41,6 @@ def single_values(section: object) -> Problems:
         value, legal = getattr(section, setting.name), setting.metadata["legal"]
         if value in (None, ()):
             continue
-        if setting.metadata["refused"] is not None and value != setting.default:
-            yield f"{flag(setting.name)} {value}: {setting.metadata['refused']}"
         choices = choices_of(setting)
         values = value if isinstance(value, tuple) else (value,)
         for one in values:

@@ -107,10 +107,10 @@ def supported(config: Config, world_size: int) -> Problems:
                 f"precision {precision.name} with --num-experts is not supported yet: experts need one scale per tensor, use --opt-level "
                 "O0, O1, O2 or O3, with --fp8-recipe delayed or tensorwise"
             )
-        elif gemm is not None and parallel.sequence_parallel:
+        elif gemm is not None and parallel.sequence_parallel and parallel.expert_model_parallel_size == 1:
             yield (
                 "--sequence-parallel with --num-experts in FP8 is not supported yet, since FP8 gradients are not summed over the "
-                "tensor-parallel processes: drop it, or use --opt-level O0"
+                f"tensor-parallel processes: add --expert-model-parallel-size {tensor}, drop it, or use --opt-level O0"
             )
     if config.checkpoint.ckpt_format != "own":
         yield f"--ckpt-format {config.checkpoint.ckpt_format} with --num-experts is not supported yet: use own"
@@ -118,7 +118,35 @@ def supported(config: Config, world_size: int) -> Problems:
         yield "--dry-run does not know the memory of experts yet: drop it, or plan the dense model without --num-experts"
 
 
+def spread(config: Config, world_size: int) -> Problems:
+    """Experts that several processes share: their number, and what the processes send each other."""
+    model, parallel = config.model, config.parallel
+    size, wire = parallel.expert_model_parallel_size, parallel.moe_wire
+    if size == 1:
+        if wire is not None:
+            yield f"--moe-wire {wire} has no effect without expert parallelism: add --expert-model-parallel-size N, or drop it"
+        return
+    if model.num_experts is None:
+        yield f"--expert-model-parallel-size {size} has no effect without experts: add --num-experts N, or drop it"
+        return
+    if model.num_experts % size:
+        yield f"--num-experts {model.num_experts} is not divisible by --expert-model-parallel-size {size}: choose a divisor"
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--expert-model-parallel-size {size} with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} would send each "
+            "token several times: add --sequence-parallel, with which each process has its own part of a sequence"
+        )
+    if config.communication.grad_exchange == "nccl":
+        yield (
+            f"--grad-exchange nccl with --expert-model-parallel-size {size} is not supported yet, since experts have fewer copies than the "
+            "rest of the model: use fp32-sum"
+        )
+    if wire == "fp8" and refusal(config.precision) is None and not config.fp8_experts:
+        yield "--moe-wire fp8 has no effect without experts in FP8: use --opt-level O1, O2 or O3, or drop it"
+
+
 RULES: Rules = {
     router: ("model",),
+    spread: ("model", "parallel", "precision", "communication"),
     supported: ("model", "parallel", "precision", "checkpoint", "logging"),
 }

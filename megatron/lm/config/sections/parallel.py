@@ -10,14 +10,10 @@ if TYPE_CHECKING:
     from msamp.comm.exchange import Exchange
 
 TP_WIRES = ("bf16", "fp8")
+MOE_WIRES = ("fp8", "bf16")
 TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
 CP_COMM_TYPES = ("p2p",)
-# Why the trainer does not split along an axis yet, and what to do instead.
-NO_EXPERT_PARALLELISM = (
-    "expert parallelism is not supported yet, each process has all experts: drop it, and use --tensor-model-parallel-size, "
-    "--pipeline-model-parallel-size or --use-distributed-optimizer if they do not fit"
-)
 # Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`Axes`).
 AXES = {
     "tensor": "tensor_model_parallel_size",
@@ -112,11 +108,15 @@ class ParallelConfig:
         "p2p",
         choices=CP_COMM_TYPES,
     )
-    expert_model_parallel_size: int = setting(
-        "processes that share the experts of a layer (EP)", 1, legal=COUNT, refused=NO_EXPERT_PARALLELISM
-    )
+    expert_model_parallel_size: int = setting("processes that share the experts of a layer (EP)", 1, legal=COUNT)
     expert_tensor_parallel_size: int | None = setting(
         "processes that share each expert; derived: --tensor-model-parallel-size. Only 1 is supported", None, legal=COUNT
+    )
+    moe_wire: str | None = setting(
+        "format in which processes that share FP8 experts send each other tokens and gradients: FP8, or BF16 with the same results and "
+        "twice the bytes; derived: fp8. Experts in BF16 send BF16",
+        None,
+        choices=MOE_WIRES,
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting("layers of one virtual stage (interleaved PP)", None, legal=COUNT)
     sequence_parallel: bool = setting("split norms and dropout along the sequence between the TP processes", False)

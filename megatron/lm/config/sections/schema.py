@@ -49,17 +49,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def setting(
-    help: str, default: Any = MISSING, choices: Choices | None = None, legal: Interval | None = None, refused: str | None = None
-) -> Any:
+def setting(help: str, default: Any = MISSING, choices: Choices | None = None, legal: Interval | None = None) -> Any:
     """Return a dataclass field with help text, choices or legal interval; it is required if `default` is omitted.
 
     Choices that can be registered are a function that returns them.
-
-    refused: for a setting that the code knows but does not support yet, why, and what to do instead. It has no flag, `check` refuses every
-        value but the default, and the table of Megatron-LM's flags refuses its flag, both with this text.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "legal": legal, "refused": refused})
+    return field(default=default, metadata={"help": help, "choices": choices, "legal": legal})
 
 
 def choices_of(setting: Field) -> tuple[str, ...] | None:

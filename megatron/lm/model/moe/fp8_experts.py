@@ -16,11 +16,12 @@ class TrainedMatrices(ExpertMatrices):
     Args:
         weight: [E, N, K] in the compute dtype.
         recipe: of the run.
+        first: number of the first expert.
     """
 
-    def __init__(self, weight: nn.Parameter, recipe: Recipe) -> None:
+    def __init__(self, weight: nn.Parameter, recipe: Recipe, first: int = 0) -> None:
         assert recipe.gemm is not None
-        super().__init__(weight, recipe, LinearScaling(recipe.gemm, device=weight.device))
+        super().__init__(weight, recipe, LinearScaling(recipe.gemm, device=weight.device), first=first)
         own_master = recipe.weight == recipe.states.master
         self._initial_weight: Tensor | None = None if own_master else weight.detach()
 
@@ -45,4 +46,4 @@ def convert_experts(model: nn.Module, recipe: Recipe, layers: Collection[int]) -
         for name in layer.experts.weight_names:
             weight = layer.experts.get_parameter(name)
             delattr(layer.experts, name)
-            layer.experts.add_module(name, TrainedMatrices(weight, recipe))
+            layer.experts.add_module(name, TrainedMatrices(weight, recipe, layer.experts.first))

@@ -2,13 +2,16 @@
 
     y = sum over a token's experts e of p_e MLP_e(x)  +  MLP_shared(x)
 
-Every rank has all experts, so no token is sent. Under tensor parallelism attention is split and experts are not: with sequence parallelism
-a rank computes its own part of the sequence, and `Grid.sums` adds the gradients of the experts as those of the norms.
+Without expert parallelism every rank has all experts, and no token is sent. Under tensor parallelism attention is split and experts are
+not: with sequence parallelism a rank computes its own part of the sequence, and `Grid.sums` adds the gradients of the experts as those of
+the norms. With expert parallelism the ranks of `Grid.experts` have different experts and send each other their tokens
+(`msamp.parallel.expert_parallel`). Their weights have other replicas than the rest of the model (`grid.is_expert`).
 """
 
 import copy
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -16,8 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.lm.model.moe.router import Router
+from megatron.lm.processes.grid import Grid
 from megatron.lm.processes.process_groups import device
 from msamp.nn.expert_layer import Experts
+from msamp.numerics.tensor import ScalingTensor
+from msamp.parallel.expert_parallel import ExpertParallel
 
 
 class MoE(MegatronModule):
@@ -38,11 +44,19 @@ class MoE(MegatronModule):
         assert config.moe_ffn_hidden_size is not None
         groups = get_default_pg_collection()
         self.router = Router(config, groups)
+        spread = config.expert_model_parallel_size > 1
         self.experts = Experts(
-            config.num_moe_experts, config.hidden_size, config.moe_ffn_hidden_size, device=device(), dtype=config.params_dtype
+            config.num_moe_experts // config.expert_model_parallel_size,
+            config.hidden_size,
+            config.moe_ffn_hidden_size,
+            device=device(),
+            dtype=config.params_dtype,
+            ranks=ExpertParallel(groups.ep) if spread else None,
         )
         for weight in self.experts.parameters():
-            weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            weight.allreduce = not spread  # type: ignore[attr-defined]
+            # Ranks that share experts compute the tokens of all parts of a sequence.
+            weight.sequence_parallel = config.sequence_parallel and not spread  # type: ignore[attr-defined]
         size = config.moe_shared_expert_intermediate_size
         self.shared_experts: MLP | None = None
         if size is not None:
@@ -53,6 +67,17 @@ class MoE(MegatronModule):
     def set_layer_number(self, layer_number: int) -> None:
         """Called by megatron-core's TransformerLayer."""
         self.router.set_layer_number(layer_number)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """As megatron-core's, with this rank's experts among all experts of the layer: FP8 ones by the numbers in their names."""
+        entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.experts.ranks is None:
+            return entries
+        ranks, copies = self.experts.ranks, Grid.current().expert_copies.rank
+        for name, weight in self.experts.named_parameters(prefix=f"{prefix}experts"):
+            split = [] if isinstance(weight, ScalingTensor) else [(0, ranks.rank, ranks.ranks)]
+            entries[name] = ShardedTensor.from_rank_offsets(name, weight, *split, replica_id=(0, 0, copies))
+        return entries
 
     def forward(self, hidden_states: Tensor, **ignored: Any) -> tuple[Tensor, None]:
         """hidden_states [s, b, h] -> ([s, b, h], None); megatron-core passes a padding mask, which is None in a GPT."""

@@ -38,6 +38,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "tp2pp2": {**TP, **PP},
     "pp2": PP,
     "pp2vpp2": {**PP, "num_layers_per_virtual_pipeline_stage": 1},
+    "ep2": {"expert_model_parallel_size": 2},
 }
 # Small buckets cut tensors among the owners; embedding and LM head are tied, so that two pipeline stages hold them.
 SHARED: dict[str, Any] = {"num_layers": 2, "micro_batch_size": 2, "global_batch_size": 8, "train_iters": 8, "ddp_bucket_size": 5000}
@@ -54,7 +55,13 @@ MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "O2 ZeRO off and on": ({"precision": "O2"}, ["dp4", "zero", "dp4"]),
     "padding": ({"precision": "O3", "make_vocab_size_divisible_by": 25}, ["dp4", "tp2dp2", "dp4"]),  # 75 rows, 100, 75
 }
-ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {"O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "pp2", "zero"])}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "moe_router_score_function": "sigmoid"}
+EXPERTS |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1}
+ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "pp2", "zero"]),
+    "O3 experts": ({"precision": "O3", **EXPERTS}, ["ep2", "zero", "ep2"]),
+    "fp32 experts": ({"precision": "fp32", **EXPERTS}, ["zero", "ep2", "zero"]),
+}
 EVERYWHERE = ["cp2", "zero", "tp2pp2", "tp2cp2", "pp2vpp2", "tp2zero", "dp4"]
 # FP32 and O3 through every grid, from a grid without tensor parallelism and from one with it.
 ALL_MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -144,7 +151,7 @@ def check_bits(moved: Moved, name: str, moves: Mapping[str, tuple[dict[str, Any]
     for number in range(len(grids)):
         saved = moved.saved(name, number)
         steps = [float(saved.stored.tensor(key)) for key in saved.stored.tensors if key.startswith("step/")]
-        assert steps == [2.0] * len(saved.names())
+        assert steps == [2.0] * sum(not key.endswith(".expert_bias") for key in saved.names())
 
 
 def check_losses(moved: Moved, name: str, level: str) -> None:
@@ -158,11 +165,25 @@ def moved(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
     return Moved(dist.run(move, 4, str(gloo_prefix), str(root), MOVES, timeout=800), root)
 
 
-def test_owners_tensor_parallel_shards_and_stages_hold_the_same_model(gloo_prefix: Path, tmp_path: Path):
-    (name,) = ON_TWO
-    found = Moved(dist.run(move, 2, str(gloo_prefix), str(tmp_path), ON_TWO, timeout=400), tmp_path)
-    check_bits(found, name, ON_TWO)
-    check_losses(found, name, "O3")
+@pytest.fixture(scope="module")
+def moved_on_two(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
+    root = tmp_path_factory.mktemp("two")
+    return Moved(dist.run(move, 2, str(gloo_prefix), str(root), ON_TWO, timeout=400), root)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_owners_tensor_parallel_shards_stages_and_ranks_with_experts_hold_the_same_model(moved_on_two: Moved, name: str):
+    check_bits(moved_on_two, name, ON_TWO)
+    check_losses(moved_on_two, name, ON_TWO[name][0]["precision"])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_expert_is_stored_once(moved_on_two: Moved, number: int):
+    saved = moved_on_two.saved("O3 experts", number)
+    names = [name for name in saved.names() if ".experts." in name]
+    assert len(names) == 2 * 2 * 4
+    assert all(len(saved.stored.tensors[f"model/{name}"].chunks) == 1 for name in names)
+    assert len(moved_on_two.saved("fp32 experts", 1).stored.tensors["model/decoder.layers.0.mlp.experts.fc1_weight"].chunks) == 2
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from megatron.lm.config.megatron_flags.topics.row import accepted, dropped, refu
 
 CAPACITY = "experts have no capacity here and no token is dropped: drop it, or use Megatron-LM"
 NOT_BUILT = "this variant of a mixture of experts is not supported: drop it, or use Megatron-LM"
-ALONE = "each process has all experts, so no token is sent to another"
+GATHERED = "processes that share experts gather all their tokens once, as the type allgather does, in the format of --moe-wire"
 
 FLAGS = (
     *accepted(
@@ -29,7 +29,7 @@ FLAGS = (
     *dropped("all experts of a layer are one grouped GEMM anyway", "--moe-grouped-gemm", "--moe-use-legacy-grouped-gemm"),
     *dropped("fusions only change speed", "--moe-permute-fusion", "--moe-router-fusion"),
     *dropped(
-        ALONE,
+        GATHERED,
         "--moe-token-dispatcher-type TEXT",
         "--moe-flex-dispatcher-backend TEXT",
         "--moe-enable-deepep",

@@ -1,9 +1,7 @@
 """Flags of parallelism and communication."""
 
-from dataclasses import fields
-
-from megatron.lm.config.megatron_flags.topics.row import Row, accepted, dropped, refused, translated
-from megatron.lm.config.sections.parallel import AXES, ParallelConfig
+from megatron.lm.config.megatron_flags.topics.row import accepted, dropped, refused, translated
+from megatron.lm.config.sections.parallel import AXES
 from megatron.lm.config.sections.schema import flag
 
 FSDP = "the trainer shards the optimizer's states and sends gradients to their owners: use --use-distributed-optimizer, or --opt-level O3"
@@ -12,22 +10,9 @@ NCCL = "it only changes speed: buckets of --ddp-bucket-size are sent on their ow
 TP_COMM = "it only changes speed, in Transformer Engine; at O3, --tp-transport copies overlaps transfers of activations with GEMMs"
 
 
-def _axes() -> tuple[Row, ...]:
-    """Return the lines of the flags with the sizes of the grid: the trainer has the flag, or only its size 1 until it supports the axis."""
-    refusals = {setting.name: setting.metadata["refused"] for setting in fields(ParallelConfig) if setting.name in AXES.values()}
-    rows: list[Row] = []
-    for name, why in refusals.items():
-        if why is None:
-            rows += accepted(f"{flag(name)} N")
-        else:
-            rows += dropped(f"{name.partition('_')[0]} parallelism is not supported, and size 1 means none", f"{flag(name)} 1")
-            rows += refused(why, f"{flag(name)} N")
-    return tuple(rows)
-
-
 FLAGS = (
-    *_axes(),
     *accepted(
+        *(f"{flag(size)} N" for size in AXES.values()),
         "--num-layers-per-virtual-pipeline-stage N",
         "--sequence-parallel",
         "--cp-comm-type TEXT",

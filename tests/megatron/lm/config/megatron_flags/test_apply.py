@@ -40,7 +40,7 @@ def test_a_stray_word_behind_a_dropped_flag_is_left_for_argparse():
 def test_all_unknown_and_refused_flags_are_named_in_one_message():
     with pytest.raises(ValueError, match="nothing was started") as refusal:
         applied(
-            "--expert-model-parallel-size 8 --use-flash-attn --trian-iters 4 --moe-input-jitter-eps 2 --spec a b --xyzzy 1 "
+            "--moe-expert-capacity-factor 8 --use-flash-attn --trian-iters 4 --moe-input-jitter-eps 2 --spec a b --xyzzy 1 "
             "--timing-log-level"
         )
     head, *problems = str(refusal.value).split("\n- ")
@@ -48,7 +48,7 @@ def test_all_unknown_and_refused_flags_are_named_in_one_message():
     for problem, words in zip(
         problems,
         (
-            "--expert-model-parallel-size 8: expert parallelism is not supported yet",
+            "--moe-expert-capacity-factor 8: experts have no capacity here",
             "unknown flag --trian-iters (did you mean --train-iters?)",
             "--moe-input-jitter-eps 2: this variant of a mixture of experts",
             "--spec a b: ",
@@ -58,6 +58,10 @@ def test_all_unknown_and_refused_flags_are_named_in_one_message():
         strict=True,
     ):
         assert problem.startswith(words)
+
+
+def test_a_flag_of_this_trainer_is_not_one_of_a_family():
+    assert applied("--moe-wire bf16 --moe-router-topk 4").argv == ("--moe-wire", "bf16", "--moe-router-topk", "4")
 
 
 def test_one_problem_is_one_line():

@@ -133,12 +133,12 @@ def test_a_missing_file_and_refused_flags_are_usage_errors(tmp_path: Path, capsy
     with pytest.raises(SystemExit, match="2"):
         parse(["--yaml-cfg", str(tmp_path / "a.yaml")])
     assert "unknown key multimodal" in capsys.readouterr().err
-    (tmp_path / "a.yaml").write_text("expert_model_parallel_size: 8\n")
+    (tmp_path / "a.yaml").write_text("moe_expert_capacity_factor: 8\n")
     with pytest.raises(SystemExit, match="2"):
         parse(["--yaml-cfg", str(tmp_path / "a.yaml"), "--kv-lora-rank", "5"])
     said = capsys.readouterr().err
     assert "2 flags are refused" in said
-    assert "--expert-model-parallel-size 8" in said
+    assert "--moe-expert-capacity-factor 8" in said
 
 
 def test_the_names_of_fields_are_no_flags_and_become_known_ones():

@@ -7,6 +7,7 @@ from megatron.lm.config.rules.experts import RULES
 
 MOE = "--num-experts 8 --swiglu --disable-bias-linear"
 SIGMOID = f"{MOE} --moe-router-score-function sigmoid"
+EP = f"{MOE} --expert-model-parallel-size 2"
 GROUPS = f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk"
 REFUSALS: list[refusals.Refusal] = [
     ("--moe-router-topk 4", "--moe-router-topk 4 has no effect without experts: add --num-experts N, or drop it"),
@@ -35,7 +36,17 @@ REFUSALS: list[refusals.Refusal] = [
     (f"{MOE} --opt-level O2 --fp8-recipe blockwise", "precision O2 with --num-experts is not supported yet: experts need one scale per"),
     (
         f"{MOE} --opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-        "--sequence-parallel with --num-experts in FP8 is not supported yet",
+        "--sequence-parallel with --num-experts in FP8 is not supported yet.*add --expert-model-parallel-size 2",
+        2,
+    ),
+    ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 has no effect without experts: add --num-experts N", 2),
+    (f"{MOE} --expert-model-parallel-size 3", "--num-experts 8 is not divisible by --expert-model-parallel-size 3", 3),
+    (f"{MOE} --moe-wire bf16", "--moe-wire bf16 has no effect without expert parallelism"),
+    (f"{EP} --opt-level O0 --moe-wire fp8", "--moe-wire fp8 has no effect without experts in FP8: use --opt-level O1, O2 or O3", 2),
+    (f"{EP} --opt-level O2 --grad-exchange nccl", "--grad-exchange nccl with --expert-model-parallel-size 2 is not supported yet", 2),
+    (
+        f"{EP} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "--tensor-model-parallel-size 2 would send each token several times: add --sequence-parallel",
         2,
     ),
     (f"{MOE} --precision te-bf16", "precision te-bf16 with --num-experts is not supported yet"),
@@ -61,6 +72,8 @@ def test_every_rule_has_a_refusal_here():
         (f"{GROUPS} 2 --moe-router-topk 4 --moe-layer-freq ([0]*1+[1]*3)", 1),
         (f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 2),
         (f"{MOE} --pipeline-model-parallel-size 2 --use-distributed-optimizer", 4),
+        (f"{EP} --opt-level O3 --moe-wire bf16 --pipeline-model-parallel-size 2", 4),
+        (f"{EP} --opt-level O2 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 2),
     ],
 )
 def test_what_fits_is_accepted(flags: str, processes: int):

@@ -3,13 +3,13 @@
 import pytest
 
 from megatron.lm.config.megatron_flags.table import find
-from megatron.lm.config.megatron_flags.topics.experts import CAPACITY, NOT_BUILT
+from megatron.lm.config.megatron_flags.topics.experts import CAPACITY, GATHERED, NOT_BUILT
 
 SAMPLE = {
     "--num-experts 8": ("accepted", ""),
     "--moe-grouped-gemm": ("dropped", "all experts of a layer are one grouped GEMM anyway"),
     "--moe-permute-fusion": ("dropped", "fusions only change speed"),
-    "--moe-token-dispatcher-type alltoall": ("dropped", "each process has all experts, so no token is sent to another"),
+    "--moe-token-dispatcher-type alltoall": ("dropped", GATHERED),
     "--moe-layer-recompute": ("translated", "means --recompute-granularity selective --recompute-modules mlp here"),
     "--moe-expert-capacity-factor 1.5": ("refused", CAPACITY),
     "--moe-input-jitter-eps 0.1": ("refused", NOT_BUILT),
