@@ -76,7 +76,8 @@ class BucketSender:
         self.owner_sums = OwnerSums()
         numel = [p.numel() for bucket in buckets if bucket.format.scaled for p in bucket.params]
         self.autoscale = AutoScale(numel, peers.ranks, mu_rule or MU_RULES[0], device) if scaling.adapts else None
-        self.statistics = Statistics(numel, device, always=self.autoscale is not None)
+        owned = sum(segment.elements for bucket in buckets if bucket.format.scaled for segment in bucket.owned)
+        self.statistics = Statistics(numel, device, always=self.autoscale is not None, owned=owned)
         self.own_proposals = torch.ones(sum(len(bucket.params) for bucket in buckets), device=device, dtype=torch.float32)
         self._valid = torch.zeros(len(numel), dtype=torch.bool, device=device)
         self._places = _slices(buckets, [len(bucket.params) for bucket in buckets])

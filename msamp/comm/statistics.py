@@ -20,6 +20,7 @@ class Statistics:
         numel: elements of each scaled gradient, in the order of the buckets.
         device: of the gradients.
         always: count in every step (mu needs it); else only in steps that `watch` selects, since counting reads every payload again.
+        owned: elements of the sums that this rank owns; None: those of a single rank, all.
 
     Attributes:
         active: whether this step is counted.
@@ -31,8 +32,9 @@ class Statistics:
             against the FP32 sum (against itself if no rank has it), in the pieces that this rank owns.
     """
 
-    def __init__(self, numel: Sequence[int], device: torch.device, always: bool) -> None:
+    def __init__(self, numel: Sequence[int], device: torch.device, always: bool, owned: int | None = None) -> None:
         self.numel = list(numel)
+        self.owned = sum(self.numel) if owned is None else owned
         self.always = always
         self.active = always
         self.counts = torch.zeros(len(self.numel), 6, dtype=torch.int64, device=device).T  # each three counts of a tensor are contiguous
@@ -125,9 +127,11 @@ class Statistics:
         """
         total = self.combine(peers)[0].sum(1).tolist()
         elements = max(1, sum(self.numel))
+        own = torch.tensor([self.owned], device=self.counts.device)
+        owned = max(1, int(peers.all_gather(own, [1] * peers.ranks, "the number of elements that each rank owns").sum()))
         return {
             "grad_saturation": total[SATURATED] / (elements * peers.ranks),
             "grad_underflow": total[VANISHED] / max(1, total[NONZERO]),
-            "grad_saturation_reduced": total[SUM_SATURATED] / elements,
+            "grad_saturation_reduced": total[SUM_SATURATED] / owned,
             "grad_underflow_reduced": total[SUM_VANISHED] / max(1, total[SUM_NONZERO]),
         }

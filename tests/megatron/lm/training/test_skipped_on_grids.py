@@ -14,12 +14,16 @@ from megatron.lm.training.gradients import chunks
 
 BAD, STEPS = tiny.WINDOW + 2, tiny.WINDOW + 6
 SHARED: dict[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "micro_batch_size": 2, "lr_warmup_iters": 0, "train_iters": 20}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True}
+EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 GRIDS: dict[str, dict[str, Any]] = {
     "O3, ZeRO": {"precision": "O3", "use_distributed_optimizer": True, "global_batch_size": 4},
     "O2, TP with FP8 sums": {"precision": "O2", "tensor_model_parallel_size": 2, "sequence_parallel": True, "global_batch_size": 4},
     "O2, PP": {"precision": "O2", "pipeline_model_parallel_size": 2, "global_batch_size": 4},
     "O2, DP with mu": {"precision": "O2", "grad_exchange": "nccl", "grad_scaling": "auto", "global_batch_size": 8},
     "O1, DP": {"precision": "O1", "global_batch_size": 4},
+    "O3, experts": {"precision": "O3", "expert_model_parallel_size": 2, "global_batch_size": 4, **EXPERTS},
+    "fp32, experts": {"precision": "fp32", "expert_model_parallel_size": 2, "global_batch_size": 4, **EXPERTS},
 }
 
 
@@ -39,8 +43,10 @@ def run(settings: dict[str, Any], struck: bool) -> tuple[list[Tensor], list[Any]
             batches = [next(stream) for _ in range(made.micro_batches)]
             if step == BAD and not struck:
                 continue
-            layer = chunks(made.model)[-1].decoder.layers[-1].mlp.linear_fc1
-            hooks = [layer.bias.register_hook(poison)] if step == BAD and last else []
+            mlp = chunks(made.model)[-1].decoder.layers[-1].mlp
+            # Of an expert, which only this rank has.
+            struck_one = next(mlp.experts.parameters()) if hasattr(mlp, "experts") else mlp.linear_fc1.bias
+            hooks = [struck_one.register_hook(poison)] if step == BAD and last else []
             made.grad_sync.statistics.watch(False)
             train_step(made, iter(batches))
             for hook in hooks:
@@ -60,7 +66,7 @@ def on_ranks(names: list[str]) -> dict[str, Any]:
     return found
 
 
-FEW = ["O3, ZeRO", "O2, TP with FP8 sums"]
+FEW = ["O3, ZeRO", "O2, TP with FP8 sums", "O3, experts"]
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param([name for name in GRIDS if name not in FEW], marks=pytest.mark.nightly(20))], ids=len)
