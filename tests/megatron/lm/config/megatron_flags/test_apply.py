@@ -21,7 +21,7 @@ def test_underscores_serve_for_hyphens():
 
 
 def test_a_value_may_follow_an_equals_sign():
-    assert applied("--layernorm-epsilon=1e-6 --num-distributed-optimizer-instances=1 --seed=3").argv == ("--norm-epsilon", "1e-6", "--seed", "3")
+    assert applied("--layernorm-epsilon=1e-6 --tensorboard-queue-size=1 --seed=3").argv == ("--norm-epsilon", "1e-6", "--seed", "3")
 
 
 def test_what_is_dropped_or_translated_is_named_with_its_reason():

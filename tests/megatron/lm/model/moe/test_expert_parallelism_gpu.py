@@ -1,0 +1,52 @@
+"""Experts on two GPUs over NCCL: they train as on one, and whole steps in CUDA graphs have the bits of eager ones."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import dist, tiny
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 64, "swiglu": True, "disable_bias_linear": True, "hidden_size": 64}
+EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.1}
+EP2 = {"expert_model_parallel_size": 2}
+RUNS: dict[str, dict[str, Any]] = {
+    f"{level} {graph}": {"precision": level, "cuda_graph": graph} for level in ("fp32", "O0", "O3") for graph in ("none", "step")
+}
+LIMITS = {"fp32": 1e-4, "O0": 1e-2, "O3": 2e-2}
+
+
+def train(prefix: str, name: str, grid: dict[str, Any], micro_batch_size: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses (on rank 0) and the bits of this rank's weights after 12 steps of a global batch of 8."""
+    shared = {"global_batch_size": 8, "train_iters": 12, "ddp_bucket_size": 5000, "num_layers": 2}
+    settings = tiny.config(prefix, micro_batch_size=micro_batch_size, **shared, **EXPERTS, **RUNS[name], **grid)
+    file = f"{prefix}.{name}.{len(grid)}.jsonl"
+    settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=file))
+    with tiny.trainer(settings) as made:
+        made.run()
+        weights = tiny.bits(made.training.model.parameters())
+        main = torch.distributed.get_rank() == 0
+    return tiny.losses(tiny.read(Path(file))) if main else [], weights
+
+
+def train_all(prefix: str, grid: dict[str, Any], micro_batch_size: int) -> dict[str, Any]:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    return {name: train(prefix, name, grid, micro_batch_size) for name in RUNS}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(900)
+def test_two_gpus_with_half_of_the_experts_train_as_one(tmp_path: Path):
+    prefix = str(tiny.write_data(tmp_path))
+    (alone,) = dist.run(train_all, 1, prefix, {}, 2, init=False, timeout=400)
+    ranks = dist.run(train_all, 2, prefix, EP2, 2, init=False, timeout=400)
+    for name, (losses, _) in ranks[0].items():
+        assert losses == pytest.approx(alone[name][0], rel=LIMITS[name.split()[0]]), name
+    for rank in ranks:
+        for level in LIMITS:
+            (eager, weights), (graphed, same) = rank[f"{level} none"], rank[f"{level} step"]
+            assert eager == graphed, level
+            assert tiny.same(weights, same), level
