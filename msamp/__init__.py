@@ -8,6 +8,7 @@ from msamp.comm import exchange as exchanges
 from msamp.comm.grad_sync import GradSync
 from msamp.integrations.initialize import initialize
 from msamp.integrations.loop_optimizer import clip_grad_norm_
+from msamp.integrations.precision_guard import PrecisionGuard
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.nn import filters
 from msamp.nn.activation import Activation
@@ -29,8 +30,8 @@ from msamp.parallel.greedy_zero import ZeRO
 
 __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
-    "Activation", "Experts", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "RMSNorm", "ScalingState",
-    "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges",
+    "Activation", "Experts", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "PrecisionGuard", "RMSNorm",
+    "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges",
     "filters", "float_copy", "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates",
     "plain_state_dict", "recipes", "save_plain", "scaling", "survey", "update_quality", "updates",
 ]  # fmt: skip

@@ -28,6 +28,18 @@ class CastScales(NamedTuple):
     watch: Watch | None = None
 
 
+def both(first: Watch | None, second: Watch | None) -> Watch | None:
+    """Return a watch that calls the two given ones; one of them, or None, if the other is missing."""
+    if first is None or second is None:
+        return first or second
+
+    def watch(values: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        first(values, payload, scale_inv)
+        second(values, payload, scale_inv)
+
+    return watch
+
+
 def own_rule(cast: Cast) -> bool:
     """Whether a cast without history has a scaling rule that the kernels do not implement. They implement `Current`."""
     return not cast.scaling.window and type(cast.scaling) is not Current

@@ -381,6 +381,12 @@ class LayerGemm(NamedTuple):
         cast = self.gemm.grad_input.right if transpose else self.gemm.output.right
         return kernels_of(cast.granularity).weight(payload, self.scales, cast, transpose)
 
+    def weight_cast(self, weight: ScalingTensor) -> tuple[torch.Tensor, Operand]:
+        """Return the cast of a weight that is stored in a wider format, to measure it: FP32 [N, K], the values that are cast, which are
+        divided by the scales of the input's channels, and the operand."""
+        values = weight.dequantize(torch.float32)
+        return values if self.channel_scale is None else values / self.channel_scale, self.weight(weight.payload)
+
     def output(self, x: Operand, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """`x W^T + b` [M, N] of `dtype` from the input [M, K], the weight [N, K] and the bias [N] or None."""
         return multiply(x, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output)

@@ -18,6 +18,7 @@ from msamp.nn.block import unviewed
 from msamp.nn.differentiable_once import check_transforms, differentiable_once
 from msamp.nn.ends import ALONE, Ends, PendingRows, ReadyRows
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
+from msamp.nn.raised_linear import raised_linear
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import Cast
 from msamp.numerics.tensor import ScalingTensor
@@ -135,7 +136,8 @@ def checked_label(weight: ScalingTensor, x: torch.Tensor) -> str:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scaling: LinearScaling) -> torch.Tensor:
-    """Compute `x @ weight.T + bias` in FP8, or by torch.nn.functional.linear if the weight is plain, as in a float copy of a model.
+    """Compute `x @ weight.T + bias` in FP8; in BF16 while the layer is raised (`msamp.nn.raised_linear`); or by
+    torch.nn.functional.linear if the weight is plain, as in a float copy of a model.
 
     Args:
         x: [..., K] BF16, FP16 or FP32; under autocast it is cast to the autocast dtype.
@@ -149,4 +151,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sca
     if not isinstance(weight, ScalingTensor):
         return torch.nn.functional.linear(x, weight, bias)
     label = checked_label(weight, x)
+    if scaling.raised:
+        return raised_linear(activation(x), weight, bias, scaling)
     return LinearFunction.apply(activation(x), weight, bias, LinearSettings(LayerGemm.of(scaling, weight), label=label))

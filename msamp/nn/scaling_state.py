@@ -12,7 +12,7 @@ from torch import nn
 from msamp.kernels import ops
 from msamp.kernels.scalar_pool import aligned
 from msamp.nn.cast_checks import check_device, check_gemm, check_smooth, wire_cast
-from msamp.nn.cast_scales import CastScales, Watch, own_rule, scales_of_weights
+from msamp.nn.cast_scales import CastScales, Watch, both, own_rule, scales_of_weights
 from msamp.nn.channel_scales import AllChannels, ChannelScales, ChannelSlots, ChannelsOfRow
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.granularity import TENSORWISE
@@ -38,6 +38,7 @@ class TensorScales(nn.Module):
         steps: the host's copy of `seen`, at most `window`: never smaller than `seen`, and equal to it when a window may have filled.
         delayed: whether every window is full, so that no cast is just-in-time for lack of history.
         watches: callbacks after the casts of a training step, by row; fused layers compute the values before the cast only for them.
+        checks: the same, of `msamp.nn.precision_guard`, which may measure a step that something else watches.
     """
 
     amax: torch.Tensor
@@ -63,6 +64,7 @@ class TensorScales(nn.Module):
         # torch.compile would compile a new graph for every value of a counter.
         self._count(0)
         self.watches: dict[int, Watch] = {}
+        self.checks: dict[int, Watch] = {}
         self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor | None, ...], tuple[CastScales, ...]]] = {}
 
     def _count(self, steps: int) -> None:
@@ -91,8 +93,8 @@ class TensorScales(nn.Module):
     def slots(self, record: bool) -> tuple[CastScales, ...]:
         """Return the slots by row. With `record=False` (evaluation) amaxes are not recorded."""
         slots = self._slots(record) if torch.compiler.is_compiling() else self._kept_slots(record)
-        if record and self.watches:
-            return tuple(slot._replace(watch=self.watches.get(row)) for row, slot in enumerate(slots))
+        if record and (self.watches or self.checks):
+            return tuple(slot._replace(watch=both(self.watches.get(row), self.checks.get(row))) for row, slot in enumerate(slots))
         return slots
 
     def _kept_slots(self, record: bool) -> tuple[CastScales, ...]:
@@ -133,7 +135,7 @@ class TensorScales(nn.Module):
             raise ValueError(f"scale_inv is {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "watches": {}, "_known_slots": {}}
+        return {**self.__dict__, "watches": {}, "checks": {}, "_known_slots": {}}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         history = state_dict.get(f"{prefix}history")
@@ -167,6 +169,8 @@ class LinearScaling(TensorScales):
 
     Attributes:
         channels: their scales, or None.
+        raised: whether the layer computes in BF16 for now (`msamp.nn.raised_linear`); `msamp.nn.precision_guard` sets it. No buffer: a
+            guard's state has it.
 
     Raises:
         ValueError: if a cast is not supported (`check_gemm`), `wire` is not the format of an operand or has block scales, or channels have
@@ -178,7 +182,7 @@ class LinearScaling(TensorScales):
         check_device(gemm, torch.device(device or "cpu"))
         operands = (gemm.input, gemm.grad_output)
         super().__init__(operands if wire is None else (*operands, wire_cast(wire, operands)), device)
-        self.gemm = gemm
+        self.gemm, self.raised = gemm, False
         self.channels: ChannelScales | None = None
         if channels:
             self.add_channels(channels)
@@ -270,7 +274,7 @@ class LinearScaling(TensorScales):
 
     def extra_repr(self) -> str:
         wire = f", partial sums {self.casts[WIRE].format}" if len(self.casts) > WIRE else ""
-        return f"{self.described}{wire}"
+        return f"{self.described}{wire}{', raised to BF16' if self.raised else ''}"
 
 
 class ScalingState:

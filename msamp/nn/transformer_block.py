@@ -29,8 +29,8 @@ from msamp.numerics.tensor import ScalingTensor
 class TransformerBlock(nn.Module):
     """Causal self-attention and an MLP, each after a norm and added to its input.
 
-    It runs fused while its four linear layers are FP8Linear with one scale per tensor, none of them has a hook, and autocast is off;
-    otherwise as plain torch. `fused` reports which.
+    It runs fused while its four linear layers are FP8Linear with one scale per tensor, none of them has a hook or is raised to BF16, and
+    autocast is off; otherwise as plain torch. `fused` reports which.
 
     Args:
         hidden: width of the residual stream.
@@ -135,5 +135,6 @@ def _fusable(layer: nn.Module) -> bool:
         isinstance(layer, FP8Linear)
         and isinstance(getattr(layer.weight, "_local_tensor", layer.weight), ScalingTensor)  # between gathers, FSDP2's is a DTensor
         and layer.scaling.gemm.tensorwise
+        and not layer.scaling.raised
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
     )

@@ -30,7 +30,7 @@ from msamp.nn.fp8_attention import CASTS_HERE, DK, DP, DQ, DV, AttentionScaling,
 from msamp.nn.gemm import LayerGemm, tally_operand_
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, TensorScales
 from msamp.numerics.metrics import TALLY, add_tallies, judge, undelivered_share
-from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.update_error import rehearse
 from msamp.optim.updates import MASTER
 
@@ -163,7 +163,7 @@ class Recorder:
             weight, fmt = layer.weight, layer.scaling.gemm.weight.format
             assert isinstance(weight, ScalingTensor)
             if weight.format != fmt and self.training.grid.counts(weight, every_copy=False):
-                operand, values = LayerGemm.of(layer.scaling, weight).weight(weight.payload), fp32_values(weight)
+                values, operand = LayerGemm.of(layer.scaling, weight).weight_cast(weight)
                 row = self._casts[name, "weight"] = self._table.new_zeros(len(TALLY))
                 tally_operand_(row, values, operand.codes, operand.element_scale_inv)
 

@@ -1,0 +1,146 @@
+"""A raised layer: the BF16 product of the stored weight's values, the histories that it keeps, and what a watch sees of its casts."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.numerics import make
+from msamp.nn.linear import FP8Linear
+from msamp.nn.raised_linear import bf16_linear, bf16_weight
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
+from msamp.nn.transformer_block import TransformerBlock
+from msamp.numerics import recipe
+from msamp.numerics.scaling import Delayed
+
+every_level = pytest.mark.parametrize("level", [recipe.O1, recipe.O2, recipe.O3], ids=lambda r: r.name)
+WINDOW = 2
+
+
+def layer(level: recipe.Recipe = recipe.O2, dtype=torch.bfloat16, bias: bool = True) -> FP8Linear:
+    torch.manual_seed(0)
+    return FP8Linear.from_linear(nn.Linear(32, 48, bias, dtype=dtype), level.with_scaling(Delayed(WINDOW)), name="fc")
+
+
+def run(made: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x = x.detach().requires_grad_()
+    y = made(x)
+    return (y.detach(), *torch.autograd.grad(y, (x, *made.parameters()), grad))
+
+
+@every_level
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_is_the_bf16_layer_with_the_stored_weight_s_values(level, dtype):
+    made = layer(level, dtype)
+    made.scaling.raised = True
+    x, grad = make("normal", (4, 8, 32), seed=1).to(dtype), make("normal", (4, 8, 48), seed=2).to(dtype)
+    y, grad_x, grad_w, grad_b = run(made, x, grad)
+    w = made.weight.dequantize(torch.bfloat16).double()
+    wide, flat = x.bfloat16().double(), grad.bfloat16().double().flatten(0, 1)
+    expected = (wide @ w.t() + made.bias.double(), grad.bfloat16().double() @ w, flat.t() @ wide.flatten(0, 1))
+    for found, value in zip((y, grad_x, grad_w), expected, strict=True):
+        assert found.dtype == dtype
+        assert float((found.double() - value).norm() / value.norm()) < 2.0**-8
+    torch.testing.assert_close(grad_b.double(), grad.double().sum((0, 1)), rtol=2.0**-7, atol=0.1)
+
+
+def test_histories_are_those_of_the_fp8_layer():
+    low, raised = layer(), layer()
+    raised.scaling.raised = True
+    for step in range(WINDOW + 2):
+        x, grad = make("normal", (16, 32), seed=step).bfloat16() * 2**step, make("normal", (16, 48), seed=9 + step).bfloat16()
+        for made in (low, raised):
+            run(made, x, grad)
+            ScalingState(made).roll()
+    for name, buffer in low.scaling.named_buffers():
+        assert torch.equal(buffer, raised.scaling.get_buffer(name)), name
+    with torch.no_grad():
+        raised(x * 1e3)
+    assert not raised.scaling.amax.any(), "an evaluation records nothing"
+
+
+@pytest.mark.parametrize("channels", [0, 32])
+def test_a_check_sees_the_casts_that_the_fp8_layer_has(channels):
+    seen: dict[bool, dict[int, tuple[torch.Tensor, ...]]] = {}
+    for raised in (False, True):
+        made = layer()
+        if channels:
+            made.scaling.add_channels(channels)
+        x, grad = make("normal", (16, 32), seed=1).bfloat16(), make("normal", (16, 48), seed=2).bfloat16()
+        x[:, 3] *= 1000
+        for step in range(WINDOW + 1):
+            made.scaling.raised = raised
+            if step == WINDOW:
+                seen[raised] = {}
+                for row in (INPUT, GRAD_OUTPUT):
+                    made.scaling.checks[row] = lambda *found, row=row, raised=raised: seen[raised].__setitem__(row, found)
+            run(made, x, grad)
+            ScalingState(made).roll()
+        if channels:
+            assert float(made.scaling.channels.scale.amax()) > 1
+    assert seen[False].keys() == seen[True].keys() == {INPUT, GRAD_OUTPUT}
+    for row, found in seen[False].items():
+        for one, other in zip(found, seen[True][row], strict=True):
+            assert torch.equal(one.float(), other.float())
+
+
+def test_a_watch_and_a_check_see_the_same_step():
+    made, seen = layer(), []
+    made.scaling.watches[INPUT] = lambda *_: seen.append("watch")
+    made.scaling.checks[INPUT] = lambda *_: seen.append("check")
+    run(made, make("normal", (16, 32), seed=1).bfloat16(), make("normal", (16, 48), seed=2).bfloat16())
+    assert seen == ["watch", "check"]
+    assert not copy.deepcopy(made).scaling.checks
+
+
+def test_autocast_in_place_changes_and_a_copy():
+    made = layer(dtype=torch.float32)
+    made.scaling.raised = True
+    x = make("normal", (16, 32), seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = nn.functional.relu(made(x), inplace=True)
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+    assert made.weight.grad.dtype == torch.float32
+    other = copy.deepcopy(made)
+    assert other.scaling.raised
+    assert torch.equal(other(x), made(x))
+    assert "raised to BF16" in str(other)
+
+
+def test_a_second_derivative_is_refused_with_the_layer_s_name():
+    made = layer()
+    made.scaling.raised = True
+    y = made(make("normal", (16, 32), seed=1).bfloat16().requires_grad_())
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(y.sum(), made.weight, create_graph=True)
+
+
+def test_a_fused_block_runs_its_modules_while_a_layer_is_raised():
+    torch.manual_seed(0)
+    block = TransformerBlock(32, 2, 64, dtype=torch.bfloat16)
+    for name in ("qkv", "proj", "fc1", "fc2"):
+        setattr(block, name, FP8Linear.from_linear(getattr(block, name), recipe.O2, name=name))
+    x = make("normal", (8, 2, 32), seed=3).bfloat16()
+    fused = block(x)
+    assert block.fused
+    block.fc2.scaling.raised = True
+    assert not block.fused
+    raised = block(x)
+    assert not torch.equal(fused, raised)
+    torch.testing.assert_close(raised, fused, rtol=0.1, atol=0.1)
+
+
+def test_the_bias_of_an_fp32_layer_keeps_its_digits():
+    x, w = torch.zeros(2, 4), torch.zeros(3, 4, dtype=torch.bfloat16)
+    bias = torch.tensor([1.0, 1.001, 1.0001])
+    assert torch.equal(bf16_linear(x, w, bias), bias.expand(2, 3))
+    assert bf16_linear(x.bfloat16(), w, bias).dtype == torch.bfloat16
+
+
+def test_the_weight_s_gradient_has_its_outer_dtype():
+    made = layer(dtype=torch.float32)
+    bf16_weight(made.weight).sum().backward()
+    assert made.weight.grad.dtype == torch.float32
+    assert isinstance(made.scaling, LinearScaling)
