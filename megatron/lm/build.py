@@ -14,6 +14,7 @@ from megatron.lm.model.gpt import build_model
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.grid import Grid
 from megatron.lm.training.expert_load import ExpertLoad
+from megatron.lm.training.fp8_guard import build_guard
 from megatron.lm.training.gradients import build_grad_sync, chunks
 from megatron.lm.training.optimizer import build_loss_scaler, build_optimizer, build_schedule
 from megatron.lm.training.state import Training
@@ -67,4 +68,5 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
         vocab_size=vocab_size,
         linears=linears,
         experts=ExpertLoad(model, config.model, grid),
+        guard=build_guard(model, config.precision),
     )

@@ -70,6 +70,7 @@ def info(training: Training) -> dict[str, Any]:
         "grad_sync_steps": training.grad_sync.steps,
         "schedule_steps": training.schedule.state_dict()["num_steps"],
         "data": training.data,
+        "fp8_guard": None if training.guard is None else training.guard.state_dict(),
     }
 
 

@@ -340,6 +340,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     if settings.finetune:
         return
     training.health = health.of(info)
+    _restore_guard(training, info)
     carry(info, training.data)
     optimizer.skipped_steps = info["skipped_steps"]
     # The position in the schedule; its shape is this run's, which equals the saved one without --override-opt-param-scheduler.
@@ -350,6 +351,17 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     training.consumed_samples = info["consumed_samples"]
     training.passed_over = info["passed_over"]
     _restore_rng(taken, settings)
+
+
+def _restore_guard(training: Training, info: dict[str, Any]) -> None:
+    """Raise the layers that `--fp8-guard` had raised in the saved run, and print on rank 0 which ones this run has in FP8 or BF16 anyway."""
+    saved = (info.get("fp8_guard") or {"layers": {}})["layers"]
+    if training.guard is not None:
+        training.guard.load_state_dict({"layers": {name: state for name, state in saved.items() if name in training.guard.names}})
+    gone = [name for name, state in saved.items() if state["raised"] and (training.guard is None or name not in training.guard.names)]
+    if gone and dist.get_rank() == 0:
+        why = "without --fp8-guard this run computes" if training.guard is None else "which this run does not guard"
+        print(f"the saved run's --fp8-guard had raised {len(gone)} layers to BF16, such as {gone[0]}; {why} them as the recipe says")
 
 
 def _schedule_place(training: Training, info: dict[str, Any]) -> int:

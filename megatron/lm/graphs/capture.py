@@ -19,6 +19,8 @@ def obstacle(config: Config) -> str | None:
         or (
             training.recompute_granularity is not None and not (config.fuses_layers and not config.layers_in_bf16 and not model.moe_layers)
         ),
+        "recomputation in a layer that --fp8-guard raises saves random states": training.recompute_granularity is not None
+        and config.precision.fp8_guard,
         # Each of their sums is a new tensor, and fp8-sr draws random numbers.
         "--grad-accum-dtype fp8 and fp8-sr do not accumulate in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
         "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",

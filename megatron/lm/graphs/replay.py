@@ -39,8 +39,8 @@ class Captured(NamedTuple):
 class Replays:
     """The graphs of a training step by name, including the optimizer's.
 
-    Steps that count gradient statistics (`Statistics.active`) and recorded steps (`Statistics.recording`) have their own graphs, which
-    contain the measuring kernels. In mode "step" all graphs but the recorded one share the memory of the gradients. Capture waits until
+    Steps that count gradient statistics (`Statistics.active`), recorded steps (`Statistics.recording`) and steps that `--fp8-guard` measures
+    have their own graphs, which contain the measuring kernels. In mode "step" all graphs but the recorded one share the memory of the gradients. Capture waits until
     delayed scaling has filled its window, since casts use just-in-time scales until then, and until every weight was updated once. No step
     is eager after the first capture. Under ZeRO all weights are gathered before the next step starts: `--overlap-param-gather` only
     overlaps in eager steps.
@@ -121,8 +121,8 @@ class Replays:
         self.training.experts.end_step(optimizer.usable)
 
     def _key(self, name: Hashable) -> Hashable:
-        statistics = self.training.grad_sync.statistics
-        return (name, statistics.active, statistics.recording)
+        statistics, guard = self.training.grad_sync.statistics, self.training.guard
+        return (name, statistics.active, statistics.recording, guard is not None and guard.armed)
 
     def _free(self) -> None:
         """Free what eager steps leave behind, before the first capture.

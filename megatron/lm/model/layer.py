@@ -30,7 +30,7 @@ class Layer(TransformerLayer):
     """megatron-core's TransformerLayer, with its parameters, computed by the fused blocks of `msamp.nn` where possible.
 
     `Config.fuses` defines for which models. The layer falls back to its modules while a linear layer has a forward hook, since a fused
-    block never calls that layer, and in generation with a cache.
+    block never calls that layer, while `--fp8-guard` has raised one to BF16, and in generation with a cache.
 
     Attributes:
         fused: whether this layer uses the fused blocks.
@@ -75,8 +75,8 @@ class Layer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """hidden_states [s, b, h] -> (the same after this layer, None); the other arguments are TransformerLayer's, the mask as
         `SDPAttention.forward` takes it."""
-        watched = self.fused and any(m._forward_hooks for m in self._linears())
-        if not self.fused or watched or any(value is not None for value in (*args, *kwargs.values())):
+        apart = self.fused and any(m._forward_hooks or m.scaling.raised for m in self._linears())
+        if not self.fused or apart or any(value is not None for value in (*args, *kwargs.values())):
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         x, delta = self._attention(hidden_states.contiguous(), attention_mask, rotary_pos_emb)
         norm, fc1, fc2 = self.pre_mlp_layernorm, self.mlp.linear_fc1, self.mlp.linear_fc2

@@ -26,7 +26,8 @@ from msamp.kernels.scaled_mm import native_bf16
 from msamp.nn.expert_layer import Experts
 from msamp.nn.linear import describe_gemm, scaling_parameter
 from msamp.nn.linear_fn import linear
-from msamp.nn.scaling_state import LinearScaling
+from msamp.nn.raised_linear import bf16_linear, bf16_weight, observe_input, observe_output
+from msamp.nn.scaling_state import WIRE, LinearScaling
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.recipe import BF16, Recipe
 from msamp.parallel import vocabulary
@@ -95,7 +96,8 @@ class FP8Gemm(Counted):
     """Mixin for a megatron-core linear layer with its weight in the recipe's format and its three GEMMs in FP8.
 
     With tensor parallelism, operands are gathered in FP8, and partial sums are sent in the compute dtype, or in FP8 at O3 (`converter`,
-    FP8-LM Figure 2). Block-scaled operands are cast after megatron-core's collectives, which send the compute dtype.
+    FP8-LM Figure 2). Block-scaled operands are cast after megatron-core's collectives, which send the compute dtype. A layer that
+    `--fp8-guard` raised computes in BF16, with megatron-core's collectives.
 
     Attributes:
         recipe: set by the subclass.
@@ -108,7 +110,6 @@ class FP8Gemm(Counted):
     smooth = False
     weight: nn.Parameter
     converter: TensorParallel | None = None
-    gathers_again = False  # backward keeps the gathered input, in FP8
     _initial_weight: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +122,11 @@ class FP8Gemm(Counted):
         channels = self.weight.shape[1] if self.smooth else 0
         self.scaling = LinearScaling(gemm, device=self.weight.device, wire=wire, channels=channels)
         self.start_from(self.weight.detach())
+
+    @property
+    def gathers_again(self) -> bool:  # type: ignore[override]
+        """False in FP8, whose backward keeps the gathered input."""
+        return self.scaling.raised
 
     def start_from(self, values: Tensor) -> None:
         """Set the initial weight to `values`, in the compute dtype."""
@@ -149,6 +155,10 @@ class FP8Gemm(Counted):
         return entries
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.converter is not None and self.scaling.raised:
+            output, bias = super().forward(input_, *args, **kwargs)
+            (self._count_row if isinstance(self, RowParallelLinear) else self._count_column)(self.converter.sent, input_, output)
+            return output, bias
         if self.converter is None or not isinstance(self, RowParallelLinear):
             return super().forward(input_, *args, **kwargs)
         output = fp8_row_linear(input_, self.weight, self.scaling, self.converter)  # type: ignore[arg-type]
@@ -157,6 +167,8 @@ class FP8Gemm(Counted):
         return output + self.bias, None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
+        if self.scaling.raised:
+            return self._raised(input, weight, bias, **kwargs)
         if self.converter is not None:
             return fp8_column_linear(input, weight, bias, self.scaling, self.converter)  # type: ignore[arg-type]
         if kwargs["sequence_parallel"]:
@@ -164,6 +176,20 @@ class FP8Gemm(Counted):
         elif kwargs["allreduce_dgrad"]:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
         return linear(input, weight, bias, self.scaling)  # type: ignore[arg-type]
+
+    def _raised(self, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Tensor:
+        """Compute the layer in BF16 with megatron-core's collectives, and record its casts to FP8 (`msamp.nn.raised_linear`).
+
+        Tensor-parallel ranks would send partial sums of a row-parallel layer's output, or of a column-parallel layer's grad_input; those of
+        the latter are recorded after megatron-core has added them.
+        """
+        wire, row = len(self.scaling.casts) > WIRE, isinstance(self, RowParallelLinear)
+        x, w = observe_input(x, self.scaling, sums=wire and not row), bf16_weight(weight)
+        if kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]:
+            y = super()._forward_impl(x, w, bias, **kwargs)  # type: ignore[misc]
+        else:
+            y = bf16_linear(x, w, bias)
+        return observe_output(y, self.scaling, sums=wire and row)
 
     def __repr__(self) -> str:
         precision = describe_gemm(self.scaling.gemm, self.weight)

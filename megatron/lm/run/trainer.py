@@ -34,6 +34,7 @@ from megatron.lm.processes.agreement import all_or_none, rank_0_decides
 from megatron.lm.run.due import Due
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports import norms
+from megatron.lm.run.reports.guard_log import GuardLog, describe_guard
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
 from megatron.lm.run.reports.profiles import Profiles
@@ -93,6 +94,7 @@ class Trainer:
             recorded = (config.logging.record_precision, config.logging.record_interval)
             opened = partial(Recorder, self.training, *recorded, self.metrics.scalars_from_rank_0, self.metrics.unwritten)
             self.recorder = all_or_none(opened, "{}: choose another --record-precision")
+        self.guard_log = GuardLog(self.training, self.metrics)
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
         zeros, parameters_norm = norms.chosen(config, self.training, self.metrics.reports)
@@ -142,6 +144,8 @@ class Trainer:
             print(wrapped(fp8_layers.describe(self.config, linears)))
             if (mixture := fp8_layers.describe_experts(self.config)) is not None:
                 print(wrapped(mixture))
+            if training.guard is not None:
+                print(wrapped(describe_guard(training.guard)))
             print("CUDA graphs: {} ({})".format(*step_graph.choose(self.config)))
             if (travel := travels(training.model)) is not None:
                 print(wrapped(f"tensor parallelism: activations travel {travel}"))
@@ -294,9 +298,11 @@ class Trainer:
         self.watchdog.at("in a step", iteration)
         self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
         self.profiles.before(iteration)
-        with self._recording(iteration):
+        with self._recording(iteration), self.guard_log.step(iteration):
             result = train_step(self.training, stream, self.graphs, self.recorder, self.rare_observer)
         self.metrics.record(result, iteration)
+        if self.guard_log.check(iteration):
+            self._rebuild_graphs()  # they contain what the layers computed before
         return result
 
     def _profile(self, iteration: int) -> None:

@@ -19,6 +19,7 @@ from megatron.lm.training.identity import Run
 from megatron.lm.training.optimizer import Schedule
 from msamp.comm.grad_sync import GradSync
 from msamp.fp16.scaler import LossScaler
+from msamp.nn.precision_guard import LayerGuard
 from msamp.nn.scaling_state import ScalingState
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
 from msamp.optim.optimizer import FP8AdamW
@@ -35,7 +36,7 @@ class Training:
     were read and then undone by rollbacks; the next step reads from `consumed_samples + passed_over`. `loss_scaler`: for FP16;
     megatron-core's schedule and the graphs multiply the loss by its scale, and the optimizer divides by it and updates it. `data`: what
     determines the order of the training data (`data.order`), or None. `run`: the run's identity; rank 0's is saved. `health`: of the last
-    step, set by `run.step_watch`.
+    step, set by `run.step_watch`. `guard`: with `--fp8-guard`, the layers that compute in BF16 for now.
     """
 
     config: Config
@@ -55,6 +56,7 @@ class Training:
     data: dict[str, Any] | None = None
     run: Run = field(default_factory=Run)
     health: Health = field(default_factory=Health)
+    guard: LayerGuard | None = None
 
     @property
     def batch_size(self) -> int:

@@ -10,7 +10,8 @@
     bytes of tensors only. The states are those that the update declares, under its own names. `checkpoint.json` may also contain the run
     (`run`) and its health (`health`).
 6   As 5, and the configuration has `precision.master_rounding` and `moment_rounding`: nearest in version 5, whatever the recipe's default
-    is now. A dataset in `data` may also contain the digest of all its tokens (`whole`).
+    is now. A dataset in `data` may also contain the digest of all its tokens (`whole`). `fp8_guard` is the guard's state, or None; older
+    code does not know its settings and refuses the configuration.
 
 This code reads versions 5 and 6. `upgraded` rewrites the configuration, one step per version, so that the rest of the code knows only the
 current one. Tensors of both versions have the same keys, and a run resumes from either bit for bit. No release wrote version 4 or older;
@@ -36,6 +37,7 @@ from typing import Any
 from megatron.lm.config import Config
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.sections.schema import flag
+from msamp.nn.precision_guard import is_state
 
 VERSION = 6
 
@@ -163,7 +165,7 @@ def _is_dataset(entry: Any) -> bool:
     return False
 
 
-_ENTRIES: dict[str, Callable[[Any], bool]] = {"run": _is_run, "health": _is_health, "data": _is_data}
+_ENTRIES: dict[str, Callable[[Any], bool]] = {"run": _is_run, "health": _is_health, "data": _is_data, "fp8_guard": is_state}
 
 
 def _finite(number: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 
-from megatron.lm.config.sections.precision import COAT_FORMATS, OPTIMIZER_STATES, PrecisionConfig
+from megatron.lm.config.sections.precision import COAT_FORMATS, LINEARS, OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -99,6 +99,24 @@ def smooth_swiglu(config: Config, world_size: int) -> Problems:
     if gemm is not None and not (gemm.tensorwise and gemm.input.scaling.window):
         by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
         yield f"{given} requires delayed scales, and {by} casts the input as {gemm.input}: use --fp8-recipe delayed, or drop it"
+
+
+def fp8_guard(config: Config, world_size: int) -> Problems:
+    """The guard measures and raises our FP8 linear layers, and its settings need it."""
+    from megatron.lm.config.sections.baselines import PeerRecipe
+
+    precision = config.precision
+    if not precision.fp8_guard:
+        for f in fields(precision):
+            if f.name.startswith("fp8_guard_") and getattr(precision, f.name) != f.default:
+                yield f"{flag(f.name)} {getattr(precision, f.name):g} has no effect without --fp8-guard: add it, or drop this"
+        return
+    if precision.contradiction is None and (not precision.named.fp8 or isinstance(precision.named, PeerRecipe)):
+        yield f"--fp8-guard raises our FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
+    if config.model.num_experts is not None:
+        yield f"--fp8-guard is not built for experts (--num-experts {config.model.num_experts}), whose GEMMs it cannot raise: drop one"
+    if set(precision.bf16_linears or ()) == set(LINEARS):
+        yield "--fp8-guard raises FP8 linear layers, and --bf16-linears keeps all of them in BF16: drop one"
 
 
 def fp8_scaling(config: Config, world_size: int) -> Problems:
@@ -221,6 +239,7 @@ RULES: Rules = {
     **dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",)),
     layers_in_bf16: ("precision", "model"),
     smooth_swiglu: ("precision", "model"),
+    fp8_guard: ("precision", "model"),
     peer_layers: ("precision", "model", "training", "checkpoint"),
     fp8_attention: ("precision", "model", "training"),
 }

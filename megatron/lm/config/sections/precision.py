@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Interval, flag, setting
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NON_NEGATIVE, POSITIVE, SHARE, Interval, flag, setting
 
 if TYPE_CHECKING:
     from msamp.nn.saved_activations import Saved
@@ -155,6 +155,23 @@ class PrecisionConfig(RecipeConfig):
         "steps, and divide the next weight's columns by it; requires --swiglu and delayed scaling",
         False,
     )
+    fp8_guard: bool = setting(
+        "measure the casts of the FP8 linear layers every few steps, and compute a layer in BF16 while they lose too much; not for "
+        "experts",
+        False,
+    )
+    fp8_guard_interval: int = setting("steps from one check of --fp8-guard to the next", 50, legal=COUNT)
+    fp8_guard_saturation: float = setting(
+        "largest share of a cast's elements at the format's largest value that --fp8-guard accepts", 1e-3, legal=SHARE
+    )
+    fp8_guard_underflow: float = setting(
+        "largest share of a cast's non-zero elements that become zero that --fp8-guard accepts", 0.5, legal=SHARE
+    )
+    fp8_guard_sqnr: float = setting(
+        "smallest SQNR of a cast in dB that --fp8-guard accepts; rounding to E4M3 costs 31 dB and to E5M2 25 dB", 15.0, legal=DECIBEL
+    )
+    fp8_guard_raise_after: int = setting("bad checks in a row after which --fp8-guard raises a layer to BF16", 2, legal=COUNT)
+    fp8_guard_return_after: int = setting("good checks in a row after which --fp8-guard returns a layer to FP8", 4, legal=COUNT)
     output_layer_precision: str = setting(
         "precision of the LM head's GEMMs for the training loss: the compute dtype, or at O1 to O3 and with coat FP8 with just-in-time "
         "scales, fp8 for the logits, fp8-all for their two gradients too; returned logits stay in the compute dtype",

@@ -42,6 +42,8 @@ POSITIVE = Interval(0, LARGEST, low_open=True)
 NON_NEGATIVE = Interval(0, LARGEST)
 DECAY_RATE = Interval(0, 0.9999999)  # less than 1 in FP32, too
 PROBABILITY = Interval(0, 1, high_open=True)
+SHARE = Interval(0, 1)
+DECIBEL = Interval(-100, 100)
 
 
 def flag(name: str) -> str:

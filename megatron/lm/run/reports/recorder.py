@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class Recorder:
     layer and tensor; `updates`, by parameter, and `total` for all; `mu`, with `--grad-scaling auto`; `outliers`, by layer and tensor, the
     powers of two by which one amax in the window holds down a delayed scale after this step (`megatron.lm.run.reports.amax_outliers`);
     `experts`, by layer from 0, of a mixture of experts: each expert's `load` as a share of the choices, and the router's losses and entropy
-    (`ExpertLoad.by_layer`).
+    (`ExpertLoad.by_layer`); `raised`, with `--fp8-guard`: the layers that this step computed in BF16, with the iteration `since` which, and
+    `why` (`casts` are then those that FP8 would have had).
 
     Tensors of `casts`: `input`, `weight` and `grad_output` as cast for their GEMM; `query`, `key`, `value` and `grad_attention` of FP8
     attention; `grad`, a gradient as sent compared with backward's; `grad_reduced`, the average compared with the FP32 sum; `master`, `m`
@@ -152,7 +154,8 @@ class Recorder:
         curves = None
         if gathered is not None:
             written = line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32)
-            curves = self._write(written | {"outliers": held_down} | ({"experts": experts} if experts else {}))
+            raised = {} if self.training.guard is None else {"raised": {name: asdict(s) for name, s in self.training.guard.raised.items()}}
+            curves = self._write(written | {"outliers": held_down} | ({"experts": experts} if experts else {}) | raised)
         self.scalars(curves, iteration)
 
     @torch.no_grad()
