@@ -31,7 +31,7 @@ from msamp.parallel.greedy_zero import ZeRO
 __version__ = "0.1.0"  # setup.py reads it here
 __all__ = [
     "Activation", "Experts", "FP8AdamW", "FP8Linear", "GradSync", "LayerNorm", "LowPrecisionOptimizer", "PrecisionGuard", "RMSNorm",
-    "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert", "exact_state_dict", "exchanges",
-    "filters", "float_copy", "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity", "initialize", "lost_updates",
-    "plain_state_dict", "recipes", "save_plain", "scaling", "survey", "update_quality", "updates",
+    "ScalingState", "ScalingTensor", "TransformerBlock", "ZeRO", "amp", "clip_grad_norm_", "collage_adamw", "convert",
+    "exact_state_dict", "exchanges", "filters", "float_copy", "formats", "fp8_state_dict", "fp32_values", "grad_sync", "granularity",
+    "initialize", "lost_updates", "plain_state_dict", "recipes", "save_plain", "scaling", "survey", "update_quality", "updates",
 ]  # fmt: skip

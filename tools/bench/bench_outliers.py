@@ -1,6 +1,6 @@
 """Train a GPT in which some channels of SwiGLU become outliers, at several precisions: which of them still learn?
 
-    python tools/bench/bench_outliers.py                                     125M, BF16 and O3 with and without Smooth-SwiGLU
+    python tools/bench/bench_outliers.py                                     125M, BF16 and O3 with and without each remedy
     python tools/bench/bench_outliers.py --factor 1                          the same without outliers: what the remedies cost
     python tools/bench/bench_outliers.py --cases bf16 'O3 --grad-format bf16' --preset 345m --growth 0
 
@@ -8,12 +8,15 @@ SwiGLU's two weights align late in training (Fishman et al., 2024, section 4): a
 projection on their common direction. The benchmark reproduces that in minutes. From step --at on, in every layer, the gate's and the other
 row of --channels channels are one direction, and both grow until the channel is --factor times as large, at once (--growth 0) or in equal
 ratios over --growth steps. The channel's column of the next weight shrinks by the same factor, so that in exact arithmetic the model
-computes the same, whatever the factor is. These rows and columns are held after every step; everything else is trained. The learning rate
-is --rate times the preset's, four by default.
+computes the same, whatever the factor is. These rows and columns are held after every step; everything else is trained. From step --until
+on they are held as they were before they grew. The learning rate is --rate times the preset's, four by default.
 
 What is wrong with one scale per tensor then shows as a loss: the other channels lose the bits that the outlier's range takes. BF16 has no
 scale, and is the reference. The gradient of the next weight has the same outliers in its columns, so FP8 gradients fail for a reason
 of their own: `--grad-format bf16` in the default cases leaves the activations' cast as the only difference.
+
+With `--fp8-guard` a row also has the largest number of layers that were in BF16 at once (`raised`), of how many (`layers`), and how many
+still are at the end (`still_raised`).
 
 Tokens are a Markov chain, each one of --followers followers of the last, so the loss can fall from ln(vocabulary) to ln(followers). `loss`
 is the mean of the last tenth of the steps, `before` of the tenth before --at, `from_first` the difference from the first case in percent.
@@ -39,12 +42,17 @@ from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.step import train_step
+from megatron.lm.training.fp8_guard import check_guard, guarded
 from msamp.numerics.tensor import ScalingTensor
 from tools.bench import rows
 from tools.bench.bench_step import configuration
 from tools.precisions import legal_case
 
-CASES = ("bf16", "O3", "O3 --grad-format bf16", "O3 --grad-format bf16 --smooth-swiglu")
+GUARD = "--fp8-guard --fp8-guard-interval 10"
+CASES = (
+    *("bf16", "O3", "O3 --grad-format bf16", "O3 --grad-format bf16 --smooth-swiglu", f"O3 --grad-format bf16 {GUARD}"),
+    f"O3 --grad-format bf16 --smooth-swiglu {GUARD}",
+)
 MODEL = "--swiglu --normalization RMSNorm --disable-bias-linear --clip-grad 0"
 VOCABULARY = 4096
 
@@ -73,10 +81,11 @@ class Outliers:
         channels: per layer.
         factor: of the grown channels, at least 1.
         growth: steps of the growth; 0: at once.
+        end: number of steps after which they are as before; None: never.
     """
 
-    def __init__(self, model: nn.Module, channels: int, factor: float, growth: int) -> None:
-        self.channels, self.factor, self.growth = channels, factor, growth
+    def __init__(self, model: nn.Module, channels: int, factor: float, growth: int, end: int | None = None) -> None:
+        self.channels, self.factor, self.growth, self.end = channels, factor, growth, end
         mlps = [layer.mlp for layer in model.decoder.layers]  # type: ignore[union-attr]
         weights = [(mlp.linear_fc1.weight, mlp.linear_fc2.weight) for mlp in mlps]
         self.held = [Held(fc1, fc2, _values(fc1)[:channels].clone(), _values(fc2)[:, :channels].clone()) for fc1, fc2 in weights]
@@ -85,6 +94,8 @@ class Outliers:
     def hold(self, step: int) -> None:
         """Write the rows and columns as they are `step` steps after the outliers' first one. The optimizer's masters follow."""
         grown = self.factor ** min(1.0, (step + 1) / max(1, self.growth)) if self.growth else self.factor
+        if self.end is not None and step >= self.end:
+            grown = 1.0
         for fc1, fc2, direction, column in self.held:
             first, second = _values(fc1), _values(fc2)
             half = first.shape[0] // 2
@@ -138,14 +149,24 @@ def measure(case: str, options: argparse.Namespace) -> tuple[dict[str, Any], lis
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
     batches, graphs = chain(config, options.vocab_size, options.followers, device), step_graph.build(training)
-    outliers, losses, start = None, [], time.perf_counter()
+    end = None if options.until is None else options.until - options.at
+    outliers, losses, start, guard, raised = None, [], time.perf_counter(), training.guard, 0
     for step in range(options.steps):
         if step == options.at:
-            outliers = Outliers(training.model, options.channels, options.factor, options.growth)
+            outliers = Outliers(training.model, options.channels, options.factor, options.growth, end)
         if outliers is not None:
             outliers.hold(step - options.at)
-        result = train_step(training, batches, graphs)
+        with guarded(training, step + 1):
+            result = train_step(training, batches, graphs)
         losses.append(result.loss_sum / result.tokens)
+        changes = check_guard(training, step + 1)
+        for change in changes:
+            print(json.dumps({"case": case, "iteration": change.step, "change": str(change)}), flush=True)
+        if guard is not None:
+            raised = max(raised, len(guard.raised))
+        if changes and graphs is not None:
+            graphs.release()
+            graphs = step_graph.build(training)
     curve = torch.stack(losses).tolist()
     seconds = time.perf_counter() - start
     if graphs is not None:
@@ -156,6 +177,9 @@ def measure(case: str, options: argparse.Namespace) -> tuple[dict[str, Any], lis
         "before": round(_mean(curve[max(0, options.at - tenth) : options.at]), 4),
         "loss": round(_mean(curve[-tenth:]), 4),
         "seconds": round(seconds, 1),
+        "raised": None if guard is None else raised,
+        "layers": None if guard is None else len(guard.names),
+        "still_raised": None if guard is None else len(guard.raised),
     }, curve
 
 
@@ -185,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=count(10), default=600)
     parser.add_argument("--at", type=count(1), default=200, help="first step with outliers")
     parser.add_argument("--growth", type=count(0), default=100, help="steps in which they grow")
+    parser.add_argument("--until", type=count(1), help="first step after them; default: they stay")
     parser.add_argument("--channels", type=count(1), default=1, help="outliers per layer")
     parser.add_argument("--factor", type=float, default=2.0**16, help="by which they grow")
     parser.add_argument("--rate", type=float, default=4.0, help="multiple of the preset's learning rate")
@@ -197,12 +222,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--factor is {options.factor:g}; it must be from 1 to 2^40: 1 for no outliers")
     if options.at >= options.steps:
         parser.error(f"--at is {options.at}; it must be less than --steps, {options.steps}")
+    if options.until is not None and not options.at < options.until < options.steps:
+        parser.error(f"--until is {options.until}; it must be between --at, {options.at}, and --steps, {options.steps}")
     process_groups.initialize(settings(options.cases[0], options))
     common = {
         "preset": " ".join(f"{options.preset} {options.flags}".split()),
         "micro_batch": options.micro_batch_size,
         "steps": options.steps,
         "at": options.at,
+        "until": options.until,
         "growth": options.growth,
         "channels": options.channels,
         "factor": f"{options.factor:g}",

@@ -5,6 +5,7 @@
     python tools/bench/bench_step.py --levels O3 "O3 --output-layer-precision fp8"    a level with its own flags
     python tools/bench/bench_step.py --preset llama3-8b --flags '--num-layers 8'       flags for every case
     python tools/bench/bench_step.py --levels O3 --flags '--record-precision r.jsonl --record-interval 1'    recorded steps
+    python tools/bench/bench_step.py --levels O3 'O3 --fp8-guard --fp8-guard-interval 1'    steps that the guard measures
     python tools/bench/bench_step.py --levels O3 --as-stage --flags '--num-layers 12 --global-batch-size 32'
     python tools/bench/bench_step.py --peer 'python bench_megatron.py --cases bf16 te-delayed'
 
@@ -46,6 +47,7 @@ from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from megatron.lm.step import train_step
+from megatron.lm.training.fp8_guard import check_guard, guarded
 from tools.bench import rows
 from tools.precisions import case_flags, legal_case
 
@@ -116,8 +118,11 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         _synchronize(device)
         start = time.perf_counter()
-        with recorder.step(step + 1) if recorder is not None and recorder.due(step + 1) else contextlib.nullcontext():
+        recording = recorder.step(step + 1) if recorder is not None and recorder.due(step + 1) else contextlib.nullcontext()
+        with recording, guarded(training, step + 1):
             result = train_step(training, batches, graphs, recorder)
+        if changes := check_guard(training, step + 1):
+            raise ValueError(f"{level}: {changes[0]}; with wider bounds the guard measures only")
         _synchronize(device)
         times.append(time.perf_counter() - start)
     low, median, high = rows.percentiles(times[options.warm_up :])

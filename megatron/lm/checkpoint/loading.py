@@ -354,7 +354,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
 
 
 def _restore_guard(training: Training, info: dict[str, Any]) -> None:
-    """Raise the layers that `--fp8-guard` had raised in the saved run, and print on rank 0 which ones this run has in FP8 or BF16 anyway."""
+    """Raise the layers that `--fp8-guard` had raised in the saved run, and print on rank 0 which of them this run does not guard."""
     saved = (info.get("fp8_guard") or {"layers": {}})["layers"]
     if training.guard is not None:
         training.guard.load_state_dict({"layers": {name: state for name, state in saved.items() if name in training.guard.names}})

@@ -39,11 +39,11 @@ class Captured(NamedTuple):
 class Replays:
     """The graphs of a training step by name, including the optimizer's.
 
-    Steps that count gradient statistics (`Statistics.active`), recorded steps (`Statistics.recording`) and steps that `--fp8-guard` measures
-    have their own graphs, which contain the measuring kernels. In mode "step" all graphs but the recorded one share the memory of the gradients. Capture waits until
-    delayed scaling has filled its window, since casts use just-in-time scales until then, and until every weight was updated once. No step
-    is eager after the first capture. Under ZeRO all weights are gathered before the next step starts: `--overlap-param-gather` only
-    overlaps in eager steps.
+    Steps that count gradient statistics (`Statistics.active`), recorded steps (`Statistics.recording`) and steps that `--fp8-guard`
+    measures have their own graphs, which contain the measuring kernels. In mode "step" all graphs but the recorded one share the memory of
+    the gradients. Capture waits until delayed scaling has filled its window, since casts use just-in-time scales until then, and until
+    every weight was updated once. No step is eager after the first capture. Under ZeRO all weights are gathered before the next step
+    starts: `--overlap-param-gather` only overlaps in eager steps.
 
     Args:
         training: the training state.

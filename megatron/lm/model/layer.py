@@ -75,7 +75,7 @@ class Layer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """hidden_states [s, b, h] -> (the same after this layer, None); the other arguments are TransformerLayer's, the mask as
         `SDPAttention.forward` takes it."""
-        apart = self.fused and any(m._forward_hooks or m.scaling.raised for m in self._linears())
+        apart = self.fused and any(m._forward_hooks or m.scaling.raised for m in self._linears())  # type: ignore[union-attr]
         if not self.fused or apart or any(value is not None for value in (*args, *kwargs.values())):
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         x, delta = self._attention(hidden_states.contiguous(), attention_mask, rotary_pos_emb)

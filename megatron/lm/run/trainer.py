@@ -34,7 +34,7 @@ from megatron.lm.processes.agreement import all_or_none, rank_0_decides
 from megatron.lm.run.due import Due
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports import norms
-from megatron.lm.run.reports.guard_log import GuardLog, describe_guard
+from megatron.lm.run.reports.guard_log import describe_guard, report_changes
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
 from megatron.lm.run.reports.profiles import Profiles
@@ -50,6 +50,7 @@ from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.shell.terminal import wrapped
 from megatron.lm.step import RareStepObserver, evaluate, train_step
+from megatron.lm.training.fp8_guard import check_guard, guarded
 from megatron.lm.training.optimizer import bytes_per_parameter
 from megatron.lm.training.state import Batches, StepResult
 
@@ -94,7 +95,6 @@ class Trainer:
             recorded = (config.logging.record_precision, config.logging.record_interval)
             opened = partial(Recorder, self.training, *recorded, self.metrics.scalars_from_rank_0, self.metrics.unwritten)
             self.recorder = all_or_none(opened, "{}: choose another --record-precision")
-        self.guard_log = GuardLog(self.training, self.metrics)
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
         zeros, parameters_norm = norms.chosen(config, self.training, self.metrics.reports)
@@ -298,10 +298,12 @@ class Trainer:
         self.watchdog.at("in a step", iteration)
         self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
         self.profiles.before(iteration)
-        with self._recording(iteration), self.guard_log.step(iteration):
+        with self._recording(iteration), guarded(self.training, iteration):
             result = train_step(self.training, stream, self.graphs, self.recorder, self.rare_observer)
         self.metrics.record(result, iteration)
-        if self.guard_log.check(iteration):
+        changes = check_guard(self.training, iteration)
+        report_changes(self.metrics, self.training.guard, changes)
+        if changes:
             self._rebuild_graphs()  # they contain what the layers computed before
         return result
 

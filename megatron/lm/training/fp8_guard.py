@@ -1,5 +1,8 @@
 """`--fp8-guard`: the guard of a run's FP8 linear layers, over all ranks and pipeline stages."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch.distributed as dist
 from torch import nn
 
@@ -7,14 +10,15 @@ from megatron.lm.config import PrecisionConfig
 from megatron.lm.model.initial import named_globally
 from megatron.lm.processes.process_groups import device
 from megatron.lm.training.gradients import chunks
-from msamp.nn.precision_guard import Bounds, LayerGuard, linear_layers
+from megatron.lm.training.state import Training
+from msamp.nn.precision_guard import Bounds, Change, LayerGuard, linear_layers
 
 
 def build_guard(model: nn.Module, precision: PrecisionConfig) -> LayerGuard | None:
     """Return the guard of the model's FP8 linear layers, with their names in the whole model; None without `--fp8-guard`. Collective.
 
-    Every rank knows the verdicts about all layers, also of other pipeline stages: all recapture their graphs together, and rank 0 can report
-    and save them.
+    Every rank knows the verdicts about all layers, also of other pipeline stages: all recapture their graphs together, and rank 0 can
+    report and save them.
 
     Args:
         model: this rank's part, perhaps several chunks.
@@ -33,9 +37,7 @@ def build_guard(model: nn.Module, precision: PrecisionConfig) -> LayerGuard | No
         raise ValueError("--fp8-guard raises FP8 linear layers, and on this GPU all are faster in BF16 (--fp8-min-gain): drop it")
     return LayerGuard(
         layers,
-        bounds=Bounds(
-            saturation=precision.fp8_guard_saturation, underflow=precision.fp8_guard_underflow, sqnr_db=precision.fp8_guard_sqnr
-        ),
+        bounds=Bounds(saturation=precision.fp8_guard_saturation, underflow=precision.fp8_guard_underflow, sqnr_db=precision.fp8_guard_sqnr),
         every=precision.fp8_guard_interval,
         raise_after=precision.fp8_guard_raise_after,
         return_after=precision.fp8_guard_return_after,
@@ -43,3 +45,26 @@ def build_guard(model: nn.Module, precision: PrecisionConfig) -> LayerGuard | No
         names=names,
         device=device(),
     )
+
+
+@contextlib.contextmanager
+def guarded(training: Training, iteration: int) -> Iterator[None]:
+    """Let the guard, if there is one, measure the training step inside the block if it is due; `check_guard` judges it."""
+    guard = training.guard
+    if guard is not None and guard.due(iteration):
+        guard.arm()
+    try:
+        yield
+    except BaseException:
+        if guard is not None:
+            guard.disarm()
+        raise
+
+
+def check_guard(training: Training, iteration: int) -> list[Change]:
+    """Return the layers that change after a step; none if it was not measured. CUDA graphs must be rebuilt after a change. After a measured
+    step it is collective, and waits for the device."""
+    if training.guard is None or not training.guard.armed:
+        return []
+    training.optimizer.wait()  # for ZeRO's weight gathers
+    return training.guard.check(iteration)

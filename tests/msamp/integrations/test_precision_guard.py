@@ -142,7 +142,7 @@ def test_loaded_states_are_checked_and_steps_go_on():
 
 def test_refused():
     model, optimizer = msamp.initialize(Net(), None, SHORT)
-    with pytest.raises(ValueError, match="optimizer is a AdamW; pass the one that msamp.initialize returned"):
+    with pytest.raises(ValueError, match="optimizer is a AdamW; pass the one"):
         msamp.PrecisionGuard(model, adamw(model))
     with pytest.raises(ValueError, match="underflow is 2; it is a share"):
         msamp.PrecisionGuard(model, optimizer, underflow=2)

@@ -156,8 +156,7 @@ class PrecisionConfig(RecipeConfig):
         False,
     )
     fp8_guard: bool = setting(
-        "measure the casts of the FP8 linear layers every few steps, and compute a layer in BF16 while they lose too much; not for "
-        "experts",
+        "measure the casts of the FP8 linear layers every few steps, and compute a layer in BF16 while they lose too much; not for experts",
         False,
     )
     fp8_guard_interval: int = setting("steps from one check of --fp8-guard to the next", 50, legal=COUNT)

@@ -1,55 +1,22 @@
-"""What `--fp8-guard` measures and does in a run: it arms the guard, checks after measured steps, and reports changes."""
+"""The reports of `--fp8-guard`: a line at the start of a run, and one for each layer that it raises or returns."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.shell.terminal import wrapped
-from megatron.lm.training.state import Training
-from msamp.nn.precision_guard import LayerGuard
+from msamp.nn.precision_guard import Change, LayerGuard
 
 
-class GuardLog:
-    """Runs the guard of a training; without `--fp8-guard` nothing.
-
-    Each change is a line of the log and an entry of kind "fp8_guard" in the metrics file: the iteration after which it applies, the layer,
-    `raised`, `why`, and for a return the number of `steps` in BF16. `layers_in_bf16` is their number then.
-
-    Args:
-        training: the training state.
-        metrics: receives the entries.
-    """
-
-    def __init__(self, training: Training, metrics: Metrics) -> None:
-        self.training, self.metrics = training, metrics
-
-    @contextlib.contextmanager
-    def step(self, iteration: int) -> Iterator[None]:
-        """Measure the step inside the block if it is due."""
-        guard = self.training.guard
-        if guard is not None and guard.due(iteration):
-            guard.arm()
-        try:
-            yield
-        except BaseException:
-            if guard is not None:
-                guard.disarm()
-            raise
-
-    def check(self, iteration: int) -> bool:
-        """Judge a measured step; return whether a layer changed. Collective, and waits for the device, after a measured step."""
-        guard = self.training.guard
-        if guard is None or not guard.armed:
-            return False
-        self.training.optimizer.wait()  # for ZeRO's weight gathers
-        changes = guard.check(iteration)
-        for change in changes:
-            entry = {"kind": "fp8_guard", "iteration": iteration, "layers_in_bf16": len(guard.raised)}
-            self.metrics.write(entry | {"layer": change.layer, "raised": change.raised, "why": change.why, "steps": change.steps})
-            if self.metrics.main:
-                print(wrapped(f"iteration {iteration}, --fp8-guard: {change}"), flush=True)
-        return bool(changes)
+def report_changes(metrics: Metrics, guard: LayerGuard | None, changes: Sequence[Change]) -> None:
+    """Print each change on rank 0, and write it to the metrics file as an entry of kind "fp8_guard": the iteration after which it applies,
+    the layer, `raised`, `why`, for a return the number of `steps` in BF16, and how many `layers_in_bf16` there are then."""
+    for change in changes:
+        assert guard is not None
+        entry = {"kind": "fp8_guard", "iteration": change.step, "layers_in_bf16": len(guard.raised)}
+        metrics.write(entry | {"layer": change.layer, "raised": change.raised, "why": change.why, "steps": change.steps})
+        if metrics.main:
+            print(wrapped(f"iteration {change.step}, --fp8-guard: {change}"), flush=True)
 
 
 def describe_guard(guard: LayerGuard) -> str:

@@ -12,6 +12,7 @@ from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.run.reports.guard_log import describe_guard
 from megatron.lm.step import train_step
+from megatron.lm.training.fp8_guard import check_guard, guarded
 
 # No cast keeps this bound, so all layers are raised in the second check, after iteration 4.
 STRICT: dict[str, Any] = {"fp8_guard": True, "fp8_guard_interval": 2, "fp8_guard_sqnr": 90.0, "swiglu": True, "disable_bias_linear": True}
@@ -51,7 +52,9 @@ def test_it_raises_logs_records_and_resumes_bit_for_bit(tmp_path: Path, capsys: 
         again = replace(saved, checkpoint=replace(saved.checkpoint, load=saved.checkpoint.save, save=None))
         again = replace(again, training=replace(again.training, exit_interval=None))
         assert first + tiny.losses(tiny.run(again)) == whole
-    assert json.loads((tmp_path / "at5/iter_0000005/checkpoint.json").read_text())["fp8_guard"]["layers"].keys() == lines[6]["raised"].keys()
+    assert (
+        json.loads((tmp_path / "at5/iter_0000005/checkpoint.json").read_text())["fp8_guard"]["layers"].keys() == lines[6]["raised"].keys()
+    )
     capsys.readouterr()
     tiny.run(settings(tmp_path, load=str(tmp_path / "at5"), fp8_guard=False, fp8_guard_interval=50, fp8_guard_sqnr=15.0))
     printed = capsys.readouterr().out
@@ -75,14 +78,14 @@ def test_a_layer_returns_and_a_failed_step_measures_nothing(tmp_path: Path):
 
         def step(sqnr: float) -> bool:
             guard.bounds = replace(guard.bounds, sqnr_db=sqnr)
-            with made.guard_log.step(training.iteration + 1):
+            with guarded(training, training.iteration + 1):
                 train_step(training, batches)
-            return made.guard_log.check(training.iteration)
+            return bool(check_guard(training, training.iteration))
 
         assert [step(sqnr) for sqnr in (90.0, 0.0, 0.0, 0.0)] == [True, False, True, False]
         assert not guard.raised
         assert describe_guard(guard).endswith("SQNR 0 dB")
-        with pytest.raises(KeyboardInterrupt), made.guard_log.step(5):
+        with pytest.raises(KeyboardInterrupt), guarded(training, 5):
             raise KeyboardInterrupt
         assert not guard.armed
 
