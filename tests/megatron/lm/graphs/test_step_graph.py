@@ -14,7 +14,7 @@ from torch import Tensor
 
 from helpers import dist, replayed, tiny
 from megatron.lm.build import build_training
-from megatron.lm.graphs.replay import UPDATE
+from megatron.lm.graphs.replay import UPDATE, WARM_UP
 from megatron.lm.graphs.step_graph import FIRST, LAST, StepGraphs, build, choose, obstacle
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports import lost_updates
@@ -22,6 +22,7 @@ from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.step import evaluate, train_step
+from megatron.lm.training.fp8_guard import check_guard, guarded
 from megatron.lm.training.state import Training
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -234,8 +235,20 @@ def test_after_a_recorded_step_the_graph_of_the_others_is_replayed_and_not_captu
     recorded_steps = len(range(recorded_at, 14, 3))
     assert recorded_steps > 1
     others = 14 - min(plain, recorded_at) - recorded_steps
-    assert replays == {(p, on, on): recorded_steps if on else others for p in places for on in (False, True)}
+    assert replays == {(p, on, on, False): recorded_steps if on else others for p in places for on in (False, True)}
     assert len(captures) == len(replays)
+
+
+def test_a_step_that_the_guard_measures_has_its_own_graph():
+    config = tiny.config("corpus", precision="O3", fp8_recipe="tensorwise", num_layers=1, fp8_guard=True, fp8_guard_interval=4)
+    with tiny.started(config), replayed.on_a_cpu():
+        made = build_training(config, tiny.VOCABULARY)
+        graphs, stream = StepGraphs(made, "step"), tiny.micro_batches(config)
+        for iteration in range(1, 10):
+            with guarded(made, iteration):
+                train_step(made, stream, graphs)
+            assert check_guard(made, iteration) == []
+        assert {key[3]: done.graph.replays for key, done in graphs._graphs.items()} == {False: 9 - WARM_UP - 2, True: 2}
 
 
 @pytest.mark.gpu

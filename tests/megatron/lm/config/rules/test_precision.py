@@ -8,6 +8,22 @@ from megatron.lm.config.rules.precision import RULES
 # flags beside (and over) those of `refusals.GOOD`, what the message must hold, processes (1)
 REFUSALS: list[refusals.Refusal] = [
     (
+        "--bf16 --fp8-guard",
+        "--fp8-guard raises our FP8 linear layers, and precision bf16 has none: drop it, or use --opt-level O1, O2 or O3",
+    ),
+    (
+        "--opt-level O2 --fp8-guard-underflow 0.25",
+        "--fp8-guard-underflow 0.25 has no effect without --fp8-guard: add it, or drop this",
+    ),
+    (
+        "--opt-level O2 --fp8-guard --num-experts 4",
+        r"--fp8-guard is not built for experts \(--num-experts 4\), whose GEMMs it cannot raise: drop one",
+    ),
+    (
+        "--opt-level O2 --fp8-guard --bf16-linears linear_qkv linear_proj linear_fc1 linear_fc2",
+        "--fp8-guard raises FP8 linear layers, and --bf16-linears keeps all of them in BF16: drop one",
+    ),
+    (
         "--opt-level O2 --swiglu --smooth-swiglu --num-experts 4",
         r"--smooth-swiglu is not built for experts \(--num-experts 4\), whose channels have no scales: drop one",
     ),
