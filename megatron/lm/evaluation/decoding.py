@@ -6,7 +6,7 @@
 
 The model's modules (norms, linear layers, embedding, head) run without dropout. The result is batch-invariant up to the order in which a
 kernel sums: prompts are right-padded, where the causal mask hides the padding; each row has its own positions and length; and FP8 layers
-cast each row separately (`msamp.nn.inference`).
+cast each row separately (`decoding_mlp` has experts).
 
 A step of few tokens is bound by the host's kernel launches. On a GPU it is a CUDA graph, one launch
 (`megatron.lm.evaluation.decoding_graph`). An eager step has few launches: inputs that all layers share are computed once per step, one
@@ -21,19 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm.evaluation.decoding_graph import CudaDevice, DecodingGraphs, obstacle, tell
+from megatron.lm.evaluation.decoding_mlp import InferenceLinear, inference_mlp
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import GPT
 from megatron.lm.model.layer import Layer
-from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.model.moe.layer import MoE
 from msamp.kernels import ops
-from msamp.nn.inference import InferenceGemm
 from msamp.numerics.tensor import ScalingTensor
 
 # At 1.3B with 8 sequences of 640 tokens, a step reads 2.6 GB of weights and 1.0 GB of keys and values. Spans of 256 add a fifth to the
@@ -71,6 +68,11 @@ class Decoder:
             raise ValueError(
                 f"Decoder does not support {config.tensor_model_parallel_size} tensor-parallel and {config.pipeline_model_parallel_size} "
                 "pipeline ranks: load the checkpoint on one process (load_for_inference), which works for any saved grid"
+            )
+        if config.expert_model_parallel_size > 1:
+            raise ValueError(
+                f"Decoder does not support {config.expert_model_parallel_size} expert-parallel ranks: load the checkpoint on one process "
+                "(load_for_inference), which works for any saved grid"
             )
         positions = getattr(model.embedding, "position_embeddings", None)
         if capacity < 1 or (positions is not None and capacity > positions.weight.shape[0]):
@@ -262,31 +264,28 @@ class _InferenceLayer:
     """One transformer layer with the arithmetic of `TransformerLayer` in evaluation, for hidden states [b, s, h]."""
 
     def __init__(self, layer: Layer) -> None:
-        attention, mlp = layer.self_attention, layer.mlp
-        if isinstance(mlp, MoE):
-            raise ValueError("the model is a mixture of experts, which generation does not support yet, nor evaluation: use a dense one")
+        attention = layer.self_attention
         core = attention.core_attention
         assert isinstance(core, SDPAttention)
         if not core.causal:
             raise ValueError("the model was trained with --objective masked-lm, so it cannot generate text: use a causal language model")
         self._norms = layer.input_layernorm, layer.pre_mlp_layernorm
-        self._qkv, self._proj = _Linear(attention.linear_qkv), _Linear(attention.linear_proj)
+        self._qkv, self._proj = InferenceLinear(attention.linear_qkv), InferenceLinear(attention.linear_proj)
         self._query_norm, self._key_norm = attention.q_layernorm, attention.k_layernorm
-        self._fc1, self._fc2 = _Linear(mlp.linear_fc1), _Linear(mlp.linear_fc2)
+        self._mlp = inference_mlp(layer.mlp, layer.activation)
         self._heads, self._groups = attention.num_attention_heads_per_partition, attention.num_query_groups_per_partition
         self._channels = attention.hidden_size_per_attention_head
         self._config, self._backends, self._scale = layer.config, core.backends, core.softmax_scale
-        self._activation = layer.activation
         self._cache = torch.empty(0)
 
     def renew(self) -> None:
         """Update to the current weights."""
-        for linear in (self._qkv, self._proj, self._fc1, self._fc2):
-            linear.renew()
+        for part in (self._qkv, self._proj, self._mlp):
+            part.renew()
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of a step that are not the model's: the cache, FP8 copies and tables of scales."""
-        return [self._cache, *(x for linear in (self._qkv, self._proj, self._fc1, self._fc2) for x in linear.tensors())]
+        return [self._cache, *(x for part in (self._qkv, self._proj, self._mlp) for x in part.tensors())]
 
     def make_room(self, rows: int, room: int) -> None:
         """Keys and values of `rows` sequences: [b, room, groups, 2, d] in the dtype of the activations."""
@@ -297,15 +296,7 @@ class _InferenceLayer:
 
     def __call__(self, x: Tensor, where: _Where) -> Tensor:
         x = x + self._proj(self._attend(self._qkv(self._norms[0](x)), where))
-        y = self._fc1(self._norms[1](x))
-        if self._activation == "swiglu":
-            gate, up = y.chunk(2, dim=-1)
-            y = functional.silu(gate) * up
-        elif self._activation == "squared-relu":
-            y = functional.relu(y).square()
-        else:
-            y = functional.gelu(y, approximate="tanh")
-        return x + self._fc2(y)
+        return x + self._mlp(self._norms[1](x))
 
     def _attend(self, qkv: Tensor, where: _Where) -> Tensor:
         batch, count = qkv.shape[:2]
@@ -331,31 +322,3 @@ class _InferenceLayer:
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=self._heads != self._groups
             )
         return context.transpose(1, 2).reshape(batch, count, self._heads * self._channels).to(qkv.dtype)
-
-
-class _Linear:
-    """A linear layer of the model including its bias: in FP8 with a scale per row, or else by calling the module.
-
-    Attributes:
-        gemm: the FP8 GEMM; None to call the module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, weight = module, module.weight
-        fp8 = isinstance(module, FP8Gemm) and isinstance(weight, ScalingTensor)
-        self.gemm = InferenceGemm(weight, module.scaling.gemm) if fp8 else None  # type: ignore[arg-type, union-attr]
-
-    def renew(self) -> None:
-        """Update to the current weight."""
-        if self.gemm is not None:
-            self.gemm.renew(self._module.weight)  # type: ignore[arg-type]
-
-    def tensors(self) -> list[Tensor]:
-        """Return the weight operand of the FP8 GEMM; empty without one."""
-        return [] if self.gemm is None else [self.gemm.weight.codes, self.gemm.weight.scale_inv]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.gemm is not None:
-            return self.gemm(x, self._module.bias)  # type: ignore[arg-type]
-        y, left = self._module(x)
-        return y if left is None else y + left
