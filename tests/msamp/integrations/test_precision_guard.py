@@ -101,6 +101,18 @@ def test_a_copy_of_all_three_goes_on_alone():
     assert train(*copied, range(AT + 5, STEPS + 1)) == train(*made, range(AT + 5, STEPS + 1))
 
 
+@pytest.mark.nightly(15)
+def test_a_compiled_model_is_measured_and_raised_too():
+    """A check and a raise are other code, which torch.compile traces again."""
+    plain, (model, optimizer, guard) = start(sqnr_db=90, raise_after=1), start(sqnr_db=90, raise_after=1)
+    model.compile(backend="aot_eager")
+    changes = train(model, optimizer, guard, range(1, 5))
+    assert [change.layer for change in changes] == ["first", "second"]
+    assert changes == train(*plain, range(1, 5))
+    for p, q in zip(model.parameters(), plain[0].parameters(), strict=True):
+        assert torch.equal(msamp.fp32_values(p), msamp.fp32_values(q))
+
+
 def of_rank(steps: int):
     """Rank 1 alone has the outlier's inputs; both must decide the same."""
     rank = torch.distributed.get_rank()
