@@ -17,6 +17,10 @@ dV follow the keys and values one step behind them, until they are back at their
 
 Without a causal mask all queries attend to all keys in each step.
 
+With the wire "fp8", keys and values travel in E4M3, a byte per element, in forward and in backward. Each rank casts its own keys and its
+own values, with one just-in-time scale each, which travel with them, so no rank rounds again what it passes on. A rank that receives them
+computes with the dequantized values; with its own keys and values it computes unrounded. The gradients travel in the compute dtype.
+
 Source: Ring Attention (arXiv:2310.01889); the zigzag order is that of megatron-core's `get_batch_on_this_cp_rank`.
 """
 
@@ -27,10 +31,15 @@ import torch
 
 from msamp.comm.collectives import Peers, Pending
 from msamp.kernels import attention_part as kernels
+from msamp.kernels import ops
 from msamp.kernels.attention_part import attention_part, attention_part_backward
 from msamp.nn.differentiable_once import differentiable_once
+from msamp.numerics.formats import E4M3
+from msamp.numerics.quantize import dequantize
 
 KIND = "activation"
+COMPUTE, FP8 = "bf16", "fp8"
+WIRES = (COMPUTE, FP8)
 
 
 class Step(NamedTuple):
@@ -61,12 +70,14 @@ class RingAttention(NamedTuple):
         softmax_scale: factor of the scores.
         causal: whether a token attends only to itself and earlier tokens.
         backend: kernels, as `msamp.kernels.attention_part.choose` takes them.
+        wire: format in which keys and values travel: one of `WIRES`, of which "bf16" is their own dtype.
     """
 
     peers: Peers
     softmax_scale: float
     causal: bool
     backend: str = "auto"
+    wire: str = COMPUTE
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d], s tokens per rank.
@@ -87,9 +98,28 @@ class RingAttention(NamedTuple):
         """Return the kernel of all steps."""
         return kernels.choose(self.backend, query, key, causal=self.causal)
 
-    def start_hop(self, keys_and_values: torch.Tensor) -> Pending:
-        """Send the keys and values [2, s, b, groups, d] to the next rank."""
-        return self.peers.start_ring(keys_and_values, "keys and values", KIND, "keys and values ring")
+    def start_hop(self, packed: torch.Tensor) -> Pending:
+        """Send packed keys and values (`pack`) to the next rank."""
+        return self.peers.start_ring(packed, "keys and values", KIND, "keys and values ring")
+
+    def pack(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return what travels of key and value [s, b, groups, d]: both in one tensor of their dtype, [2, s, b, groups, d]; as "fp8" their
+        codes and two FP32 scale_inv in one flat tensor of bytes."""
+        if self.wire == COMPUTE:
+            return torch.stack([key, value])
+        casts = [ops.cast_transpose(x.reshape(-1, x.shape[3]), None, None, E4M3.dtype, row=True) for x in (key, value)]
+        scale_invs = torch.stack([scale_inv for _, _, scale_inv, _ in casts])
+        return torch.cat([*(payload.view(torch.uint8).view(-1) for payload, *_ in casts), scale_invs.view(torch.uint8)])
+
+    def unpack(self, packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the key and value of `pack`, in shape and dtype of `like`."""
+        if self.wire == COMPUTE:
+            return packed[0], packed[1]
+        size = like.numel()
+        scale_invs = packed[2 * size :].view(torch.float32)
+        codes = (part.view(E4M3.dtype).view(like.shape) for part in packed[: 2 * size].split(size))
+        key, value = (dequantize(part, scale_invs[n], like.dtype) for n, part in enumerate(codes))
+        return key, value
 
     def start_gradient_hop(self, gradients: torch.Tensor) -> Pending:
         """Send the gradients [2, s, b, groups, d] of keys and values to the next rank."""
@@ -175,14 +205,14 @@ class Travelling:
     def __init__(self, ring: RingAttention, key: torch.Tensor, value: torch.Tensor) -> None:
         self._ring, self._left = ring, ring.peers.ranks - 1
         self._here = (key, value)
-        self._packed = torch.stack([key, value]) if self._left else None
+        self._packed = ring.pack(key, value) if self._left else None
         self._pending: Pending | None = None
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of the next step [s, b, groups, d] each, and start to receive those of the step after it."""
         if self._pending is not None:
             self._packed = self._pending.wait()
-            self._here = (self._packed[0], self._packed[1])
+            self._here = self._ring.unpack(self._packed, self._here[0])
         self._pending = None
         if self._left:
             assert self._packed is not None

@@ -142,6 +142,7 @@ class SDPAttention(MegatronModule):
         config: head counts, attention dropout and softmax scale come from here.
         layer_number, attention_type: passed by megatron-core, unused.
         cp_comm_type: with context parallelism `p2p`, a ring.
+        wire: format in which keys and values travel around the ring (`msamp.parallel.ring_attention.WIRES`).
         attn_mask_type: `causal`, or `no_mask`: every token attends to its whole sequence except for the mask that `forward` gets.
         softmax_scale: factor on the scores; None is 1 / sqrt(kv_channels).
         backend: the allowed kernels, `auto | cudnn | flash | math`.
@@ -163,6 +164,7 @@ class SDPAttention(MegatronModule):
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         backend: str = "auto",
+        wire: str = "bf16",
     ) -> None:
         super().__init__(config=config)
         check_backend(backend, config.attention_dropout)
@@ -171,7 +173,7 @@ class SDPAttention(MegatronModule):
         self.causal = attn_mask_type is AttnMaskType.causal
         self.backends, self.masked_backends = BACKENDS[backend], MASKED_BACKENDS.get(backend, BACKENDS[backend])
         self.softmax_scale = softmax_scale
-        self.dropout, self.backend = config.attention_dropout, backend
+        self.dropout, self.backend, self.wire = config.attention_dropout, backend, wire
         self.ring: Peers | None = None
         if config.context_parallel_size > 1:
             if self.dropout or cp_comm_type not in (None, *CP_COMM_TYPES):
@@ -212,7 +214,7 @@ class SDPAttention(MegatronModule):
             if attention_mask is not None:
                 raise ValueError("--context-parallel-size splits sequences between processes, which does not support a mask; pass None")
             scale = default_scale(channels) if self.softmax_scale is None else self.softmax_scale
-            return RingAttention(self.ring, scale, self.causal, self.backend)(query, key, value)
+            return RingAttention(self.ring, scale, self.causal, self.backend, self.wire)(query, key, value)
         dtype = query.dtype
         # Views: the kernels read any strides of the first three dimensions.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))

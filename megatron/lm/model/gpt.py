@@ -261,7 +261,18 @@ def assemble(
         fp8_attention = config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None
         backend, experts = model.attention_backend, model.moe_layers
         layers = block_spec(
-            core_config, linears, vp_stage, backend, saved, causal, fp8_attention, fused, others, experts, model.qk_layernorm_scope
+            core_config,
+            linears,
+            vp_stage,
+            backend,
+            saved,
+            causal,
+            fp8_attention,
+            fused,
+            others,
+            experts,
+            model.qk_layernorm_scope,
+            config.parallel.cp_wire,
         )
     gpt = GPT(
         config=core_config,

@@ -33,6 +33,7 @@ def layer_spec(
     fused: bool = False,
     experts: bool = False,
     qk_scope: str = "head",
+    cp_wire: str = "bf16",
 ) -> ModuleSpec:
     """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP with the activation of `config`, residual.
 
@@ -49,11 +50,12 @@ def layer_spec(
         experts: whether a mixture of experts replaces the MLP, and the layer is not fused; `linears` and activation are then those of
             its shared expert.
         qk_scope: `--qk-layernorm-scope`, for a `config` with `qk_layernorm`.
+        cp_wire: `--cp-wire`.
     """
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
     query_norm, key_norm = _query_key_norms(config, qk_scope)
     activation = _activation(activation_of(config), saved)
-    core = ModuleSpec(module=SDPAttention, params={"backend": attention_backend})
+    core = ModuleSpec(module=SDPAttention, params={"backend": attention_backend, "wire": cp_wire})
     if fp8_attention is not None:
         core = ModuleSpec(module=FP8CoreAttention, params={"backend": attention_backend, "gemm": fp8_attention})
     attention = ModuleSpec(
@@ -114,6 +116,7 @@ def block_spec(
     others: Mapping[int, Mapping[str, type]] = MappingProxyType({}),
     experts: Collection[int] = (),
     qk_scope: str = "head",
+    cp_wire: str = "bf16",
 ) -> TransformerBlockSubmodules:
     """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`.
 
@@ -126,7 +129,7 @@ def block_spec(
     def layer(n: int) -> ModuleSpec:
         if n in others:
             return layer_spec(config, others[n], attention_backend, saved, causal, experts=n in experts, qk_scope=qk_scope)
-        return layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused, n in experts, qk_scope)
+        return layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused, n in experts, qk_scope, cp_wire)
 
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))

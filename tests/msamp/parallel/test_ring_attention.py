@@ -1,6 +1,7 @@
 """Ring attention against attention of one process: output, gradients, bytes, refusals."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from helpers import dist
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels.attention_part import attention_part
+from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
+from msamp.numerics.recipe import O2
 from msamp.parallel.ring_attention import RingAttention, step_of
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 16
@@ -45,13 +48,13 @@ def whole(tensors: list[Tensor], *, causal: bool) -> list[Tensor]:
     return [x.detach().permute(2, 0, 1, 3) for x in (o, *grads)]
 
 
-def on_ranks(tensors: list[Tensor], causal: bool) -> dict[str, Any]:
+def on_ranks(tensors: list[Tensor], causal: bool, wire: str = "bf16") -> dict[str, Any]:
     group = torch.distributed.group.WORLD
     peers = Peers(group, WireBytes())
     *operands, grad = (zigzag(x, peers.rank, peers.ranks) for x in tensors)
     for x in operands:
         x.requires_grad_()
-    o = RingAttention(peers, SCALE, causal)(*operands)
+    o = RingAttention(peers, SCALE, causal, wire=wire)(*operands)
     forward = peers.sent.take()
     o.backward(grad.flatten(2))
     made = [o.detach().view(grad.shape), *(x.grad for x in operands)]
@@ -73,6 +76,45 @@ def test_the_ring_computes_what_one_process_does(ranks: int, causal: bool, dtype
     for one in found:
         assert one["forward"] == {("activation", "keys and values ring"): (ranks - 1) * one_hop}
         assert one["backward"] == one["forward"] | {("activation", "grad of keys and values ring"): (ranks - 1) * one_hop}
+
+
+def channel_outliers() -> list[Tensor]:
+    """Some channels are 30 times as large, as in trained models."""
+    tensors = inputs()
+    for x in tensors[:3]:
+        x[..., :2] *= 30
+    return [tensors[0] / 30, *tensors[1:]]
+
+
+def log_normal() -> list[Tensor]:
+    """Magnitudes over four orders."""
+    generator = torch.Generator().manual_seed(4)
+    return [x.sign() * torch.exp(1.5 * torch.randn(x.shape, generator=generator)) for x in inputs()]
+
+
+def sqnr(parts: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Signal to noise in dB of output and gradients."""
+    pairs = zip(parts, exact, strict=True)
+    return [float(20 * (wanted.norm() / (got.double().view(wanted.shape) - wanted).norm()).log10()) for got, wanted in pairs]
+
+
+@pytest.mark.parametrize("draw", [inputs, channel_outliers, log_normal], ids=lambda draw: draw.__name__)
+def test_a_wire_of_one_byte_loses_less_than_fp8_attention_on_one_process(draw: Callable[[], list[Tensor]]):
+    tensors = draw()
+    exact = whole(tensors, causal=True)
+    found = dist.run(on_ranks, 2, tensors, True, "fp8")
+    ring = sqnr([together([one["made"][number] for one in found]) for number in range(4)], exact)
+    assert O2.gemm is not None
+    operands = [x.clone().requires_grad_() for x in tensors[:3]]
+    o = FP8Attention.of(AttentionScaling(O2.gemm), SCALE, causal=True)(*operands)
+    o.backward(tensors[3].flatten(2))
+    one_process = sqnr([o.detach(), *(x.grad for x in operands)], exact)
+    assert all(mine > theirs - 1 for mine, theirs in zip(ring, one_process, strict=True)), (ring, one_process)
+    assert min(ring) < 60  # it was rounded
+    codes, scale_invs = 2 * LENGTH // 2 * BATCH * GROUPS * CHANNELS, 8
+    for one in found:
+        assert one["forward"] == {("activation", "keys and values ring"): codes + scale_invs}
+        assert one["backward"] == one["forward"] | {("activation", "grad of keys and values ring"): 4 * codes}
 
 
 def test_every_query_meets_every_earlier_key_once():

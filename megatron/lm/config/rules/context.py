@@ -2,6 +2,7 @@
 
 import math
 
+from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.rules.shape import nearest_multiples
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -36,7 +37,20 @@ def ring_attention(config: Config, world_size: int) -> Problems:
         yield f"{given} does not support --attention-precision fp8 yet: drop one"
 
 
+def wire(config: Config, world_size: int) -> Problems:
+    """Keys and values travel in FP8 only between context-parallel processes, at a level with FP8."""
+    if config.parallel.cp_wire == "bf16":
+        return
+    known = refusal(config.precision) is None
+    lacking = [] if known and config.precision.named.fp8 else ["--opt-level O1, O2 or O3"]
+    lacking += [] if config.parallel.context_parallel_size > 1 else ["--context-parallel-size above 1"]
+    if lacking:
+        fix = " and ".join(lacking)
+        yield f"--cp-wire {config.parallel.cp_wire} has no effect without {fix}: drop it, or add {fix}"
+
+
 RULES: Rules = {
     chunks: ("model", "parallel"),
+    wire: ("parallel", "precision"),
     ring_attention: ("model", "parallel", "data", "precision"),
 }

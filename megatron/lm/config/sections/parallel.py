@@ -14,6 +14,7 @@ MOE_WIRES = ("fp8", "bf16")
 TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
 CP_COMM_TYPES = ("p2p",)
+CP_WIRES = ("bf16", "fp8")
 # Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`Axes`).
 AXES = {
     "tensor": "tensor_model_parallel_size",
@@ -107,6 +108,12 @@ class ParallelConfig:
         "communication of attention between context-parallel processes: a ring, in which keys and values travel from process to process",
         "p2p",
         choices=CP_COMM_TYPES,
+    )
+    cp_wire: str = setting(
+        "format in which keys and values travel between context-parallel processes: the compute dtype, or at O1 to O3 and with coat E4M3 "
+        "with one scale per tensor and process, half the bytes; their gradients travel in the compute dtype",
+        "bf16",
+        choices=CP_WIRES,
     )
     expert_model_parallel_size: int = setting("processes that share the experts of a layer (EP)", 1, legal=COUNT)
     expert_tensor_parallel_size: int | None = setting(
