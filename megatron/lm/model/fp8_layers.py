@@ -248,8 +248,17 @@ def describe_experts(config: Config) -> str | None:
     fused = "; their attention runs unfused" if config.fuses_layers else ""
     return (
         f"mixture of experts: {len(model.moe_layers)} of {model.num_layers} layers, each with {model.num_experts} experts of width "
-        f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; every process has all of its layers' experts{fused}"
+        f"{model.expert_size} {stored}, {model.moe_router_topk} per token{beside}; {_spread(config)}{fused}"
     )
+
+
+def _spread(config: Config) -> str:
+    """Describe which experts a process has, and how tokens reach the others."""
+    model, size = config.model, config.parallel.expert_model_parallel_size
+    if size == 1 or model.num_experts is None:
+        return "every process has all of its layers' experts"
+    wire = (config.parallel.moe_wire or "fp8").upper() if config.precision.named.fp8 else config.precision.named.compute
+    return f"every process has {model.num_experts // size} of them, and gathers the tokens of {size} processes in {wire}"
 
 
 def _whole_layers(config: Config) -> str:

@@ -61,11 +61,13 @@ def shared() -> tuple[dict[str, dict[str, Tensor]], dict[str, dict], list[str]]:
         found[wire] = passed(experts, *(x[own] for x in routed()))
         sent[wire] = counter.rows()
     assert copy.deepcopy(experts).ranks is ranks
+    bare = torch.nn.Sequential(layer(EXPERTS // RANKS, ranks=ranks))
     for attempt in (
         lambda: experts(*(x[own][1:] for x in routed()[:3])),
         lambda: layer(2, ranks=ExpertParallel(group))(*(x[own][rank:] for x in routed()[:3])),
         lambda: pickle.dumps(ranks),
         lambda: experts(routed()[0][own], *routed()[1:3]),
+        lambda: msamp.initialize(bare, torch.optim.AdamW(bare.parameters()), "O2"),
     ):
         try:
             attempt()
@@ -115,7 +117,8 @@ def test_bytes_on_the_wire(ranks: list):
 
 def test_what_is_refused(ranks: list):
     for *_, said in ranks:
-        changed, unequal, pickled, gathered = said
+        changed, unequal, pickled, gathered, loop = said
+        assert loop.startswith("the experts of 0 are shared by several ranks, and the gradients of different experts would be averaged")
         assert changed.startswith("a rank that shares experts has 23 tokens, and had 24 before; the number must not change")
         assert unequal.startswith("the ranks that share experts have 24, 23 tokens; each must have the same number")
         assert pickled.startswith("experts that several ranks share cannot be pickled")

@@ -44,6 +44,14 @@ def config(folder: Path, **settings: Any) -> Config:
     [
         ({"opt_level": "O0"}, "in bf16, 2 per token; every process has all of its layers' experts"),
         ({}, "in FP8, 2 per token; every process has all of its layers' experts; their attention runs unfused"),
+        (
+            {"expert_model_parallel_size": 2},
+            "in FP8, 2 per token; every process has 2 of them, and gathers the tokens of 2 processes in FP8; their attention runs unfused",
+        ),
+        (
+            {"expert_model_parallel_size": 2, "opt_level": "O0"},
+            "in bf16, 2 per token; every process has 2 of them, and gathers the tokens of 2 processes in bf16",
+        ),
         ({"num_experts": None, "moe_ffn_hidden_size": None}, None),
     ],
 )
