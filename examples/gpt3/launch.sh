@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the scripts of this folder and of ../llama, each of which sets the numbers of one model size; starts megatron.lm.pretrain
+# Sourced by the scripts of this folder, of ../llama and of ../moe, each of which sets the numbers of one model size; starts megatron.lm.pretrain
 # with them. A script may also set SEQUENCE (default 2048), FFN, KV_HEADS, MODEL (other flags of the model) and VOCABULARY (size of the
 # published tokenizer, for DRY_RUN=1).
 #

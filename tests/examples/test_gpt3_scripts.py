@@ -1,4 +1,4 @@
-"""The launch scripts of examples/gpt3 and examples/llama: their numbers, how they start processes, and runs of them at a toy size."""
+"""The launch scripts of examples/gpt3, llama and moe: their numbers, how they start processes, and runs of them at a toy size."""
 
 import os
 import re
@@ -14,7 +14,8 @@ from megatron.lm.config.cli import parse_args
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "gpt3"
 SCRIPTS = {"125m": "125m", "345m": "345m", "1p3b": "1.3b", "7b": "7b", "13b": "13b", "175b": "175b"}  # name in the file's -> preset
-LLAMAS = {"llama2_7b": "llama2-7b", "llama3_8b": "llama3-8b", "llama3_70b": "llama3-70b", "qwen3_8b": "qwen3-8b"}
+MIXTURES = {"olmoe_1b_7b": "olmoe-1b-7b", "qwen3_30b_a3b": "qwen3-30b-a3b", "mixtral_8x7b": "mixtral-8x7b"}
+LLAMAS = MIXTURES | {"llama2_7b": "llama2-7b", "llama3_8b": "llama3-8b", "llama3_70b": "llama3-70b", "qwen3_8b": "qwen3-8b"}
 
 
 @pytest.fixture
@@ -40,7 +41,8 @@ def start(size: str, *arguments: str, **environment: object) -> subprocess.Compl
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
     env = kept | {"OMP_NUM_THREADS": "1", "ON_CPU": "1", "PYTHONWARNINGS": "ignore", "PYTHON": sys.executable}
     env |= {name: str(value) for name, value in environment.items()}
-    file = FOLDER.parent / "llama" / f"pretrain_{size}.sh" if size in LLAMAS else FOLDER / f"pretrain_gpt_{size}.sh"
+    folder = FOLDER.parent / ("moe" if size in MIXTURES else "llama")
+    file = folder / f"pretrain_{size}.sh" if size in LLAMAS else FOLDER / f"pretrain_gpt_{size}.sh"
     script = ["bash", str(file), *arguments]
     return subprocess.run(script, env=env, cwd="/", capture_output=True, text=True, timeout=600, check=False)  # a machine may be busy
 
@@ -86,6 +88,9 @@ DRY = [
     ("llama3_8b", 64),
     ("llama3_70b", 64),
     ("qwen3_8b", 64),
+    ("olmoe_1b_7b", 8),
+    ("qwen3_30b_a3b", 64),
+    ("mixtral_8x7b", 64),
 ]
 
 

@@ -10,6 +10,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.planning import memory
+from megatron.lm.planning.layers import stage_parameters
 from tools.docs.evidence import PREDICTED, Row, read
 from tools.reproduce import table7, table8, throughput
 from tools.reproduce.entry import NOT_MEASURED, WHOLE, Entry, Finding, Needs, Task, one_piece
@@ -71,7 +72,7 @@ def weight_volume(config: Config, gpus: int) -> float:
     low = config.precision.recipe.fp8
     each = {"linear": 1 + 1, "matrix": 2 + 2, "vector": 4 + 4} if low else dict.fromkeys(("linear", "matrix", "vector"), 4 + 2)
     stages = config.parallel.pipeline_model_parallel_size
-    most = max(sum(p.size * each[p.kind] for p in memory.stage_parameters(config, stage)) for stage in range(stages))
+    most = max(sum(p.size * each[p.kind] for p in stage_parameters(config, stage)) for stage in range(stages))
     return most * (ranks - 1) / ranks / GIB
 
 

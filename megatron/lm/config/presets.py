@@ -4,6 +4,10 @@
 shapes with GPT-3's learning rates and batches. All train as in section 3.1.2 of FP8-LM: sequences of 2,048 tokens, betas 0.9 and
 0.95, weight decay 0.1, 1,000 iterations of warm-up, cosine decay to a tenth of the learning rate.
 
+olmoe-1b-7b, qwen3-30b-a3b and mixtral-8x7b are mixtures of experts with the shapes published with the weights. OLMoE's learning rate and
+losses of the router are those of its paper (arXiv:2409.02060). Mixtral's and Qwen3's learning rates were not published, so they are those
+of llama3-8b, and the coefficients of their auxiliary losses are those of the published configurations.
+
 llama2-7b, llama3-8b, llama3-70b and qwen3-8b have the shapes published with the weights, and the sequence length of their pre-training.
 The learning rates of the Llama models are those of their papers (table 1 of arXiv:2307.09288, table 3 of arXiv:2407.21783); Qwen3's was
 not published, so qwen3-8b has that of llama3-8b. The other settings equal those of the paper's sizes: batches of 4M tokens and 100B tokens
@@ -97,11 +101,70 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama3-8b": _llama(32, 4096, 32, ffn=14336, groups=8, base=5e5, sequence=8192, lr=3e-4),
         "llama3-70b": _llama(80, 8192, 64, ffn=28672, groups=8, base=5e5, sequence=8192, lr=1.5e-4, tp=8, pp=4),
         "qwen3-8b": _llama(36, 4096, 32, ffn=12288, groups=8, base=1e6, sequence=4096, lr=3e-4, norm_epsilon=1e-6, qk_layernorm=True),
+        "olmoe-1b-7b": _llama(
+            16,
+            2048,
+            16,
+            ffn=1024,
+            groups=None,
+            base=1e4,
+            sequence=4096,
+            lr=4e-4,
+            qk_layernorm=True,
+            qk_layernorm_scope="projection",
+            num_experts=64,
+            moe_router_topk=8,
+            moe_router_pre_softmax=True,
+            moe_aux_loss_coeff=0.01,
+            moe_z_loss_coeff=0.001,
+        ),
+        "qwen3-30b-a3b": _llama(
+            48,
+            2048,
+            32,
+            ffn=6144,
+            groups=4,
+            base=1e6,
+            sequence=4096,
+            lr=3e-4,
+            norm_epsilon=1e-6,
+            pp=4,
+            kv_channels=128,
+            qk_layernorm=True,
+            num_experts=128,
+            moe_router_topk=8,
+            moe_ffn_hidden_size=768,
+            moe_aux_loss_coeff=0.001,
+        ),
+        "mixtral-8x7b": _llama(
+            32,
+            4096,
+            32,
+            ffn=14336,
+            groups=8,
+            base=1e6,
+            sequence=4096,
+            lr=3e-4,
+            pp=8,
+            num_experts=8,
+            moe_router_topk=2,
+            moe_aux_loss_coeff=0.02,
+        ),
     }
 )
 GPT2_VOCABULARY = 50257
 # Rows of the embedding, as published; not a setting, since the tokenizer determines it. The other sizes use GPT-2's.
-VOCABULARIES: Mapping[str, int] = MappingProxyType({"llama2-7b": 32000, "llama3-8b": 128256, "llama3-70b": 128256, "qwen3-8b": 151936})
+VOCABULARIES: Mapping[str, int] = MappingProxyType(
+    {
+        "llama2-7b": 32000,
+        "llama3-8b": 128256,
+        "llama3-70b": 128256,
+        "qwen3-8b": 151936,
+        "olmoe-1b-7b": 50304,
+        "qwen3-30b-a3b": 151936,
+        "mixtral-8x7b": 32000,
+    }
+)
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -87,6 +87,10 @@ class Config:
 
     def of_layer(self, layer: int) -> "Config":
         """Return the configuration of a model in which all layers are as layer `layer`, from 0, of this one."""
+        mixtures = self.model.moe_layers
+        if 0 < len(mixtures) < self.model.num_layers:
+            alike = {"moe_layer_freq": "1"} if layer in mixtures else {"num_experts": None}
+            return replace(self, model=replace(self.model, **alike)).of_layer(layer)  # type: ignore[arg-type]
         if layer not in self.layers_in_bf16:
             return replace(self, precision=replace(self.precision, first_last_layers_bf16=False)) if self.layers_in_bf16 else self
         plain = replace(self.precision, first_last_layers_bf16=False, bf16_linears=LINEARS, attention_precision="bf16")

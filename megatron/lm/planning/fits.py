@@ -9,7 +9,8 @@ from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.data.masked import model_vocabulary
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.graphs.capture import captured
-from megatron.lm.planning.memory import GIB, RESERVED, Rank, plan, vocabulary
+from megatron.lm.planning.layers import vocabulary
+from megatron.lm.planning.memory import GIB, RESERVED, Rank, plan
 from megatron.lm.planning.rates import GPUS
 from msamp.nn.saved_activations import AS_IT_IS
 

@@ -7,13 +7,13 @@ Parameters and model states are exact except for the scales, a few bytes per ten
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.lm.config import LINEARS, Config
-from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes, parameter_count
 from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.graphs.capture import captured, slots
-from megatron.lm.planning.layers import of_layers, stage_chunks, stage_layers
+from megatron.lm.planning import experts
+from megatron.lm.planning.layers import Parameter, of_layers, stage_chunks, stage_layers, stage_parameters, vocabulary
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
 from msamp.nn.activation import ActivationFunction
@@ -32,24 +32,6 @@ from msamp.optim.updates import MASTER, format_names
 GIB = 2**30
 # The CUDA context, NCCL buffers, GEMM workspaces, a gathered activation, and fragmentation of the allocator.
 RESERVED = 3 * GIB
-
-
-class Parameter(NamedTuple):
-    """One parameter on one rank.
-
-    `kind`: linear, matrix (embeddings, LM head, linear layers of an FP8 recipe that stay BF16) or vector (norms, biases), as in
-    `optim.parameter_groups`.
-    `summed`: its gradient is also summed over other than data-parallel ranks, so it is not in a bucket with the others.
-    """
-
-    shape: tuple[int, ...]
-    kind: str
-    summed: bool = False
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,55 +77,6 @@ def plan(config: Config, world_size: int) -> list[Rank]:
     return ranks
 
 
-def vocabulary(config: Config) -> int:
-    """Return the padded rows of the embedding, from `--vocab-size` or else GPT-2's (`with_vocabulary` sets that of other tokenizers)."""
-    return config.padded_vocab_size(config.model.vocab_size or GPT2_VOCABULARY)
-
-
-def stage_parameters(config: Config, stage: int) -> list[Parameter]:
-    """Return the parameters of one tensor-parallel rank of a pipeline stage, in the order of `model.parameters()`."""
-    model, tp, stages = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    hidden, last = model.hidden_size, stage == stages - 1
-    embedding = Parameter((vocabulary(config) // tp, hidden), "matrix", stages > 1 and not model.untie_embeddings_and_output_weights)
-    parameters = []
-    if stage == 0:
-        parameters.append(embedding)
-        if model.position_embedding_type == "learned_absolute":
-            parameters.append(Parameter((model.max_positions, hidden), "matrix"))
-    for kind in of_layers(config, stage_layers(config, stage)):
-        parameters += _layer(kind)
-    if last:
-        parameters += _norm(config)
-    if last and (model.untie_embeddings_and_output_weights or stages > 1):
-        parameters.append(embedding)
-    return parameters
-
-
-def _layer(config: Config) -> list[Parameter]:
-    """Return the parameters of one transformer layer."""
-    shapes, wide = linear_shapes(config), config.precision.bf16_linears or ()
-
-    def linear(slot: str, summed: bool = False) -> list[Parameter]:
-        weight = Parameter(shapes[slot], "matrix" if slot in wide else "linear")
-        bias = config.model.qkv_bias if slot == "linear_qkv" else not config.model.disable_bias_linear
-        return [weight, Parameter(weight.shape[:1], "vector", summed)][: 2 if bias else 1]
-
-    split = config.parallel.sequence_parallel  # each rank adds row-parallel biases to its slice of the sequence
-    attention = linear("linear_proj", split) + linear("linear_qkv") + _head_norms(config)
-    return [*_norm(config), *attention, *_norm(config), *linear("linear_fc1"), *linear("linear_fc2", split)]
-
-
-def _norm(config: Config) -> list[Parameter]:
-    vector = Parameter((config.model.hidden_size,), "vector", config.parallel.sequence_parallel)
-    return [vector] * (1 if config.model.normalization == "RMSNorm" else 2)
-
-
-def _head_norms(config: Config) -> list[Parameter]:
-    """Return the norms of queries and keys, whose gradients are summed over tensor-parallel ranks."""
-    summed, vectors = config.parallel.tensor_model_parallel_size > 1, 1 if config.model.normalization == "RMSNorm" else 2
-    return [Parameter((size,), "vector", summed) for size in config.model.qk_norm_sizes or () for _ in range(vectors)]
-
-
 def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
     """Return the weight format, and the formats of master, gradient and moments, by kind of parameter."""
     recipe = config.precision.recipe
@@ -176,6 +109,11 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
 
 def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) -> list[list[tuple[Parameter, tuple[int, ...]]]]:
     """Return the parameters, or parts of them, whose gradients each data-parallel rank reduces, with their shapes."""
+    if any(p.spread for p in parameters):
+        axes = config.axes(copies * config.axes(1).model)
+        each = _owned_pieces(config, [p for p in parameters if not p.spread], copies)
+        fewer = _owned_pieces(config, [p._replace(spread=False) for p in parameters if p.spread], axes.expert_data)
+        return [dense + fewer[number % axes.expert_data] for number, dense in enumerate(each)]
     formats, backward = state_formats(config), list(reversed(parameters))
     buckets = [(formats[p.kind][1].grad.name, p.summed) for p in backward]
     divided = plan_buckets([p.shape for p in backward], buckets, copies, config.communication.bucket_size)
@@ -227,8 +165,13 @@ def activation_parts(config: Config) -> dict[str, int]:
     Without tensor parallelism an unfused GPT saves 32 s b h in BF16 and 27 s b h with FP8, a fused one 20, with coat 14.4. Korthikanti et
     al. have 34 s b h for BF16, with three dropout masks and without the QKV output.
     """
-    norms, attention, mlp = _fused_layer(config) if config.fuses_layers else _layer_of_modules(config)
+    norms, attention, mlp = _fused_layer(config) if _fused(config) else _layer_of_modules(config)
     return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
+
+
+def _fused(config: Config) -> bool:
+    """Return whether the layers of `of_layers` are fused."""
+    return config.fuses_layers and not config.model.moe_layers
 
 
 def _widths(config: Config) -> tuple[float, float, float]:
@@ -276,7 +219,8 @@ def _norms_of_modules(config: Config) -> float:
     model, recipe, wide, split = config.model, config.precision.recipe, _compute_bytes(config), _sequence_split(config)
     cast, narrow = _input_bytes(config)
     gathered = recipe.fp8 and not (recipe.gathers_fp8 and config.parallel.tp_saved_input == "shard")
-    fc1 = wide if "mlp" in _recomputed(config) else narrow["linear_fc1"]
+    # A router keeps its input in the compute dtype, its experts' casts are counted with them.
+    fc1 = wide if "mlp" in _recomputed(config) or config.model.moe_layers else narrow["linear_fc1"]
     norms = 2 * NormFunction.saved_bytes(model.hidden_size, wide, saved_activations(config.precision)) / split
     for size in (narrow["linear_qkv"], fc1):
         norms += size * model.hidden_size / (1 if gathered and size == cast else split)
@@ -304,6 +248,8 @@ def _mlp_of_modules(config: Config) -> float:
     """Return the bytes per token for the input of GELU or SwiGLU, and the input of fc2."""
     if "mlp" in _recomputed(config):
         return 0
+    if config.model.moe_layers:
+        return experts.kept_per_token(config, _input_bytes(config)[1]["linear_fc1"])
     seen = ActivationFunction.saved_bytes(_widths(config)[2], _compute_bytes(config), saved_activations(config.precision))
     return seen + _input_bytes(config)[1]["linear_fc2"] * config.model.ffn_size / config.parallel.tensor_model_parallel_size
 
@@ -345,14 +291,18 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
         kept, again = -(-chunk // unit) * stream, max(sum(fullest[first : first + unit]) for first in range(0, chunk, unit))
     else:
         kept, again = unit * stream + sum(fullest[unit:]), max(fullest[:unit])
-    kept += _document_mask(config)
+    kept += document_mask(config)
+    operands = sum(experts.weights_by_columns(kind) for kind in of_layers(config, stage_layers(config, stage)) if kind.model.moe_layers)
     head = max(2 * stream + _head(config), _backward_of_a_layer(config)) if stage == stages - 1 else 0
     if stages > 1 and captured(config):
-        return _in_slots(slots(stage, stages, layers // chunk, micro_batches), kept + again, stream, _backward_of_a_layer(config), head)
-    return under_way * kept + again + head
+        return (
+            _in_slots(slots(stage, stages, layers // chunk, micro_batches), kept + again, stream, _backward_of_a_layer(config), head)
+            + operands
+        )
+    return under_way * kept + again + head + operands
 
 
-def _document_mask(config: Config) -> int:
+def document_mask(config: Config) -> int:
     """Return the bytes of the mask of `--reset-attention-mask`, which the layers of a micro-batch share: s x s numbers per sequence."""
     sequences, length = config.training.micro_batch_size, config.model.seq_length
     return sequences * length**2 * _compute_bytes(config) if config.data.reset_attention_mask else 0
@@ -388,12 +338,15 @@ def _head(config: Config) -> int:
 
 
 def _backward_of_a_layer(config: Config) -> int:
-    """Return the peak bytes of temporaries in backward of a fused layer's MLP; 0 for other layers.
+    """Return the peak bytes of temporaries in backward of a fused layer's MLP, or of a mixture of experts; 0 for other layers.
 
     Per hidden element: the gradients of the layer's output and of the residual stream (a each, as in `activation_parts`), the first also in
     E5M2 by rows and by columns. Per element of the MLP slice f: the gradient of fc2's input (a), the gradient of fc1's output in E5M2 by
     rows and by columns, fc2's input again in E4M3 by columns, and with coat the input of GELU or SwiGLU (a).
     """
+    mixtures = [kind for kind in of_layers(config, range(config.model.num_layers)) if kind.model.moe_layers]
+    if mixtures:
+        return max(experts.backward_of_a_layer(kind, _tokens(kind)) for kind in mixtures)
     if not config.fuses_layers:
         return 0
     model, wide = config.model, _compute_bytes(config)
@@ -413,38 +366,3 @@ def _tokens(config: Config) -> int:
 
 def _sequence_split(config: Config) -> int:
     return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-
-
-def report(config: Config, world_size: int) -> str:
-    """Return a text with grid, parameters, and GiB of the emptiest and the fullest rank."""
-    parallel, training, ranks = config.parallel, config.training, plan(config, world_size)
-    virtual = parallel.num_layers_per_virtual_pipeline_stage
-    grid = (
-        f"grid: {world_size} process{'es' if world_size > 1 else ''} = {config.axes(world_size)}"
-        + (", sequence parallel" if parallel.sequence_parallel else "")
-        + (f", {virtual} layers per virtual stage" if virtual else "")
-        + (", ZeRO" if config.shards_optimizer else "")
-    )
-    tokens = config.global_batch_size(world_size) * config.model.seq_length
-    batch = (
-        f"batch: {config.global_batch_size(world_size)} sequences = {tokens:,} tokens, {config.num_micro_batches(world_size)} x "
-        f"{training.micro_batch_size} per process; {config.iterations(world_size):,} iterations = "
-        f"{config.samples_read(world_size) * config.model.seq_length / 1e9:.1f}B tokens"
-    )
-    if (ramp := config.batch_sizes(world_size).ramp) is not None:
-        batch += f"; ramp: from {ramp.start} sequences by {ramp.increment} over {ramp.samples:,} samples"
-    few, many = min(rank.parameters for rank in ranks), max(rank.parameters for rank in ranks)
-    whole = parameter_count(config.model, vocabulary(config))
-    size = f"parameters: {whole:,}; per process {few:,}" + (f" to {many:,}" if many > few else "") + f"; vocabulary {vocabulary(config):,}"
-    columns = ("weight", *ranks[0].states, "gradient", "accumulated", "activations", "total")
-    table = [f"{'GiB per process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]
-    for what, rank in (("least", min(ranks, key=lambda rank: rank.total)), ("fullest", max(ranks, key=lambda rank: rank.total))):
-        sizes = {**vars(rank), **rank.states, "total": rank.total}
-        where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"
-        table.append(f"{where:<34}" + "".join(f"{sizes[name] / GIB:>12.2f}" for name in columns))
-    eager = plan(replace(config, training=replace(training, cuda_graph="none")), world_size)
-    if (graphs := max(rank.total for rank in ranks) - max(rank.total for rank in eager)) > 0:
-        table.append(f"CUDA graphs of pipeline stages take {graphs / GIB:.2f} GiB of the fullest rank: --cuda-graph none does without them")
-    if mask := _document_mask(config):
-        table.append(f"activations include {mask / GIB:.2f} GiB per micro-batch in flight for the mask of --reset-attention-mask")
-    return "\n".join([grid, batch, size, *table])

@@ -14,8 +14,8 @@ from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import wire
 from megatron.lm.planning.cluster import Cluster
-from megatron.lm.planning.layers import counted, of_layers, stage_layers
-from megatron.lm.planning.memory import Rank, layer_activations, stage_parameters, vocabulary
+from megatron.lm.planning.layers import counted, of_layers, stage_layers, stage_parameters, vocabulary
+from megatron.lm.planning.memory import Rank, layer_activations
 from megatron.lm.planning.rates import Rates
 from msamp.nn.vocabulary_loss import ALL
 
@@ -62,6 +62,10 @@ def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -
     """
     if config.precision.recipe.compute.bytes > 2:
         raise ValueError(f"--precision {config.precision.name} uses FP32 GEMMs, which have no measured rate: choose a 16-bit or FP8 one")
+    if config.model.num_experts is not None:
+        raise ValueError(
+            "the planner has no measured rate for mixtures of experts: plan their memory with --dry-run of megatron.lm.pretrain"
+        )
     graph, pp = captured(config), config.parallel.pipeline_model_parallel_size
     stages = [_stage(config, cluster, rates, stage, graph=graph) for stage in range(pp)]
     micro_batches, chunks = config.num_micro_batches(cluster.gpus), config.virtual_stages or 1

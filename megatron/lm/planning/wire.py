@@ -6,8 +6,8 @@ A rank sends (n - 1) / n S of a tensor of S bytes over n ranks in an all-gather 
 from typing import NamedTuple
 
 from megatron.lm.config import LINEARS, Config
-from megatron.lm.planning.layers import counted, of_layers, stage_layers
-from megatron.lm.planning.memory import Parameter, stage_parameters, state_formats
+from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_parameters
+from megatron.lm.planning.memory import state_formats
 
 
 class Transfer(NamedTuple):

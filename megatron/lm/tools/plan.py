@@ -89,7 +89,7 @@ def configuration(options: argparse.Namespace, rest: Sequence[str]) -> Config:
 def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]:
     """Return a planned grid as JSON-serializable data: bytes, seconds and FLOPs per process and of the whole step."""
     from megatron.lm.planning import wire
-    from megatron.lm.planning.memory import vocabulary
+    from megatron.lm.planning.layers import vocabulary
 
     config, fullest = grid.config, grid.fullest
     parallel, training = config.parallel, config.training

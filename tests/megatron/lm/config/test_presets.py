@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
 
 from megatron.lm.config import ModelConfig
 from megatron.lm.config.cli import parse_args, section_types
-from megatron.lm.config.presets import PRESETS, flops_per_token, parameter_count, preset, published_vocabulary
+from megatron.lm.config.presets import PRESETS, active_parameter_count, flops_per_token, parameter_count, preset, published_vocabulary
 from megatron.lm.tools.convert.architectures import ARCHITECTURES
 from megatron.lm.tools.convert.hugging_face import hf_config
 
@@ -43,7 +44,27 @@ PUBLISHED = {  # parameters, as counted by transformers; the settings of config.
          "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
          "tie_word_embeddings": False, "attention_bias": False},
     ),
+    "olmoe-1b-7b": (
+        6_919_161_856,
+        {"model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+         "num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+         "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None},
+    ),
+    "qwen3-30b-a3b": (
+        30_532_122_624,
+        {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+         "tie_word_embeddings": False, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+         "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "mixtral-8x7b": (
+        46_702_792_704,
+        {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+         "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
 }  # fmt: skip
+ACTIVE = {"olmoe-1b-7b": 1_282_017_280, "qwen3-30b-a3b": 3_353_032_704, "mixtral-8x7b": 12_879_925_248}
 
 
 def model(name: str, **changes) -> ModelConfig:
@@ -122,7 +143,19 @@ def test_transformers_builds_the_same_model_from_our_settings(name):
     assert sum(p.numel() for p in theirs.parameters()) == PUBLISHED[name][0]
     rules = ARCHITECTURES[settings["model_type"]].rules(ours.model, vocabulary)
     shapes = {key: shape for rule in rules for key, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
+    if name in ACTIVE:  # the modules of transformers have all experts in one tensor, its files each expert's
+        assert sum(math.prod(shape) for shape in shapes.values()) == PUBLISHED[name][0]
+        return
     assert shapes == {key: tuple(p.shape) for key, p in theirs.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_uses_its_experts_only(name):
+    config = model(name)
+    assert active_parameter_count(config, published_vocabulary(name)) == ACTIVE[name]
+    attention = 6 * config.num_layers * config.num_attention_heads * config.head_size * config.seq_length
+    looked_up = config.hidden_size * published_vocabulary(name)
+    assert flops_per_token(config, published_vocabulary(name)) == 6 * (ACTIVE[name] - looked_up) + attention
 
 
 def test_the_papers_sizes_have_the_vocabulary_of_gpt2():

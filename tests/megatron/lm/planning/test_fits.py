@@ -12,7 +12,8 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import parameter_count
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.planning.fits import ORDER_BYTES, check_data_order, check_fits, check_weights, device_memory, with_vocabulary
-from megatron.lm.planning.memory import GIB, plan, vocabulary
+from megatron.lm.planning.layers import vocabulary
+from megatron.lm.planning.memory import GIB, plan
 from megatron.lm.planning.rates import GPUS
 
 

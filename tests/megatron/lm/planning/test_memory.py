@@ -8,21 +8,27 @@ import pytest
 from helpers import dist, tiny
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.config.presets import PRESETS, parameter_count
+from megatron.lm.config.presets import parameter_count
 from megatron.lm.graphs.capture import slots
+from megatron.lm.planning.layers import stage_parameters, vocabulary
 from megatron.lm.planning.memory import (
     GIB,
     Rank,
     _head,
     layer_activations,
     plan,
-    report,
     stage_activations,
-    stage_parameters,
-    vocabulary,
 )
+from megatron.lm.planning.report import report
 
 STATES = ("weight", "master", "grad", "m", "v")
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 48,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+}
 MODELS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "O0 untied": {"opt_level": "O0", "untie_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
@@ -47,6 +53,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "O2 normed projection": {"opt_level": "O2", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "O0 experts": EXPERTS | {"opt_level": "O0", "moe_shared_expert_intermediate_size": 16},
+    "O2 some experts": EXPERTS | {"opt_level": "O2", "num_layers": 4, "moe_layer_freq": "[0,1,1,0]", "first_last_layers_bf16": True},
+    "O3 experts": EXPERTS | {"opt_level": "O3", "moe_shared_expert_intermediate_size": 16, "qk_layernorm": True},
     "O1 normed heads": {"opt_level": "O1", "qk_layernorm": True},
     "O2 qwen2": {"opt_level": "O2", "swiglu": True, "disable_bias_linear": True, "add_qkv_bias": True},
     "O3 squared ReLU": {"opt_level": "O3", "squared_relu": True, "position_embedding_type": "none"},
@@ -114,18 +123,6 @@ def test_parameters_and_states_are_those_of_every_rank_of_a_grid():
             rank = ranks[number if len(ranks) == 2 else 0]  # tensor-parallel peers are alike
             assert [p.shape for p in stage_parameters(config, rank.stage)] == shapes, name
             assert planned(rank) == pytest.approx([states[key] for key in STATES]), name
-
-
-@pytest.mark.parametrize("size", PRESETS)
-def test_the_ranks_of_a_grid_hold_the_model_and_copies_of_what_is_not_split(size):
-    config = flags(f"--preset {size}")
-    model, tp, pp = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    held = tp * sum(p.size for stage in range(pp) for p in stage_parameters(config, stage))
-    vectors = 1 if model.normalization == "RMSNorm" else 2
-    norms = ((2 * model.num_layers + 1) * model.hidden_size + 2 * model.qk_layernorm * model.num_layers * model.head_size) * vectors
-    row_biases = 0 if model.disable_bias_linear else model.num_layers * 2 * model.hidden_size
-    tied_copy = vocabulary(config) * model.hidden_size if pp > 1 and not model.untie_embeddings_and_output_weights else 0
-    assert held == parameter_count(model, vocabulary(config)) + (tp - 1) * (norms + row_biases) + tied_copy
 
 
 TP_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -379,14 +376,3 @@ def test_several_micro_batches_are_summed_in_the_accumulators_format():
     shares = [rank.accumulated for rank in plan(flags("--preset 125m --opt-level O3 --grad-accum-on owner --global-batch-size 128"), 4)]
     assert sum(shares) == 4 * count  # spread over the ranks
     assert max(shares) < 1.1 * count
-
-
-def test_the_report_names_grid_batch_parameters_and_the_fullest_rank():
-    said = report(flags("--preset 175b --opt-level O3"), 128)
-    assert "grid: 128 processes = TP 8 x PP 4 x DP 4, sequence parallel, ZeRO" in said
-    assert "batch: 512 sequences = 1,048,576 tokens, 128 x 1 per process; 38,147 iterations = 40.0B tokens" in said
-    assert "parameters: 174,590,681,088; per process 5,437,845,504 to 5,516,513,280; vocabulary 51,200" in said
-    assert "fullest: stage 0" in said
-    assert "least: stage 3" in said
-    ramp = report(flags("--preset 175b --opt-level O3 --train-samples 19531250 --rampup-batch-size 32 32 5859375"), 128)
-    assert "; 67,210 iterations = 40.0B tokens; ramp: from 32 sequences by 32 over 5,859,375 samples" in ramp

@@ -51,7 +51,6 @@ REFUSALS: list[refusals.Refusal] = [
     ),
     (f"{MOE} --precision te-bf16", "precision te-bf16 with --num-experts is not supported yet"),
     (f"{MOE} --ckpt-format torch_dist", "--ckpt-format torch_dist with --num-experts is not supported yet: use own"),
-    (f"{MOE} --dry-run", "--dry-run does not know the memory of experts yet"),
 ]
 
 
