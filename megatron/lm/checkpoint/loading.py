@@ -360,8 +360,10 @@ def _restore_guard(training: Training, info: dict[str, Any]) -> None:
         training.guard.load_state_dict({"layers": {name: state for name, state in saved.items() if name in training.guard.names}})
     gone = [name for name, state in saved.items() if state["raised"] and (training.guard is None or name not in training.guard.names)]
     if gone and dist.get_rank() == 0:
-        why = "without --fp8-guard this run computes" if training.guard is None else "which this run does not guard"
-        print(f"the saved run's --fp8-guard had raised {len(gone)} layers to BF16, such as {gone[0]}; {why} them as the recipe says")
+        why = "without --fp8-guard" if training.guard is None else "since they are not FP8 layers now,"
+        print(
+            f"the saved run's --fp8-guard had raised {len(gone)} layers to BF16, such as {gone[0]}; {why} they compute as the recipe says"
+        )
 
 
 def _schedule_place(training: Training, info: dict[str, Any]) -> int:

@@ -163,6 +163,17 @@ def test_refused():
         guard.step()
 
 
+class DTensor(nn.Parameter):
+    """Has the name of what fully_shard makes of a parameter."""
+
+
+def test_layers_sharded_by_fsdp2_are_refused():
+    model, optimizer = msamp.initialize(Net(), None, SHORT)
+    model.first.weight = DTensor(torch.zeros(64, 32))
+    with pytest.raises(ValueError, match=r"first is sharded by FSDP2, whose weights cannot be raised; use msamp.initialize"):
+        msamp.PrecisionGuard(model, optimizer)
+
+
 def test_experts_are_left_out_and_named():
     model = nn.Sequential(nn.Linear(32, 32))
     model.append(msamp.Experts(2, 32, 32))

@@ -59,7 +59,10 @@ def test_it_raises_logs_records_and_resumes_bit_for_bit(tmp_path: Path, capsys: 
     tiny.run(settings(tmp_path, load=str(tmp_path / "at5"), fp8_guard=False, fp8_guard_interval=50, fp8_guard_sqnr=15.0))
     printed = capsys.readouterr().out
     assert "the saved run's --fp8-guard had raised 8 layers to BF16, such as decoder.layers.0.self_attention.linear_" in printed
-    assert "without --fp8-guard this run computes them as the recipe says" in printed
+    assert "without --fp8-guard they compute as the recipe says" in printed
+    tiny.run(settings(tmp_path, load=str(tmp_path / "at5"), bf16_linears=("linear_qkv",), train_iters=6))
+    printed = capsys.readouterr().out
+    assert "had raised 2 layers to BF16, such as decoder.layers.0.self_attention.linear_qkv; since they are not FP8 layers now" in printed
 
 
 def test_a_measured_step_keeps_the_bits(tmp_path: Path):
