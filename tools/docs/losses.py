@@ -1,5 +1,6 @@
 """Tables of losses: curves against BF16 of the same seeds, seeds against each other, and CUDA graphs against eager steps."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +13,7 @@ CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of PRECISIONS, whose rows 
 OPTIONS, SUMS = f"{REPRODUCE}/fp8_options", f"{REPRODUCE}/fp8_sums"  # folders of FP8's options, their files in the same form
 LARGE = f"{REPRODUCE}/precisions_1.3b"  # likewise, of GPT-1.3B
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
+LONG = f"{REPRODUCE}/long_125m/curves.csv"
 GRAPHS = f"{BENCH}/graphs_125m.csv"
 BASE = "bf16"
 Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: mean, least and most
@@ -142,6 +144,25 @@ def two_seeds() -> Table:
     columns = {"seed": column("seed"), "tokens": column("tokens"), "`O0`": column("loss", 4), "`O2`": column("other", 4),
                "difference %": column("apart", 2, 100)}  # fmt: skip
     return of(SEEDS, used, columns)
+
+
+def longer_run(parts: int = 4) -> Table:
+    """Training losses of the longest run relative to O0 on the same batches, mean of the logged steps of each part; O0 of another seed,
+    whose batches differ, shows how far apart two runs of one precision are. Only steps that every run logged count."""
+    rows = pick(LONG, lambda row: row["kind"] == "train")
+    runs: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        runs.setdefault((row["level"], row["seed"]), {})[int(row["tokens"])] = float(row["loss"])
+    (base_name, base), *others = runs.items()
+    logged = sorted(set(base).intersection(*(losses for _, losses in others)))
+    ends = [logged[-1] * part // parts for part in range(parts + 1)]
+    within = [[tokens for tokens in logged if first < tokens <= last] for first, last in itertools.pairwise(ends)]
+    cells = [["`{}`, seed {}, nats per token".format(*base_name), *(f"{statistics.fmean(base[at] for at in part):.4f}" for part in within)]]
+    for name, losses in others:
+        apart = (100 * statistics.fmean(losses[at] / base[at] - 1 for at in part) for part in within)
+        cells.append(["`{}`, seed {}, % from it".format(*name), *(f"{value:+.2f}" for value in apart)])
+    columns = ["", *(f"to {last / 1e6:.0f}M tokens" for last in ends[1:])]
+    return Table(columns, cells, [(LONG, rows)])
 
 
 def graphs() -> Table:

@@ -427,6 +427,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "loss-sums": lambda: losses.options(losses.SUMS),
     "loss-large": lambda: losses.options(losses.LARGE),
     "loss-seeds": losses.two_seeds,
+    "loss-long": losses.longer_run,
     "loss-graphs": losses.graphs,
     "table7": table7,
     "table7-measured": table7_measured,
