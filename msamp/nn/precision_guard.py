@@ -180,6 +180,10 @@ class LayerGuard:
         names: of all layers of all ranks of `group`, in an order that they share; None: those of `layers`, which all ranks have.
         device: of the sums; None: of the layers, of which there is at least one.
 
+    Attributes:
+        armed: whether the next step is measured.
+        has_raised: whether it has ever raised a layer in this process.
+
     Raises:
         ValueError: for a number out of range, no layer at all, or a layer that another guard has raised.
     """
@@ -208,7 +212,7 @@ class LayerGuard:
         self.bounds = Bounds() if bounds is None else bounds
         self.every, self.raise_after, self.return_after, self.group = every, raise_after, return_after, group
         self.states = {name: LayerState() for name in self.names}
-        self.armed = False
+        self.armed = self.has_raised = False
         device = next(iter(self.layers.values())).weight.device if device is None else device
         # Static memory, which graphs write.
         self._table = torch.zeros(len(self.names), len(TENSORS), len(TALLY), dtype=torch.float64, device=device)
@@ -286,6 +290,7 @@ class LayerGuard:
         return Change(step, name, not state.raised, why, steps)
 
     def _apply(self, name: str) -> None:
+        self.has_raised |= self.states[name].raised
         if name in self.layers:
             self.layers[name].scaling.raised = self.states[name].raised
 

@@ -38,6 +38,8 @@ FORMER_HEAD = ("02ce428?", "f551bc2?")
 UNPLANNED_TP = ("5fa3333b",)
 # Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
+CONTEXT = "--context-parallel-size"
+UNPLANNED_CP = frozenset({"6f1e70bc"})  # trees whose context-parallel ranks used up to 1.7 GiB more than planned
 # Until then O1 and O2 sent BF16 between tensor-parallel ranks, and their layers were not fused there.
 UNFUSED_TP = "2026-11-26"
 # Until then no layer with norms of queries and keys was fused.
@@ -129,10 +131,15 @@ def configuration(row: Row) -> Config:
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[preset]["sequence_parallel"] else []
     rest = rest.replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp")
-    parallel = ParallelConfig(tensor_model_parallel_size=int(row.get("tp") or 1), pipeline_model_parallel_size=int(row.get("pp") or 1))
+    words = shlex.split(rest)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=int(row.get("tp") or 1),
+        pipeline_model_parallel_size=int(row.get("pp") or 1),
+        context_parallel_size=int(words[words.index(CONTEXT) + 1]) if CONTEXT in words else 1,  # the rows have no column for it
+    )
     copies = parallel.axes(int(row.get("gpus") or 1)).data
     batch = int(row["micro_batch"]) * copies * int(row.get("micro_batches") or 1)
-    flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *shlex.split(rest), *of_all]
+    flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *words, *of_all]
     flags += ["--micro-batch-size", row["micro_batch"]]
     if row["commit"] in EARLIER:
         flags += ["--cuda-graph", "none"]

@@ -303,7 +303,9 @@ class Trainer:
         self.metrics.record(result, iteration)
         changes = check_guard(self.training, iteration)
         report_changes(self.metrics, self.training.guard, changes)
-        if changes:
+        if changes and self.graphs is not None:
+            if self.metrics.main and self.graphs.captured:
+                print("CUDA graphs: none from here on (a layer that --fp8-guard raised cannot be captured); steps take longer", flush=True)
             self._rebuild_graphs()  # they contain what the layers computed before
         return result
 

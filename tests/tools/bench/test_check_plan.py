@@ -16,7 +16,7 @@ def test_judged_rows_lie_within_the_limits_but_for_those_whose_cause_is_told():
     outside = [one for one in check_plan.of_kind("judged") if abs(one.memory_error or 0) > check_plan.MEMORY_LIMIT]
     assert memory >= 40
     assert memory - memory_within == len(outside)
-    assert {one.row["commit"] for one in outside} <= {*check_plan.FORMER_HEAD, *check_plan.UNPLANNED_TP}
+    assert {one.row["commit"] for one in outside} <= {*check_plan.FORMER_HEAD, *check_plan.UNPLANNED_TP, *check_plan.UNPLANNED_CP}
     unplanned = [one.measured_gib - one.gib for one in outside if one.row["commit"] in check_plan.UNPLANNED_TP]
     assert max(unplanned) < 0.65
     late = {(one.row["commit"], one.row["case"]) for one in check_plan.of_kind("judged") if abs(one.time_error) > check_plan.TIME_LIMIT}
@@ -60,6 +60,8 @@ def test_a_row_becomes_the_run_it_measured():
     pipeline = check_plan.configuration(row(GRID, commit="f13da06", case="O0 --pipeline-model-parallel-size 2"))
     assert (pipeline.parallel.pipeline_model_parallel_size, pipeline.num_micro_batches(2)) == (2, 4)
     assert pipeline.training.cuda_graph == "none"
+    ring = check_plan.configuration(row(GRID, commit="6f1e70bc", level="O0", tp="1"))
+    assert (ring.parallel.context_parallel_size, ring.training.global_batch_size) == (2, 1)  # two ranks share a sequence
     assert check_plan.configuration(row(STEP, commit="130f7fa", case="O2+blockwise")).precision.fp8_recipe == "blockwise"
 
 
