@@ -403,7 +403,7 @@ def _divide_experts(
     divided: dict[torch.Tensor, list[nn.Parameter]] = {}
     for attribute, name, scaling in weights:
         whole = module.get_parameter(attribute)
-        matrices = ExpertMatrices(whole, recipe, scaling, name, module.first)  # type: ignore[arg-type]
+        matrices = ExpertMatrices(whole, recipe, scaling, name, getattr(module, "first", 0))  # transformers' have all experts
         del module._parameters[attribute]
         module.add_module(attribute, matrices)
         divided[whole] = matrices.matrices
