@@ -178,7 +178,7 @@ class GradSync:
 
     def peers_of(self, bucket: Bucket) -> Peers:
         """Return the ranks that average a bucket's gradients."""
-        return self.others.peers if self.others is not None and self.others.average(bucket) else self.peers
+        return self.sender.peers_of(bucket)
 
     def owned(self, p: Tensor) -> list[Segment]:
         """Return the pieces of a parameter that this rank owns."""

@@ -28,7 +28,7 @@ class PrecisionGuard(LayerGuard):
             guard.step()
 
     Each change is logged as a warning of the logger `msamp`, on the first rank. If you capture CUDA graphs yourself, run the steps for
-    which `armed` is set eagerly, and capture again after a `step` that returns changes.
+    which `armed` is set eagerly, and drop them after a `step` that returns changes; capture again once `raised` is empty.
 
     The model's state does not contain which layers are raised: save `state_dict()` too. A guard of one process can be copied and pickled
     together with its model.

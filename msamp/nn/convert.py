@@ -401,9 +401,11 @@ def _divide_experts(
 ) -> dict[torch.Tensor, list[nn.Parameter]]:
     """Replace the weights of experts by one parameter per expert, and return the replacements."""
     divided: dict[torch.Tensor, list[nn.Parameter]] = {}
+    module.__class__ = kind
+    assert isinstance(module, Experts)
     for attribute, name, scaling in weights:
         whole = module.get_parameter(attribute)
-        matrices = ExpertMatrices(whole, recipe, scaling, name, getattr(module, "first", 0))  # transformers' have all experts
+        matrices = ExpertMatrices(whole, recipe, scaling, name, module.first)
         del module._parameters[attribute]
         module.add_module(attribute, matrices)
         divided[whole] = matrices.matrices
@@ -411,7 +413,6 @@ def _divide_experts(
             former |= zip(matrices.matrices, whole.detach().unbind(), strict=True)
         # Its memory is freed, and code that still holds it fails rather than use values that no longer change.
         whole.grad, whole.data = None, whole.new_empty(0)
-    module.__class__ = kind
     return divided
 
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.lm.data.preprocessing.indexing import read_documents
 from megatron.lm.evaluation.models import Model, Score, opened
 from megatron.lm.evaluation.paired_difference import interval
 from megatron.lm.evaluation.perplexity import perplexity
@@ -121,31 +122,23 @@ def compared(models: Mapping[str, Mapping[str, Items]], about: Mapping[str, Mapp
 
 
 def _read(args: argparse.Namespace) -> tuple[list[str], list[Any], dict[str, list[Any]]]:
-    texts = [item["text"] for file in args.text for item in _lines(file, "text")]
-    words = [item for file in args.last_words for item in _lines(file, "context", "word")]
-    sets = {
-        file.stem: _parsed(read_text(file, "a file in BIG-bench's form"), str(file), "examples")["examples"][: args.limit]
-        for file in args.pairs
-    }
+    texts = [document.texts["text"] for file in args.text for document in read_documents(file, ["text"])]
+    words = [document.texts for file in args.last_words for document in read_documents(file, ["context", "word"])]
+    sets = {file.stem: _examples(file)[: args.limit] for file in args.pairs}
     empty = [str(file) for file in args.pairs if not sets[file.stem]]
     if empty or not (texts or words or sets):
         raise ValueError(f"nothing to judge{' in ' + ', '.join(empty) if empty else ''}: give --text, --last-words or --pairs with items")
     return texts, words, sets
 
 
-def _lines(file: Path, *members: str) -> list[Mapping[str, Any]]:
-    lines = read_text(file, "a file of items").splitlines()
-    return [_parsed(line, f"{file}, line {number}", *members) for number, line in enumerate(lines, 1)]
-
-
-def _parsed(content: str, where: str, *members: str) -> Mapping[str, Any]:
+def _examples(file: Path) -> list[Any]:
     try:
-        found = json.loads(content)
+        found = json.loads(read_text(file, "a file in BIG-bench's form"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg}): was the file cut?") from None
-    if not isinstance(found, dict) or not set(members) <= set(found):
-        raise ValueError(f"{where} lacks {' and '.join(members)}: give an object with these members")
-    return found
+        raise ValueError(f"{file} is not JSON ({error.msg}): was the file cut?") from None
+    if not isinstance(found, dict) or not isinstance(found.get("examples"), list):
+        raise ValueError(f"{file} has no list of examples: give a task in BIG-bench's form")
+    return found["examples"]
 
 
 @exit_codes.command

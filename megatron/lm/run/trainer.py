@@ -146,7 +146,9 @@ class Trainer:
                 print(wrapped(mixture))
             if training.guard is not None:
                 print(wrapped(describe_guard(training.guard)))
-            print("CUDA graphs: {} ({})".format(*step_graph.choose(self.config)))
+            raised = training.guard is not None and training.guard.has_raised
+            mode = ("none", "--fp8-guard has raised layers, which cannot be captured") if raised else step_graph.choose(self.config)
+            print("CUDA graphs: {} ({})".format(*mode))
             if (travel := travels(training.model)) is not None:
                 print(wrapped(f"tensor parallelism: activations travel {travel}"))
             print(wrapped(f"precision {self.config.precision.name}: {sum(sizes.values()):.2f} bytes per parameter ({listed})"))

@@ -17,8 +17,8 @@ from msamp.nn.precision_guard import Bounds, Change, LayerGuard, linear_layers
 def build_guard(model: nn.Module, precision: PrecisionConfig) -> LayerGuard | None:
     """Return the guard of the model's FP8 linear layers, with their names in the whole model; None without `--fp8-guard`. Collective.
 
-    Every rank knows the verdicts about all layers, also of other pipeline stages: all recapture their graphs together, and rank 0 can
-    report and save them.
+    Every rank knows the verdicts about all layers, also of other pipeline stages: all drop their graphs together, and rank 0 can report
+    and save them.
 
     Args:
         model: this rank's part, perhaps several chunks.
@@ -62,7 +62,7 @@ def guarded(training: Training, iteration: int) -> Iterator[None]:
 
 
 def check_guard(training: Training, iteration: int) -> list[Change]:
-    """Return the layers that change after a step; none if it was not measured. CUDA graphs must be rebuilt after a change. After a measured
+    """Return the layers that change after a step; none if it was not measured. CUDA graphs must be dropped after a change. After a measured
     step it is collective, and waits for the device."""
     if training.guard is None or not training.guard.armed:
         return []

@@ -72,9 +72,11 @@ def test_a_call_without_items_and_a_model_twice_are_refused_before_anything_is_l
     for flags, said in (
         (["--load", "a", "--pairs", str(empty)], "nothing to judge in"),
         (["--load", "a"], "nothing to judge: give --text"),
-        (["--load", "a", "--text", str(cut)], "line 2 is not JSON"),
-        (["--load", "a", "--last-words", str(other)], "line 1 lacks context and word"),
-        (["--load", "a", "--text", str(tmp_path / "absent")], "absent"),
+        (["--load", "a", "--text", str(cut)], "line 2: not JSON"),
+        (["--load", "a", "--last-words", str(other)], "line 1: no key 'context'"),
+        (["--load", "a", "--text", str(tmp_path / "absent.jsonl")], "absent"),
+        (["--load", "a", "--pairs", str(cut)], "is not JSON"),
+        (["--load", "a", "--pairs", str(other)], "has no list of examples"),
         (["--load", "a", "a", "--pairs", str(empty)], "a model is listed twice"),
     ):
         assert judge_items.main([*flags, "--out", str(tmp_path / "out.csv")]) == 2
