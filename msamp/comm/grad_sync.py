@@ -122,23 +122,23 @@ class GradSync:
         self.exchange = by_name(exchange) if isinstance(exchange, str) else exchange
         self.scaling = self.exchange.scaling(scaling, mu_rule)
         self.sent = WireBytes() if sent is None else sent
-        self.peers, self.others = Peers(group, self.sent), others
+        self.others, peers = others, Peers(group, self.sent)
         self.shard, self.overlap, self.seed = shard, overlap, seed
         self.model = weakref.ref(model)
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        check_same_on_all_ranks(self.names, formats, self.peers, others)
+        check_same_on_all_ranks(self.names, formats, peers, others)
         check_formats(self.names, formats)
         self.sums = [(others, list(params)) for others, params in sums]
         check_sums(self.sums, self.names, formats)
         summed = {p for _, params in self.sums for p in params}
-        buckets = _build(plan, self.names, formats, self.peers, others)
+        buckets = _build(plan, self.names, formats, peers, others)
         self._held_back = {bucket for bucket in buckets if summed & set(bucket.params)}
         self.buckets = sorted(buckets, key=lambda bucket: bucket in self._held_back)
         self._place = {p: (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
         self._owned = _owned(self.buckets)
         device = next((p.device for p in self.names), torch.device("cpu"))
         self.sender = BucketSender(
-            self.buckets, self.peers, self.exchange, self.scaling, mu_rule=mu_rule, shard=shard, device=device, others=others
+            self.buckets, peers, self.exchange, self.scaling, mu_rule=mu_rule, shard=shard, device=device, others=others
         )
         self.autoscale, self.statistics, self.own_proposals = self.sender.autoscale, self.sender.statistics, self.sender.own_proposals
         self._at_owner = accumulate == OWNER
@@ -166,6 +166,11 @@ class GradSync:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
         reduction = f"{self.exchange} with auto-scaling" if self.scaling.adapts else str(self.exchange)
         return f"gradients in {len(self.buckets)} buckets ({', '.join(scaled)}, {reduction})"
+
+    @property
+    def peers(self) -> Peers:
+        """The data-parallel ranks."""
+        return self.sender.peers
 
     @property
     def idle(self) -> bool:

@@ -206,7 +206,7 @@ def without_communication(training: Training, step: Step, steps: int, ms: float)
     sync = training.grad_sync
     if sync.peers.ranks == 1:
         return {}
-    sync.peers = SilentPeers(sync.peers.group, sync.sent)
+    sync.sender.peers = SilentPeers(sync.peers.group, sync.sent)
     if isinstance(training.optimizer.shard, ZeRO):
         training.optimizer.shard.gathers = False
     for _ in range(2):

@@ -24,7 +24,8 @@ def test_weights_that_are_not_gathered_stay_with_their_owners():
     model = nn.Linear(4, 4)
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
     shard, sent = ZeRO(sync), []
-    sync.peers = SimpleNamespace(ranks=2, rank=0, all_gather=lambda own, sizes, what: (sent.append(what), own.repeat(2))[1])  # type: ignore[assignment]
+    all_gather = lambda own, sizes, what: (sent.append(what), own.repeat(2))[1]  # noqa: E731
+    sync.sender.peers = SimpleNamespace(ranks=2, rank=0, all_gather=all_gather)  # type: ignore[assignment]
     for shard.gathers in (True, False):
         sent.clear()
         shard.send_weights({})
