@@ -145,9 +145,21 @@ class Peers(WithGroup):
         last rank's next is the first."""
         if self.ranks == 1:
             return Pending(self, own)
-        received = torch.empty_like(own, memory_format=torch.contiguous_format)
+        return self.start_shift(own, torch.empty_like(own, memory_format=torch.contiguous_format), 1, what, kind, label, async_op)
+
+    def start_shift(
+        self, own: torch.Tensor, received: torch.Tensor, distance: int, what: str, kind: str, label: str, async_op: bool = True
+    ) -> "Pending":
+        """Start to send `own` to the rank `distance` after this one, the first following the last, while every rank does the same.
+
+        Args:
+            own: any size; ranks may send differently much.
+            received: contiguous, the result, in size and dtype of what the rank `distance` before this one sends.
+            distance: 1 to ranks - 1, or negative: the rank before this one, and so on.
+            what, kind, label, async_op: as for the other collectives.
+        """
         to, source = [0] * self.ranks, [0] * self.ranks
-        to[(self.rank + 1) % self.ranks] = source[self.rank - 1] = own.nbytes
+        to[(self.rank + distance) % self.ranks], source[(self.rank - distance) % self.ranks] = own.nbytes, received.nbytes
         whole, mine = as_bytes(received.view(-1)), as_bytes(own.contiguous().view(-1))
         what = f"ring of {what}"
         work = self.run(lambda: dist.all_to_all_single(whole, mine, source, to, self.group, async_op), what)

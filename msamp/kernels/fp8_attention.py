@@ -31,13 +31,15 @@ class Shape(NamedTuple):
 
     Attributes:
         device: index of the GPU.
-        sequence, batch, heads, groups, channels: the query is [sequence, batch, heads, channels], key and value have `groups` heads.
+        sequence, batch, heads, channels: of the query, [sequence, batch, heads, channels].
+        keys, groups: key and value are [keys, batch, groups, channels]; with a causal mask keys is sequence.
         softmax_scale: factor of the scores.
         causal: whether a token attends only to itself and earlier tokens.
     """
 
     device: int
     sequence: int
+    keys: int
     batch: int
     heads: int
     groups: int
@@ -47,7 +49,8 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "no mask"
-        return f"{self.sequence} x {self.batch} x {self.heads} heads in {self.groups} groups x {self.channels}, {mask}"
+        over = "" if self.keys == self.sequence else f" over {self.keys} keys"
+        return f"{self.sequence}{over} x {self.batch} x {self.heads} heads in {self.groups} groups x {self.channels}, {mask}"
 
 
 class _Built(NamedTuple):
@@ -91,7 +94,9 @@ def check_available(device: torch.device, channels: int) -> None:
         raise ValueError(f"FP8 attention requires cuDNN's frontend, which is not installed: {INSTALL}, or keep the attention in BF16")
 
 
-def prepare(query: torch.Size | tuple[int, ...], groups: int, softmax_scale: float, device: torch.device, *, causal: bool) -> None:
+def prepare(
+    query: torch.Size | tuple[int, ...], groups: int, softmax_scale: float, device: torch.device, *, causal: bool, keys: int | None = None
+) -> None:
     """Build the graphs for a shape in advance, so that an unsupported shape fails early.
 
     Args:
@@ -99,6 +104,7 @@ def prepare(query: torch.Size | tuple[int, ...], groups: int, softmax_scale: flo
         groups: number of heads of key and value.
         softmax_scale, causal: as for `attention_forward`.
         device: a CPU needs no graph.
+        keys: number of keys; None for as many as queries.
 
     Raises:
         ValueError: as in `check_available`, or if cuDNN has no kernel for the shape.
@@ -106,7 +112,7 @@ def prepare(query: torch.Size | tuple[int, ...], groups: int, softmax_scale: flo
     check_available(device, query[3])
     if device.type == "cuda":
         s, b, heads, d = query
-        shape = Shape(scalar_pool.gpu_index(device), s, b, heads, groups, d, softmax_scale, causal)
+        shape = Shape(scalar_pool.gpu_index(device), s, s if keys is None else keys, b, heads, groups, d, softmax_scale, causal)
         _forward_graph(shape)
         _backward_graph(shape)
 
@@ -124,7 +130,7 @@ def attention_forward(
     """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_forward(query, key, value, scale_invs, o_scale, softmax_scale, causal=causal)
-    check_heads(query, key, value)
+    check_heads(query, key, value, causal=causal)
     built = _forward_graph(_shape(query, key, softmax_scale, causal))
     s, b, heads, _ = query.shape
     softmax = _softmax_scales(query.device)
@@ -151,7 +157,7 @@ def attention_backward(
     """See `msamp.kernels.reference.fp8_attention`, which runs on a CPU. Also raise a ValueError if cuDNN has no kernel for the shape."""
     if not query.is_cuda:
         return twin.attention_backward(query, key, value, o, grad_o, stats, scales, softmax_scale, causal=causal)
-    check_heads(query, key, value)
+    check_heads(query, key, value, causal=causal)
     built = _backward_graph(_shape(query, key, softmax_scale, causal))
     softmax = _softmax_scales(query.device)
     dq, dk, dv = (torch.empty_like(x, dtype=torch.float8_e5m2) for x in (query, key, value))
@@ -167,7 +173,7 @@ def attention_backward(
 
 def _shape(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, causal: bool) -> Shape:
     s, b, heads, d = query.shape
-    return Shape(scalar_pool.gpu_index(query.device), s, b, heads, key.shape[2], d, softmax_scale, causal)
+    return Shape(scalar_pool.gpu_index(query.device), s, key.shape[0], b, heads, key.shape[2], d, softmax_scale, causal)
 
 
 @functools.cache
@@ -213,8 +219,8 @@ class _Drawing:
 
     def heads_of(self, name: str, dtype: torch.dtype) -> tuple[list[int], list[int], Any]:
         """Return sizes, strides and type of a tensor [s, b, heads, d] in cuDNN's order [b, heads, s, d]."""
-        s, b, d = self.shape.sequence, self.shape.batch, self.shape.channels
-        n = self.shape.groups if name in ("k", "v", "dK", "dV") else self.shape.heads
+        shape, b, d = self.shape, self.shape.batch, self.shape.channels
+        s, n = (shape.keys, shape.groups) if name in ("k", "v", "dK", "dV") else (shape.sequence, shape.heads)
         return [b, n, s, d], [n * d, d, b * n * d, 1], getattr(self.types, NARROW[dtype])
 
     def statistics(self) -> tuple[list[int], list[int], Any]:

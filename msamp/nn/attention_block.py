@@ -32,7 +32,7 @@ from msamp.nn.block import (
 )
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
-from msamp.nn.fp8_attention import Attended, FP8Attention, K, Operands, Q, V, raise_amax
+from msamp.nn.fp8_attention import Attended, FP8Attention, Gradients, K, Q, V, raise_amax
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.head_norms import HeadNorms, HeadNormWeights, cast_packed
 from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
@@ -304,7 +304,7 @@ class _Narrow:
     def transposed(self, scale_inv: torch.Tensor) -> Operand:
         return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.transpose(self._rows()[0]))
 
-    def gradients(self, grad_o: torch.Tensor) -> Operands:
+    def gradients(self, grad_o: torch.Tensor) -> Gradients:
         assert self.attended is not None
         return self.fp8.gradients(self.operands, self.attended, grad_o)
 

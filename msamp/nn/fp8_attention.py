@@ -24,9 +24,12 @@ changes nothing.
 
 A non-finite value shows as a scale_inv of NaN or as an infinite amax.
 
+The methods of a part compute attention over some of the keys only; `msamp.parallel.fp8_ring_attention` merges the parts of several ranks.
+
 Speed and losses: `docs/guide/choosing.md`.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +73,15 @@ class Operands(NamedTuple):
     scale_invs: torch.Tensor
 
 
+class Gradients(NamedTuple):
+    """Gradients of query, key and value in their shapes: E5M2 with scale_inv FP32 [3], or in the compute dtype with None."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale_invs: torch.Tensor | None
+
+
 class Attended(NamedTuple):
     """The result of attention: what backward needs besides the operands.
 
@@ -86,7 +98,8 @@ class Attended(NamedTuple):
     amax: torch.Tensor
 
 
-class FP8Attention(NamedTuple):
+@dataclass(frozen=True)
+class FP8Attention:
     """The attention core of one layer in this step.
 
     Attributes:
@@ -141,53 +154,70 @@ class FP8Attention(NamedTuple):
         return payload.view(x.shape), scale_inv
 
     def attend(self, of: Operands) -> Attended:
-        """Run the forward kernel."""
+        """Compute the output."""
+        return self.attend_part(of, causal=self.causal)
+
+    def attend_part(self, of: Operands, *, causal: bool) -> Attended:
+        """Run the forward kernel, with keys and values [keys, b, groups, d]: with a causal mask, as many as queries."""
         scaling = self.scaling
         if scaling.delayed:
             o_scale, o_scale_inv = scaling.scale[O], scaling.scale_inv[O]
         else:
             o_scale_inv = of.scale_invs[2]
             o_scale = inverse(o_scale_inv)
-        o, stats, amax = kernels.attention_forward(
-            of.query, of.key, of.value, of.scale_invs, o_scale, self.softmax_scale, causal=self.causal
-        )
+        o, stats, amax = kernels.attention_forward(of.query, of.key, of.value, of.scale_invs, o_scale, self.softmax_scale, causal=causal)
         if self.record:
             raise_amax(scaling.amax[O], amax)
         return Attended(o, o_scale_inv, stats, amax)
 
-    def gradients(self, of: Operands, attended: Attended, grad_o: torch.Tensor) -> Operands:
-        """Return the gradients of the operands, E5M2, for the output's gradient [s, b, heads * d] in the compute dtype."""
-        scaling = self.scaling
+    def gradients(self, of: Operands, attended: Attended, grad_o: torch.Tensor) -> Gradients:
+        """Return the gradients of the operands for the output's gradient [s, b, heads * d] in the compute dtype."""
         grad, of_grad = self.cast_one(grad_o.view(attended.o.shape), GRAD)
+        return self.part_gradients(of, attended, grad, of_grad, causal=self.causal)
+
+    def part_gradients(self, of: Operands, attended: Attended, grad: torch.Tensor, of_grad: torch.Tensor, *, causal: bool) -> Gradients:
+        """Return a part's share of the gradients of its operands, E5M2.
+
+        Args:
+            of: of this part, as for `attend_part`.
+            attended: of the queries of this part, over all keys.
+            grad, of_grad: the gradient of their output [s, b, heads, d], E5M2, and its scale_inv.
+            causal: as for `attend_part`.
+        """
+        scaling = self.scaling
         if scaling.delayed:
             given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scaling.scale[DP:], scaling.scale_inv[DP])
-            *made, amaxes = self.backward(of, attended, grad, given)
+            *made, amaxes = self.backward(of, attended, grad, given, causal=causal)
             scale_invs = scaling.scale_inv[DQ:]
         else:
-            scales = self._bounds(of, of_grad)
+            scales = self._bounds(of, attended, of_grad)
             for _ in range(2):  # first to measure the amaxes, then with their scales
                 given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scales, inverse(scales[0]))
-                *made, amaxes = self.backward(of, attended, grad, given)
+                *made, amaxes = self.backward(of, attended, grad, given, causal=causal)
                 used, scales = scales, ops.scale_from_amax(amaxes, E5M2.max, None, 1.0)
             scale_invs = inverse(used[1:])
         if self.record:
             raise_amax(scaling.amax[DP:], amaxes)
         dq, dk, dv = made
-        return Operands(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN if an amax is infinite
+        return Gradients(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN if an amax is infinite
 
-    def backward(self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales) -> tuple[torch.Tensor, ...]:
+    def backward(
+        self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales, *, causal: bool
+    ) -> tuple[torch.Tensor, ...]:
         """Run the backward kernel: return dQ, dK and dV in E5M2, and the amaxes of dP, dQ, dK and dV."""
         return kernels.attention_backward(
-            of.query, of.key, of.value, attended.o, grad, attended.stats, scales, self.softmax_scale, causal=self.causal
+            of.query, of.key, of.value, attended.o, grad, attended.stats, scales, self.softmax_scale, causal=causal
         )
 
-    def _bounds(self, of: Operands, of_grad: torch.Tensor) -> torch.Tensor:
+    def _bounds(self, of: Operands, attended: Attended, of_grad: torch.Tensor) -> torch.Tensor:
         """Return FP32 [4]: a scale with which dP cannot overflow, and 1 for dQ, dK and dV.
 
-        dP = S (dO V^T - rowsum(dO O)) softmax_scale, and each of the two terms is at most d times the largest dO times the largest value.
+        dP = S (dO V^T - rowsum(dO O)) softmax_scale, and the two terms are at most d times the largest dO times the largest value, and
+        times the largest output, to which values of other parts may have contributed.
         """
         most = 2 * self.softmax_scale * of.value.shape[3] * E4M3.max * E5M2.max
-        scale = ops.scale_from_amax((of.scale_invs[2] * of_grad * most).view(1), E5M2.max, None, 1.0)
+        largest = torch.maximum(of.scale_invs[2], attended.o_scale_inv)
+        scale = ops.scale_from_amax((largest * of_grad * most).view(1), E5M2.max, None, 1.0)
         return torch.cat([scale, scale.new_ones(3)])
 
 
@@ -210,4 +240,6 @@ class _Attention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *made, scale_invs = ctx.attention.gradients(*ctx.kept, grad_o.contiguous())
-        return *(dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(made, scale_invs, strict=True)), None
+        if scale_invs is not None:
+            made = [dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(made, scale_invs, strict=True)]
+        return *made, None

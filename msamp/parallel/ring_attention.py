@@ -24,8 +24,8 @@ computes with the dequantized values; with its own keys and values it computes u
 Source: Ring Attention (arXiv:2310.01889); the zigzag order is that of megatron-core's `get_batch_on_this_cp_rank`.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ from msamp.numerics.quantize import dequantize
 KIND = "activation"
 COMPUTE, FP8 = "bf16", "fp8"
 WIRES = (COMPUTE, FP8)
+Held = TypeVar("Held")
 
 
 class Step(NamedTuple):
@@ -60,6 +61,31 @@ def step_of(rank: int, source: int, length: int, *, causal: bool) -> Step:
         return Step(WHOLE, WHOLE, causal)
     half = length // 2
     return Step(WHOLE, slice(0, half), False) if source < rank else Step(slice(half, None), WHOLE, False)
+
+
+def steps_of(peers: Peers, length: int, *, causal: bool) -> Iterator[Step]:
+    """Return what this rank computes in each step, with `length` tokens: first with its own keys, then with those of the rank before it,
+    and so on.
+
+    Raises:
+        ValueError: if `length` is odd and there is a causal mask.
+    """
+    if causal and length % 2:
+        raise ValueError(f"ring attention got {length} tokens per rank; two chunks of equal size require an even number")
+    return (step_of(peers.rank, (peers.rank - number) % peers.ranks, length, causal=causal) for number in range(peers.ranks))
+
+
+def pack_codes(first: torch.Tensor, second: torch.Tensor, scale_invs: torch.Tensor) -> torch.Tensor:
+    """Return two FP8 tensors and their scale_invs, FP32 [2], as what travels: one flat tensor of bytes."""
+    return torch.cat([x.reshape(-1).view(torch.uint8) for x in (first, second, scale_invs)])
+
+
+def unpack_codes(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what was given to `pack_codes`: two tensors of `shape` in the FP8 `dtype`, and their scale_invs."""
+    size = shape.numel()
+    first, second = (part.view(dtype).view(shape) for part in packed[: 2 * size].split(size))
+    # A copy: the bytes before may have moved the scales out of FP32's alignment.
+    return first, second, packed[2 * size :].clone().view(torch.float32)
 
 
 class RingAttention(NamedTuple):
@@ -85,22 +111,19 @@ class RingAttention(NamedTuple):
         Raises:
             ValueError: if shapes do not match, s is odd with a causal mask, or no kernel supports the tensors.
         """
-        if self.causal and query.shape[0] % 2:
-            raise ValueError(f"ring attention got {query.shape[0]} tokens per rank; two chunks of equal size require an even number")
         return _Ring.apply(query, key, value, self)
 
     def steps(self, length: int) -> Iterator[Step]:
-        """Return what this rank computes in each step: first with its own keys, then with those of the rank before it, and so on."""
-        ranks, rank = self.peers.ranks, self.peers.rank
-        return (step_of(rank, (rank - number) % ranks, length, causal=self.causal) for number in range(ranks))
+        """Return `steps_of` this rank."""
+        return steps_of(self.peers, length, causal=self.causal)
 
     def kernel(self, query: torch.Tensor, key: torch.Tensor) -> str:
         """Return the kernel of all steps."""
         return kernels.choose(self.backend, query, key, causal=self.causal)
 
-    def start_hop(self, packed: torch.Tensor) -> Pending:
-        """Send packed keys and values (`pack`) to the next rank."""
-        return self.peers.start_ring(packed, "keys and values", KIND, "keys and values ring")
+    def travelling(self, key: torch.Tensor, value: torch.Tensor) -> "Travelling[tuple[torch.Tensor, torch.Tensor]]":
+        """Send keys and values around the ring."""
+        return Travelling(self.peers, (key, value), lambda: self.pack(key, value), lambda packed: self.unpack(packed, key))
 
     def pack(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return what travels of key and value [s, b, groups, d]: both in one tensor of their dtype, [2, s, b, groups, d]; as "fp8" their
@@ -108,16 +131,13 @@ class RingAttention(NamedTuple):
         if self.wire == COMPUTE:
             return torch.stack([key, value])
         casts = [ops.cast_transpose(x.reshape(-1, x.shape[3]), None, None, E4M3.dtype, row=True) for x in (key, value)]
-        scale_invs = torch.stack([scale_inv for _, _, scale_inv, _ in casts])
-        return torch.cat([*(payload.view(torch.uint8).view(-1) for payload, *_ in casts), scale_invs.view(torch.uint8)])
+        return pack_codes(casts[0][0], casts[1][0], torch.stack([scale_inv for _, _, scale_inv, _ in casts]))
 
     def unpack(self, packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the key and value of `pack`, in shape and dtype of `like`."""
         if self.wire == COMPUTE:
             return packed[0], packed[1]
-        size = like.numel()
-        scale_invs = packed[2 * size :].view(torch.float32)
-        codes = (part.view(E4M3.dtype).view(like.shape) for part in packed[: 2 * size].split(size))
+        *codes, scale_invs = unpack_codes(packed, like.shape, E4M3.dtype)
         key, value = (dequantize(part, scale_invs[n], like.dtype) for n, part in enumerate(codes))
         return key, value
 
@@ -156,7 +176,7 @@ class _Ring(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: RingAttention
     ) -> torch.Tensor:
-        kernel, travelling = ring.kernel(query, key), Travelling(ring, key, value)
+        kernel, travelling = ring.kernel(query, key), ring.travelling(key, value)
         merged: Merged | None = None
         for step in ring.steps(query.shape[0]):
             k, v = travelling.next()
@@ -176,7 +196,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         query, key, value, o, lse = ctx.saved_tensors
         ring, grad_o = ctx.ring, grad_o.view(o.shape)
-        kernel, travelling = ring.kernel(query, key), Travelling(ring, key, value)
+        kernel, travelling = ring.kernel(query, key), ring.travelling(key, value)
         dq = own = None
         behind: Pending | None = None
         for step in ring.steps(query.shape[0]):
@@ -199,22 +219,29 @@ class _Ring(torch.autograd.Function):
         return dq.to(query.dtype), own[0], own[1], None
 
 
-class Travelling:
-    """Keys and values on their way around the ring."""
+class Travelling(Generic[Held]):
+    """Keys and values on their way around the ring.
 
-    def __init__(self, ring: RingAttention, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._ring, self._left = ring, ring.peers.ranks - 1
-        self._here = (key, value)
-        self._packed = ring.pack(key, value) if self._left else None
+    Args:
+        peers: the ranks.
+        own: keys and values of this rank, in any form.
+        pack: returns what travels of them; called if there are other ranks.
+        unpack: returns keys and values from what has arrived.
+    """
+
+    def __init__(self, peers: Peers, own: Held, pack: Callable[[], torch.Tensor], unpack: Callable[[torch.Tensor], Held]) -> None:
+        self._peers, self._here, self._unpack, self._left = peers, own, unpack, peers.ranks - 1
+        self._packed = pack() if self._left else None
         self._pending: Pending | None = None
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of the next step [s, b, groups, d] each, and start to receive those of the step after it."""
+    def next(self) -> Held:
+        """Return the keys and values of the next step, and start to receive those of the step after it."""
         if self._pending is not None:
             self._packed = self._pending.wait()
-            self._here = self._ring.unpack(self._packed, self._here[0])
+            self._here = self._unpack(self._packed)
         self._pending = None
         if self._left:
             assert self._packed is not None
-            self._pending, self._left = self._ring.start_hop(self._packed), self._left - 1
+            self._pending = self._peers.start_ring(self._packed, "keys and values", KIND, "keys and values ring")
+            self._left -= 1
         return self._here

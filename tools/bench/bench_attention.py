@@ -132,7 +132,7 @@ class Attention:
         of, grad, given = self.cast
         attended = self.fp8.attend(of)
         if backward:
-            self.fp8.backward(of, attended, grad, given)
+            self.fp8.backward(of, attended, grad, given, causal=True)
 
     def keep_casts(self) -> None:
         """Store the operands of `fp8_kernel`, once every scale is delayed."""
@@ -158,6 +158,7 @@ class Attention:
         of = fresh.rotate(self.qkv, self.cos[:, :0], self.sin[:, :0], self.size.heads, self.size.groups)
         attended = fresh.attend(of)
         *fp8_gradients, scale_invs = fresh.gradients(of, attended, self.grad)
+        assert scale_invs is not None
         sqnrs = {"sqnr_o": sqnr_db(out.detach(), dequantize(attended.o, attended.o_scale_inv, torch.float32).flatten(2))}
         for name, want, got, scale_inv in zip("qkv", gradients, fp8_gradients, scale_invs, strict=True):
             sqnrs[f"sqnr_d{name}"] = sqnr_db(want, dequantize(got, scale_inv, torch.float32))

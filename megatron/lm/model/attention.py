@@ -25,6 +25,7 @@ from msamp.kernels.fp8_attention import check_width, default_scale, prepare
 from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.nn.rotary import RotaryFunction
 from msamp.numerics.recipe import Gemms
+from msamp.parallel.fp8_ring_attention import FP8RingAttention, shapes
 from msamp.parallel.ring_attention import RingAttention
 
 BACKENDS: dict[str, list[SDPBackend]] = {
@@ -77,10 +78,12 @@ def check_precision(config: Config) -> None:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if config.precision.attention_precision != "fp8":
         return
-    query = (model.seq_length, config.training.micro_batch_size, model.num_attention_heads // tp, model.head_size)
-    groups, causal = max(1, model.query_groups // tp), model.objective == "causal-lm"
+    cp, causal = config.parallel.context_parallel_size, model.objective == "causal-lm"
+    rest = (config.training.micro_batch_size, model.num_attention_heads // tp, model.head_size)
+    groups, scale, device = max(1, model.query_groups // tp), default_scale(model.head_size), process_groups.device()
     try:
-        prepare(query, groups, default_scale(model.head_size), process_groups.device(), causal=causal)
+        for queries, keys, masked in sorted(shapes(model.seq_length // cp, cp, causal=causal)):
+            prepare((queries, *rest), groups, scale, device, causal=masked, keys=keys)
     except ValueError as error:
         raise ValueError(f"--attention-precision fp8: {error}") from error
 
@@ -252,7 +255,8 @@ def count_rings(model: nn.Module, sent: WireBytes) -> None:
 
 
 class FP8CoreAttention(SDPAttention):
-    """`SDPAttention` in FP8 (`msamp.nn.fp8_attention`), without dropout, padding masks or a choice of kernels.
+    """`SDPAttention` in FP8 (`msamp.nn.fp8_attention`), without dropout, padding masks or a choice of kernels. With context parallelism
+    keys and values always travel in FP8 (`msamp.parallel.fp8_ring_attention`).
 
     Generation uses its own KV cache in the compute dtype (`megatron.lm.evaluation.decoding`).
 
@@ -281,7 +285,9 @@ class FP8CoreAttention(SDPAttention):
 
     def now(self) -> FP8Attention:
         """Return the attention function with the current scales."""
-        return FP8Attention.of(self.scaling, self.scale, causal=self.causal)
+        if self.ring is None:
+            return FP8Attention.of(self.scaling, self.scale, causal=self.causal)
+        return FP8RingAttention(self.scaling, self.scale, self.causal, torch.is_grad_enabled(), self.ring)
 
     def forward(
         self,

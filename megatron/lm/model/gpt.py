@@ -272,7 +272,7 @@ def assemble(
             others,
             experts,
             model.qk_layernorm_scope,
-            config.parallel.cp_wire,
+            config.parallel.cp_wire or "bf16",
         )
     gpt = GPT(
         config=core_config,

@@ -35,14 +35,16 @@ class AttentionScales(NamedTuple):
     dp_scale_inv: torch.Tensor
 
 
-def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise a ValueError unless the query is [s, b, heads, d], and key and value are [s, b, groups, d] with groups a divisor of heads."""
+def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool) -> None:
+    """Raise a ValueError unless the query is [s, b, heads, d], and key and value are both [keys, b, groups, d] with groups a divisor of
+    heads; with a causal mask, unless keys is s."""
     s, b, heads, d = query.shape
+    length = s if causal else key.shape[0]
     for name, x in (("key", key), ("value", value)):
         groups = x.shape[2]
-        if x.shape != (s, b, key.shape[2], d) or not groups or heads % groups:
+        if x.shape != (length, b, key.shape[2], d) or not groups or heads % groups:
             raise ValueError(
-                f"{name} is {tuple(x.shape)}; for a query of {tuple(query.shape)} it must be [{s}, {b}, groups, {d}] with groups a "
+                f"{name} is {tuple(x.shape)}; for a query of {tuple(query.shape)} it must be [{length}, {b}, groups, {d}] with groups a "
                 "divisor of the heads"
             )
 
@@ -61,7 +63,7 @@ def attention_forward(
 
     Args:
         query: [s, b, heads, d] E4M3.
-        key, value: [s, b, groups, d] E4M3.
+        key, value: [keys, b, groups, d] E4M3, with a causal mask as many keys as queries.
         scale_invs: FP32 [3], of query, key and value.
         o_scale: FP32 0-dim, a power of two: the scale of the output.
         softmax_scale: factor of the scores.
@@ -74,7 +76,7 @@ def attention_forward(
     Raises:
         ValueError: if shapes do not match.
     """
-    check_heads(query, key, value)
+    check_heads(query, key, value, causal=causal)
     q, k, v = (_by_head(x, query.shape[2]) for x in (query, key, value))
     scores = _scores(q, k, scale_invs, softmax_scale, causal)
     top = scores.amax(-1, keepdim=True)
@@ -101,17 +103,18 @@ def attention_backward(
 
     Args:
         query, key, value, softmax_scale, causal: as for `attention_forward`.
-        o, stats: as returned by `attention_forward`.
+        o, stats: as returned by `attention_forward`. If key and value are a part of those of the queries, the output and the logarithm of
+            the whole attention (`msamp.parallel.fp8_ring_attention`).
         grad_o: [s, b, heads, d] E5M2.
         scales: of all inputs and outputs.
 
     Returns:
-        dQ [s, b, heads, d], dK and dV [s, b, groups, d], E5M2; the amaxes of dP, dQ, dK and dV before their casts, FP32 [4].
+        dQ [s, b, heads, d], dK and dV [keys, b, groups, d], E5M2; the amaxes of dP, dQ, dK and dV before their casts, FP32 [4].
 
     Raises:
         ValueError: if shapes do not match.
     """
-    check_heads(query, key, value)
+    check_heads(query, key, value, causal=causal)
     groups = key.shape[2]
     q, k, v, out, grad = (_by_head(x, query.shape[2]) for x in (query, key, value, o, grad_o))
     of_q, of_k, of_v = scales.qkv

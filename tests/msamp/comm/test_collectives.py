@@ -21,7 +21,7 @@ from msamp.comm import collectives
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.statistics import Statistics
-from msamp.numerics.formats import E4M3
+from msamp.numerics.formats import E4M3, E5M2
 from msamp.parallel.data_parallel import grad_sync
 
 WORLD = 4
@@ -57,10 +57,14 @@ def started(group) -> dict:
     gathered = peers.start_all_gather(flat(peers.rank, 2, E4M3.dtype), sizes, "x", "activation", "input all-gather")
     received = peers.start_all_to_all(flat(peers.rank, 2 * peers.ranks, torch.bfloat16), sizes, "x", "activation", "output reduce-scatter")
     hop = peers.start_ring(flat(peers.rank, 6, E4M3.dtype).view(2, 3), "x", "activation", "hop")
+    two_back = (peers.rank + 2) % peers.ranks  # rank r sends r + 1 elements
+    far = torch.empty(two_back + 1, dtype=E5M2.dtype)
+    shifted = peers.start_shift(flat(peers.rank, peers.rank + 1, E5M2.dtype), far, -2, "x", "activation", "shift")
     total = peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.SUM, "x", "activation", "amax all-reduce")
     found = {"received": bits(received.wait()), "gathered": bits(gathered.wait()), "total": float(total)}
     before = flat((peers.rank - 1) % peers.ranks, 6, E4M3.dtype).view(2, 3)
     assert bits(hop.wait()).equal(bits(before))
+    assert bits(shifted.wait()).equal(bits(flat(two_back, two_back + 1, E5M2.dtype)))
     found["sent"] = sent.take()
     assert received.wait() is received.wait()
     try:  # torch 2.14 refuses the sizes when the collective starts
@@ -140,7 +144,7 @@ def test_collectives_on_their_way(ranks):
         assert found["gathered"].equal(torch.cat([bits(flat(r, 2, E4M3.dtype)) for r in range(WORLD)]))
         assert found["received"].equal(torch.cat([bits(flat(r, 2 * WORLD, torch.bfloat16)[2 * rank : 2 * rank + 2]) for r in range(WORLD)]))
         assert found["total"] == WORLD
-        labels = {"input all-gather": 3 * 2, "output reduce-scatter": 3 * 2 * 2, "amax all-reduce": 6, "hop": 6}
+        labels = {"input all-gather": 3 * 2, "output reduce-scatter": 3 * 2 * 2, "amax all-reduce": 6, "hop": 6, "shift": rank + 1}
         assert found["sent"] == {("activation", label): count for label, count in labels.items()}
         assert found["bad sizes"].startswith(f"rank {rank}: the all-to-all of three elements failed: every rank still answers (")
 

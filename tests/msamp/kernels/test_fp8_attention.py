@@ -61,16 +61,17 @@ def test_a_cpu_follows_the_definition_and_prepares_nothing():
     assert default_scale(16) == 0.25
 
 
-# sequence, batch, heads, groups, channels, causal
-SHAPES = [(256, 2, 4, 4, 128, True), (1024, 1, 8, 2, 128, True), (512, 2, 2, 2, 128, False)]
+# queries, batch, heads, groups, channels, causal, keys
+SHAPES = [(256, 2, 4, 4, 128, True, 256), (1024, 1, 8, 2, 128, True, 1024), (512, 2, 2, 2, 128, False, 512)]
+PARTS = [(512, 2, 4, 2, 128, False, 256), (256, 1, 8, 2, 128, False, 512)]  # of a ring of ranks
 
 
 def operands(shape, kind: str = "normal") -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes of query, key and value with their scale_inv, and the output's gradient with its own."""
-    s, b, heads, groups, d, _ = shape
+    s, b, heads, groups, d, _, keys = shape
     made = []
-    for i, n in enumerate((heads, groups, groups, heads)):
-        x, fmt = make(kind, (s, b, n, d), seed=i, device="cuda"), E4M3 if i < 3 else E5M2
+    for i, (length, n) in enumerate(((s, heads), (keys, groups), (keys, groups), (s, heads))):
+        x, fmt = make(kind, (length, b, n, d), seed=i, device="cuda"), E4M3 if i < 3 else E5M2
         scale = scale_from_amax(x.abs().amax(), fmt.max)
         made.append((quantize(x, scale, fmt), inverse(scale)))
     return [x for x, _ in made[:3]], torch.stack([s for _, s in made[:3]]), made[3][0], made[3][1]
@@ -90,7 +91,7 @@ def both(way, shape, kind: str = "normal"):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + PARTS, ids=str)
 def test_cudnn_and_the_definition_agree(shape):
     pytest.importorskip("cudnn")
     got, stats, amaxes, _ = both(fp8_attention, shape)
@@ -212,7 +213,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     return found
 
 
-SHAPE = fp8_attention.Shape(0, 256, 2, 4, 2, 128, 0.125, True)
+SHAPE = fp8_attention.Shape(0, 256, 256, 2, 4, 2, 128, 0.125, True)
 SCALARS = {"attn_scale": 0.125, "use_causal_mask": True}
 
 
@@ -237,6 +238,18 @@ def test_graphs_are_drawn_with_the_frontends_words(drawn):
     assert (gradient["dim"], gradient["stride"], gradient["data_type"]) == ([2, 2, 256, 128], [256, 128, 512, 1], "e5m2")
     assert drawn.tensors[built.ids["dO"]].about["data_type"] == "e5m2"
     assert drawn.tensors[built.ids["stats"]].about["dim"] == [2, 4, 256, 1]
+
+
+def test_a_part_has_keys_of_their_own_number(drawn):
+    part = SHAPE._replace(keys=64, causal=False)
+    for build, names in ((fp8_attention._forward_graph, ("k", "v")), (fp8_attention._backward_graph, ("k", "v", "dK", "dV"))):
+        drawn.tensors.clear()
+        built = build.__wrapped__(part)
+        assert [drawn.tensors[built.ids[name]].about["dim"] for name in names] == [[2, 2, 64, 128]] * len(names)
+        others = ("q", "o") if build is fp8_attention._forward_graph else ("q", "o", "dO", "dQ")
+        assert [drawn.tensors[built.ids[name]].about["dim"] for name in others] == [[2, 4, 256, 128]] * len(others)
+        assert drawn.called["use_causal_mask"] is False
+    assert str(part) == "256 over 64 keys x 2 x 4 heads in 2 groups x 128, no mask"
 
 
 def test_a_shape_that_cudnn_does_not_serve_is_refused_with_its_words(drawn):

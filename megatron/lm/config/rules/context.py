@@ -33,20 +33,21 @@ def ring_attention(config: Config, world_size: int) -> Problems:
         yield f"{given} does not support --num-experts yet, whose losses count the tokens of whole sequences: drop one"
     if isinstance(precision.named, PeerRecipe):
         yield f"{given} is not built for Transformer Engine's attention ({precision.name}): use another precision"
-    if precision.attention_precision == "fp8":
-        yield f"{given} does not support --attention-precision fp8 yet: drop one"
 
 
 def wire(config: Config, world_size: int) -> Problems:
-    """Keys and values travel in FP8 only between context-parallel processes, at a level with FP8."""
-    if config.parallel.cp_wire == "bf16":
+    """Keys and values travel only between context-parallel processes, in FP8 at a level with FP8, and as FP8 attention reads them."""
+    wire, precision = config.parallel.cp_wire, config.precision
+    if wire is None:
         return
-    known = refusal(config.precision) is None
-    lacking = [] if known and config.precision.named.fp8 else ["--opt-level O1, O2 or O3"]
+    fp8 = refusal(precision) is None and precision.named.fp8
+    lacking = [] if fp8 or wire == "bf16" else ["--opt-level O1, O2 or O3"]
     lacking += [] if config.parallel.context_parallel_size > 1 else ["--context-parallel-size above 1"]
     if lacking:
         fix = " and ".join(lacking)
-        yield f"--cp-wire {config.parallel.cp_wire} has no effect without {fix}: drop it, or add {fix}"
+        yield f"--cp-wire {wire} has no effect without {fix}: drop it, or add {fix}"
+    elif wire == "bf16" and precision.attention_precision == "fp8":
+        yield "--cp-wire bf16 does not fit --attention-precision fp8, whose kernels read and send keys and values in FP8: drop one"
 
 
 RULES: Rules = {

@@ -109,10 +109,12 @@ class ParallelConfig:
         "p2p",
         choices=CP_COMM_TYPES,
     )
-    cp_wire: str = setting(
+    cp_wire: str | None = setting(
         "format in which keys and values travel between context-parallel processes: the compute dtype, or at O1 to O3 and with coat E4M3 "
-        "with one scale per tensor and process, half the bytes; their gradients travel in the compute dtype",
-        "bf16",
+        "with one scale per tensor and process, half the bytes; their gradients travel in the compute dtype. With "
+        "--attention-precision fp8 all of them travel in FP8, as its kernels read and write them; derived: bf16, or fp8 with "
+        "--attention-precision fp8",
+        None,
         choices=CP_WIRES,
     )
     expert_model_parallel_size: int = setting("processes that share the experts of a layer (EP)", 1, legal=COUNT)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from helpers import dist, tiny
 from megatron.lm.build import build_training
+from megatron.lm.data.batch import own_part
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
 from megatron.lm.training.gradients import chunks
@@ -22,6 +23,13 @@ GRIDS: dict[str, dict[str, Any]] = {
     "O2, PP": {"precision": "O2", "pipeline_model_parallel_size": 2, "global_batch_size": 4},
     "O2, DP with mu": {"precision": "O2", "grad_exchange": "nccl", "grad_scaling": "auto", "global_batch_size": 8},
     "O1, DP": {"precision": "O1", "global_batch_size": 4},
+    "O3, CP with FP8 attention": {
+        "precision": "O3",
+        "context_parallel_size": 2,
+        "attention_precision": "fp8",
+        "kv_channels": 16,
+        "global_batch_size": 2,
+    },
     "O3, experts": {"precision": "O3", "expert_model_parallel_size": 2, "global_batch_size": 4, **EXPERTS},
     "fp32, experts": {"precision": "fp32", "expert_model_parallel_size": 2, "global_batch_size": 4, **EXPERTS},
 }
@@ -38,7 +46,8 @@ def run(settings: dict[str, Any], struck: bool) -> tuple[list[Tensor], list[Any]
     with tiny.started(config):
         process_groups.seed_all(config.training.seed)
         made = build_training(config, tiny.VOCABULARY)
-        stream, last = tiny.micro_batches(config), torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        stream = (own_part(batch, made.grid.context) for batch in tiny.micro_batches(config))
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
         for step in range(STEPS):
             batches = [next(stream) for _ in range(made.micro_batches)]
             if step == BAD and not struck:

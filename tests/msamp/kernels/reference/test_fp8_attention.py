@@ -96,3 +96,7 @@ def test_shapes_that_do_not_fit_are_refused():
         attention_forward(q, k, v[:, :, :1], torch.ones(3), torch.ones(()), 1.0, causal=True)
     with pytest.raises(ValueError, match=r"key is \(64, 2, 3, 32\)"):
         attention_forward(q, q[:, :, :3], q[:, :, :3], torch.ones(3), torch.ones(()), 1.0, causal=True)
+    with pytest.raises(ValueError, match=r"key is \(32, 2, 2, 32\); .* it must be \[64, 2, groups, 32\]"):
+        attention_forward(q, k[:32], v[:32], torch.ones(3), torch.ones(()), 1.0, causal=True)
+    o, stats, _ = attention_forward(q, k[:32], v[:32], torch.ones(3), torch.ones(()), 1.0, causal=False)
+    assert (o.shape, stats.shape) == (q.shape, (2, 4, 64, 1))

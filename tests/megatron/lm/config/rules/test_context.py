@@ -21,7 +21,12 @@ REFUSALS: list[refusals.Refusal] = [
     (f"{CP} --precision te-delayed", r"not built for Transformer Engine's attention \(te-delayed\): use another precision", 2),
     ("--opt-level O2 --cp-wire fp8", "--cp-wire fp8 has no effect without --context-parallel-size above 1: drop it"),
     (f"{CP} --precision bf16 --cp-wire fp8", "--cp-wire fp8 has no effect without --opt-level O1, O2 or O3: drop it", 2),
-    (f"{CP} --opt-level O2 --attention-precision fp8", "--context-parallel-size 2 does not support --attention-precision fp8 yet", 2),
+    ("--cp-wire bf16", "--cp-wire bf16 has no effect without --context-parallel-size above 1: drop it"),
+    (
+        f"{CP} --opt-level O2 --attention-precision fp8 --cp-wire bf16",
+        "--cp-wire bf16 does not fit --attention-precision fp8.*drop one",
+        2,
+    ),
 ]
 
 

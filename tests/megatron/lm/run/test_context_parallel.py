@@ -1,0 +1,107 @@
+"""Context parallelism in whole runs on text: it learns as one process, accumulates, evaluates, resumes with another number of processes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import dist, tiny
+from megatron.lm.config import Config
+from msamp.comm.collectives import Peers
+
+CP = {"context_parallel_size": 2}
+FP8_ATTENTION = {"attention_precision": "fp8"}
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},  # on two processes with a wire of one byte
+    "O3": {"opt_level": "O3"} | FP8_ATTENTION,
+    "coat": {"precision": "coat"} | FP8_ATTENTION,
+}
+GRIDS: dict[str, dict[str, Any]] = {
+    "dp2": CP,
+    "tp2": CP | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": CP | {"pipeline_model_parallel_size": 2},
+}
+WITHIN = {True: 1e-3, False: 0.02}  # losses by whether the level is O0
+
+
+def spread(level: str) -> dict[str, Any]:
+    return CP | ({"cp_wire": "fp8"} if level == "O2" else {})
+
+
+def settings(prefix: str, level: str, **changes: Any) -> Config:
+    """Four micro-batches per step on one data-parallel process, and an evaluation after every second step."""
+    base = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 6, "eval_interval": 2, "eval_iters": 1, "kv_channels": 16}
+    return tiny.config(prefix, **base | LEVELS[level] | changes)
+
+
+def logged(prefix: str, level: str, changes: dict[str, Any]) -> list[tuple[str, int, float]]:
+    """Losses of training and evaluation by iteration, as rank 0 logs them."""
+    rows = tiny.run(settings(prefix, level, **changes))
+    return [(row["kind"], row["iteration"], row["loss"]) for row in rows if row["kind"] in ("train", "valid", "test")]
+
+
+def on(processes: int, *arguments: Any) -> list[tuple[str, int, float]]:
+    return dist.run(logged, processes, *arguments, init=False)[0]
+
+
+def assert_close(found: list[tuple[str, int, float]], expected: list[tuple[str, int, float]], within: float) -> None:
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], abs=within)
+
+
+@pytest.mark.parametrize("level", ["O3", *(pytest.param(name, marks=pytest.mark.nightly(5)) for name in LEVELS if name != "O3")])
+def test_two_processes_train_and_evaluate_as_one(tmp_path: Path, level: str):
+    prefix = str(tiny.write_data(tmp_path))
+    alone, together = on(1, prefix, level, {}), on(2, prefix, level, spread(level))
+    assert {kind for kind, *_ in alone} == {"train", "valid", "test"}
+    assert_close(together, alone, WITHIN[level == "O0"])
+
+
+@pytest.mark.nightly(15)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_that_ends_early_resumes_with_another_number_of_processes(tmp_path: Path, level: str):
+    prefix, within, two = str(tiny.write_data(tmp_path)), WITHIN[level == "O0"], spread(level)
+    parts, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
+    together = on(2, prefix, level, two)
+    first = on(2, prefix, level, two | {"save": parts, "exit_interval": 3})
+    assert first + on(2, prefix, level, two | {"load": parts}) == together
+    assert_close(first + on(1, prefix, level, {"load": parts}), together, within)
+    assert_close(on(1, prefix, level, {"save": whole, "exit_interval": 3}), first, within)
+    assert_close(first + on(2, prefix, level, two | {"load": whole}), together, within)
+
+
+@pytest.mark.nightly(9)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_grids_of_four_processes_train_as_one(tmp_path: Path, grid: str):
+    prefix = str(tiny.write_data(tmp_path))
+    assert_close(on(4, prefix, "O3", GRIDS[grid]), on(1, prefix, "O3", {}), WITHIN[False])
+
+
+def lost(prefix: str, folder: str) -> None:
+    """The last rank goes during its ninth hop, in backward of the first step; the others write what they raise."""
+    hops, start = iter(range(9)), Peers.start_ring
+
+    def last_hop(self: Peers, *arguments: Any) -> Any:
+        if self.rank == 1 and next(hops, None) is None:
+            os._exit(0)
+        return start(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers, "start_ring", last_hop)
+        try:
+            tiny.run(settings(prefix, "O3", **CP))
+        except RuntimeError as error:
+            Path(folder, "raised").write_text(str(error))
+    os._exit(0)  # without the other rank the process group cannot be taken down in order
+
+
+@pytest.mark.nightly(9)
+def test_a_process_that_is_lost_in_the_ring_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="result_"):
+        dist.run(lost, 2, str(tiny.write_data(tmp_path)), str(tmp_path), init=False)
+    message = (tmp_path / "raised").read_text()
+    assert message.startswith("rank 0: the ring of ")
+    assert "keys and values failed: rank 1 does not answer (" in message
