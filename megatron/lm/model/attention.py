@@ -26,6 +26,7 @@ from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.nn.rotary import RotaryFunction
 from msamp.numerics.recipe import Gemms
 from msamp.parallel.fp8_ring_attention import FP8RingAttention, shapes
+from msamp.parallel.head_exchange import HeadExchange
 from msamp.parallel.ring_attention import RingAttention
 
 BACKENDS: dict[str, list[SDPBackend]] = {
@@ -139,22 +140,23 @@ class Attention(SelfAttention):
 class SDPAttention(MegatronModule):
     """Scaled dot-product attention, causal or bidirectional, for megatron-core's `core_attention` slot.
 
-    With context parallelism, sequences are split between ranks (`megatron.lm.data.batch.own_part`), and this is ring attention.
+    With context parallelism, sequences are split between ranks (`megatron.lm.data.batch.own_part`): this is ring attention, or attention of
+    some heads of whole sequences between two all-to-alls.
 
     Args:
         config: head counts, attention dropout and softmax scale come from here.
         layer_number, attention_type: passed by megatron-core, unused.
-        cp_comm_type: with context parallelism `p2p`, a ring.
-        wire: format in which keys and values travel around the ring (`msamp.parallel.ring_attention.WIRES`).
+        cp_comm_type: with context parallelism `p2p`, a ring, or `a2a`, an all-to-all of heads.
+        wire: format in which keys and values travel, and queries with `a2a` (`msamp.parallel.ring_attention.WIRES`).
         attn_mask_type: `causal`, or `no_mask`: every token attends to its whole sequence except for the mask that `forward` gets.
         softmax_scale: factor on the scores; None is 1 / sqrt(kv_channels).
         backend: the allowed kernels, `auto | cudnn | flash | math`.
 
     Attributes:
-        ring: the ranks that share the sequences; None if each has whole sequences.
+        context: the ranks that share the sequences; None if each has whole sequences.
 
     Raises:
-        ValueError: if the backend is unknown or unavailable, the mask type is another, or ring attention would have dropout.
+        ValueError: if the backend is unknown or unavailable, the mask type is another, or context parallelism would have dropout.
     """
 
     def __init__(
@@ -177,11 +179,15 @@ class SDPAttention(MegatronModule):
         self.backends, self.masked_backends = BACKENDS[backend], MASKED_BACKENDS.get(backend, BACKENDS[backend])
         self.softmax_scale = softmax_scale
         self.dropout, self.backend, self.wire = config.attention_dropout, backend, wire
-        self.ring: Peers | None = None
+        self.context: Peers | None = None
+        self.by_heads = cp_comm_type == "a2a"
         if config.context_parallel_size > 1:
             if self.dropout or cp_comm_type not in (None, *CP_COMM_TYPES):
-                raise ValueError(f"ring attention got dropout {self.dropout:g} and cp_comm_type {cp_comm_type}: pass 0 and p2p")
-            self.ring = Peers(Grid.current().context.group, WireBytes())
+                raise ValueError(
+                    f"attention over split sequences got dropout {self.dropout:g} and cp_comm_type {cp_comm_type}: pass 0, and "
+                    f"{' or '.join(CP_COMM_TYPES)}"
+                )
+            self.context = Peers(Grid.current().context.group, WireBytes())
 
     def forward(
         self,
@@ -202,7 +208,7 @@ class SDPAttention(MegatronModule):
 
         Raises:
             ValueError: if there is a bias, packed sequences, a mask of padding in addition to the causal one, or a mask that the backend
-            or ring attention does not support.
+            or context parallelism does not support.
         """
         only_keys = attention_mask is not None and attention_mask.shape[-2] == 1 < query.shape[0]
         if attention_bias is not None or packed_seq_params is not None or (only_keys and self.causal):
@@ -212,12 +218,22 @@ class SDPAttention(MegatronModule):
             )
         if attention_mask is not None and self.backends == BACKENDS["flash"]:
             raise ValueError("--attention-backend flash does not support a mask; choose auto, cudnn or math")
+        if self.context is None:
+            return self._attend(
+                query, key, value, attention_mask, self.backends if attention_mask is None or only_keys else self.masked_backends
+            )
+        if attention_mask is not None:
+            raise ValueError("--context-parallel-size splits sequences between processes, which does not support a mask; pass None")
+        if self.by_heads:
+            return HeadExchange(self.context, self._attend, self.wire)(query, key, value)
+        scale = default_scale(query.shape[3]) if self.softmax_scale is None else self.softmax_scale
+        return RingAttention(self.context, scale, self.causal, self.backend, self.wire)(query, key, value)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, backends: list[SDPBackend] | None = None
+    ) -> Tensor:
+        """Attention over whole sequences, see `forward`."""
         sequence, batch, heads, channels = query.shape
-        if self.ring is not None:
-            if attention_mask is not None:
-                raise ValueError("--context-parallel-size splits sequences between processes, which does not support a mask; pass None")
-            scale = default_scale(channels) if self.softmax_scale is None else self.softmax_scale
-            return RingAttention(self.ring, scale, self.causal, self.backend, self.wire)(query, key, value)
         dtype = query.dtype
         # Views: the kernels read any strides of the first three dimensions.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -225,8 +241,7 @@ class SDPAttention(MegatronModule):
             # On a CPU torch's BF16 attention backward is 3x slower than FP32 with BF16 instructions, and far slower without.
             q, k, v = q.float(), k.float(), v.float()
         dropout = self.dropout if self.training else 0.0
-        backends = self.backends if attention_mask is None or only_keys else self.masked_backends
-        with sdpa_kernel(backends, set_priority=True), self._dropout_rng(dropout):
+        with sdpa_kernel(self.backends if backends is None else backends, set_priority=True), self._dropout_rng(dropout):
             context = scaled_dot_product_attention(
                 q,
                 k,
@@ -247,11 +262,11 @@ class SDPAttention(MegatronModule):
         return nullcontext()
 
 
-def count_rings(model: nn.Module, sent: WireBytes) -> None:
-    """Let the ring attention of a model count the bytes that it sends in `sent`."""
+def count_context(model: nn.Module, sent: WireBytes) -> None:
+    """Let the attention of a model count the bytes that context parallelism sends in `sent`."""
     for layer in model.modules():
-        if isinstance(layer, SDPAttention) and layer.ring is not None:
-            layer.ring.sent = sent
+        if isinstance(layer, SDPAttention) and layer.context is not None:
+            layer.context.sent = sent
 
 
 class FP8CoreAttention(SDPAttention):
@@ -280,14 +295,16 @@ class FP8CoreAttention(SDPAttention):
             raise ValueError(
                 f"FP8 attention does not support dropout ({self.dropout:g}): set --attention-dropout 0, or keep attention in BF16"
             )
+        if self.context is not None and self.by_heads:
+            raise ValueError("FP8 attention does not support cp_comm_type a2a: pass p2p, or keep attention in BF16")
         self.scaling = AttentionScaling(gemm, device=process_groups.device())
         self.scale = default_scale(channels) if self.softmax_scale is None else self.softmax_scale
 
     def now(self) -> FP8Attention:
         """Return the attention function with the current scales."""
-        if self.ring is None:
+        if self.context is None:
             return FP8Attention.of(self.scaling, self.scale, causal=self.causal)
-        return FP8RingAttention(self.scaling, self.scale, self.causal, torch.is_grad_enabled(), self.ring)
+        return FP8RingAttention(self.scaling, self.scale, self.causal, torch.is_grad_enabled(), self.context)
 
     def forward(
         self,

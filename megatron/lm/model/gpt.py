@@ -17,7 +17,7 @@ from torch.nn import functional
 from megatron.lm.config import LINEARS, Config, ModelConfig
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import saved_activations
-from megatron.lm.model.attention import check_backend, count_rings, document_mask
+from megatron.lm.model.attention import check_backend, count_context, document_mask
 from megatron.lm.model.initial import draw_weights
 from megatron.lm.model.linear import HeadGemm, connect, layer_linears, output_linear
 from megatron.lm.model.loss import token_loss
@@ -233,7 +233,7 @@ def build_model(config: Config, recipe: "Recipe", vocab_size: int, vp_stage: int
     convert_experts(model, recipe, config.fp8_experts)
     sent = WireBytes() if sent is None else sent
     connect(model, config, sent)
-    count_rings(model, sent)
+    count_context(model, sent)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Rules for context parallelism: how it splits sequences, and what ring attention does not support."""
+"""Rules for context parallelism: how it splits sequences and heads, and what its attention does not support."""
 
 import math
 
@@ -17,8 +17,28 @@ def chunks(config: Config, world_size: int) -> Problems:
         yield f"--seq-length {length} is not divisible by {multiple}, as {split} requires: choose {nearest_multiples(length, multiple)}"
 
 
-def ring_attention(config: Config, world_size: int) -> Problems:
-    """Ring attention takes no mask, has no dropout, and is in our layers."""
+def heads(config: Config, world_size: int) -> Problems:
+    """With an all-to-all, each process has its share of the heads of its tensor-parallel part."""
+    parallel, model = config.parallel, config.model
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if parallel.cp_comm_type != "a2a":
+        return
+    if cp == 1:
+        yield "--cp-comm-type a2a has no effect without --context-parallel-size above 1: drop it, or add --context-parallel-size above 1"
+        return
+    if model.query_groups % (tp * cp) or model.num_attention_heads % (tp * cp):
+        groups = "" if model.query_groups == model.num_attention_heads else f" in {model.query_groups} groups"
+        per = f"--context-parallel-size {cp}" + (f" x --tensor-model-parallel-size {tp}" if tp > 1 else "")
+        yield (
+            f"--cp-comm-type a2a divides heads between processes, and {model.num_attention_heads} heads{groups} are not divisible by "
+            f"{per}: use p2p, or another number of processes"
+        )
+    if config.precision.attention_precision == "fp8":
+        yield "--cp-comm-type a2a does not support --attention-precision fp8 yet: use p2p, or drop the precision"
+
+
+def attention(config: Config, world_size: int) -> Problems:
+    """Attention over split sequences takes no mask, has no dropout, and is in our layers."""
     from megatron.lm.config.sections.baselines import PeerRecipe  # torch
 
     cp, model, precision = config.parallel.context_parallel_size, config.model, config.precision
@@ -52,6 +72,7 @@ def wire(config: Config, world_size: int) -> Problems:
 
 RULES: Rules = {
     chunks: ("model", "parallel"),
+    heads: ("model", "parallel", "precision"),
     wire: ("parallel", "precision"),
-    ring_attention: ("model", "parallel", "data", "precision"),
+    attention: ("model", "parallel", "data", "precision"),
 }

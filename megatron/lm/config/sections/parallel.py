@@ -13,7 +13,7 @@ TP_WIRES = ("bf16", "fp8")
 MOE_WIRES = ("fp8", "bf16")
 TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
-CP_COMM_TYPES = ("p2p",)
+CP_COMM_TYPES = ("p2p", "a2a")
 CP_WIRES = ("bf16", "fp8")
 # Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`Axes`).
 AXES = {
@@ -103,15 +103,16 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = setting("processes that share each layer (TP)", 1, legal=COUNT)
     pipeline_model_parallel_size: int = setting("processes that share the stack of layers (PP)", 1, legal=COUNT)
-    context_parallel_size: int = setting("processes that share each sequence (CP), with ring attention", 1, legal=COUNT)
+    context_parallel_size: int = setting("processes that share each sequence (CP)", 1, legal=COUNT)
     cp_comm_type: str = setting(
-        "communication of attention between context-parallel processes: a ring, in which keys and values travel from process to process",
+        "communication of attention between context-parallel processes: p2p, a ring in which keys and values travel from process to "
+        "process, or a2a, all-to-alls after which each process has some heads of whole sequences",
         "p2p",
         choices=CP_COMM_TYPES,
     )
     cp_wire: str | None = setting(
-        "format in which keys and values travel between context-parallel processes: the compute dtype, or at O1 to O3 and with coat E4M3 "
-        "with one scale per tensor and process, half the bytes; their gradients travel in the compute dtype. With "
+        "format in which keys and values, and with a2a queries, travel between context-parallel processes: the compute dtype, or at O1 to "
+        "O3 and with coat E4M3 with one scale per tensor and process, half the bytes; all gradients travel in the compute dtype. With "
         "--attention-precision fp8 all of them travel in FP8, as its kernels read and write them; derived: bf16, or fp8 with "
         "--attention-precision fp8",
         None,

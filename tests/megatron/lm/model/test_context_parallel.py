@@ -110,6 +110,18 @@ def test_two_processes_train_as_one_does(one: dict[str, Any]):
     assert found[0]["sent"]["activation", "grad of keys and values ring"] == 8 * keys_and_values
 
 
+@pytest.mark.parametrize(
+    "given", [{}, pytest.param(GQA | {"num_query_groups": 4}, marks=pytest.mark.nightly(3))], ids=["heads", "more heads"]
+)
+def test_an_all_to_all_of_heads_trains_as_one_process(one: dict[str, Any], given: dict[str, Any]):
+    expected = dist.run(watched_steps, 1, 1, given)[0] if given else one
+    for rank in dist.run(watched_steps, 2, 2, given | {"cp_comm_type": "a2a"}):
+        assert_same(rank, expected)
+        elements = 8 * 2 * 32 * 4 // 2 * 4  # queries, keys, values and output, of which half goes to the other rank, FP32
+        hops = 2 * (2 * 2 * 2) + 2 * 2  # both ways in 2 layers, 2 micro-batches, 2 steps, and an evaluation
+        assert rank["sent"]["activation", "heads all-to-all"] == elements * (hops - 4)
+
+
 def test_a_step_without_a_schedule_has_the_same_gradients(one: dict[str, Any]):
     for found in dist.run(step_without_a_schedule, 2, 2):
         assert_same(one | {"gradients": found}, one)

@@ -23,6 +23,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "dp2": CP,
     "tp2": CP | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": CP | {"pipeline_model_parallel_size": 2},
+    "heads": CP | {"cp_comm_type": "a2a", "cp_wire": "fp8", "attention_precision": "bf16"},
 }
 WITHIN = {True: 1e-3, False: 0.02}  # losses by whether the level is O0
 

@@ -21,6 +21,18 @@ REFUSALS: list[refusals.Refusal] = [
     (f"{CP} --precision te-delayed", r"not built for Transformer Engine's attention \(te-delayed\): use another precision", 2),
     ("--opt-level O2 --cp-wire fp8", "--cp-wire fp8 has no effect without --context-parallel-size above 1: drop it"),
     (f"{CP} --precision bf16 --cp-wire fp8", "--cp-wire fp8 has no effect without --opt-level O1, O2 or O3: drop it", 2),
+    ("--cp-comm-type a2a", "--cp-comm-type a2a has no effect without --context-parallel-size above 1: drop it"),
+    (
+        f"{CP} --cp-comm-type a2a --num-attention-heads 4 --group-query-attention --num-query-groups 1",
+        "4 heads in 1 groups are not divisible by --context-parallel-size 2: use p2p",
+        2,
+    ),
+    (
+        f"{CP} --cp-comm-type a2a --num-attention-heads 2 --tensor-model-parallel-size 2",
+        "2 heads are not divisible by --context-parallel-size 2 x --tensor-model-parallel-size 2: use p2p",
+        4,
+    ),
+    (f"{CP} --opt-level O2 --attention-precision fp8 --cp-comm-type a2a", "a2a does not support --attention-precision fp8 yet: use p2p", 2),
     ("--cp-wire bf16", "--cp-wire bf16 has no effect without --context-parallel-size above 1: drop it"),
     (
         f"{CP} --opt-level O2 --attention-precision fp8 --cp-wire bf16",
