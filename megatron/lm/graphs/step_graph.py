@@ -86,8 +86,8 @@ class StepGraphs(Replays):
         if not self._known(places[0]):
             self._free()  # otherwise the 25 GiB of gradients of 7B at O0 exceed 139 GiB, of which 112 are in use between steps
         if self.training.experts.routers:
-            scaler = self.training.loss_scaler
-            scale_losses(count, None if scaler is None else scaler.multiply)  # without a schedule, which sets it in eager steps
+            scaler, context = self.training.loss_scaler, self.training.grid.context.size
+            scale_losses(count, None if scaler is None else scaler.multiply, context)  # without a schedule, which sets it in eager steps
         sums = []
         for place in places:
             self._inputs.fill(next(batches))

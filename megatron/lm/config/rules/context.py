@@ -49,8 +49,6 @@ def attention(config: Config, world_size: int) -> Problems:
         yield f"{given} does not support --attention-dropout ({model.attention_dropout:g}): drop one"
     if config.data.reset_attention_mask:
         yield f"{given} does not support the mask of --reset-attention-mask, whose documents end at any token: drop one"
-    if model.num_experts is not None:
-        yield f"{given} does not support --num-experts yet, whose losses count the tokens of whole sequences: drop one"
     if isinstance(precision.named, PeerRecipe):
         yield f"{given} is not built for Transformer Engine's attention ({precision.name}): use another precision"
 

@@ -12,7 +12,9 @@ to compute a token's choices again. This one returns the choices. Its scores, gr
 
 The losses are not added to the model's loss, which only the last pipeline stage has. `MoEAuxLossAutoScaler` passes the probabilities
 through and starts their gradient in backward, where it has to be scaled as the model's loss is: by the loss scale of FP16 and 1 / the
-number of micro-batches. megatron-core's schedules set this scale; the graphs of a step, which have no schedule, call `scale_losses`.
+number of micro-batches. A rank that routes a part of a sequence has its part of the losses. Gradients are summed over tensor-parallel ranks
+but averaged over context-parallel ones, so their number is a factor of the scale too. megatron-core's schedules set this scale; the graphs
+of a step, which have no schedule, call `scale_losses`.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,6 +45,7 @@ class Router(CoreRouter):
         config, pg_collection: as megatron-core's routers.
 
     Attributes:
+        parts, parts_group: the ranks that route parts of the same sequences, and their number.
         weight: [E, h].
         expert_bias: FP32 [E], added to the scores that select a token's experts; None without `--moe-router-enable-expert-bias`. It has no
             gradient and is part of checkpoints: `ExpertLoad` changes it after each step.
@@ -64,8 +67,10 @@ class Router(CoreRouter):
         self.register_buffer("expert_bias", torch.zeros(experts, device=here) if config.moe_router_enable_expert_bias else None)
         self.register_buffer("tokens_per_expert", torch.zeros(experts, dtype=torch.int64, device=here), persistent=False)
         self.register_buffer("sums", torch.zeros(4, device=here), persistent=False)
-        # With sequence parallelism each tensor-parallel rank routes its part of a sequence, else all route the same tokens.
-        self.parts = self.tp_group.size() if config.sequence_parallel else 1
+        # Each context-parallel rank routes its part of a sequence. With sequence parallelism each tensor-parallel rank routes a part of
+        # that, else all route the same tokens.
+        self.parts_group = self.tp_cp_group if config.sequence_parallel else self.cp_group
+        self.parts = self.parts_group.size()
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """input [s, b, h] -> (probabilities FP32 [s b, k], experts int64 [s b, k])."""
@@ -144,7 +149,7 @@ class Router(CoreRouter):
             scores, chosen = scores.reshape(-1, sequences * scores.shape[1]), chosen.reshape(-1, sequences * chosen.shape[1])
         counts = chosen.sum(0)
         if self.parts > 1:
-            dist.all_reduce(counts, group=self.tp_group)
+            dist.all_reduce(counts, group=self.parts_group)
         tokens = scores.shape[0] * self.parts
         loss = switch_load_balancing_loss_func(scores, counts, tokens, top_k, config.num_moe_experts, 1.0) / sequences
         self.sums[AUX] += loss.detach()
@@ -181,12 +186,13 @@ def routers(model: nn.Module) -> Iterator[Router]:
     yield from (module for module in model.modules() if isinstance(module, Router))
 
 
-def scale_losses(micro_batches: int, multiply: Callable[[Tensor], Tensor] | None = None) -> None:
+def scale_losses(micro_batches: int, multiply: Callable[[Tensor], Tensor] | None = None, context: int = 1) -> None:
     """Set the scale of the gradients of all routers' losses, as megatron-core's schedules do.
 
     Args:
         micro_batches: of a step, over which gradients are averaged.
         multiply: multiplies by FP16's loss scale; None without one.
+        context: number of ranks that share each sequence (context parallelism).
     """
     one = torch.ones(1, device=device())
-    MoEAuxLossAutoScaler.set_loss_scale((one if multiply is None else multiply(one)) / micro_batches)
+    MoEAuxLossAutoScaler.set_loss_scale((one if multiply is None else multiply(one)) * context / micro_batches)

@@ -10,11 +10,14 @@ from helpers import dist, tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.data.batch import own_part
+from megatron.lm.model.moe.router import scale_losses
 from megatron.lm.step import evaluate, micro_batch_loss, train_step
 from megatron.lm.training.state import Batches, Training
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several processes on one GPU")
 
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True}
+EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 GQA = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
 
 
@@ -73,12 +76,13 @@ def watched_steps(ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def step_without_a_schedule(ranks: int) -> dict[str, Tensor]:
-    """The gradients of two micro-batches as CUDA graphs compute them (`StepGraphs._micro_batch`)."""
-    config = settings(ranks)
+def step_without_a_schedule(ranks: int, given: dict[str, Any]) -> dict[str, Tensor]:
+    """The gradients of two micro-batches as CUDA graphs compute them (`StepGraphs.forward_backward`)."""
+    config = settings(ranks, **given)
     with tiny.started(config):
         training = build_training(config, tiny.VOCABULARY)
         stream = batches(config, training)
+        scale_losses(2, context=training.grid.context.size)
         training.grad_sync.clear()
         with training.grad_sync.no_sync():
             (micro_batch_loss(training, next(stream))[0] / 2).backward()
@@ -122,6 +126,8 @@ def test_an_all_to_all_of_heads_trains_as_one_process(one: dict[str, Any], given
         assert rank["sent"]["activation", "heads all-to-all"] == elements * (hops - 4)
 
 
-def test_a_step_without_a_schedule_has_the_same_gradients(one: dict[str, Any]):
-    for found in dist.run(step_without_a_schedule, 2, 2):
-        assert_same(one | {"gradients": found}, one)
+@pytest.mark.parametrize("given", [{}, EXPERTS], ids=["dense", "experts"])
+def test_a_step_without_a_schedule_has_the_same_gradients(one: dict[str, Any], given: dict[str, Any]):
+    expected = dist.run(watched_steps, 1, 1, given)[0] if given else one
+    for found in dist.run(step_without_a_schedule, 2, 2, given):
+        assert_same(expected | {"gradients": found}, expected)

@@ -17,7 +17,6 @@ REFUSALS: list[refusals.Refusal] = [
     ),
     (f"{CP} --attention-dropout 0.1", r"--context-parallel-size 2 does not support --attention-dropout \(0.1\): drop one", 2),
     (f"{CP} --reset-attention-mask", "--context-parallel-size 2 does not support the mask of --reset-attention-mask.*drop one", 2),
-    (f"{CP} --num-experts 4 --swiglu --disable-bias-linear", "--context-parallel-size 2 does not support --num-experts yet", 2),
     (f"{CP} --precision te-delayed", r"not built for Transformer Engine's attention \(te-delayed\): use another precision", 2),
     ("--opt-level O2 --cp-wire fp8", "--cp-wire fp8 has no effect without --context-parallel-size above 1: drop it"),
     (f"{CP} --precision bf16 --cp-wire fp8", "--cp-wire fp8 has no effect without --opt-level O1, O2 or O3: drop it", 2),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from helpers import dist, tiny
 from megatron.lm.build import build_training
+from megatron.lm.data.batch import own_part
 from megatron.lm.model.initial import named_globally
 from megatron.lm.processes.grid import is_expert
 from megatron.lm.run.replicas import check_replicas
@@ -41,12 +42,15 @@ MOE: dict[str, Any] = {
 EP2 = {"expert_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 ZERO = {"use_distributed_optimizer": True}
 Case = tuple[str, dict[str, Any]]  # recipe, grid
 TWO: dict[str, Case] = {
     "fp32": ("fp32", EP2),
     "fp32 TP": ("fp32", EP2 | TP2),
     "fp32 ZeRO": ("fp32", EP2 | ZERO),
+    "fp32 CP": ("fp32", EP2 | CP2),
+    "fp32 CP, experts whole": ("fp32", CP2),
     "O3": ("O3", EP2),
 }
 FOUR: dict[str, Case] = {
@@ -60,6 +64,11 @@ FOUR: dict[str, Case] = {
     "O3 x DP": ("O3", EP2),
     "O3 x PP": ("O3", EP2 | PP2),
     "O3 TP": ("O3", EP2 | TP2),
+    "fp32 CP x DP": ("fp32", EP2 | CP2),
+    "fp32 CP x TP": ("fp32", EP2 | CP2 | TP2),
+    "fp32 CP x TP, experts whole": ("fp32", CP2 | TP2),
+    "O3 CP x PP": ("O3", EP2 | CP2 | PP2),
+    "O3 CP x DP": ("O3", EP2 | CP2),
 }
 # Largest relative difference of a loss and a norm from one process's; least SQNR in dB of a gradient in the first step.
 LIMITS = {"fp32": (1e-5, 100.0), "O0": (5e-3, 30.0), "O1": (1e-2, 12.0), "O2": (1e-2, 12.0), "O3": (1e-2, 12.0)}
@@ -89,7 +98,8 @@ def trained(settings: dict[str, Any]) -> dict[str, Any]:
     with tiny.started(config):
         made = build_training(config, tiny.VOCABULARY)
         grid, first = made.grid, None
-        stream = itertools.islice(tiny.micro_batches(made.config), grid.batch.rank, None, grid.batch.size)
+        own = itertools.islice(tiny.micro_batches(made.config), grid.batch.rank, None, grid.batch.size)
+        stream = (own_part(batch, grid.context) for batch in own)
         losses, norms = [], []
         for _ in range(STEPS):
             made.grad_sync.sent.take()

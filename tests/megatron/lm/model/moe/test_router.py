@@ -85,6 +85,8 @@ def test_the_losses_start_with_the_given_scale_and_only_in_training():
     (router(x)[0] * 0).sum().backward()
     assert not x.grad.any()
     assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == 2.0
+    scale_losses(4, context=2)
+    assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == 0.5
 
 
 def test_the_load_is_that_of_the_choices_and_balanced_experts_have_a_loss_of_one():
