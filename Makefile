@@ -24,6 +24,7 @@ LINTED = msamp megatron tools tests docs examples setup.py
 HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accelerate.py lightning.py transformers.py)
 # Tests of what the extras `eval`, `data` and `wandb` bring.
 EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/megatron/lm/tools/test_evaluate.py \
+  tests/megatron/lm/tools/convert/test_fp8_export.py \
   tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/preprocessing/test_rows.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 

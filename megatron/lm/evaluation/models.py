@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.lm.data.tokenizers.tokenizer_json import check_text
 from megatron.lm.evaluation.generation import Generated, Sampling, generate
 from megatron.lm.hugging_face.config_file import one_line
+from megatron.lm.hugging_face.folder import read_json
 from megatron.lm.hugging_face.models import check_vocabulary, load_model
 from megatron.lm.hugging_face.tokenizer import load_tokenizer
 
@@ -106,7 +107,7 @@ class CheckpointModel:
 
 
 class FolderModel:
-    """A Hugging Face folder, loaded with transformers (`megatron.lm.hugging_face`); also with FP8 weights of compressed-tensors.
+    """A Hugging Face folder, loaded with transformers (`megatron.lm.hugging_face`); also with FP8 weights in a layout of `export-fp8`.
 
     Attributes:
         network, tokenizer: transformers objects for lm-eval's adapter.
@@ -115,7 +116,7 @@ class FolderModel:
     def __init__(self, path: Path) -> None:
         needed("transformers", f"to read the Hugging Face folder {path}")
         self.tokenizer = load_tokenizer(path)
-        model = load_model(path, "AutoModelForCausalLM", quantized=("compressed-tensors",))
+        model = load_model(path, "AutoModelForCausalLM", quantized=("compressed-tensors", "fp8"))
         check_vocabulary(model, self.tokenizer)
         self.network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         eod = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
@@ -123,8 +124,11 @@ class FolderModel:
         if eod is None or not isinstance(length, int) or length < 1:
             raise ValueError(f"{path} defines no beginning-of-document token or no sequence length: add them to its config.json")
         self.name, self.seq_length, self.eod = str(path), length, int(eod)
-        quantized = getattr(model.config, "quantization_config", None)
-        self.about = {"kind": model.config.model_type, "precision": "fp8 export" if quantized else str(model.dtype).removeprefix("torch.")}
+        quantization = read_json(path / "config.json").get("quantization_config")
+        precision = str(model.dtype).removeprefix("torch.")
+        if quantization:  # activations are FP8 too, unless the weights were dequantized
+            precision = "fp8 export" if getattr(model.config, "quantization_config", None) else "fp8 export, weights only"
+        self.about = {"kind": model.config.model_type, "precision": precision}
 
     def encode(self, text: str) -> list[int]:
         """See `Model`."""

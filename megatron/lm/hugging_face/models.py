@@ -46,7 +46,8 @@ def load_model(
         kind: the class of transformers, such as "AutoModelForCausalLM".
         dtype: of its parameters; "auto" is that of config.json, or of the tensors.
         fresh: a module that may be missing in the folder and is then initialized.
-        quantized: `quant_method`s that may be loaded.
+        quantized: `quant_method`s that may be loaded. Weights in blocks ("fp8", DeepSeek's layout) are dequantized, and activations then
+            stay in 16 bits.
         attention: implementation of attention; None: transformers' choice.
         settings: of its configuration.
 
@@ -56,7 +57,8 @@ def load_model(
     import transformers
 
     config = read_config(folder, **settings)
-    _check_quantization(config, quantized, folder)
+    if _quantization(config, quantized, folder) == "fp8":
+        config.quantization_config["dequantize"] = True  # transformers downloads its kernels for blocks
     tensors = Tensors(folder)
     weights = {name: _finite(name, tensors) for name in tensors}
     options = {} if attention is None else {"attn_implementation": attention}
@@ -130,14 +132,16 @@ def _at_most(modules: int, folder: Path) -> Iterator[None]:
         handle.remove()
 
 
-def _check_quantization(config: Any, accepted: Collection[str], folder: Path) -> None:
+def _quantization(config: Any, accepted: Collection[str], folder: Path) -> str | None:
+    """Return the `quant_method` of a folder's weights, which must be accepted; None if they are not quantized."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
-        return
+        return None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else getattr(quantization, "quant_method", None)
     if method not in accepted:
         also = f", or quantized by {' or '.join(accepted)}" if accepted else ""
         raise ValueError(f"{folder} contains quantized weights ({quantization}): give the model in 16 or 32 bits{also}")
+    return str(method)
 
 
 def _check_report(model: Any, report: Mapping[str, Any], folder: Path, fresh: str) -> None:

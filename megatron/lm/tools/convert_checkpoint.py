@@ -14,7 +14,8 @@
   with experts are refused.
 - from-hf reads safetensors and JSON, never pickled files, and writes only the weights.
 - export-bf16 keeps our names and the padded vocabulary; the configuration is in the file's metadata.
-- export-fp8 writes compressed-tensors, which vLLM reads: E4M3 linear weights with one scale each, the rest BF16.
+- export-fp8 writes E4M3 linear weights, the rest BF16, in a layout that servers read: compressed-tensors with one scale per weight
+  (--layout tensor) or per 128 x 128 block (block), or DeepSeek-V3's blocks (deepseek).
 
 A non-empty output folder is refused; the output appears only when it is complete. Runs on a CPU, for a checkpoint of any grid.
 """
@@ -39,7 +40,7 @@ from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import new_folder
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools.convert import tokenizer_files
-from megatron.lm.tools.convert.fp8_export import fp8_tensors, kept_in_bf16, quantization_config, routers
+from megatron.lm.tools.convert.fp8_export import LAYOUTS, check_blocks, fp8_tensors, kept_in_bf16, quantization_config, routers
 from megatron.lm.tools.convert.hugging_face import from_hf, hf_config, hf_rules, hf_tensors
 from msamp.numerics.tensor import ScalingTensor
 
@@ -98,8 +99,10 @@ def _export(args: argparse.Namespace, fp8: bool) -> str:
     rules, values = hf_rules(config, vocab_size, saved.names()), Values(saved)
     in_bf16 = kept_in_bf16(rules, config.layers_in_bf16)
     if fp8:
-        about["quantization_config"] = quantization_config(about["model_type"], [*in_bf16, *routers(rules)])
-    tensors = fp8_tensors(rules, values, saved.weight, in_bf16) if fp8 else hf_tensors(rules, values, dtype)
+        about["quantization_config"] = quantization_config(about["model_type"], [*in_bf16, *routers(rules)], args.layout)
+        if args.layout != "tensor":
+            check_blocks(rules, in_bf16)
+    tensors = fp8_tensors(rules, values, saved.weight, in_bf16, args.layout) if fp8 else hf_tensors(rules, values, dtype)
     with new_folder(args.output) as folder:
         total = sum(len(rule.theirs) for rule in rules)
         size = write_tensors(folder, args.progress.counted(tensors, total, "tensors"))
@@ -221,7 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     to = subcommand("to-hf", to_hf, ours)
     to.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights (default: %(default)s)")
     tokenizer_flags(to, null)
-    tokenizer_flags(subcommand("export-fp8", export_fp8, ours), null)
+    fp8 = subcommand("export-fp8", export_fp8, ours)
+    fp8.add_argument("--layout", choices=LAYOUTS, default="tensor", help="of weights and scales (default: %(default)s)")
+    tokenizer_flags(fp8, null)
     subcommand("export-bf16", export_bf16, ours)
     megatron = subcommand("to-megatron", to_megatron, ours)
     megatron.add_argument("--no-optim", action="store_true", help="leave out the optimizer's masters and moments")

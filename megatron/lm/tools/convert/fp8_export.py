@@ -1,14 +1,23 @@
-"""Weights in FP8 E4M3 for inference, in the layout of the compressed-tensors package, which vLLM and transformers read.
+"""Weights in FP8 E4M3 for inference, in three layouts that servers and transformers read.
 
-The linear layers inside the transformer layers are FP8 with one scale per tensor, activations are quantized at inference (one scale per
-token), everything else is BF16. `weight` is float8_e4m3fn [out, in], `weight_scale` FP32 [1] multiplies back (our scale_inv).
+| layout | format | scales of a weight [N, K] | activations at inference |
+| --- | --- | --- | --- |
+| tensor | compressed-tensors | `weight_scale` [1] | one scale per token |
+| block | compressed-tensors | `weight_scale` [N / 128, K / 128] | one scale per token and 128 channels |
+| deepseek | DeepSeek-V3's | `weight_scale_inv` [N / 128, K / 128] | one scale per token and 128 channels |
 
-One of our tensors has one scale even if Hugging Face splits it into query, key and value, or gate and up: vLLM fuses the pieces again, uses
-the largest of their scales and requantizes those with another one. With equal scales no bit changes.
+The linear layers inside the transformer layers are quantized, everything else is BF16. `weight` is float8_e4m3fn [out, in]; its FP32 scales
+multiply back (our scale_inv). A block's scale is amax / 448 [DeepSeek-V3, section 3.3.2].
+
+A weight that training stored in E4M3 with one scale is copied bit for bit into each layout: the model was trained with these values, and a
+second rounding would change them. Its blocks all have that scale.
+
+With one scale, Hugging Face's parts of our tensor (query, key and value, or gate and up) share it: vLLM fuses the parts again, uses the
+largest of their scales and requantizes those with another one. With equal scales no bit changes. Blocks do not cross from part to part.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,11 +25,18 @@ from torch import Tensor
 from megatron.lm.tools.convert.architectures import GPT2
 from megatron.lm.tools.convert.hugging_face import unpadded
 from megatron.lm.tools.convert.layouts import Rule
+from msamp.numerics.block_scale import quantize_blocks
 from msamp.numerics.formats import E4M3
+from msamp.numerics.granularity import Block
 from msamp.numerics.tensor import ScalingTensor
 
+FP8Layout = Literal["tensor", "block", "deepseek"]
+LAYOUTS: tuple[FP8Layout, ...] = get_args(FP8Layout)
+_SIDE = 128
+_BLOCK = Block(_SIDE, _SIDE)
 
-def quantization_config(architecture: str, in_bf16: Iterable[str] = ()) -> dict[str, Any]:
+
+def quantization_config(architecture: str, in_bf16: Iterable[str] = (), layout: FP8Layout = "tensor") -> dict[str, Any]:
     """Return the section of config.json; ValueError for the architecture without an FP8 layout.
 
     Args:
@@ -29,23 +45,54 @@ def quantization_config(architecture: str, in_bf16: Iterable[str] = ()) -> dict[
     """
     if architecture == GPT2.model_type:
         raise ValueError(
-            "a model with --position-embedding-type learned_absolute is a gpt2 of transformers, and compressed-tensors does not support "
-            "its transposed weights (Conv1D): use to-hf --dtype bfloat16"
+            "a model with --position-embedding-type learned_absolute is a gpt2 of transformers, and no FP8 layout supports its transposed "
+            "weights (Conv1D): use to-hf --dtype bfloat16"
         )
+    # The LM head, under transformers' and vLLM's name, and layers that were trained in BF16.
+    ignored = ["lm_head", "embed_out", *(name.removesuffix(".weight") for name in in_bf16)]
+    if layout == "deepseek":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_SIDE, _SIDE],
+            "modules_to_not_convert": ignored,
+        }
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights: dict[str, Any] = {"strategy": "tensor"}
+    activations: dict[str, Any] = {"strategy": "token"}
+    if layout == "block":
+        weights = {"strategy": "block", "block_structure": [_SIDE, _SIDE]}
+        activations = {"strategy": "group", "group_size": _SIDE}
     group = {
         "targets": ["Linear"],
-        "weights": fp8 | {"strategy": "tensor", "dynamic": False},
-        "input_activations": fp8 | {"strategy": "token", "dynamic": True},
+        "weights": fp8 | weights | {"dynamic": False},
+        "input_activations": fp8 | activations | {"dynamic": True},
     }
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        # The LM head, under transformers' and vLLM's name, and layers that were trained in BF16.
-        "ignore": ["lm_head", "embed_out", *(name.removesuffix(".weight") for name in in_bf16)],
+        "ignore": ignored,
     }
+
+
+def check_blocks(rules: Iterable[Rule], in_bf16: Collection[str]) -> None:
+    """Raise a ValueError for a weight that 128 x 128 blocks do not divide.
+
+    transformers and vLLM infer the size of a block from weight and scales, so a last block that is smaller would be read wrongly. A weight
+    of fewer than 128 rows or columns has one block there.
+    """
+    for rule in rules:
+        if not rule.linear or rule.theirs[0] in in_bf16:
+            continue
+        for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True):
+            if any(size > _SIDE and size % _SIDE for size in shape):
+                raise ValueError(
+                    f"{name} is {' x '.join(map(str, shape))}, which blocks of {_SIDE} x {_SIDE} do not divide, and readers would take the "
+                    "scales for those of other blocks: use --layout tensor"
+                )
 
 
 def kept_in_bf16(rules: Iterable[Rule], layers: Collection[int]) -> list[str]:
@@ -61,7 +108,11 @@ def routers(rules: Iterable[Rule]) -> list[str]:
 
 
 def fp8_tensors(
-    rules: list[Rule], values: Mapping[str, Tensor], weight: Callable[[str], Tensor], in_bf16: Collection[str] = ()
+    rules: list[Rule],
+    values: Mapping[str, Tensor],
+    weight: Callable[[str], Tensor],
+    in_bf16: Collection[str] = (),
+    layout: FP8Layout = "tensor",
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face's tensors by name; one of ours is in memory at a time.
 
@@ -70,7 +121,8 @@ def fp8_tensors(
         rules: of the model.
         values: our tensors in FP32, from the best available copy.
         weight: name -> the weight as it was saved. One that is FP8 E4M3 with one scale is copied bit for bit; any other is quantized from
-            `values`, with the largest power of two that fits.
+            `values`, with the largest power of two that fits or, for blocks, with amax / 448.
+        layout: blocks require weights that `check_blocks` accepts.
 
     Raises:
         ValueError: a weight that is not finite.
@@ -80,11 +132,31 @@ def fp8_tensors(
             yield from zip(rule.theirs, rule.split(unpadded(rule, values[rule.ours]).bfloat16()), strict=True)
             continue
         saved = weight(rule.ours)
-        if not isinstance(saved, ScalingTensor) or saved.format != E4M3:
-            saved = ScalingTensor.quantize(values[rule.ours], E4M3)
-        if not saved.scale_inv.isfinite():
-            raise ValueError(f"{rule.ours} contains NaN or Inf: export an older checkpoint")
-        # As bytes: a CPU lacks some of the operations on FP8.
-        for name, part in zip(rule.theirs, rule.split(unpadded(rule, saved.payload.view(torch.uint8))), strict=True):
-            yield name, part.view(torch.float8_e4m3fn)
-            yield f"{name}_scale", saved.scale_inv.detach().reshape(1).clone()
+        parts = _with_one_scale(rule, values, saved) if layout == "tensor" else _with_blocks(rule, values, saved)
+        suffix = "_scale_inv" if layout == "deepseek" else "_scale"
+        for name, (payload, scale_inv) in zip(rule.theirs, parts, strict=True):
+            if not scale_inv.isfinite().all():
+                raise ValueError(f"{rule.ours} contains NaN or Inf: export an older checkpoint")
+            yield name, payload
+            yield f"{name}{suffix}", scale_inv
+
+
+def _is_e4m3(saved: Tensor) -> bool:
+    return isinstance(saved, ScalingTensor) and saved.format == E4M3
+
+
+def _with_one_scale(rule: Rule, values: Mapping[str, Tensor], saved: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(E4M3 payload, FP32 scale_inv [1]) of each of their parts; all have the same scale."""
+    whole = saved if _is_e4m3(saved) else ScalingTensor.quantize(values[rule.ours], E4M3)
+    assert isinstance(whole, ScalingTensor)
+    # As bytes: a CPU lacks some of the operations on FP8.
+    parts = rule.split(unpadded(rule, whole.payload.view(torch.uint8)))
+    return [(part.view(torch.float8_e4m3fn), whole.scale_inv.detach().reshape(1).clone()) for part in parts]
+
+
+def _with_blocks(rule: Rule, values: Mapping[str, Tensor], saved: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(E4M3 payload, FP32 scale_inv of its 128 x 128 blocks) of each of their parts."""
+    if _is_e4m3(saved):
+        parts = _with_one_scale(rule, values, saved)
+        return [(payload, scale_inv.expand(_BLOCK.scales_shape(payload.shape)).contiguous()) for payload, scale_inv in parts]
+    return [quantize_blocks(part, _BLOCK, E4M3, "fp32") for part in rule.split(unpadded(rule, values[rule.ours]))]

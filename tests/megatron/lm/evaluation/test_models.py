@@ -45,7 +45,8 @@ def test_scores_are_those_of_the_model_in_batches_and_alone(made: dict[str, Path
 
 
 def test_an_export_scores_as_its_checkpoint(made: dict[str, Path]):
-    for ours, theirs in (("fp32", "hf"), ("O3", "fp8")):
+    known = {}
+    for ours, theirs in (("fp32", "hf"), ("O3", "fp8"), ("O3", "blocks")):
         with opened(made[ours]) as model:
             sequence = [model.eod, *model.encode(texts.SPEECH)][:33]
             expected = model.score([sequence], [1])[0]
@@ -57,7 +58,8 @@ def test_an_export_scores_as_its_checkpoint(made: dict[str, Path]):
             found = folder.score([sequence, sequence[:5]], [1, 2])
         torch.testing.assert_close(found[0].logprobs, expected.logprobs, atol=SHARE[ours], rtol=0)
         torch.testing.assert_close(found[1].logprobs, expected.logprobs[1:4], atol=SHARE[ours], rtol=0)
-    assert folder.about["precision"] == "fp8 export"
+        known[theirs] = folder.about["precision"]
+    assert known == {"hf": "float32", "fp8": "fp8 export", "blocks": "fp8 export, weights only"}
 
 
 def test_the_likeliest_tokens_are_known_as_such(made: dict[str, Path]):

@@ -187,6 +187,20 @@ def test_export_fp8_takes_the_payload_of_o3(known, tmp_path):
     assert about["torch_dtype"] == "bfloat16"
 
 
+def test_export_fp8_writes_blocks_or_refuses_before_it_writes(known, tmp_path, capsys):
+    known("llama")
+    out, other = tmp_path / "fp8", tmp_path / "other"
+    assert run("export-fp8", "--load", "here", "--layout", "deepseek", "--output", out) == 0
+    assert Tensors(out)["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (1, 1)
+    about = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert about["quant_method"] == "fp8"
+    assert about["weight_block_size"] == [128, 128]
+    known("llama", ffn_hidden_size=192)
+    assert run("export-fp8", "--load", "here", "--layout", "block", "--output", other) == 2
+    assert "gate_proj.weight is 192 x 32, which blocks of 128 x 128 do not divide" in capsys.readouterr().err
+    assert not other.exists()
+
+
 def test_inspect_lists_what_is_there(known, capsys):
     saved = known("llama")
     assert run("inspect", "--load", "here") == 0

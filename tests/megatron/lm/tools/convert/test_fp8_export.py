@@ -1,18 +1,22 @@
-"""The FP8 layout as transformers with compressed-tensors reads it: one byte a weight, the values that the payload stands for."""
+"""FP8 layouts as transformers reads them: one byte per weight, and the values that payload and scales stand for."""
 
 import pytest
 import torch
 
-from helpers import numerics
-from helpers.hf_models import agree, config, our_logits, random_weights, their_logits
+from helpers import hosts, numerics
+from helpers.hf_models import agree, config, our_logits, random_weights, their_logits, tokens
 from helpers.tiny import VOCABULARY
 from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
-from megatron.lm.tools.convert.fp8_export import fp8_tensors, quantization_config
+from megatron.lm.hugging_face.models import load_model
+from megatron.lm.tools.convert.fp8_export import check_blocks, fp8_tensors, quantization_config, routers
 from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, to_hf
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.tensor import ScalingTensor
 
 KINDS = ["llama", "llama tied, wide heads, biases", "gpt_neox", "gpt_neox tied, half rotated"]
+
+
+WIDE = {"hidden_size": 256, "ffn_hidden_size": 384, "kv_channels": 64}  # several blocks per matrix, and one of 128 rows
 
 
 def is_linear(name, x):
@@ -86,6 +90,87 @@ def test_a_weight_in_fp16_is_quantised_from_the_best_copy():
     _, weights, theirs = exported("gpt_neox", lambda x: ScalingTensor.quantize(0.5 * x, FP16))
     best = ScalingTensor.quantize(weights["decoder.layers.0.self_attention.linear_proj.weight"], E4M3)
     assert torch.equal(theirs["gpt_neox.layers.0.attention.dense.weight"].view(torch.uint8), best.payload.view(torch.uint8))
+
+
+def separate(weights):
+    """Weights with one tensor per expert, as a checkpoint has them."""
+    return {
+        key if number is None else f"{key}.{number}": part
+        for key, x in weights.items()
+        for number, part in (enumerate(x) if x.dim() == 3 else [(None, x)])
+    }
+
+
+def spread(scales, shape):
+    """The scale of every element of a matrix."""
+    return scales if scales.numel() == 1 else scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", "block"),
+        ("gpt_neox", "block"),
+        ("llama", "deepseek"),
+        ("gpt_neox", "deepseek"),
+        ("mixtral", "deepseek"),
+        ("olmoe", "deepseek"),
+    ],
+)
+def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path):
+    hosts.need("transformers")
+    hosts.need("compressed_tensors" if layout == "block" else "accelerate", "eval")
+    settings = config(name, **(WIDE if name != "gpt_neox" else {"hidden_size": 256, "ffn_hidden_size": 384, "num_attention_heads": 4}))
+    whole = {key: x if "norm.weight" in key else x / 4 for key, x in random_weights(settings).items()}
+    weights = separate(whole)
+    rules = hf_rules(settings, VOCABULARY, list(weights))
+    check_blocks(rules, ())
+    theirs = dict(fp8_tensors(rules, weights, weights.__getitem__, (), layout))
+    suffix = "_scale_inv" if layout == "deepseek" else "_scale"
+    kept = {key for key in theirs if f"{key}{suffix}" in theirs}
+    assert kept == {name for rule in rules if rule.linear for name in rule.theirs}
+    assert any(theirs[f"{key}{suffix}"].shape == (3, 2) for key in kept)
+    values = {key: x.float() * spread(theirs[f"{key}{suffix}"], x.shape) if key in kept else x.float() for key, x in theirs.items()}
+    for rule in rules:
+        if rule.linear:  # E4M3 rounds to 3 bits after the point, and below 2^-6 of a block's scale to 2^-9 of it
+            for key, part in zip(rule.theirs, rule.split(weights[rule.ours]), strict=True):
+                assert theirs[key].float().abs().amax() == 448
+                assert torch.allclose(values[key], part, rtol=2**-4, atol=1e-4)
+    stored = {rule.ours: rule.join([values[key] for key in rule.theirs]) for rule in rules}
+    joined = {key: torch.stack([stored[f"{key}.{i}"] for i in range(len(x))]) if x.dim() == 3 else stored[key] for key, x in whole.items()}
+    padded = {key: torch.cat([x, whole[key][len(x) :]]) if x.dim() == 2 else x for key, x in joined.items()}  # rows of the vocabulary
+
+    write_tensors(tmp_path, theirs.items())
+    about = hf_config(settings, VOCABULARY, torch.bfloat16, 59)
+    about["quantization_config"] = quantization_config(about["model_type"], routers(rules), layout)
+    write_json(tmp_path / "config.json", about)
+    ours = our_logits(settings, VOCABULARY, padded)
+    if layout == "block":
+        assert 0 < (their_logits(tmp_path) - ours).norm() / ours.norm() < numerics.FP8_LOGITS
+        del about["quantization_config"]["config_groups"]["group_0"]["input_activations"]
+        write_json(tmp_path / "config.json", about)
+    model = load_model(tmp_path, "AutoModelForCausalLM", dtype=torch.float32, quantized=("compressed-tensors", "fp8"))
+    with torch.no_grad():
+        assert agree(model.eval()(tokens(VOCABULARY)).logits, ours, numerics.HF_LOGITS)
+
+
+def test_blocks_of_a_weight_that_is_fp8_all_have_its_scale():
+    settings = config("llama", **WIDE)
+    weights = random_weights(settings)
+    saved = {key: ScalingTensor.quantize(0.9 * x, E4M3, scale=torch.tensor(16.0)) for key, x in weights.items()}
+    theirs = dict(fp8_tensors(hf_rules(settings, VOCABULARY, list(weights)), weights, saved.__getitem__, (), "deepseek"))
+    payload = torch.cat([theirs[f"model.layers.0.mlp.{one}_proj.weight"].view(torch.uint8) for one in ("gate", "up")])
+    assert torch.equal(payload, saved["decoder.layers.0.mlp.linear_fc1.weight"].payload.view(torch.uint8))
+    assert torch.equal(theirs["model.layers.0.mlp.gate_proj.weight_scale_inv"], torch.full((3, 2), 1 / 16))
+
+
+def test_weights_that_blocks_do_not_divide_are_refused():
+    settings = config("llama", **(WIDE | {"ffn_hidden_size": 192}))
+    rules = hf_rules(settings, VOCABULARY, list(random_weights(settings)))
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.gate_proj.weight is 192 x 256, which blocks of 128 x 128 do not .* --layout tensor"
+    ):
+        check_blocks(rules, ())
 
 
 def test_what_has_no_fp8_layout_and_what_is_not_finite_is_refused():
