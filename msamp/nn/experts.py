@@ -86,9 +86,15 @@ class ExpertSettings(NamedTuple):
         own = cast_operand(x, slot, cast, combine=ranks.shared_amax)
         return own.scale_inv, ranks.start_gather(own.codes, label)
 
-    def start_sum(self, partial: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
-        """Return a function that waits for this rank's rows of the sum over the ranks."""
-        return (lambda: partial) if self.ranks is None else self.ranks.start_sum(partial, label)
+    def start_sum(self, partial: torch.Tensor, cast: Cast, label: str) -> Callable[[], torch.Tensor]:
+        """Return a function that waits for this rank's rows of the sum over the ranks; `cast`: of the sums, if they travel in FP8."""
+        ranks = self.ranks
+        if ranks is None:
+            return lambda: partial
+        if not ranks.fp8_sums:
+            return ranks.start_sum(partial, label)
+        codes = cast_operand(partial, CastScales(None, None, None), cast, combine=ranks.shared_amax)
+        return ranks.start_sum(codes.codes, label, codes.scale_inv, partial.dtype)
 
     def fc1_output(self, x8: torch.Tensor, scale_inv: torch.Tensor, groups: "Groups", top_k: int, dtype: torch.dtype) -> torch.Tensor:
         """Return FC1's output [R, 2F] from the codes of the tokens."""
@@ -206,7 +212,7 @@ class ExpertsFunction(torch.autograd.Function):
         if slot.watch is not None:
             slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
         partial = ops.unpermute(settings.output(a8, settings.fc2, groups, a_scale_inv, x.dtype), groups.places)
-        out = settings.start_sum(partial, "expert output reduce-scatter")()
+        out = settings.start_sum(partial, gemm.input, "expert output reduce-scatter")()
         ctx.save_for_backward(x8, x_scale_inv, None if settings.recompute else y, weights, a_scale_inv, *groups)
         ctx.settings, ctx.weight_dtypes, ctx.top_k, ctx.dtype = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k, x.dtype
         return out
@@ -241,7 +247,8 @@ class ExpertsFunction(torch.autograd.Function):
             grad_probs = per_row[groups.places]
         if needs_x:
             partial = ops.unpermute(settings.grad_input(grad_y, settings.fc1, groups, y_scale_inv, dtype), groups.places)
-            sums = settings.start_sum(partial, "expert grad_input reduce-scatter")  # travels while grad_weight is computed
+            # It travels while grad_weight is computed.
+            sums = settings.start_sum(partial, gemm.grad_output, "expert grad_input reduce-scatter")
         del grad_y
         if needs_fc1:
             _, x_t = ops.permute(x8, groups.source, ctx.top_k, col=True, end=groups.end)

@@ -52,6 +52,7 @@ TWO: dict[str, Case] = {
     "fp32 CP": ("fp32", EP2 | CP2),
     "fp32 CP, experts whole": ("fp32", CP2),
     "O3": ("O3", EP2),
+    "O3 sums in FP8": ("O3", EP2 | {"moe_wire": "fp8-sums"}),
     "O1 recomputed": ("O1", EP2 | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
 }
 FOUR: dict[str, Case] = {
