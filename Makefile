@@ -71,7 +71,7 @@ venv: $(READY) ## make .venv and install everything into it
 	@touch $@
 
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
-	$(PYTHON) -m megatron.lm.tools.quickstart $(ARGS)
+	$(PYTHON) -m megatron.lm.command.quickstart $(ARGS)
 
 test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n in n processes)
 	$(PARALLEL) -m "not gpu and not multi_gpu and not nightly" tests $(ARGS)

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.lm.command import quickstart
 from megatron.lm.config import cli
 from megatron.lm.config.rules import check
-from megatron.lm.tools import quickstart
 from megatron.lm.tools.report import Run
 
 
