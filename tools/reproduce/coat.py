@@ -7,17 +7,23 @@ from megatron.lm.config.cli import parse_args
 from tools.docs import losses
 from tools.docs.cells import PRECISIONS
 from tools.docs.evidence import ROOT, Row, read
-from tools.reproduce import throughput
+from tools.reproduce import coat_flow, throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
 from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
+from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
-from tools.reproduce.trainings import ENWIK8, byte_data
+from tools.reproduce.trainings import ENWIK8, Loop, byte_data
 
 SHAPES: Mapping[str, tuple[int, str]] = {  # by size: steps, flags of the trainer
     "toy": (10, "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 2e-3 --eval-iters 1"),
     "small": (300, "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --lr 2e-3 --eval-iters 1"),
     "full": (1000, "--eval-iters 1"),
+}
+FLOWS: Mapping[str, tuple[Loop, int]] = {  # by size: the training run, and its seeds
+    "toy": (Loop(width=32, layers=1, length=16, batch=4, steps=10, warm_up=2), 1),
+    "small": (Loop(width=64, layers=4, length=64, batch=16, steps=300), 3),
+    "full": (Loop(width=768, layers=12, length=1024, batch=8, steps=2000, lr=6e-4, warm_up=150), 3),
 }
 MEMORY = "tools/reproduce/results/coat_memory.csv"
 KERNELS = "tools/bench/results/kernels.csv"
@@ -103,6 +109,21 @@ def of_layers(measured: Sequence[Row]) -> Iterator[Finding]:
         gains[what] = worst[GROUPS, "worst_token_db"] - worst["tensor", "worst_token_db"]
         yield Finding(f"{what}: groups of 16 channels above one scale, worst token and layer", gains[what], unit="dB")
     yield Finding(GAIN, max(gain for what, gain in gains.items() if "norm" in what), unit="dB")
+
+
+def flow_pieces(size: str) -> list[str]:
+    """Return the trainings of a size, seed by seed."""
+    return [f"{name}, seed {1234 + number}" for number in range(FLOWS[size][1]) for name in coat_flow.FLOWS]
+
+
+def flow(task: Task) -> Iterator[Finding]:
+    """Train a small Llama whose layers exchange FP8, with `tools/reproduce/coat_flow.py`."""
+    name, _, seed = task.piece.rpartition(", seed ")
+    loop, _ = FLOWS[task.size]
+    *course, (_, valid) = coat_flow.train(coat_flow.FLOWS[name], loop, bytes_of(task.text), int(seed))
+    for step, loss in course:
+        yield Finding(f"{name}, training loss", loss, x=step, seed=int(seed))
+    yield Finding(f"{name}: validation loss", valid, unit="nats per byte", seed=int(seed))
 
 
 def share(task: Task) -> Iterator[Finding]:
@@ -228,6 +249,22 @@ ENTRIES = (
         reason="The toy and small sizes are a GPT without outliers. SmolLM2 was run forward only: the effect on the loss of a training "
         "run was not measured. Layers exchange BF16 here; in COAT they exchange FP8.",
         slow=True,
+    ),
+    Entry(
+        name="coat-flow",
+        title="COAT, FP8 precision flow",
+        claim="With the input and output of every layer in FP8, training keeps BF16's loss.",
+        run=flow,
+        sizes={
+            "toy": Needs(),
+            "small": Needs(minutes=15, text=True),
+            "full": Needs(gpus=1, gib=80, minutes=40, text=True),
+        },
+        pieces=flow_pieces,
+        headline="FP8 flow: validation loss",
+        reason="The flow is emulated: tensors are rounded to FP8 and back. A small Llama on bytes. The backward exchanges wide gradients; "
+        "only linear layers round theirs.",
+        same_loss=tuple(("bf16: validation loss", f"{name}: validation loss") for name in coat_flow.FLOWS if name != "bf16"),
     ),
     Entry(
         name="coat-share",
