@@ -10,7 +10,7 @@ from tools.docs.evidence import ROOT, Row, read
 from tools.reproduce import throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
-from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
+from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, one_piece
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
 from tools.reproduce.trainings import ENWIK8, byte_data
 
@@ -209,6 +209,7 @@ ENTRIES = (
     ),
     Entry(
         name="coat-activations",
+        axes=Axes("layer", "non-zero values that became zero, %"),
         title="COAT, mixed-granularity activations",
         claim="Quantizing the input of a norm across several tokens is detrimental, so norms save it in groups of channels.",
         run=activations,
