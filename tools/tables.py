@@ -5,10 +5,10 @@
 
 A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py` and `rounding.py` in the same folder
 list those of the planner, of post-training, and of stochastic rounding. `tools/docs/reproduction.py` generates the pages of
-`python -m tools.reproduce`, `promises.py` the page of promises, and `megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's
-flags. The numbers of each figure and the version of its drawing are stored next to it, and a check compares these, not the image. A row
-whose commit is not in the history is refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. A
-shallow clone prints the commits that could not be checked.
+`python -m tools.reproduce`, `precisions.py` those of the precisions, `promises.py` the page of promises, and
+`megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's flags. The numbers of each figure and the version of its drawing are
+stored next to it, and a check compares these, not the image. A row whose commit is not in the history is refused, unless it is marked
+(`+` or `?` after its commit); then it is published with a mark. A shallow clone prints the commits that could not be checked.
 """
 
 import functools
@@ -23,7 +23,7 @@ from megatron.lm.config.megatron_flags import listing
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from tools.docs import figures as drawn
-from tools.docs import planner, post, promises, published, records, reproduction, rounding
+from tools.docs import planner, post, precisions, promises, published, records, reproduction, rounding
 from tools.docs import tables as listed
 from tools.docs.drawing import DRAWING
 from tools.docs.evidence import COMPUTED, ROOT, History, unproven
@@ -38,7 +38,7 @@ TABLES = (
     | rounding.TABLES
     | {"reproduction": reproduction.overview}
 )
-FIGURES = drawn.FIGURES | planner.FIGURES
+FIGURES = drawn.FIGURES | planner.FIGURES | precisions.FIGURES
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FIGURE_FOLDER = "docs/results/figures"
 
@@ -74,6 +74,7 @@ def figures() -> Mapping[str, Callable[[], Figure]]:
 def generated(root: Path) -> dict[Path, str]:
     """Return the wholly generated pages that are stale, by path; "" for the page of an entry that no longer exists."""
     current = {root / path: text for path, text in reproduction.pages().items()}
+    current |= {root / path: text for path, text in precisions.pages().items()}
     current |= {root / promises.PAGE: promises.page(ROOT), root / listing.PAGE: listing.page()}
     gone = {path: "" for path in (root / reproduction.PAGES).glob("*.md") if path not in current and path.stem != "reproduction"}
     there = {path: path.read_text(encoding="utf-8") if path.is_file() else "" for path in current}

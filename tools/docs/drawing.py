@@ -13,6 +13,7 @@ OURS, THEIRS = "#2a6fb0", "#9a9a9a"
 Numbers = dict[str, Any]
 WIDTH = 6.0  # inches; letters of 9 to 10 points are then readable on a phone
 STYLES = ((2.6, "solid"), (1.4, "solid"), (1.4, "dashed"), (1.2, "dotted"), (1.2, "dashdot"))  # so that curves that coincide are all seen
+STATES = {"weight": "#1e3a8a", "gradient": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
 LONG_NAME = 30  # characters of a curve's name, of which two do not fit beside each other
 DRAWING = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
@@ -146,6 +147,31 @@ def draw_scaling(numbers: Numbers, path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("GPUs")
     axes[0][0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def draw_bytes(numbers: Numbers, path: Path) -> None:
+    """Draw the bytes per parameter of each precision, stacked by state; all but the chosen one are faint.
+
+    numbers: `chosen`, a precision, and `bytes`: precision -> state -> bytes per parameter.
+    """
+    figure, (axes,) = axes_of(1, 3.4)
+    names, left = list(numbers["bytes"]), [0.0] * len(numbers["bytes"])
+    for state, color in STATES.items():
+        sizes = [numbers["bytes"][name][state] for name in names]
+        bars = axes.barh(names, sizes, left=left, color=color, label=state, height=0.7)
+        for name, bar in zip(names, bars, strict=True):
+            bar.set_alpha(1.0 if name == numbers["chosen"] else 0.3)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for name, total, label in zip(names, left, axes.get_yticklabels(), strict=True):
+        weight = "bold" if name == numbers["chosen"] else "normal"
+        axes.text(total + 0.2, name, f"{total:.3g}", va="center", fontsize=8, fontweight=weight)
+        label.set_fontweight(weight)
+    axes.set(xlabel="bytes per parameter of a linear weight", ylabel="precision", xlim=(0, 1.1 * max(left)))
+    axes.invert_yaxis()
+    legend = axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(STATES))
+    for handle in legend.legend_handles:
+        handle.set_alpha(1.0)
     figure.savefig(path)
 
 
