@@ -95,7 +95,8 @@ def train_step(
     they replay the work with the same bits.
     """
     training.model.train()
-    if graphs is not None and not graphs.ready():
+    eager = None if graphs is None else not graphs.ready()
+    if eager:
         graphs = None
     if graphs is not None:
         loss_sum, tokens = graphs.forward_backward(batches)
@@ -130,7 +131,7 @@ def train_step(
     training.iteration += 1
     training.consumed_samples += training.batch_size
     loss_scale = None if training.loss_scaler is None else DeviceCopy(training.loss_scaler.scale(grad_norm.device))
-    return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=grad_norm, lr=lr, skipped=skipped, loss_scale=loss_scale)
+    return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=grad_norm, lr=lr, skipped=skipped, loss_scale=loss_scale, eager=eager)
 
 
 @torch.no_grad()

@@ -75,17 +75,17 @@ def propose_scales(
         tables: of the launch over them; None creates new ones.
         plain: also check gradients for non-finite values if the format has no scales.
     """
-    present = [g for g in gradients if g is not None]
+    present, tables = [g for g in gradients if g is not None], Tables(device) if tables is None else tables
     if present and (fmt.scaled or plain):
-        amaxes = ops.grad_stats(tables or Tables(device), [g.contiguous() for g in present], squares=False)[0][0]
+        amaxes = ops.grad_stats(tables, [g.contiguous() for g in present], squares=False)[0][0]
         scales = proposals_of(amaxes, fmt)
     else:
         scales = torch.ones(len(present), device=device, dtype=torch.float32)
     if len(present) == len(gradients):
         return scales
     proposals = torch.full((len(gradients),), ABSENT, device=device, dtype=torch.float32)
-    proposals[[i for i, g in enumerate(gradients) if g is not None]] = scales
-    return proposals
+    # By a table: a capture refuses the copy of a list of indices from the host.
+    return proposals.index_copy_(0, tables.send("present", [i for i, g in enumerate(gradients) if g is not None]), scales)
 
 
 def proposals_of(amaxes: torch.Tensor, fmt: Format) -> torch.Tensor:

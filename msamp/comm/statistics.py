@@ -80,7 +80,10 @@ class Statistics:
         """
         if not (self.active and bucket.format.scaled):
             return
-        self.count_reduced(first, bucket, reduced.own, reduced.before)
+        if ranks == 1 and reduced.before is reduced.own:
+            self.count_same(slice(first, first + len(bucket.params)))
+        else:
+            self.count_reduced(first, bucket, reduced.own, reduced.before)
         if self.recording and ranks > 1 and reduced.scale_inv is not None:
             before = reduced.before if fp32_sum else None
             self.record_reduced(first, bucket, reduced.own, reduced.scale_inv, before, factor)
@@ -96,6 +99,11 @@ class Statistics:
         for segment in bucket.owned:
             row = self.counts[SUM_NONZERO:, first + segment.index]
             ops.count_(row, bucket.part(segment, before), bucket.part(segment, own))
+
+    def count_same(self, place: slice) -> None:
+        """Count the sum of a single rank, which is its payload, without reading it again; `place`: of the bucket's tensors."""
+        packed, summed = self.counts[:SUM_NONZERO, place], self.counts[SUM_NONZERO:, place]
+        summed.copy_(torch.stack([packed[NONZERO] - packed[VANISHED], packed[SATURATED], torch.zeros_like(packed[VANISHED])]))
 
     def record_packed(
         self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor

@@ -13,6 +13,8 @@ payloads (`model.to`, a deep copy, `load_state_dict(assign=True)`) separates the
     plain state dict            fc1_weight [E, N, K], as before the conversion (`msamp.plain_state_dict`); the layer loads both
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ class ExpertMatrices(Loading):
     _parts: tuple[torch.Tensor, ...] = ()
     _cast: ExpertWeights | None = None
     _cast_version = 0
+    _shares = False  # whether the forwards that are captured now belong to one step
+    _step_cast: ExpertWeights | None = None
 
     def __init__(self, weight: nn.Parameter, recipe: Recipe, scaling: LinearScaling, name: str = "", first: int = 0) -> None:
         super().__init__()
@@ -83,25 +87,32 @@ class ExpertMatrices(Loading):
         """Return a stand-in [E, N, K] without values, whose gradient reaches every parameter, and the operands of the GEMMs.
 
         The operands are cast once per step: again when a payload's version shows that it was written. A CUDA graph would treat the version
-        as a constant, so in a graph every forward casts.
+        as a constant, so in a graph every forward casts, except in `one_cast_per_step`.
         """
         return _StandIn.apply(*self.matrices), self._operands()
 
     def _operands(self) -> ExpertWeights:
         payload = self._join()
-        capturing = payload.is_cuda and torch.cuda.is_current_stream_capturing()
-        counted = not payload.is_inference()  # inference tensors have no version counter
-        if self._cast is None or capturing or not counted or self._cast_version != payload._version:
+        if _capturing(payload):
+            if not self._shares:
+                return self._made(payload)
+            if self._step_cast is None:
+                self._step_cast = self._made(payload)
+            return self._step_cast
+        if payload.is_inference():  # which has no version counter
+            return self._made(payload)
+        if self._cast is None or self._cast_version != payload._version:
             self._cast = None  # frees the former operands first
-            with torch.inference_mode(False), torch.no_grad():
-                stored = torch.stack([p.scale_inv for p in self.matrices])  # type: ignore[attr-defined]
-                dtype = self.scaling.gemm.weight.format.dtype
-                rows, columns, scale_inv = ops.expert_cast(payload, stored, dtype)
-                cast = ExpertWeights(payload if payload.dtype == dtype else rows, columns, scale_inv)
-            if capturing or not counted:
-                return cast
-            self._cast, self._cast_version = cast, payload._version
+            self._cast, self._cast_version = self._made(payload), payload._version
         return self._cast
+
+    def _made(self, payload: torch.Tensor) -> ExpertWeights:
+        """Cast the weights."""
+        with torch.inference_mode(False), torch.no_grad():
+            stored = torch.stack([p.scale_inv for p in self.matrices])  # type: ignore[attr-defined]
+            dtype = self.scaling.gemm.weight.format.dtype
+            rows, columns, scale_inv = ops.expert_cast(payload, stored, dtype)
+            return ExpertWeights(payload if payload.dtype == dtype else rows, columns, scale_inv)
 
     @torch.no_grad()
     def _join(self) -> torch.Tensor:
@@ -120,7 +131,7 @@ class ExpertMatrices(Loading):
         return self._payload
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_payload": None, "_parts": (), "_cast": None}
+        return {**self.__dict__, "_payload": None, "_parts": (), "_cast": None, "_step_cast": None, "_shares": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -141,6 +152,31 @@ class ExpertMatrices(Loading):
             f"{count} matrices [{outputs}, {inputs}], weight {stored}, GEMM {gemm.input.format} x {gemm.weight.format}, "
             f"grad_output {gemm.grad_output.format}"
         )
+
+
+def _capturing(payload: torch.Tensor) -> bool:
+    return payload.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def one_cast_per_step(matrices: Sequence[ExpertMatrices]) -> Iterator[None]:
+    """Context of all micro-batches of a step, some or all of which are captured in CUDA graphs: the first captured forward of each weight
+    casts it, and the graphs captured after it read that cast.
+
+    Use it where the graphs are always replayed together, in the order of their captures, and nothing writes the weights between them. The
+    casts of all weights are in the memory pool of the first graph until the context ends, so a single micro-batch is better without: its
+    backward releases each weight's cast as soon as it is done with it.
+
+    Args:
+        matrices: the weights.
+    """
+    try:
+        for weight in matrices:
+            weight._shares, weight._step_cast = True, None
+        yield
+    finally:
+        for weight in matrices:
+            weight._shares, weight._step_cast = False, None
 
 
 class _StandIn(torch.autograd.Function):

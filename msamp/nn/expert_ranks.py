@@ -26,11 +26,13 @@ class ExpertRanks(Protocol):
     Attributes:
         ranks, rank: their number, and this one.
         fp8: whether tokens and gradients of FP8 experts travel in FP8, else in their own dtype; the bits of the results are the same.
+        fp8_sums: whether the sums of FP8 experts travel in FP8 too, each rank's rounded once more before they are added.
     """
 
     ranks: int
     rank: int
     fp8: bool
+    fp8_sums: bool
 
     def check_tokens(self, tokens: int) -> None:
         """Raise a ValueError unless every rank has this number of tokens, now and in every forward."""
@@ -41,9 +43,12 @@ class ExpertRanks(Protocol):
     def start_gather(self, rows: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
         """Start an all-gather of contiguous rows [T, ...]; the returned function waits for [N T, ...], in the order of the ranks."""
 
-    def start_sum(self, partial: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
-        """Start the sum of the ranks' `partial` [N T, ...]; the returned function waits for this rank's rows of the sum, [T, ...], added in
-        FP32 in rank order and rounded once."""
+    def start_sum(
+        self, partial: torch.Tensor, label: str, scale_inv: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Callable[[], torch.Tensor]:
+        """Start the sum of the ranks' `partial` [N T, ...], codes with the shared `scale_inv` (FP32 0-dim) if it is given; the returned
+        function waits for this rank's rows of the sum, [T, ...] in `dtype` (by default that of `partial`), added in FP32 in rank order and
+        rounded once."""
 
 
 def gathered_routing(

@@ -11,7 +11,8 @@ computes it. So there are two casts forward and two backward, each with one scal
 
     tensor                    rows              operand    scale      saved for backward
     x                         tokens            E4M3       delayed    1 byte per element of a token, not of a row
-    FC1's output              tokens x top-k    -          -          16 bits: the only saved tensor that grows with top-k
+    FC1's output              tokens x top-k    -          -          16 bits: the only saved tensor that grows with top-k; or
+                                                                      computed again (`ExpertSettings.recompute`)
     SwiGLU's result           tokens x top-k    E4M3       delayed    -, computed again
     grad_output               tokens            E5M2       delayed    -
     FC1's grad_output         tokens x top-k    E5M2       delayed    -
@@ -60,6 +61,7 @@ class ExpertSettings(NamedTuple):
         x, activated: slots of the inputs of FC1 and FC2.
         grad_fc1, grad_fc2: slots of the gradients of their outputs.
         ranks: that share the experts; None if this rank has all of them.
+        recompute: backward computes FC1's output again from the saved codes of x, with the same bits, instead of saving it.
     """
 
     gemm: Gemms
@@ -70,6 +72,7 @@ class ExpertSettings(NamedTuple):
     grad_fc1: CastScales
     grad_fc2: CastScales
     ranks: ExpertRanks | None = None
+    recompute: bool = False
 
     def start_cast(self, x: torch.Tensor, slot: CastScales, cast: Cast, label: str) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Cast this rank's rows [T, H] with the scale of all ranks; return scale_inv and a function that waits for the codes of all."""
@@ -83,9 +86,20 @@ class ExpertSettings(NamedTuple):
         own = cast_operand(x, slot, cast, combine=ranks.shared_amax)
         return own.scale_inv, ranks.start_gather(own.codes, label)
 
-    def start_sum(self, partial: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
-        """Return a function that waits for this rank's rows of the sum over the ranks."""
-        return (lambda: partial) if self.ranks is None else self.ranks.start_sum(partial, label)
+    def start_sum(self, partial: torch.Tensor, cast: Cast, label: str) -> Callable[[], torch.Tensor]:
+        """Return a function that waits for this rank's rows of the sum over the ranks; `cast`: of the sums, if they travel in FP8."""
+        ranks = self.ranks
+        if ranks is None:
+            return lambda: partial
+        if not ranks.fp8_sums:
+            return ranks.start_sum(partial, label)
+        codes = cast_operand(partial, CastScales(None, None, None), cast, combine=ranks.shared_amax)
+        return ranks.start_sum(codes.codes, label, codes.scale_inv, partial.dtype)
+
+    def fc1_output(self, x8: torch.Tensor, scale_inv: torch.Tensor, groups: "Groups", top_k: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return FC1's output [R, 2F] from the codes of the tokens."""
+        rows, _ = ops.permute(x8, groups.source, top_k, row=True, end=groups.end)
+        return self.output(rows, self.fc1, groups, scale_inv, dtype)
 
     def output(self, rows: torch.Tensor, w: ExpertWeights, groups: "Groups", scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the forward product of every expert."""
@@ -114,6 +128,11 @@ class Groups(NamedTuple):
     source: torch.Tensor
     places: torch.Tensor
     tiles: torch.Tensor
+
+    @property
+    def end(self) -> torch.Tensor:
+        """The end of the last expert's rows, int32 [1]. Rows from there on are room for another load: no kernel computes them."""
+        return self.offsets[-1:]
 
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> "Groups":
@@ -185,18 +204,17 @@ class ExpertsFunction(torch.autograd.Function):
         x_scale_inv, gathered = settings.start_cast(x, settings.x, gemm.input, "expert tokens all-gather")
         groups = Groups.of(experts, settings.fc1.rows.shape[0])
         x8 = gathered()
-        rows, _ = ops.permute(x8, groups.source, top_k, row=True)
-        y = settings.output(rows, settings.fc1, groups, x_scale_inv, x.dtype)
-        del rows
+        y = settings.fc1_output(x8, x_scale_inv, groups, top_k, x.dtype)
         weights = torch.where(groups.source >= 0, probs.reshape(-1)[groups.source.clamp(min=0)], 0.0)
         slot = settings.activated
-        a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype)
+        end = groups.end if slot.watch is None else None  # what watches reads all rows
+        a8, a_scale_inv = ops.expert_swiglu(y, weights, slot.scale, slot.amax, gemm.input.format.dtype, end=end)
         if slot.watch is not None:
             slot.watch(ops.expert_swiglu(y, weights, None, None, torch.float32)[0], a8, a_scale_inv)
         partial = ops.unpermute(settings.output(a8, settings.fc2, groups, a_scale_inv, x.dtype), groups.places)
-        out = settings.start_sum(partial, "expert output reduce-scatter")()
-        ctx.save_for_backward(x8, x_scale_inv, y, weights, a_scale_inv, *groups)
-        ctx.settings, ctx.weight_dtypes, ctx.top_k = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k
+        out = settings.start_sum(partial, gemm.input, "expert output reduce-scatter")()
+        ctx.save_for_backward(x8, x_scale_inv, None if settings.recompute else y, weights, a_scale_inv, *groups)
+        ctx.settings, ctx.weight_dtypes, ctx.top_k, ctx.dtype = settings, (fc1_weight.dtype, fc2_weight.dtype), top_k, x.dtype
         return out
 
     @staticmethod
@@ -209,27 +227,30 @@ class ExpertsFunction(torch.autograd.Function):
         g_scale_inv, gathered = settings.start_cast(
             grad_output.contiguous(), settings.grad_fc2, gemm.grad_output, "expert grad_output all-gather"
         )
-        rows, rows_t = ops.permute(gathered(), groups.source, ctx.top_k, row=True, col=True)
+        rows, rows_t = ops.permute(gathered(), groups.source, ctx.top_k, row=True, col=True, end=groups.end)
         grad_a = settings.grad_input(rows, settings.fc2, groups, g_scale_inv, dtype)
         del rows
+        y = settings.fc1_output(x8, x_scale_inv, groups, ctx.top_k, ctx.dtype) if y is None else y
         slot, cast = settings.grad_fc1, gemm.grad_output.format.dtype
         grad_y, grad_y_t, y_scale_inv, a_t, parts = ops.expert_swiglu_backward(
-            grad_a, y, weights, a_scale_inv, gemm.input.format.dtype, slot.scale, slot.amax, cast
-        )
+            grad_a, y, weights, a_scale_inv, gemm.input.format.dtype, slot.scale, slot.amax, cast,
+            end=groups.end if slot.watch is None else None,
+        )  # fmt: skip
         if slot.watch is not None:
             slot.watch(expert_swiglu_gradient(grad_a, y, weights), grad_y, y_scale_inv)
         grad_probs = grad_fc1 = grad_fc2 = sums = None
         if needs_fc2:
             grad_fc2 = settings.grad_weight(rows_t, a_t, groups, g_scale_inv, a_scale_inv, ctx.weight_dtypes[1])
-        del rows_t, a_t, grad_a
+        del rows_t, a_t, grad_a, y
         if needs_probs:
             per_row = torch.cat([parts.sum(0), parts.new_zeros(1)])  # -1, an expert of another rank, reads the zero
             grad_probs = per_row[groups.places]
         if needs_x:
             partial = ops.unpermute(settings.grad_input(grad_y, settings.fc1, groups, y_scale_inv, dtype), groups.places)
-            sums = settings.start_sum(partial, "expert grad_input reduce-scatter")  # travels while grad_weight is computed
+            # It travels while grad_weight is computed.
+            sums = settings.start_sum(partial, gemm.grad_output, "expert grad_input reduce-scatter")
         del grad_y
         if needs_fc1:
-            _, x_t = ops.permute(x8, groups.source, ctx.top_k, col=True)
+            _, x_t = ops.permute(x8, groups.source, ctx.top_k, col=True, end=groups.end)
             grad_fc1 = settings.grad_weight(grad_y_t, x_t, groups, y_scale_inv, x_scale_inv, ctx.weight_dtypes[0])
         return None if sums is None else sums(), grad_probs, None, grad_fc1, grad_fc2, None

@@ -21,9 +21,9 @@ One verdict. Ranks add their sums in one all-reduce of 18 numbers per layer, so 
 read by the host happen after a measured step; a step itself never waits, and on other steps nothing of this runs. A check with non-finite
 values, whose step is skipped, counts for neither side.
 
-What a CUDA graph has captured does not change: after a change, drop it, and capture again when all layers have returned, since the capture
-of a raised layer failed on an H200. Fused blocks (`msamp.nn.block`) compute in FP8 only, so a
-transformer layer with a raised linear layer runs its modules one by one.
+What a CUDA graph has captured does not change: after a change, drop it, and capture again when all layers have returned, since no GPU has
+run a captured raised layer yet. Fused blocks (`msamp.nn.block`) compute in FP8 only, so a transformer layer with a raised linear layer runs
+its modules one by one.
 """
 
 import functools

@@ -56,9 +56,11 @@ class KeptAmaxes:
         stale = [holding for holding in holdings if self._seen.get(holding.weight) != _signature(holding, states)]
         for batch in batches(stale):
             self.table[: batch.update.master_row, batch.places] = batch.update.stored_amaxes(batch)
+        # So that a step captured next does not measure them too: the list of places above is copied from the host, which a capture refuses.
+        self.written(stale, states)
 
     def written(self, holdings: Sequence[Holding], states: States) -> None:
-        """Note the versions after an update, which has written its new amaxes to the table."""
+        """Note the versions of holdings whose amaxes the table has, such as after an update, which has written its new ones there."""
         self._seen |= {holding.weight: _signature(holding, states) for holding in holdings}
 
 

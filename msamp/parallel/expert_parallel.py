@@ -3,9 +3,9 @@
 For T tokens of width h on each of N ranks, a rank sends per layer:
 
     all-gather of the tokens            (N - 1) T h bytes      E4M3
-    reduce-scatter of the output        2 (N - 1) T h          BF16, added before it is sent; the receiver sums in FP32
+    reduce-scatter of the output        2 (N - 1) T h          BF16, added before it is sent; the receiver sums in FP32. E4M3: half as many
     all-gather of the grad_output       (N - 1) T h            E5M2
-    reduce-scatter of grad_input        2 (N - 1) T h          BF16, as the output
+    reduce-scatter of grad_input        2 (N - 1) T h          BF16, as the output. E5M2: half as many
     routing and its gradient            12 (N - 1) T k         FP32 probabilities, INT32 choices
 
 An all-to-all in BF16 that sends each of a token's k choices to its expert's rank, where (N - 1) / N of them are on other ranks, has
@@ -28,7 +28,7 @@ from msamp.comm.counters import WireBytes
 from msamp.kernels import ops
 from msamp.parallel.sequence_parallel import KIND, shared_amax
 
-WIRES = ("fp8", "bf16")
+WIRES = ("fp8", "bf16", "fp8-sums")
 
 
 class ExpertParallel:
@@ -37,7 +37,8 @@ class ExpertParallel:
     Args:
         group: the ranks; all have the same number of tokens in every forward.
         wire: "fp8" sends tokens and gradients of FP8 experts in FP8, "bf16" in their own dtype, for twice the bytes and the same bits.
-            Other experts always have their own dtype on the wire.
+            "fp8-sums" sends the sums of their results in FP8 too: E4M3 forward and E5M2 backward, with one just-in-time scale for all
+            ranks. Other experts always have their own dtype on the wire.
         sent: the counter of sent bytes, kind "activation"; None creates one.
 
     Raises:
@@ -48,7 +49,8 @@ class ExpertParallel:
         if wire not in WIRES:
             raise ValueError(f"wire is {wire!r}; choose one of {', '.join(WIRES)}")
         self.peers = Peers(group, WireBytes() if sent is None else sent)
-        self.ranks, self.rank, self.fp8 = self.peers.ranks, self.peers.rank, wire == "fp8"
+        self.ranks, self.rank = self.peers.ranks, self.peers.rank
+        self.fp8, self.fp8_sums = wire != "bf16", wire == "fp8-sums"
         self._tokens: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertParallel":
@@ -85,12 +87,14 @@ class ExpertParallel:
         pending = self.peers.start_all_gather(rows.view(-1), [rows.numel()] * self.ranks, what, KIND, label)
         return lambda: pending.wait().view(self.ranks * rows.shape[0], *rows.shape[1:])
 
-    def start_sum(self, partial: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+    def start_sum(
+        self, partial: torch.Tensor, label: str, scale_inv: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Callable[[], torch.Tensor]:
         size = partial.numel() // self.ranks
         pending = self.peers.start_all_to_all(partial.view(-1), [size] * self.ranks, f"the sums of experts ({label})", KIND, label)
 
         def wait() -> torch.Tensor:
             received = pending.wait().view(self.ranks, size)
-            return ops.sum_payloads(received, None, partial.dtype).view(partial.shape[0] // self.ranks, *partial.shape[1:])
+            return ops.sum_payloads(received, scale_inv, dtype or partial.dtype).view(partial.shape[0] // self.ranks, *partial.shape[1:])
 
         return wait

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS, PairedDifference, paired_difference
+from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS
 from tools.docs.drawing import draw_panels
 from tools.docs.evidence import ROOT, Row, marked
 from tools.docs.figures import Figure
@@ -66,16 +66,15 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
         ValueError: there are rows without words for their size, or words without rows.
     """
     results = keep.read(root / keep.RESULTS / f"{one.name}.csv")
-    size = next((size for size in reversed(list(one.sizes)) if any(row["size"] == size for row in results)), "")
+    size, rows = keep.largest(one, results)
     text = words(root)[one.name]
     if text.size != size or (text.verdict == NOT_RUN) != (not size):
         raise ValueError(
             f"{WORDS}: the words of {one.name} are {text.verdict!r} for size {text.size!r}, and its rows are of size {size!r}: "
             "compare them with the rows, and set the size"
         )
-    rows = [row for row in results if row["size"] == size]
     if text.verdict == HOLDS:
-        equal = {(base, other) for base, other, difference in loss_differences(one, rows) if difference.verdict() == HOLDS}
+        equal = {(base, other) for base, other, difference in keep.loss_differences(one, rows) if difference.verdict() == HOLDS}
         undecided = [other for base, other in one.same_loss if (base, other) not in equal]
         if undecided:
             raise ValueError(
@@ -85,27 +84,9 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
     return size, rows, keep.missing(one, size, results) if size else []
 
 
-def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, PairedDifference]]:
-    """Return (baseline, other, paired difference) for each pair of `Entry.same_loss` with common seeds in the rows."""
-    losses: dict[str, dict[Any, float]] = {}
-    for row in rows:
-        if not row["x"] and any(row["quantity"] in pair for pair in one.same_loss):
-            losses.setdefault(row["quantity"], {})[row["seed"]] = float(row["ours"])
-    differences = []
-    for base, other in one.same_loss:
-        common = {seed: loss for seed, loss in losses.get(other, {}).items() if seed in losses.get(base, {})}
-        if common:
-            differences.append((base, other, paired_difference(losses[base], common)))
-    return differences
-
-
 def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
     """Return a sentence on each pair of losses: difference, 95 % interval, seeds, and the conclusion that the interval allows."""
-    return [paired.sentence(_run_of(base), _run_of(other)) for base, other, paired in loss_differences(one, rows)]
-
-
-def _run_of(quantity: str) -> str:
-    return quantity.removesuffix("validation loss").rstrip(" :,")
+    return [paired.sentence(keep.run_of(base), keep.run_of(other)) for base, other, paired in keep.loss_differences(one, rows)]
 
 
 def difference(row: Row) -> str:

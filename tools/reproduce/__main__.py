@@ -1,6 +1,6 @@
 """Reproduce the tables and figures of FP8-LM, Collage, COAT and the slides on mixed precision.
 
-    python -m tools.reproduce --list                       all entries, what each needs, and its results so far
+    python -m tools.reproduce --list                       all entries, what each needs, its results, their age and intervals
     python -m tools.reproduce fp8lm-table9                 one entry, at the largest size that fits this machine
     python -m tools.reproduce collage-table6 --size toy    in seconds on a CPU
 
@@ -12,6 +12,7 @@ discards the results of the size. `make tables` generates the page of the docume
 
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from megatron.lm.shell import exit_codes
@@ -33,12 +34,28 @@ def status(one: Entry, folder: Path) -> str:
     return ", ".join(sizes) or "no result yet"
 
 
-def listing(folder: Path) -> list[str]:
-    """Return the lines of --list."""
+def age(rows: Sequence[keep.Row], today: date) -> str:
+    """Return when and at which commits rows were measured, and how many days ago the oldest was."""
+    first, last = (choose(row["date"] for row in rows) for choose in (min, max))
+    days = (today - date.fromisoformat(first)).days
+    commits = sorted({row["commit"] for row in rows})
+    named = ", ".join(commits[:3]) + (f" and {len(commits) - 3} more" if len(commits) > 3 else "")
+    lost = ", not all of them in the history" if any(commit.endswith("?") for commit in commits) else ""
+    return f"measured {first if first == last else f'{first} to {last}'} ({days} days ago), commit {named}{lost}"
+
+
+def listing(folder: Path, today: date) -> list[str]:
+    """Return the lines of --list: sizes, results so far, and of the largest size with results its age and the intervals of its losses."""
     lines = []
     for one in ENTRIES.values():
         sizes = "; ".join(f"{size} ({needs})" for size, needs in one.sizes.items()) or "-"
         lines += [f"{one.name}: {one.title}", f"    sizes: {sizes}", f"    {status(one, folder)}"]
+        size, rows = keep.largest(one, keep.read(folder / f"{one.name}.csv"))
+        if size:
+            lines.append(f"    {size}: {age(rows, today)}")
+            lines += [
+                f"    {paired.sentence(keep.run_of(base), keep.run_of(other))}" for base, other, paired in keep.loss_differences(one, rows)
+            ]
     return lines
 
 
@@ -59,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list == (options.name is not None):
         parser.error("give the NAME of an entry, or --list to see them")
     if options.list:
-        print(*listing(options.out), sep="\n")
+        print(*listing(options.out, date.today()), sep="\n")
         return 0
     if options.name not in ENTRIES:
         raise ValueError(f"{options.name!r} is not an entry: choose one of {', '.join(ENTRIES)}")

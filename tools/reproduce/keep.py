@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from megatron.lm.evaluation.paired_difference import PairedDifference, paired_difference
 from megatron.lm.shell.durable import written_aside
 from tools.bench import rows
 from tools.reproduce.entry import Entry, Finding, Task
@@ -54,6 +55,34 @@ def missing(entry: Entry, size: str, rows: Iterable[Row]) -> list[str]:
     """Return the pieces of a size that have no row."""
     done = {row["piece"] for row in rows if row["size"] == size}
     return [piece for piece in entry.pieces(size) if piece not in done]
+
+
+def largest(entry: Entry, rows: Iterable[Row]) -> tuple[str, list[Row]]:
+    """Return the largest size of an entry that has results, and its rows; ("", []) without results."""
+    by_size: dict[str, list[Row]] = {}
+    for row in rows:
+        by_size.setdefault(row["size"], []).append(row)
+    size = next((size for size in reversed(list(entry.sizes)) if size in by_size), "")
+    return size, by_size.get(size, [])
+
+
+def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, PairedDifference]]:
+    """Return (baseline, other, paired difference) for each pair of `Entry.same_loss` with common seeds in the rows."""
+    losses: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if not row["x"] and any(row["quantity"] in pair for pair in one.same_loss):
+            losses.setdefault(row["quantity"], {})[row["seed"]] = float(row["ours"])
+    differences = []
+    for base, other in one.same_loss:
+        common = {seed: loss for seed, loss in losses.get(other, {}).items() if seed in losses.get(base, {})}
+        if common:
+            differences.append((base, other, paired_difference(losses[base], common)))
+    return differences
+
+
+def run_of(quantity: str) -> str:
+    """Return the name of a run: the quantity of its loss without the words "validation loss"."""
+    return quantity.removesuffix("validation loss").rstrip(" :,")
 
 
 def shown(value: float | str | None) -> str:

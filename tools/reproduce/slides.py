@@ -16,6 +16,33 @@ SHAPES = ((512, 512), (2048, 2048), (4096, 4096), (8192, 8192), (4095, 4095))  #
 REPEATS = 20
 
 
+def numbers(task: Task) -> Iterator[Finding]:
+    """Compare the intervals of FP16's numbers with the slides' table, and where values become 0 and infinity."""
+    wrong = 0
+    for exponent in range(-14, 16):
+        low = 0.0 if exponent == -14 else 2.0**exponent  # subnormal numbers, and normal ones up to 2^-13, have one interval
+        high = min(2.0 ** (exponent + 1), 65504.0)
+        codes = torch.tensor([low, high], dtype=torch.float16).view(torch.int16)
+        steps = torch.arange(int(codes[0]), int(codes[1]) + 1).to(torch.int16).view(torch.float16).double().diff().unique()
+        paper = 2.0 ** (exponent - 10)
+        wrong += steps.tolist() != [paper]
+        yield Finding(
+            f"from {f'2^{exponent}' if low else '0'} to {'65504' if exponent == 15 else f'2^{exponent + 1}'}: interval",
+            float(steps[0]),
+            paper,
+        )
+    yield Finding("intervals that differ", float(wrong), 0.0)
+
+    def rounded(x: float) -> float:
+        return float(torch.tensor(x, dtype=torch.float64).half())
+
+    overflow = next(x for x in range(65505, 65537) if rounded(x) == float("inf"))
+    yield Finding("smallest whole number that becomes infinity", float(overflow), 65519.0)
+    zero = next(e for e in range(-20, -30, -1) if rounded(2.0**e) == 0.0)
+    yield Finding("largest power of two that becomes 0", 2.0**zero, 2.0**-25)
+    yield Finding("0.75 x 2^-24 becomes", rounded(0.75 * 2.0**-24), 0.0)
+
+
 def detector(task: Task) -> Iterator[Finding]:
     """Measure average precision by the size of the loss and the loss scale."""
     words = ["--steps", str(DETECTOR_STEPS[task.size]), "--csv", str(task.folder / "amp.csv")]
@@ -90,6 +117,14 @@ def _seconds(x: torch.Tensor) -> float:
 
 
 ENTRIES = (
+    Entry(
+        name="slides-numbers",
+        title="Slides, intervals of FP16",
+        claim="FP16's numbers are as far apart as in the table; values below 2^-24 become 0, and those above 65519 infinity.",
+        run=numbers,
+        sizes={"toy": Needs()},
+        headline="intervals that differ",
+    ),
     Entry(
         name="slides-detector",
         title="Slides, Table 2",

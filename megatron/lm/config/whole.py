@@ -85,6 +85,12 @@ class Config:
         """Layers, from 0, whose experts are in FP8: mixtures of experts of an FP8 recipe, without `layers_in_bf16`."""
         return tuple(n for n in self.model.moe_layers if n not in self.layers_in_bf16) if self.precision.named.fp8 else ()
 
+    @property
+    def recomputes_fc1_of_experts(self) -> bool:
+        """Whether recomputation of the MLP in a layer with FP8 experts is that of FC1's output (`megatron.lm.model.moe.fp8_experts`)."""
+        training, shared = self.training, self.model.moe_shared_expert_intermediate_size
+        return training.recompute_granularity == "selective" and "mlp" in training.recompute_modules and shared is None
+
     def of_layer(self, layer: int) -> "Config":
         """Return the configuration of a model in which all layers are as layer `layer`, from 0, of this one."""
         mixtures = self.model.moe_layers

@@ -15,10 +15,7 @@ def obstacle(config: Config) -> str | None:
         "without --sequence-parallel the all-reduces of tensor-parallel layers are not captured": parallel.tensor_model_parallel_size > 1
         and not parallel.sequence_parallel,
         "dropout draws random numbers": model.hidden_dropout > 0 or model.attention_dropout > 0,
-        "recomputation outside the fused FP8 layers saves random states": training.recompute_granularity == "full"
-        or (
-            training.recompute_granularity is not None and not (config.fuses_layers and not config.layers_in_bf16 and not model.moe_layers)
-        ),
+        "recomputation outside the fused FP8 layers saves random states": _saves_random_states(config),
         "recomputation in a layer that --fp8-guard raises saves random states": training.recompute_granularity is not None
         and config.precision.fp8_guard,
         # Each of their sums is a new tensor, and fp8-sr draws random numbers.
@@ -26,6 +23,16 @@ def obstacle(config: Config) -> str | None:
         "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",
     }
     return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+def _saves_random_states(config: Config) -> bool:
+    training, model = config.training, config.model
+    if training.recompute_granularity is None or training.recompute_granularity == "full":
+        return training.recompute_granularity == "full"
+    if model.moe_layers:  # whose attention is not fused
+        everywhere = len(config.fp8_experts) == model.num_layers
+        return not (everywhere and config.recomputes_fc1_of_experts and training.recompute_modules == ("mlp",))
+    return not config.fuses_layers or bool(config.layers_in_bf16)
 
 
 def captured(config: Config) -> bool:

@@ -44,6 +44,7 @@ from megatron.lm.model.gpt import GPT
 from megatron.lm.step import forward_backward, model_output
 from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Batches, Training
+from msamp.nn.expert_matrices import one_cast_per_step
 
 FORWARD, BACKWARD, FINISH = "forward", "backward", "finish"
 
@@ -137,7 +138,8 @@ class StageGraphs(Replays):
             self._free()
         for chunk in self.chunks:
             chunk.begin()
-        result = forward_backward(training, batches, forward=self._output)
+        with one_cast_per_step(self._experts if training.micro_batches > 1 else []):
+            result = forward_backward(training, batches, forward=self._output)
         # In the first slot's memory: its activations are dead by now, and the averages are dead before its next forward.
         self._record(FINISH, training.grad_sync.finish, self.chunks[0].slots[0].pool, finishes=True)
         self._launch(FINISH)

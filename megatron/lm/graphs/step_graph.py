@@ -19,6 +19,7 @@ from megatron.lm.model.moe.router import scale_losses
 from megatron.lm.processes import process_groups
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training.state import Batches, Training
+from msamp.nn.expert_matrices import one_cast_per_step
 
 FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a micro-batch in a step
 
@@ -89,11 +90,12 @@ class StepGraphs(Replays):
             scaler, context = self.training.loss_scaler, self.training.grid.context.size
             scale_losses(count, None if scaler is None else scaler.multiply, context)  # without a schedule, which sets it in eager steps
         sums = []
-        for place in places:
-            self._inputs.fill(next(batches))
-            self._record(place, functools.partial(self._micro_batch, place), finishes=place in (LAST, ONLY))
-            self._launch(place)
-            sums.append(self._sums.clone())
+        with one_cast_per_step(self._experts if count > 1 else []):
+            for place in places:
+                self._inputs.fill(next(batches))
+                self._record(place, functools.partial(self._micro_batch, place), finishes=place in (LAST, ONLY))
+                self._launch(place)
+                sums.append(self._sums.clone())
         loss_sums, tokens = zip(*(x.unbind() for x in sums), strict=True)
         return torch.stack(loss_sums).sum(), torch.stack(tokens).sum()
 

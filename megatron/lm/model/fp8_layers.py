@@ -257,8 +257,10 @@ def _spread(config: Config) -> str:
     model, size = config.model, config.parallel.expert_model_parallel_size
     if size == 1 or model.num_experts is None:
         return "every process has all of its layers' experts"
-    wire = (config.parallel.moe_wire or "fp8").upper() if config.precision.named.fp8 else config.precision.named.compute
-    return f"every process has {model.num_experts // size} of them, and gathers the tokens of {size} processes in {wire}"
+    asked = config.parallel.moe_wire or "fp8"
+    wire = asked.partition("-")[0].upper() if config.precision.named.fp8 else config.precision.named.compute
+    sums = ", as their sums return" if asked == "fp8-sums" else ""
+    return f"every process has {model.num_experts // size} of them, and gathers the tokens of {size} processes in {wire}{sums}"
 
 
 def _whole_layers(config: Config) -> str:

@@ -8,6 +8,7 @@ keeps these bytes per token:
                  16 k             probabilities and choices
     FP8 experts  H                the input in E4M3, once per token
                  2 a F k          FC1's output
+                                  none with `--recompute-modules mlp`, which computes it again for one layer at a time
     others       a H k            a copy of the input per choice
                  (16 + a) F k     gate, up, silu(gate) and both products in FP32; FC2's input
     all          16 k             order of the rows
@@ -41,6 +42,11 @@ def of_rank(config: Config) -> int:
     return config.model.num_experts // _ranks(config)
 
 
+def recomputes_fc1(config: Config) -> bool:
+    """Return whether backward computes the output of the experts' FC1 again (`--recompute-modules mlp`)."""
+    return in_fp8(config) and config.recomputes_fc1_of_experts
+
+
 def kept_per_token(config: Config, cast: float) -> float:
     """Return the bytes per token that the mixture of experts of a layer keeps for backward, without the input of its router.
 
@@ -53,6 +59,7 @@ def kept_per_token(config: Config, cast: float) -> float:
     scores += bool(model.moe_aux_loss_coeff) + bool(model.moe_z_loss_coeff)
     router = 4 * model.num_experts * scores + CHOICE * top_k
     rows = 2 * wide * width if in_fp8(config) else wide * hidden + (16 + wide) * width
+    rows = 0 if recomputes_fc1(config) else rows
     gathered = hidden if in_fp8(config) else wide * hidden if _ranks(config) > 1 else 0
     return router + _ranks(config) * (gathered + top_k * (rows + ORDER)) + _shared(config, cast)
 

@@ -89,8 +89,13 @@ def _remedies(config: Config, rank: Rank, copies: int) -> Iterator[str]:
             yield f"lower --micro-batch-size {config.training.micro_batch_size}"
         if saved_activations(config.precision) == AS_IT_IS:
             yield "add --save-activations coat"
-        if config.training.recompute_granularity is None:
+        if config.training.recompute_granularity is None and config.fp8_experts:
+            yield "add --recompute-granularity selective --recompute-modules mlp"
+        elif config.training.recompute_granularity is None:
             yield "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     if not config.precision.named.fp8:
         yield f"use --opt-level {'O3' if copies > 2 else 'O2'}"  # bytes per parameter: 1 + 6 / N, and 2 + 4 / N
-    yield "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    more, experts = "--tensor-model-parallel-size or --pipeline-model-parallel-size", config.model.num_experts
+    if experts is not None and rank.activations <= states and config.parallel.expert_model_parallel_size < experts:
+        more = f"--expert-model-parallel-size, {more}"  # which also makes the buffers of a layer's tokens larger
+    yield f"raise {more}"

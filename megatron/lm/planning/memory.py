@@ -246,10 +246,10 @@ def _attention_of_modules(config: Config) -> float:
 
 def _mlp_of_modules(config: Config) -> float:
     """Return the bytes per token for the input of GELU or SwiGLU, and the input of fc2."""
+    if config.model.moe_layers and not ("mlp" in _recomputed(config) and not experts.recomputes_fc1(config)):
+        return experts.kept_per_token(config, _input_bytes(config)[1]["linear_fc1"])
     if "mlp" in _recomputed(config):
         return 0
-    if config.model.moe_layers:
-        return experts.kept_per_token(config, _input_bytes(config)[1]["linear_fc1"])
     seen = ActivationFunction.saved_bytes(_widths(config)[2], _compute_bytes(config), saved_activations(config.precision))
     return seen + _input_bytes(config)[1]["linear_fc2"] * config.model.ffn_size / config.parallel.tensor_model_parallel_size
 

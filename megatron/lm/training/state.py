@@ -74,6 +74,7 @@ class StepResult:
     """`loss_sum` and `tokens`: of this rank, on the device, 0 before the last pipeline stage. `grad_norm`: before clipping, FP64.
 
     `skipped`: on a GPU an asynchronous flag; `bool` waits for it. `loss_scale`: of the next step; None without loss scaling.
+    `eager`: whether the step ran before the CUDA graphs were ready; None in a run without graphs.
     """
 
     loss_sum: Tensor
@@ -82,3 +83,4 @@ class StepResult:
     lr: float
     skipped: bool | DeviceFlag
     loss_scale: DeviceCopy | None = None
+    eager: bool | None = None

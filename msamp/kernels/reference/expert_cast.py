@@ -25,20 +25,19 @@ def expert_cast(payload: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype)
     grad_input by the transposes; both are cast once per step.
 
     Args:
-        payload: [E, N, K], contiguous, FP32, BF16, FP16, or `dtype`, in which case the codes are kept.
+        payload: [E, N, K], contiguous, FP32, BF16, FP16, or `dtype`, in which case its codes are the weights.
         stored: FP32 [E]: payload * stored is the weight.
         dtype: an FP8 dtype.
 
     Returns:
-        [E, N, K] and [E, K, N] of `dtype`; FP32 [E].
+        [E, N, K] and [E, K, N] of `dtype`; FP32 [E]. The first is empty if the payload has that dtype: use the payload.
 
     Raises:
         ValueError: if shapes or dtypes do not fit.
     """
     check_weights(payload, stored)
     if payload.dtype == dtype:
-        codes = payload.view(torch.uint8)
-        return codes.clone().view(dtype), codes.transpose(1, 2).contiguous().view(dtype), stored.clone()
+        return payload.new_empty(0), payload.view(torch.uint8).transpose(1, 2).contiguous().view(dtype), stored.clone()
     amaxes = payload.abs().flatten(1).amax(1).float() if payload.numel() else stored.new_zeros(payload.shape[0])
     scales = scale_from_amax(torch.where(amaxes.isnan(), float("inf"), amaxes) * stored, of_dtype(dtype).max)
     cast_all = torch.empty(payload.shape, dtype=torch.uint8, device=payload.device)

@@ -4,6 +4,7 @@ import torch
 
 from msamp.kernels.reference.activate import _activation, _derivative, check_gradient
 from msamp.kernels.reference.cast_transpose import _store
+from msamp.kernels.reference.permute import check_end
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import inverse
@@ -25,6 +26,7 @@ def expert_swiglu(
     dtype: torch.dtype,
     *,
     scale_inv_slot: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `probs * silu(gate) * up`, in the format of the second linear layer's input. That layer is linear in its input, so the sum
     over a token's experts is weighted here, where it costs no pass over memory.
@@ -36,6 +38,7 @@ def expert_swiglu(
         amax_slot: FP32, 0-dim, raised in place to the amax of the result (+inf if not finite); None does not measure it.
         dtype: of the result; a wide dtype gives a plain result without scale and amax.
         scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
+        end: int32 [1]: rows from this number on have probability 0, and are undefined in the result (`permute`).
 
     Returns:
         [R, F] of `dtype`; scale_inv FP32, 0-dim, NaN if the result is not finite (empty with a wide `dtype`, or if a slot is given).
@@ -44,6 +47,7 @@ def expert_swiglu(
         ValueError: if shapes or dtypes do not fit.
     """
     check_probs(y, probs)
+    check_end(end, y.device)
     a, _, scale_inv, _ = _store(_weighted(y, probs), scale, amax_slot, dtype, False, False, scale_inv_slot)
     return a, scale_inv
 
@@ -59,6 +63,7 @@ def expert_swiglu_backward(
     dtype: torch.dtype,
     *,
     scale_inv_slot: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of `expert_swiglu`, cast for the grouped GEMMs, and its transposed result, which forward did not save.
 
@@ -71,6 +76,7 @@ def expert_swiglu_backward(
         amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf if not finite); None does not measure it.
         dtype: FP8, of the gradient.
         scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
+        end: as in `expert_swiglu`; the columns of the transposes are undefined too.
 
     Returns:
         Gradient g [R, 2F] and its transpose [2F, R], of `dtype`; scale_inv FP32, 0-dim, NaN if g is not finite; the transpose [F, R] of
@@ -82,6 +88,7 @@ def expert_swiglu_backward(
     """
     check_gradient(grad_a, y, "swiglu")
     check_probs(y, probs)
+    check_end(end, y.device)
     check_gradient_cast(y.shape[0], dtype)
     exact = expert_swiglu_gradient(grad_a, y, probs)
     g, g_t, scale_inv, _ = _store(exact, scale, amax_slot, dtype, True, False, scale_inv_slot)

@@ -14,8 +14,14 @@ def check_rows(x: torch.Tensor, index: torch.Tensor, name: str, ndim: int) -> No
         )
 
 
+def check_end(end: torch.Tensor | None, device: torch.device) -> None:
+    """Raise a ValueError unless `end` is None or int32 [1] on `device`."""
+    if end is not None and (end.dtype != torch.int32 or tuple(end.shape) != (1,) or end.device != device):
+        raise ValueError(f"end is {end.dtype} {tuple(end.shape)} on {end.device}; it must be torch.int32 (1,) on {device}")
+
+
 def permute(
-    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False
+    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False, end: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the FP8 rows of tokens to the rows of their experts, in one or both layouts. A cast before this copy reads each token once and
     moves one byte per element, where a cast behind it would read BF16 top-k times.
@@ -26,6 +32,8 @@ def permute(
         top_k: pairs per token.
         row: return the rows.
         col: return their transpose.
+        end: int32 [1], on the device: rows from this number on have no pair, and are undefined in the results; a kernel leaves them out.
+            None: all rows are computed.
 
     Returns:
         [R, N] and [N, R] of the dtype of `x`, with zeros where `source` is -1. What is not requested is empty.
@@ -35,6 +43,7 @@ def permute(
     """
     check_payload(x, top_k)
     check_rows(x, source, "source", 1)
+    check_end(end, x.device)
     codes = x.view(torch.uint8)[(source.clamp(min=0) // top_k).long()].masked_fill_((source < 0).unsqueeze(1), 0).view(x.dtype)
     nothing = x.new_empty(0)
     return codes if row else nothing, codes.view(torch.uint8).t().contiguous().view(x.dtype) if col else nothing

@@ -71,7 +71,7 @@ def expert_cast(payload: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype)
     payload, kept = payload.contiguous(), payload.dtype == dtype
     (E, N, K), device = payload.shape, payload.device
     y_t = torch.empty((E, K, N), dtype=dtype, device=device)
-    y = payload.clone() if kept else torch.empty((E, N, K), dtype=dtype, device=device)
+    y = torch.empty(0 if kept else (E, N, K), dtype=dtype, device=device)
     multipliers, scale_invs = stored, stored.clone() if kept else torch.empty_like(stored)
     if not kept:
         parts = max(1, triton.cdiv(N * K, BLOCK))

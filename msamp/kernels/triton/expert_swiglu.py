@@ -10,6 +10,7 @@ import triton.language as tl
 
 from msamp.kernels.reference.activate import check_gradient, features
 from msamp.kernels.reference.expert_swiglu import check_gradient_cast, check_probs
+from msamp.kernels.reference.permute import check_end
 from msamp.kernels.triton.activate import BACKWARD, TILE_M, TILE_N, WARPS, _silu
 from msamp.kernels.triton.cast import _constants
 from msamp.kernels.triton.cast_transpose import _higher, _inverse, _layouts, _load_rows, _put, _quantise, _tell, _tile
@@ -28,11 +29,14 @@ def _probs_of_rows(probs, quad, q, left):
 
 @triton.jit
 def _expert_swiglu_kernel(
-    y, probs, a, scale, amax, scale_inv, M, F,
+    y, probs, end, a, scale, amax, scale_inv, M, F,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
+    if end is not None:  # noqa: SIM102  one condition is of the compiler, one of the device
+        if 4 * quad >= tl.load(end):
+            return
     q, n, origin, at = _tile(quad, 2 * F, column, TILE_M, TILE_N)
     left, columns = (M - 4 * quad).to(tl.int32), n < (F - column).to(tl.int32)
     gates = _load_rows(y + origin, at, 2 * F, q, left, columns)
@@ -57,12 +61,15 @@ def _expert_swiglu_kernel(
 
 @triton.jit
 def _expert_swiglu_backward_kernel(
-    grad_a, y, probs, a_scale_inv, g, g_t, a_t, grad_probs, scale, amax, scale_inv, M, F,
+    grad_a, y, probs, end, a_scale_inv, g, g_t, a_t, grad_probs, scale, amax, scale_inv, M, F,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     A_MAX: tl.constexpr, A_MANTISSA: tl.constexpr, A_BIAS: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
+    if end is not None:  # noqa: SIM102  one condition is of the compiler, one of the device
+        if 4 * quad >= tl.load(end):
+            return
     N = 2 * F
     f = 1.0
     a_f = 1.0
@@ -111,10 +118,12 @@ def expert_swiglu(
     dtype: torch.dtype,
     *,
     scale_inv_slot: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     F = features(y, "swiglu")
     check_probs(y, probs)
+    check_end(end, y.device)
     y, M = y.contiguous(), y.shape[0]
     a = torch.empty(M, F, dtype=dtype, device=y.device)
     grid = (max(1, triton.cdiv(M, TILE_M)), max(1, triton.cdiv(F, TILE_N)))
@@ -122,7 +131,7 @@ def expert_swiglu(
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _expert_swiglu_kernel[grid](
-            y, probs, a, scale, amax, scale_inv, M, F, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants
+            y, probs, end, a, scale, amax, scale_inv, M, F, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **constants
         )  # fmt: skip
 
     return a, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, y.device)
@@ -139,10 +148,12 @@ def expert_swiglu_backward(
     dtype: torch.dtype,
     *,
     scale_inv_slot: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_gradient(grad_a, y, "swiglu")
     check_probs(y, probs)
+    check_end(end, y.device)
     check_gradient_cast(y.shape[0], dtype)
     y, grad_a = y.contiguous(), grad_a.contiguous()
     (M, F), device = grad_a.shape, y.device
@@ -155,7 +166,7 @@ def expert_swiglu_backward(
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _expert_swiglu_backward_kernel[grid](
-            grad_a, y, probs, a_scale_inv, g, g_t, a_t, grad_probs, scale, amax, scale_inv, M, F,
+            grad_a, y, probs, end, a_scale_inv, g, g_t, a_t, grad_probs, scale, amax, scale_inv, M, F,
             TILE_M=tile_m, TILE_N=tile_n,
             A_MAX=of_a["FP8_MAX"], A_MANTISSA=of_a["MANTISSA"], A_BIAS=of_a["BIAS"], num_warps=warps, **_constants(dtype, device),
         )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.permute import check_payload, check_rows
+from msamp.kernels.reference.permute import check_end, check_payload, check_rows
 from msamp.kernels.triton.cast import _rounded
 from msamp.kernels.triton.cast_transpose import _layouts, _put_transposed
 
@@ -18,7 +18,10 @@ TOKENS, SUMMED = 4, 512
 
 
 @triton.jit
-def _copy_rows_kernel(x, source, y, M, N, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _copy_rows_kernel(x, source, end, y, M, N, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    if end is not None:  # noqa: SIM102  one condition is of the compiler, one of the device
+        if tl.program_id(0) * ROWS >= tl.load(end):
+            return
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pair = tl.load(source + r, mask=r < M, other=-1)
@@ -41,9 +44,12 @@ def _row_of(x, source, y, r, n, M, N, columns, TOP_K: tl.constexpr):
 
 @triton.jit
 def _permute_kernel(
-    x, source, y, y_t, M, N, TOP_K: tl.constexpr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
+    x, source, end, y, y_t, M, N, TOP_K: tl.constexpr, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
     quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * TILE_N
+    if end is not None:  # noqa: SIM102  one condition is of the compiler, one of the device
+        if 4 * quad >= tl.load(end):
+            return
     q, n = tl.arange(0, TILE_M // 4), tl.arange(0, TILE_N)
     left, columns = (M - 4 * quad).to(tl.int32), n < (N - column).to(tl.int32)
     first, at = (4 * quad).to(tl.int32) + 4 * q, column + n
@@ -68,11 +74,12 @@ def _unpermute_kernel(y, places, out, T, N, TOP_K: tl.constexpr, TOKENS: tl.cons
 
 
 def permute(
-    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False
+    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False, end: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference twin."""
     check_payload(x, top_k)
     check_rows(x, source, "source", 1)
+    check_end(end, x.device)
     x = x.contiguous()
     M, N = source.shape[0], x.shape[1]
     y, y_t = _layouts(M, N, row, col, x.dtype, x.device)
@@ -82,11 +89,12 @@ def permute(
     if col:
         grid = (triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N))
         _permute_kernel[grid](
-            codes, source, rows if row else None, y_t, M, N, TOP_K=top_k, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS
-        )
+            codes, source, end, rows if row else None, y_t, M, N, TOP_K=top_k, ALIGNED=M % 4 == 0, TILE_M=TILE_M, TILE_N=TILE_N,
+            num_warps=WARPS,
+        )  # fmt: skip
     elif row:
         grid = (triton.cdiv(M, ROWS), triton.cdiv(N, COLUMNS))
-        _copy_rows_kernel[grid](codes, source, rows, M, N, TOP_K=top_k, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+        _copy_rows_kernel[grid](codes, source, end, rows, M, N, TOP_K=top_k, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return y, y_t
 
 

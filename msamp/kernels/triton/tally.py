@@ -11,6 +11,7 @@ from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
 
 BLOCK, CHUNK = 2048, 65536  # elements per iteration and per program
+COUNT_CHUNK = 8192  # with 65,536 the matrix of an expert, 2 to 4 million elements, occupied half of the multiprocessors
 TALLY_SUMS, UPDATE_SUMS = 6, 7
 FINISH = 1024
 # A captured step must find every variant compiled, although its scales have other addresses than those of the eager step before.
@@ -155,10 +156,10 @@ def _mantissa(x: torch.Tensor) -> int:
 def count_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor) -> None:
     """See the reference twin."""
     if x.numel():
-        _count_kernel[(triton.cdiv(x.numel(), CHUNK),)](
+        _count_kernel[(triton.cdiv(x.numel(), COUNT_CHUNK),)](
             row, _raw(x), _raw(payload), x.numel(),
             FROM=_mantissa(x), TO=_mantissa(payload), LIMIT=of_dtype(payload.dtype).max,
-            HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=8,
+            HARDWARE=x.is_cuda, BLOCK=BLOCK, CHUNK=COUNT_CHUNK, num_warps=8,
         )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ class _Momentum(Update):
         if not usable.is_cuda and not usable:
             return
         numbers: list[Number] = list(batch.hyper.unbind()) if batch.hyper.is_cuda else batch.hyper.tolist()
-        mine = amaxes[:, batch.indices]
+        # By tables: a CUDA graph's capture refuses the copy of a list of indices from the host.
+        mine = amaxes.index_select(1, tables.send(("indices", *batch.indices), batch.indices))
         g_amax = mine[GRAD] if coefficient is None else mine[GRAD] * coefficient
         if batch.group["weight_decay"] and not batch.group["decoupled"]:  # the decay is part of the gradient
             g_amax = g_amax + numbers[1] * mine[self.master_row]
@@ -44,7 +45,8 @@ class _Momentum(Update):
             for x, old in zip(_memory(stored), before, strict=False):
                 x.copy_(torch.where(usable, x, old))
         torch._foreach_add_(batch.steps, usable.float())
-        kept[: self.master_row, batch.places] = self.stored_amaxes(batch)
+        places = tables.send(("places", *batch.places), batch.places)
+        kept[: self.master_row].index_copy_(1, places, self.stored_amaxes(batch))
 
     def _update(
         self, batch: UpdateBatch, i: int, g: torch.Tensor, numbers: Sequence[Number], bounds: tuple[torch.Tensor, torch.Tensor]

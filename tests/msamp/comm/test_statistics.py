@@ -6,8 +6,10 @@ import torch
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
+from msamp.comm.exchange import Reduced
 from msamp.comm.partition import Piece
 from msamp.comm.statistics import NONZERO, SATURATED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics
+from msamp.kernels import ops
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.metrics import judge, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import quantize
@@ -58,6 +60,25 @@ def test_pieces_of_a_sum_add_up_to_their_tensor(fmt, rank):
     assert statistics.counts[SUM_VANISHED].tolist() == [0, a[2] * rank, b[2]]
     assert statistics.counts[SUM_NONZERO].tolist() == [0, a[0] * rank, b[0]]
     assert not statistics.counts[:SUM_NONZERO].any()
+
+
+@scaled
+def test_the_sum_of_a_single_rank_is_counted_with_its_payload(fmt, monkeypatch):
+    params = [torch.zeros(5), torch.zeros(3, 4), torch.zeros(4)]
+    bucket = Bucket(params, ["a", "b", "absent"], fmt, [Piece(0, 0, 5, 0), Piece(1, 0, 3, 0), Piece(2, 0, 4, 0)], 1, 0)
+    gradients = [torch.tensor([0.0, float("nan"), fmt.smallest / 4, 1.0, float("inf")]), planted(fmt).view(3, 4), torch.zeros(4)]
+    flat, found, launches = bucket.flatten(gradients, fmt), [], []
+    count = ops.count_
+    monkeypatch.setattr(ops, "count_", lambda *args: launches.append(1) or count(*args))
+    for reduced in (Reduced(flat, flat, torch.ones(3), flat), Reduced(flat, flat, torch.ones(3), flat.clone())):
+        statistics = Statistics([1, 5, 12, 4], CPU, always=True)
+        statistics.observe_packed(1, bucket, [*gradients[:2], None], flat, torch.ones(3))
+        statistics.observe_reduced(1, bucket, reduced, torch.ones(3), ranks=1, fp32_sum=True)
+        found.append((statistics.counts.clone(), len(launches)))
+        launches.clear()
+    assert found[0][0].equal(found[1][0])
+    assert found[0][0][SUM_NONZERO].any()
+    assert [number for _, number in found] == [2, 5]
 
 
 def test_active_follows_always():

@@ -10,7 +10,7 @@ from msamp.nn.expert_ranks import gathered_routing
 class Twice:
     """Two ranks with the same tokens, of which this is one."""
 
-    ranks, fp8 = 2, True
+    ranks, fp8, fp8_sums = 2, True, False
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -96,6 +96,41 @@ def test_every_cast_can_be_watched():
     assert min(seen.values()) > 24
 
 
+def test_rows_after_the_last_expert_s_are_never_read(monkeypatch):
+    """With expert parallelism most of the rows are room for another load, which kernels leave out: what is in there must not matter."""
+    x, probs, fc1, fc2 = tensors = inputs()
+    experts, grad = chosen("random"), make("normal", (TOKENS, HIDDEN), seed=9)
+    experts = torch.where(experts < 2, experts, -1)  # the others are on another rank
+
+    def results() -> list[torch.Tensor]:
+        y = ExpertsFunction.apply(x, probs, experts, fc1, fc2, settings(fc1, fc2))
+        return [y, *torch.autograd.grad(y, tensors, grad)]
+
+    want, spoiled = results(), []
+
+    def spoil(name: str, rows: dict[int, int]) -> None:
+        """Write NaN beyond `end` to results, given by the dimension of their rows."""
+        run = getattr(ops, name)
+
+        def spoiling(*args, end, **flags):
+            made = run(*args, end=end, **flags)
+            for number, dim in rows.items():
+                if made[number].numel():
+                    beyond = made[number].narrow(dim, int(end), made[number].shape[dim] - int(end))
+                    spoiled.append(beyond.numel())
+                    beyond.copy_(torch.full_like(beyond, float("nan"), dtype=torch.float32))
+            return made
+
+        monkeypatch.setattr(ops, name, spoiling)
+
+    spoil("permute", {0: 0, 1: 1})
+    spoil("expert_swiglu", {0: 0})
+    spoil("expert_swiglu_backward", {0: 0, 1: 1, 3: 1, 4: 1})
+    assert all(got.equal(expected) for got, expected in zip(results(), want, strict=True))
+    assert len(spoiled) == 9
+    assert min(spoiled) > 0
+
+
 def test_no_tokens():
     x, probs, fc1, fc2 = inputs()
     x, probs, experts = x[:0], probs[:0], torch.empty((0, TOP_K), dtype=torch.int64)
@@ -112,6 +147,21 @@ def test_what_is_saved_for_backward():
         ExpertsFunction.apply(x.bfloat16(), probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
     rows = ops.group_tokens(chosen("random"), EXPERTS, 128)[1].numel()
     assert sorted(sizes)[-2:] == [TOKENS * HIDDEN, rows * 2 * WIDTH * 2]
+    sizes.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        again = settings(fc1, fc2)._replace(recompute=True)
+        ExpertsFunction.apply(x.bfloat16(), probs, chosen("random"), fc1, fc2, again)
+    assert sorted(sizes)[-2:] == [4 * rows, TOKENS * HIDDEN], "codes of x, and the probability of each row"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_recomputing_changes_no_bit(dtype):
+    x, probs, fc1, fc2 = inputs("log-normal")
+    x, grad, tensors = x.detach().to(dtype).requires_grad_(), make("normal", (TOKENS, HIDDEN), seed=9).to(dtype), []
+    for recompute in (False, True):
+        y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2)._replace(recompute=recompute))
+        tensors.append([y, *torch.autograd.grad(y, (x, probs, fc1, fc2), grad)])
+    assert all(a.equal(b) for a, b in zip(*tensors, strict=True))
 
 
 def test_nan_in_a_token_reaches_every_gradient_that_it_should():

@@ -1,18 +1,23 @@
 """A raised layer: the BF16 product of the stored weight's values, the histories that it keeps, and what a watch sees of its casts."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from helpers.numerics import make
+from msamp.nn.gemm import tally_operand_
 from msamp.nn.linear import FP8Linear
 from msamp.nn.raised_linear import bf16_linear, bf16_weight
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics import recipe
 from msamp.numerics.scaling import Delayed
+from msamp.numerics.tensor import PLAIN
 
 every_level = pytest.mark.parametrize("level", [recipe.O1, recipe.O2, recipe.O3], ids=lambda r: r.name)
 WINDOW = 2
@@ -58,6 +63,45 @@ def test_histories_are_those_of_the_fp8_layer():
     with torch.no_grad():
         raised(x * 1e3)
     assert not raised.scaling.amax.any(), "an evaluation records nothing"
+
+
+class _NothingFromTheHost(TorchDispatchMode):
+    """Fails where an operator reads a tensor that neither came in nor is a result: one that Python made, which a capture cannot copy."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.alive = list(given)
+        self.storages = {x.untyped_storage().data_ptr() for x in given}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        read = [x for x in tree_leaves((args, kwargs)) if type(x) in PLAIN]
+        strange = [x for x in read if x.numel() and x.untyped_storage().data_ptr() not in self.storages]
+        assert not strange, f"{func} reads {strange}"
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a value"
+        made = func(*args, **(kwargs or {}))
+        results = [x for x in tree_leaves(made) if type(x) in PLAIN]
+        self.alive += results  # their memory must not be given to another tensor
+        self.storages |= {x.untyped_storage().data_ptr() for x in results}
+        return made
+
+
+@every_level
+@pytest.mark.parametrize("watched", [False, True])
+def test_no_tensor_comes_from_the_host_so_that_a_cuda_graph_can_hold_a_step(level, watched):
+    x, grad = make("normal", (16, 32), seed=1).bfloat16(), make("normal", (16, 48), seed=2).bfloat16()
+    made, sums = layer(level), torch.zeros(8, dtype=torch.float64)
+    made.scaling.raised = True
+    for _ in range(WINDOW):
+        run(made, x, grad)
+        ScalingState(made).roll()
+    if watched:
+        made.scaling.checks |= {row: functools.partial(tally_operand_, sums) for row in (INPUT, GRAD_OUTPUT)}
+    stored = made.weight.payload, made.weight.scale_inv
+    given = (x, grad, sums, made.bias, *stored, *made.scaling.buffers())
+    with _NothingFromTheHost(*given):
+        run(made, x, grad)
+    with pytest.raises(AssertionError, match="reads"), _NothingFromTheHost(*given):
+        run(made, x, grad)[0] + torch.tensor([1.0])
 
 
 @pytest.mark.parametrize("channels", [0, 32])

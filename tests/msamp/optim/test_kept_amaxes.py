@@ -33,7 +33,6 @@ def test_after_an_update_amaxes_are_read_again_where_somebody_else_has_written()
     assert first.shape == (3, 2)
     states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
     assert first[0].tolist() == [float(state["exp_avg"].dequantize().abs().max()) for state in states]
-    kept.written(optimizer.holdings(), optimizer.state)
     assert amaxes().equal(first)
     states[1]["exp_avg"].mul_(2.0)
     again = amaxes()
@@ -57,3 +56,20 @@ def test_nothing_is_read_before_the_first_step():
     kept = KeptAmaxes()
     kept.take([], {}, lambda _: [][0])
     assert kept.table.numel() == 0
+
+
+def test_what_a_refresh_has_read_the_captured_step_after_it_does_not_read(monkeypatch):
+    """`refresh` runs outside of a CUDA graph, the step inside: it cannot copy the places of stale weights from the host."""
+    optimizer, read = stepped(), []
+    update = next(iter(optimizer.batches(optimizer.holdings()))).update
+    measure = type(update).stored_amaxes
+    monkeypatch.setattr(type(update), "stored_amaxes", lambda self, batch: read.append(len(batch.places)) or measure(self, batch))
+    first = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        first.mul_(64.0)
+    optimizer.refresh()
+    assert read == [1]
+    optimizer.step()
+    assert read == [1]
+    master = optimizer.state[first]["master"]
+    assert float(master.dequantize().abs().max()) == 64.0

@@ -17,7 +17,7 @@ from msamp.numerics.recipe import O2
 from msamp.parallel.expert_parallel import ExpertParallel
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K, RANKS = 24, 32, 48, 4, 2, 2
-WIRES = ("plain", "fp8", "bf16")
+WIRES = ("plain", "fp8", "bf16", "fp8-sums")
 
 
 def routed(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,6 +99,16 @@ def test_both_wires_have_the_same_bits(ranks: list):
         assert all(torch.equal(found["fp8"][name], x) for name, x in found["bf16"].items())
 
 
+def test_sums_in_fp8_are_rounded_once_more(ranks: list):
+    """The other bits of a step stay: only what the sums reach changes."""
+    for found, *_ in ranks:
+        for name, fmt in (("y", 1.0), ("x", 2.0)):
+            exact, rounded = found["fp8"][name], found["fp8-sums"][name]
+            assert not torch.equal(exact, rounded)
+            assert sqnr_db(exact, rounded) > 30 - 6 * (fmt - 1), name  # E4M3, E5M2
+        assert all(torch.equal(found["fp8"][name], x) for name, x in found["fp8-sums"].items() if name not in ("y", "x"))
+
+
 def test_bytes_on_the_wire(ranks: list):
     block, routing = TOKENS * HIDDEN, TOKENS * TOP_K
     scales = {("activation", "amax all-reduce"): 8}  # just-in-time scales of both casts
@@ -113,6 +123,8 @@ def test_bytes_on_the_wire(ranks: list):
         assert sent["plain"] == both | dict.fromkeys(gathers, 4 * block)
         assert sent["bf16"] == both | dict.fromkeys(gathers, 4 * block)  # x is FP32 here
         assert sent["fp8"] == both | dict.fromkeys(gathers, block) | scales
+        sums = [("activation", f"expert {name} reduce-scatter") for name in ("output", "grad_input")]
+        assert sent["fp8-sums"] == both | dict.fromkeys([*gathers, *sums], block) | {("activation", "amax all-reduce"): 16}
 
 
 def test_what_is_refused(ranks: list):
@@ -123,5 +135,5 @@ def test_what_is_refused(ranks: list):
         assert unequal.startswith("the ranks that share experts have 24, 23 tokens; each must have the same number")
         assert pickled.startswith("experts that several ranks share cannot be pickled")
         assert gathered.startswith("x is (24, 32), probs are torch.float32 (48, 2)")
-    with pytest.raises(ValueError, match="wire is 'fp4'; choose one of fp8, bf16"):
+    with pytest.raises(ValueError, match="wire is 'fp4'; choose one of fp8, bf16, fp8-sums"):
         ExpertParallel(None, wire="fp4")  # type: ignore[arg-type]

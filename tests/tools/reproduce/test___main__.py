@@ -1,10 +1,13 @@
 """`python -m tools.reproduce`: the list, a toy, and what it refuses."""
 
+from datetime import date
+
 import pytest
 import torch
 
 from helpers.refusals import code
 from tools.reproduce import __main__ as reproduce
+from tools.reproduce import keep
 from tools.reproduce.registry import ENTRIES
 
 
@@ -25,6 +28,25 @@ def test_a_toy_is_kept_told_and_listed(tmp_path, capsys):
     assert (tmp_path / "collage-table1.csv").is_file()
     assert reproduce.main(["--list", "--out", str(tmp_path)]) == 0
     assert "toy done" in capsys.readouterr().out
+
+
+def test_the_list_says_how_old_results_are_and_how_far_losses_are_apart(tmp_path):
+    rows = [
+        {
+            "quantity": f"{run} at 125M: validation loss",
+            "ours": f"{loss + 0.01 * seed}",
+            "seed": str(seed),
+            "date": f"2026-11-2{seed}",
+            "commit": commit,
+        }
+        for run, loss in (("bf16", 5.0), ("O3", 5.01))
+        for seed, commit in ((1, "abc1234"), (2, "abc1235?"))
+    ]
+    empty = dict.fromkeys(keep.COLUMNS, "") | {"size": "kept", "piece": "whole"}
+    keep.write(tmp_path / "fp8lm-figure4.csv", [empty | row for row in rows])
+    lines = "\n".join(reproduce.listing(tmp_path, date(2026, 11, 30)))
+    assert "kept: measured 2026-11-21 to 2026-11-22 (9 days ago), commit abc1234, abc1235?, not all of them in the history" in lines
+    assert "O3 at 125M against bf16 at 125M: +0.0100 nats per token, +0.20 % (95 % interval" in lines
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ def test_the_share_of_norms_and_swiglu_by_hand():
     found = {finding.quantity: finding.ours for finding in coat.share(Task("toy", "whole", Path("text"), Path("folder")))}
     kept, other = 2 * (2 * 4096 + 2 * 10880), 2 * (2 * 4096 + 4096 + 10880) + 2 * 3 * 4096
     assert found["7b, activations kept as compute: norms and SwiGLU"] == pytest.approx(100 * kept / (kept + other))
+    assert found["7b, activations kept as compute: linear layers"] == pytest.approx(100 * 2 * (2 * 4096 + 10880) / (kept + other))
     kept *= 17 / 32
     assert found["7b, activations kept as coat: norms and SwiGLU"] == pytest.approx(100 * kept / (kept + other))
 

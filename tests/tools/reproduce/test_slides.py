@@ -8,6 +8,15 @@ from tools.reproduce.entry import Task
 TASK = Task("toy", "whole", Path("text"), Path("folder"))
 
 
+def test_fp16_has_the_intervals_of_the_table_and_rounds_to_nearest():
+    found = {finding.quantity: finding.ours for finding in slides.numbers(TASK)}
+    assert sum(": interval" in quantity for quantity in found) == 30
+    assert found["from 0 to 2^-13: interval"] == 2**-24
+    assert found["intervals that differ"] == 0
+    assert found["smallest whole number that becomes infinity"] == 65520
+    assert found["0.75 x 2^-24 becomes"] == 2**-24
+
+
 def test_an_fp16_weight_loses_small_updates_and_a_copy_does_not():
     found = {finding.quantity: finding for finding in slides.weight_copies(TASK)}
     assert found["update of 2^-12 of the weight, FP16 alone: share that arrives"].ours == 0

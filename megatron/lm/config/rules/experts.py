@@ -139,8 +139,8 @@ def spread(config: Config, world_size: int) -> Problems:
             f"--grad-exchange nccl with --expert-model-parallel-size {size} is not supported yet, since experts have fewer copies than the "
             "rest of the model: use fp32-sum"
         )
-    if wire == "fp8" and refusal(config.precision) is None and not config.fp8_experts:
-        yield "--moe-wire fp8 has no effect without experts in FP8: use --opt-level O1, O2 or O3, or drop it"
+    if wire not in (None, "bf16") and refusal(config.precision) is None and not config.fp8_experts:
+        yield f"--moe-wire {wire} has no effect without experts in FP8: use --opt-level O1, O2 or O3, or drop it"
 
 
 RULES: Rules = {

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from msamp.comm.exchange import Exchange
 
 TP_WIRES = ("bf16", "fp8")
-MOE_WIRES = ("fp8", "bf16")
+MOE_WIRES = ("fp8", "bf16", "fp8-sums")
 TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
 CP_COMM_TYPES = ("p2p", "a2a")
@@ -124,7 +124,7 @@ class ParallelConfig:
     )
     moe_wire: str | None = setting(
         "format in which processes that share FP8 experts send each other tokens and gradients: FP8, or BF16 with the same results and "
-        "twice the bytes; derived: fp8. Experts in BF16 send BF16",
+        "twice the bytes; fp8-sums: the sums that return in FP8 too, rounded once more; derived: fp8. Experts in BF16 send BF16",
         None,
         choices=MOE_WIRES,
     )

@@ -91,8 +91,8 @@ class TrainingConfig:
         "recompute activations in backward: whole layers, or the modules of --recompute-modules", None, choices=("full", "selective")
     )
     recompute_modules: tuple[str, ...] = setting(
-        "modules that --recompute-granularity selective recomputes: the attention core, or the MLP; fused FP8 layers recompute only the "
-        "MLP's first linear layer, since the rest uses no memory; derived: core_attn",
+        "modules that --recompute-granularity selective recomputes: the attention core, or the MLP; fused FP8 layers and FP8 "
+        "experts recompute only the MLP's first linear layer, since the rest uses no memory; derived: core_attn",
         (),
         choices=RECOMPUTE_MODULES,
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megatron.lm.model.moe.layer import MoE
@@ -34,12 +35,18 @@ class TrainedMatrices(ExpertMatrices):
 def convert_experts(model: nn.Module, recipe: Recipe, layers: Collection[int]) -> None:
     """Store and compute experts of a model in FP8, one layer after another.
 
+    With `--recompute-modules mlp` they compute FC1's output again, as fused layers do, instead of the whole MLP with its exchange between
+    ranks; a layer with a shared expert, whose activations would then be kept, recomputes its whole MLP.
+
     Args:
         model: with its initial weights, in the compute dtype.
         recipe: of the run.
         layers: of the whole model, from 0, whose experts are converted (`Config.fp8_experts`).
     """
-    for layer in (module for module in model.modules() if isinstance(module, MoE)):
+    for block in (module for module in model.modules() if isinstance(module, TransformerLayer)):
+        layer = block.mlp
+        if not isinstance(layer, MoE):
+            continue
         assert layer.router.layer_number is not None
         if layer.router.layer_number - 1 not in layers:
             continue
@@ -47,3 +54,5 @@ def convert_experts(model: nn.Module, recipe: Recipe, layers: Collection[int]) -
             weight = layer.experts.get_parameter(name)
             delattr(layer.experts, name)
             layer.experts.add_module(name, TrainedMatrices(weight, recipe, layer.experts.first))
+        if block.recompute_mlp and layer.shared_experts is None:
+            block.recompute_mlp, layer.experts.recompute_fc1 = False, True

@@ -3,8 +3,10 @@
     10:52:40  iter   200/95368  loss 4.1947  lr 1.2e-04  norm 1.85  143 ms  61.9k tok/s  MFU 42/21%  14.6 GiB  ETA 3:46:40
 
 norm is the gradient norm, tok/s is over all devices, TFLOP/s and MFU are per device. If two peaks are known, MFU has both: relative to the
-BF16 peak, then to the FP8 peak. Skipped steps and the loss scale are shown if there are any. With their flags, "params" is the norm of the
-parameters and "zeros" the number of zeros in the gradients. The metrics file has all numbers at full precision, and more of them.
+BF16 peak, then to the FP8 peak. Skipped steps and the loss scale are shown if there are any. "3 eager" are steps of the interval that ran
+before the CUDA graphs were captured, and so took longer; with delayed scaling these are at least as many as its window. With their flags,
+"params" is the norm of the parameters and "zeros" the number of zeros in the gradients. The metrics file has all numbers at full precision,
+and more of them.
 """
 
 import time
@@ -63,6 +65,7 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
         *([Part(f"load {row['moe_load_min']:.2f} to {row['moe_load_max']:.2f}", "", 3)] if "moe_load_max" in row else []),
         *([Part(f"aux {row['moe_aux_loss']:.4g}", "", 3)] if row.get("moe_aux_loss") else []),
         *([Part(f"skipped {row['skipped']}", "yellow")] if row["skipped"] else []),
+        *([Part(f"{row['eager_steps']} eager", "yellow", 3)] if row.get("eager_steps") else []),
         Part(step, "cyan", 1),
         Part(f"{short(row['tokens_per_s'])} tok/s", "cyan", 2),
         Part(speed, "cyan", 4),

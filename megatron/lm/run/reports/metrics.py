@@ -183,6 +183,7 @@ class Metrics:
             "grad_norm": float(last.grad_norm),
             **measured,
             "skipped": self.skipped,
+            **({} if last.eager is None else {"eager_steps": sum(bool(step.eager) for step in self.steps)}),
             "step_ms": seconds * 1e3,
             "tokens_per_s": tokens_per_s,
             "tflops": tflops,

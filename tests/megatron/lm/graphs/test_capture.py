@@ -14,6 +14,7 @@ SMALL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 9 --fp8-min-gain 0"
 )
+MOE = "--num-experts 4 --swiglu --disable-bias-linear"
 CAPTURED = {
     "": True,
     "--tensor-model-parallel-size 2 --sequence-parallel": True,
@@ -31,6 +32,10 @@ CAPTURED = {
     "--recompute-granularity selective --qk-layernorm": True,
     "--recompute-granularity selective --bf16-linears linear_qkv": False,
     "--grad-accum-dtype fp8": False,
+    f"{MOE} --recompute-granularity selective --recompute-modules mlp": True,
+    f"{MOE} --recompute-granularity selective --recompute-modules mlp core_attn": False,
+    f"{MOE} --recompute-granularity selective --recompute-modules mlp --moe-layer-freq 2": False,
+    f"{MOE} --recompute-granularity selective --recompute-modules mlp --moe-shared-expert-intermediate-size 64": False,
 }
 
 

@@ -47,6 +47,21 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
         check_fits(config, 64, 40 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus", "helps", "not_said"),
+    [
+        ("--num-layers 16", 1, "raise --expert-model-parallel-size, --tensor", "--recompute-granularity full"),
+        ("--expert-model-parallel-size 8", 8, "add --recompute-granularity selective --recompute-modules mlp", "raise --expert"),
+    ],
+)
+def test_a_mixture_of_experts_is_told_what_helps_it(words: str, gpus: int, helps: str, not_said: str):
+    config = flags(f"--preset olmoe-1b-7b --opt-level O3 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 8 {words}")
+    with pytest.raises(ValueError, match="needs") as caught:
+        check_fits(config, gpus, 20 * GIB)
+    assert helps in str(caught.value)
+    assert not_said not in str(caught.value)
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])
 def test_o2_needs_the_least_memory_on_up_to_two_gpus_and_o3_on_more(gpus: int):
     """README, choosing.md and the remedies say so: by ZeRO O2 has 2 + 4 / N bytes per parameter on N GPUs, O3 1 + 6 / N."""

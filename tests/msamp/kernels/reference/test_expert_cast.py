@@ -25,10 +25,11 @@ def test_each_expert_is_cast_by_itself(dtype):
 def test_what_is_stored_in_fp8_keeps_its_codes():
     payload, stored = make("normal", (2, 8, 16)).to(E4M3.dtype), torch.tensor([0.5, 4.0])
     y, y_t, scale_invs = expert_cast(payload, stored, E4M3.dtype)
-    assert codes(y).equal(codes(payload))
+    assert y.numel() == 0
+    assert y.dtype == E4M3.dtype
     assert codes(y_t).equal(codes(payload).transpose(1, 2))
     assert scale_invs.equal(stored)
-    assert y.data_ptr() != payload.data_ptr(), "an operator returns no view of its argument"
+    assert scale_invs.data_ptr() != stored.data_ptr(), "an operator returns no view of its argument"
 
 
 @pytest.mark.parametrize(

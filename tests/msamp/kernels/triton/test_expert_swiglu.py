@@ -71,6 +71,29 @@ def test_no_rows(triton_device):
     assert shapes == [(0, 32), (32, 0), (), (16, 0), (1, 0)]
 
 
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_rows_beyond_the_end_are_left_out(scale, triton_device):
+    rows, end = 384, torch.tensor([128], dtype=torch.int32, device=triton_device)
+    y, grad_a = make("normal", (rows, 192), device=triton_device), make("normal", (rows, 96), seed=1, device=triton_device)
+    probs, scale = torch.rand(rows, device=triton_device), None if scale is None else torch.tensor(scale, device=triton_device)
+    amaxes = torch.zeros(4, device=triton_device).unbind()
+    y[128:], grad_a[128:] = float("inf"), float("nan")
+    forward, backward = ((E4M3.dtype,), (torch.ones((), device=triton_device), E4M3.dtype))
+    a, scale_inv = kernel("expert_swiglu", y, probs, scale, amaxes[0], *forward, end=end)
+    want, want_inv = kernel("expert_swiglu", y[:128], probs[:128], scale, amaxes[1], *forward)
+    assert codes(a[:128]).equal(codes(want))
+    assert scale_inv.equal(want_inv)
+    got = kernel("expert_swiglu_backward", grad_a, y, probs, *backward, scale, amaxes[2], E5M2.dtype, end=end)
+    wanted = kernel("expert_swiglu_backward", grad_a[:128], y[:128], probs[:128], *backward, scale, amaxes[3], E5M2.dtype)
+    assert codes(got[0][:128]).equal(codes(wanted[0]))
+    for number in (1, 3):
+        assert codes(got[number][:, :128].contiguous()).equal(codes(wanted[number]))
+    assert got[2].equal(wanted[2])
+    assert got[4][:, :128].equal(wanted[4])
+    assert amaxes[0] == amaxes[1] < float("inf")
+    assert amaxes[2] == amaxes[3] < float("inf")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_large_on_the_gpu(scale):

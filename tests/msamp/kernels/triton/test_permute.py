@@ -34,6 +34,28 @@ def test_copies(layouts, shape, fmt, triton_device):
         assert codes(got).equal(codes(want))
 
 
+@pytest.mark.parametrize("col", [False, True])
+def test_rows_beyond_the_end_are_left_out(col, triton_device):
+    x = make("normal", (130, 70), device=triton_device).to(E4M3.dtype)
+    source, end = routed(130, 2, triton_device, 128)[0].clone(), torch.tensor([256], dtype=torch.int32, device=triton_device)
+    got = kernels().permute(x, source, 2, row=True, col=col, end=end)
+    source[256:] = 10**6  # no such pair: reading it would be noticed
+    again = kernels().permute(x, source, 2, row=True, col=col, end=end)
+    want = kernels().permute(x, source[:256].clone(), 2, row=True, col=col)
+    for rows, rows_t in (got, again):
+        assert codes(rows[:256]).equal(codes(want[0]))
+        if col:
+            assert codes(rows_t[:, :256].contiguous()).equal(codes(want[1]))
+
+
+@pytest.mark.parametrize("end", [torch.tensor(3), torch.tensor([1.0]), torch.tensor([1, 2], dtype=torch.int32)], ids=str)
+def test_an_end_must_be_one_integer(end):
+    x = torch.zeros((4, 16)).to(E4M3.dtype)
+    for permute in (twin.permute, kernels().permute):
+        with pytest.raises(ValueError, match=r"end is .*; it must be torch.int32 \(1,\) on cpu"):
+            permute(x, torch.zeros(4, dtype=torch.int32), 1, row=True, end=end)
+
+
 @each_once(dtype=[torch.bfloat16, torch.float32, torch.float16], shape=[(30, 24, 2), (9, 600, 1), (5, 144, 3)])
 def test_sums(dtype, shape, triton_device):
     tokens, N, top_k = shape

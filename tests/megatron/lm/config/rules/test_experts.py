@@ -43,6 +43,7 @@ REFUSALS: list[refusals.Refusal] = [
     (f"{MOE} --expert-model-parallel-size 3", "--num-experts 8 is not divisible by --expert-model-parallel-size 3", 3),
     (f"{MOE} --moe-wire bf16", "--moe-wire bf16 has no effect without expert parallelism"),
     (f"{EP} --opt-level O0 --moe-wire fp8", "--moe-wire fp8 has no effect without experts in FP8: use --opt-level O1, O2 or O3", 2),
+    (f"{EP} --opt-level O0 --moe-wire fp8-sums", "--moe-wire fp8-sums has no effect without experts in FP8", 2),
     (f"{EP} --opt-level O2 --grad-exchange nccl", "--grad-exchange nccl with --expert-model-parallel-size 2 is not supported yet", 2),
     (
         f"{EP} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",

@@ -52,6 +52,8 @@ TWO: dict[str, Case] = {
     "fp32 CP": ("fp32", EP2 | CP2),
     "fp32 CP, experts whole": ("fp32", CP2),
     "O3": ("O3", EP2),
+    "O3 sums in FP8": ("O3", EP2 | {"moe_wire": "fp8-sums"}),
+    "O1 recomputed": ("O1", EP2 | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
 }
 FOUR: dict[str, Case] = {
     "fp32 x DP": ("fp32", EP2),
@@ -69,6 +71,7 @@ FOUR: dict[str, Case] = {
     "fp32 CP x TP, experts whole": ("fp32", CP2 | TP2),
     "O3 CP x PP": ("O3", EP2 | CP2 | PP2),
     "O3 CP x DP": ("O3", EP2 | CP2),
+    "O3 recomputed": ("O3", EP2 | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
 }
 # Largest relative difference of a loss and a norm from one process's; least SQNR in dB of a gradient in the first step.
 LIMITS = {"fp32": (1e-5, 100.0), "O0": (5e-3, 30.0), "O1": (1e-2, 12.0), "O2": (1e-2, 12.0), "O3": (1e-2, 12.0)}
@@ -155,7 +158,7 @@ def compare(name: str, recipe: str, ranks: list[dict[str, Any]], alone: dict[str
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
-    recipes = {"fp32": ("fp32", {}), "O3": ("O3", {}), "O0": ("O0", {}), "O2": ("O2", {})}
+    recipes = {"fp32": ("fp32", {}), "O3": ("O3", {}), "O0": ("O0", {}), "O1": ("O1", {}), "O2": ("O2", {})}
     runs = dist.run(all_runs, 1, recipes)[0]
     return {name: run | {"count": len(run["gradients"]) + 1} for name, run in runs.items()}
 

@@ -11,6 +11,8 @@ from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.initial import take_initial_weights
 from megatron.lm.model.moe.fp8_experts import TrainedMatrices
+from megatron.lm.processes import process_groups
+from megatron.lm.step import train_step
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -49,3 +51,33 @@ def test_initial_weights_are_taken_once_of_experts_and_linear_layers():
     assert {id(p) for p, _ in take_initial_weights(model)} == low
     assert len(low) == config.model.num_layers * (2 + 2 * EXPERTS["num_experts"])  # two linear layers of attention, two weights per expert
     assert take_initial_weights(model) == []
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "FC1": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "whole": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("shared", [None, 16])
+def test_recomputed_layers_change_no_bit_and_count_each_token_once(level: str, shared: int | None):
+    settings = {**EXPERTS, "opt_level": level, "num_layers": 1, "micro_batch_size": 2, "global_batch_size": 4, "moe_aux_loss_coeff": 0.1}
+    settings["moe_shared_expert_intermediate_size"] = shared
+
+    def trained(how: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, float], list[tuple[bool, bool]]]:
+        config = tiny.config("corpus", **settings, **how)
+        process_groups.seed_all(config.training.seed)
+        made, stream = build_training(config, tiny.VOCABULARY), tiny.micro_batches(config)
+        for _ in range(2):
+            train_step(made, stream)
+        kinds = [(layer.recompute_mlp, layer.mlp.experts.recompute_fc1) for layer in made.model.decoder.layers]
+        return tiny.bits([*made.model.parameters(), *made.model.buffers()]), made.experts.values(), kinds
+
+    bits, load, kinds = trained({})
+    assert kinds == [(False, False)]
+    for name, how in RECOMPUTED.items():
+        again, counted, kinds = trained(how)
+        assert kinds == [(False, False) if name == "whole" else (shared is not None, shared is None)]
+        assert tiny.same(bits, again), name
+        assert counted == load

@@ -55,6 +55,11 @@ def test_a_wide_line_drops_the_least_important_fields(more: dict[str, Any], kept
     assert line.endswith("ETA 10:00:00")
 
 
+@pytest.mark.parametrize(("steps", "shown"), [({}, False), ({"eager_steps": 0}, False), ({"eager_steps": 3}, True)])
+def test_steps_before_the_graphs_are_told_beside_their_time(steps: dict[str, int], shown: bool):
+    assert ("  3 eager  143 ms  " in text(train_line(ROW | steps, 95368, 1.0))) == shown
+
+
 def test_a_loss_that_is_no_number_is_red():
     styles = [part.style for part in train_line(ROW | {"loss": math.nan}, 10, 1.0) if part.text == "loss nan"]
     assert styles == ["bold red"]

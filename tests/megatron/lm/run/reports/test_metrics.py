@@ -47,13 +47,14 @@ class Clock:
         self.now += seconds
 
 
-def result(loss_sum: float, tokens: float, skipped: bool = False) -> StepResult:
+def result(loss_sum: float, tokens: float, skipped: bool = False, eager: bool | None = None) -> StepResult:
     return StepResult(
         loss_sum=torch.tensor(loss_sum),
         tokens=torch.tensor(tokens),
         grad_norm=torch.tensor(1.5, dtype=torch.float64),
         lr=2e-4,
         skipped=skipped,
+        eager=eager,
     )
 
 
@@ -106,6 +107,14 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
         r"  \d+\.\d GiB  ETA 0:00:16\n",
         line,
     ), line
+
+
+def test_steps_before_the_graphs_are_counted_in_runs_that_have_graphs(one_process: None):
+    made = new(tiny.config("corpus", log_interval=3, train_iters=10))
+    rows = collect(made)
+    for iteration, eager in enumerate([True, True, False, False, False, False, None, None, None], 1):
+        made.record(result(1.0, 1.0, eager=eager), iteration)
+    assert [row.get("eager_steps") for row in rows] == [2, 0, None]
 
 
 def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, monkeypatch: pytest.MonkeyPatch):
