@@ -23,7 +23,7 @@ COPY tools tools
 COPY examples examples
 # editable_mode=compat: `megatron` stays a namespace shared with NVIDIA's wheel.
 RUN python3 -m pip install --no-cache-dir --config-settings editable_mode=compat -e '.[plot]'
-CMD ["python3", "tools/quickstart.py"]
+CMD ["python3", "-m", "megatron.lm.command.quickstart"]
 
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04 AS gpu
 ARG GPU_TORCH=torch==2.11.0

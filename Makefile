@@ -5,6 +5,10 @@ PYTHON ?= .venv/bin/python
 # NVIDIA packages with it. Where the package source has a CPU build of this version (2.13.0+cpu), pip prefers it; to add a source:
 # make TORCH='torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
+# Versions of everything else in .venv. `make LOCK= venv` takes the newest ones that setup.py allows, `make lock` renews the file.
+LOCK ?= requirements-dev.txt
+EXTRAS = dev plot docs notebook
+comma := ,
 
 # Only the default interpreter is ours to make.
 READY := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/.installed)
@@ -28,7 +32,7 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/mega
   tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/preprocessing/test_rows.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
-.PHONY: help venv quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint wheel docs docs-versions tables bench clean
+.PHONY: help venv quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs docs-versions tables bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,11 +42,11 @@ venv: $(READY) ## make .venv and install everything into it
 
 # editable_mode=compat puts this folder itself on the path: `megatron` stays a namespace shared with NVIDIA's wheel, and the
 # scripts in tools/ find each other.
-.venv/.installed: setup.py pyproject.toml
+.venv/.installed: setup.py pyproject.toml $(LOCK)
 	python3 -m venv .venv
 	.venv/bin/python -m pip install --upgrade 'pip>=24' 'setuptools>=77'
 	.venv/bin/python -m pip install $(TORCH)
-	.venv/bin/python -m pip install --config-settings editable_mode=compat -e '.[dev,plot,docs]'
+	.venv/bin/python -m pip install $(addprefix -c ,$(LOCK)) --config-settings editable_mode=compat -e '.[$(subst $( ) $( ),$(comma),$(EXTRAS))]'
 	@touch $@
 
 # A layer of its own over .venv: the torchvision of PyPI is built for CUDA, and beside a CPU build of torch it does not load, nor do then
@@ -67,7 +71,7 @@ venv: $(READY) ## make .venv and install everything into it
 	@touch $@
 
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
-	$(PYTHON) tools/quickstart.py $(ARGS)
+	$(PYTHON) -m megatron.lm.command.quickstart $(ARGS)
 
 test: $(READY) ## every test that needs no GPU, but for the nightly ones (JOBS=n in n processes)
 	$(PARALLEL) -m "not gpu and not multi_gpu and not nightly" tests $(ARGS)
@@ -105,11 +109,33 @@ lint: $(READY) ## ruff, mypy, and the direction of imports
 	$(PYTHON) -m mypy msamp megatron/lm tools
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
+define START_WHEEL
+$(PYTHON) -m pip install --quiet --no-deps --target build/installed dist/msamp-*.whl
+cd build/installed && PYTHONPATH=. bin/msamp pretrain --help >/dev/null
+endef
+
 wheel: $(READY) ## build dist/msamp-*.whl, and see that it starts by itself, without this folder
 	rm -rf build dist
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	$(PYTHON) -m pip install --quiet --no-deps --target build/installed dist/msamp-*.whl
-	cd build/installed && PYTHONPATH=. bin/msamp pretrain --help >/dev/null
+	$(START_WHEEL)
+	rm -rf build
+
+dist: $(READY) ## build dist/msamp-*.tar.gz, and from it dist/msamp-*.whl; see that the wheel starts by itself
+	rm -rf build dist
+	$(PYTHON) -m build --no-isolation --outdir dist .
+	$(START_WHEEL)
+	rm -rf build
+	@ls -l dist
+
+# uv, since it resolves for every supported Python at once; in an environment of its own, since nothing else needs it. Torch and what comes
+# with its builds (CUDA, Triton, the setuptools that it accepts) are left to $(TORCH).
+lock: ## renew requirements-dev.txt: the newest versions that setup.py allows (ARGS='--upgrade-package ruff' for one)
+	python3 -m venv build/uv
+	build/uv/bin/python -m pip install --quiet uv==0.13.9
+	build/uv/bin/uv pip compile setup.py $(addprefix --extra ,$(EXTRAS)) --universal --python-version 3.11 --no-annotate \
+	  --no-emit-package torch --no-emit-package triton --no-emit-package setuptools --custom-compile-command 'make lock' --quiet \
+	  $(or $(ARGS),--upgrade) --output-file requirements-dev.txt
+	sed -i -E "/^(cuda|nvidia)-/d; s/ ; sys_platform == 'linux'\$$//" requirements-dev.txt
 	rm -rf build
 
 docs: $(READY) ## build the documentation, docs/_build/html/index.html; a warning or a dead internal link is an error

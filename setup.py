@@ -70,6 +70,7 @@ setup(
     ],
     extras_require={
         "dev": [
+            "build",  # make dist
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -105,6 +106,7 @@ setup(
         "eval": ["lm-eval[hf]==0.4.13", "datasets==5.2.0", "compressed-tensors"],
         "data": ["datasketch==2.0.0", "py3langid==0.4.0", "pyarrow>=21"],
         "plot": ["matplotlib"],
+        "notebook": ["ipykernel>=7", "matplotlib", "nbclient>=0.11", "nbformat>=5.11"],  # examples/notebooks and their test
         "docs": ["sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "sphinx-copybutton==0.5.2"],
     },
 )

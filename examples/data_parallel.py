@@ -1,4 +1,7 @@
-"""A data-parallel loop at O2, with gradients averaged in FP8: torchrun --nproc-per-node 2 examples/data_parallel.py"""
+"""A data-parallel loop at O2 from the parts of the library: torchrun --nproc-per-node 2 examples/data_parallel.py
+
+`plain_loop_torchrun.py` does the same in two lines, next to an average in BF16. Here two micro-batches share one average.
+"""
 
 import os
 

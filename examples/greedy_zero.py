@@ -29,7 +29,8 @@ for step in range(31):
         sent = optimizer.grad_sync.sent.total("weight") if optimizer.grad_sync else 0
         print(f"step {step:2}  loss {loss.item():.4f}  bytes sent {sent}")
 stored = sum(getattr(state, "payload", state).nbytes for states in optimizer.state.values() for state in states.values())
-print(f"rank {rank} of {ranks} stores {stored} bytes of optimizer states")
+plain = 8 * sum(p.numel() for p in model.parameters())  # two moments in FP32
+print(f"rank {rank} of {ranks} stores {stored} bytes of optimizer states, masters among them; AdamW without ZeRO stores {plain}")
 if ranks > 1:
     for p in model.parameters():
         dist.broadcast(first := msamp.fp32_values(p).clone(), 0)

@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "pretrain": Command("megatron.lm.pretrain", "train a model, with Megatron-LM's flags"),
+    "quickstart": Command("megatron.lm.command.quickstart", "train a small GPT in BF16 and at O2 and compare the two"),
     "torchrun": Command("megatron.lm.shell.torchrun", "start a command on several processes: torchrun with errors in one line"),
     "plan": Command("megatron.lm.tools.plan", "predict memory, bytes sent and time per step, grid by grid"),
     "check-cluster": Command("megatron.lm.tools.check_cluster", "check a job's GPUs and their links before training"),

@@ -1,7 +1,8 @@
 """Search the grids of a model that fit a cluster, fastest first.
 
-Tensor parallelism stays within a host and uses sequence parallelism. Settings in `fixed` are not searched. A first pass assumes that ZeRO
-divides bytes evenly; returned grids are checked rank by rank with `megatron.lm.planning.memory`.
+Tensor parallelism stays within a host and uses sequence parallelism. Context parallelism stays within a host too, and is searched for
+sequences longer than `LONG`: shorter ones are better divided between data-parallel ranks. Settings in `fixed` are not searched. A first
+pass assumes that ZeRO divides bytes evenly; returned grids are checked rank by rank with `megatron.lm.planning.memory`.
 """
 
 import functools
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.lm.config import Config
-from megatron.lm.config.rules import shape, training
+from megatron.lm.config.rules import context, shape, training
 from megatron.lm.config.sections.parallel import AXES
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import memory
@@ -31,7 +32,8 @@ RECOMPUTED: tuple[dict[str, Any], ...] = (
     },
     {"recompute_granularity": "full", "recompute_modules": (), "recompute_method": "uniform", "recompute_num_layers": 1},
 )
-GRID = (AXES["tensor"], AXES["pipeline"], "num_layers_per_virtual_pipeline_stage", "sequence_parallel")
+GRID = (AXES["tensor"], AXES["pipeline"], "num_layers_per_virtual_pipeline_stage", "sequence_parallel", AXES["context"])
+LONG = 8192  # tokens
 UNEVEN = 1.05  # allowed ratio of the busiest rank of a partition to the mean
 
 
@@ -102,11 +104,14 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
     given = config.parallel
     tensor = [given.tensor_model_parallel_size] if GRID[0] in fixed else [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
     stages = [given.pipeline_model_parallel_size] if GRID[1] in fixed else [n for n in _divisors(model.num_layers) if n <= cluster.gpus]
+    parts = [given.context_parallel_size]
+    if GRID[4] not in fixed and model.seq_length > LONG:
+        parts = [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
     batches = [config.training.micro_batch_size] if "micro_batch_size" in fixed else list(MICRO_BATCHES)
     again = [{}] if any(name.startswith("recompute") for name in fixed) else list(RECOMPUTED)
-    for tp, pp, micro_batch, recomputed in itertools.product(tensor, stages, batches, again):
-        grid = replace(given, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-        if cluster.gpus % grid.unit:
+    for tp, cp, pp, micro_batch, recomputed in itertools.product(tensor, parts, stages, batches, again):
+        grid = replace(given, tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp)
+        if cluster.gpus % grid.unit or (len(parts) > 1 and tp * cp > cluster.per_host):
             continue
         chunks = [given.num_layers_per_virtual_pipeline_stage] if GRID[2] in fixed else _chunks(model.num_layers // pp if pp > 1 else 1)
         for chunk in chunks:
@@ -121,7 +126,7 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
 
 
 def _problems(config: Config, gpus: int) -> Iterator[str]:
-    for rules in (shape.RULES, training.RULES):
+    for rules in (shape.RULES, context.RULES, training.RULES):
         for rule in rules:
             yield from rule(config, gpus)
 
@@ -162,7 +167,9 @@ def _exact(config: Config, gpus: int) -> list[Rank]:
 def _bare(config: Config, batch: int) -> Config:
     """Return the settings that model states depend on, so that many grids share a cached result: no recomputation, no chunks, whole
     sequences, and one or two micro-batches per step."""
-    parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1)
+    parallel = replace(
+        config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1, cp_comm_type="p2p", cp_wire=None
+    )
     graph = config.training.cuda_graph if captured(config) else "none"  # recomputation may prevent graphs, in which gradients differ
     bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, cuda_graph=graph, **RECOMPUTED[0])
     return replace(config, parallel=parallel, training=bare)

@@ -102,12 +102,21 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
     sent = wire.tensor_parallel(config, stage).values()
     tensor = sum(one.size / cluster.link + one.calls * cluster.latency for one in sent)
     kinds["tensor-parallel, exposed"] = tensor * rates("tp exposed, copies" if cluster.copies(config) else "tp exposed")
+    kinds["context-parallel, exposed"] = _context(config, cluster, layers, kinds["attention"])
     # On a pipeline stage the sends of a micro-batch are between its kernels.
     across = wire.pipeline(config, stage)
     link = cluster.network if cluster.crosses_hosts(config) else cluster.link
     kinds["pipeline sends"] = across.size / link + across.calls * cluster.latency
     more = 4 / 3 if config.training.recompute_granularity == "full" else 1.0
     return _Stage(kinds, 0.0 if graph else host * more)
+
+
+def _context(config: Config, cluster: Cluster, layers: int, attention: float) -> float:
+    """Return the exposed seconds of attention's communication between context-parallel ranks: of an all-to-all everything; of a ring what
+    takes longer than the attention meanwhile, which is that of all its steps but one. No rate was fitted to it."""
+    ranks, sent = config.parallel.context_parallel_size, wire.context_parallel(config, layers)
+    seconds = sent.size / cluster.context_link(config) + sent.calls * cluster.latency
+    return seconds if config.parallel.cp_comm_type == "a2a" else max(0.0, seconds - attention * (ranks - 1) / ranks)
 
 
 def _host_rate(config: Config) -> str:

@@ -63,6 +63,36 @@ def _of_layers(config: Config, layers: int) -> dict[str, Transfer]:
     }
 
 
+def context_parallel(config: Config, layers: int) -> Transfer:
+    """Return the transfers per micro-batch between the context-parallel ranks, of the attention of `layers` layers: with a ring those of
+    its first rank, which sends most.
+
+    Recomputation runs forward again. A ring sends keys and values in forward and in backward, and their gradients in backward; an
+    all-to-all queries, keys, values and output in forward, and their gradients in backward.
+    """
+    model, parallel, precision = config.model, config.parallel, config.precision
+    ranks, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if ranks == 1:
+        return Transfer(0.0, 0)
+    wide = precision.recipe.compute.bytes
+    fp8_attention = precision.attention_precision == "fp8"
+    narrow = 1 if fp8_attention or parallel.cp_wire == "fp8" else wide
+    forwards = 1 + (config.training.recompute_granularity == "full" or recomputes_attention(config))
+    keys = 2 * config.tokens * model.query_groups * model.head_size / tp  # and values
+    if parallel.cp_comm_type == "a2a":
+        queries = config.tokens * model.num_attention_heads * model.head_size / tp
+        forward, backward = (queries + keys) * narrow + queries * wide, (2 * queries + keys) * wide
+        return Transfer(layers * (ranks - 1) / ranks * (forwards * forward + backward), layers * 2 * (forwards + 1))
+    hop, gradients = keys * narrow, keys * (1 if fp8_attention else wide)
+    return Transfer(layers * (ranks - 1) * ((forwards + 1) * hop + gradients), layers * (ranks - 1) * (forwards + 2))
+
+
+def recomputes_attention(config: Config) -> bool:
+    """Return whether selective recomputation runs attention again in backward."""
+    training = config.training
+    return training.recompute_granularity == "selective" and "core_attn" in (training.recompute_modules or ("core_attn",))
+
+
 def pipeline(config: Config, stage: int) -> Transfer:
     """Return the transfers per micro-batch to neighboring stages: per chunk an activation forward and a gradient back."""
     stages = config.parallel.pipeline_model_parallel_size
@@ -95,5 +125,6 @@ def by_kind(config: Config, world_size: int) -> dict[str, float]:
     for stage in range(config.parallel.pipeline_model_parallel_size):
         gradients, weights = data_parallel(config, copies, stage)
         sizes = {"gradients": gradients, "weights": weights, "pipeline": micro_batches * pipeline(config, stage).size}
+        sizes["keys and values"] = micro_batches * context_parallel(config, len(stage_layers(config, stage))).size
         stages.append(sizes | {kind: micro_batches * sent.size for kind, sent in tensor_parallel(config, stage).items()})
     return max(stages, key=lambda sizes: sum(sizes.values()))

@@ -26,6 +26,7 @@ from megatron.lm.shell.arguments import Parser, count, name
 NETWORK_GB_S = 40.0
 SEARCHED = {
     "--tensor-model-parallel-size": "tensor_model_parallel_size",
+    "--context-parallel-size": "context_parallel_size",
     "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
     "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
     "--sequence-parallel": "sequence_parallel",
@@ -99,6 +100,7 @@ def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]
     memory = {"weight": fullest.weight, **fullest.states, "gradient": fullest.gradient, "accumulated": fullest.accumulated}
     return {
         "tensor": parallel.tensor_model_parallel_size,
+        "context": parallel.context_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
         "data": config.data_parallel_size(cluster.gpus),
         "layers_a_virtual_stage": parallel.num_layers_per_virtual_pipeline_stage,
@@ -129,6 +131,8 @@ def flags_of(config: Config, model: str) -> list[str]:
     words += ["--micro-batch-size", str(training.micro_batch_size)]
     words += ["--tensor-model-parallel-size", str(parallel.tensor_model_parallel_size)]
     words += ["--pipeline-model-parallel-size", str(parallel.pipeline_model_parallel_size)]
+    if parallel.context_parallel_size > 1:
+        words += ["--context-parallel-size", str(parallel.context_parallel_size)]
     if parallel.num_layers_per_virtual_pipeline_stage:
         words += ["--num-layers-per-virtual-pipeline-stage", str(parallel.num_layers_per_virtual_pipeline_stage)]
     if parallel.sequence_parallel or PRESETS[model]["sequence_parallel"]:
@@ -150,6 +154,7 @@ def table(grids: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{left}{'GiB':>7}{right}{'MFU %':>8}"]
     for planned in grids:
         grid = f"{planned['tensor']} x {planned['pipeline']} x {planned['data']}"
+        grid += f", CP {planned['context']}" if planned["context"] > 1 else ""
         batch, chunk = f"{planned['micro_batches']} x {planned['micro_batch']}", planned["layers_a_virtual_stage"] or "-"
         lines.append(
             f"{grid:<16}{batch:>12}{chunk:>7}  "

@@ -65,6 +65,22 @@ def test_tensor_parallelism_stays_on_a_host_and_splits_the_sequence():
         assert one.parallel.sequence_parallel == (one.parallel.tensor_model_parallel_size > 1)
 
 
+def test_long_sequences_are_divided_between_processes_of_a_host():
+    words = "--preset llama3-8b --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 4 --micro-batch-size 1"
+    long = config(*words.split())
+    sizes = {(one.parallel.tensor_model_parallel_size, one.parallel.context_parallel_size) for one in candidates(long, machines(16))}
+    assert sizes == {(tp, cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8}
+    one_stage = ("micro_batch_size", "pipeline_model_parallel_size")
+    found = best(long, machines(16), RATES, 79 * memory.GIB, one_stage, 3)
+    assert found[0].config.parallel.context_parallel_size > 1  # four sequences and sixteen cards
+    for one in found:
+        check(one.config, 16)
+        assert one.ranks == memory.plan(one.config, 16)
+    fixed = candidates(long, machines(16), ("context_parallel_size",))
+    assert {one.parallel.context_parallel_size for one in fixed} == {1}
+    assert {one.parallel.context_parallel_size for one in candidates(config("--preset", "llama3-8b"), machines(16))} == {1}
+
+
 def test_a_rough_judgement_never_leaves_out_what_fits():
     """Every grid of a small case, exactly: `best` finds just those that fit."""
     model, cluster, capacity = config("--preset", "1.3b", "--precision", "O2", "--global-batch-size", "8"), machines(2), 11 * memory.GIB

