@@ -97,7 +97,7 @@ def losses() -> Table:
                 seeds = " ".join(f"{one}={row['seeds']}" for one in (ALIAS, best["precision"]))
                 numbers = [row["valid_loss"], f"{row['least']} to {row['most']}", row["seeds"], row["commit"], row["date"]]
                 model = "GPT-125M, 16M tokens of enwik8" + (MARK if marked(row) else "")
-                cells.append([model, f"1 x {cards(row | {'gpus': '1'})[1]}", what, f"`{name}`", *numbers, f"`{command} --seeds {seeds}`"])
+                cells.append([model, f"1 x {cards({**row, 'gpus': '1'})[1]}", what, f"`{name}`", *numbers, f"`{command} --seeds {seeds}`"])
     columns = ["model", "cards", "record", "precision", "loss, mean", "of the seeds", "seeds", "commit", "date", "command"]
     return Table(columns, cells, [(PRECISIONS, used)])
 
