@@ -17,7 +17,7 @@ def on_ranks() -> dict[str, list[dict[str, Any]]]:
     return {case: bench_context.measured(case, SIZE, torch.device("cpu"), 2) for case in OURS}
 
 
-def test_every_case_of_ours_runs_and_says_what_it_loses_and_sends():
+def test_every_case_of_ours_runs_and_says_what_it_loses_and_sends_in_the_columns_of_a_failure():
     found = dist.run(on_ranks, 2)[0]
     sent = {}
     for case, (forward, both) in found.items():
@@ -31,14 +31,6 @@ def test_every_case_of_ours_runs_and_says_what_it_loses_and_sends():
     each |= {name: (forward / 2, both / 2) for name, (forward, both) in each.items() if name.startswith("heads")}  # half of the heads stays
     for name, (forward, both) in each.items():
         assert sent[name] == pytest.approx((forward * keys, both * keys), abs=3e-4), name
-
-
-def test_a_failure_has_the_columns_of_a_measurement():
-    (row, _) = dist.run(on_ranks_of_one_case, 2)[0]
     lost = bench_context.failed("torch", ValueError("no\nkernel"))
-    assert list(lost) == list(row)
+    assert list(lost) == list(found["ring, FP8"][0])
     assert lost["error"] == "no kernel"
-
-
-def on_ranks_of_one_case() -> list[dict[str, Any]]:
-    return bench_context.measured("heads, BF16", SIZE, torch.device("cpu"), 2)

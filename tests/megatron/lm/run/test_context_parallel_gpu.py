@@ -1,0 +1,51 @@
+"""Context parallelism on two GPUs over NCCL: it trains as one GPU, and whole steps in CUDA graphs have the losses of eager ones."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import dist, tiny
+
+FP8 = {"attention_precision": "fp8"}
+RUNS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}, "O3": {"opt_level": "O3"}, "O3, FP8 attention": {"opt_level": "O3"} | FP8}
+CP2 = {"context_parallel_size": 2}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # run, and what it adds
+    "O0 ring": ("O0", CP2),
+    "O0 heads": ("O0", CP2 | {"cp_comm_type": "a2a"}),
+    "O3 ring": ("O3", CP2 | {"cp_wire": "fp8"}),
+    "O3 heads": ("O3", CP2 | {"cp_comm_type": "a2a", "cp_wire": "fp8"}),
+    "O3 FP8 ring": ("O3, FP8 attention", CP2),
+}
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in RUNS}
+
+
+def settings(prefix: str, way: tuple[str, dict[str, Any]], graph: str) -> Any:
+    run, added = way
+    shape = {"seq_length": 512, "kv_channels": 128, "hidden_size": 128, "num_attention_heads": 4, "num_layers": 2}
+    return tiny.config(prefix, micro_batch_size=2, global_batch_size=4, train_iters=12, cuda_graph=graph, **shape, **RUNS[run], **added)
+
+
+def train_all(prefix: str, ways: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, list[float]]:
+    """Losses of each run, eager and in graphs, on rank 0; those of the other ranks are empty."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    return {
+        f"{name} {graph}": tiny.losses(tiny.run(settings(prefix, way, graph))) for name, way in ways.items() for graph in ("none", "step")
+    }
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.timeout(900)
+def test_two_gpus_that_share_sequences_train_as_one(tmp_path: Path):
+    pytest.importorskip("cudnn")
+    prefix = str(tiny.write_data(tmp_path))
+    (alone,) = dist.run(train_all, 1, prefix, ALONE, init=False, timeout=400)
+    together = dist.run(train_all, 2, prefix, WAYS, init=False, timeout=400)[0]
+    for name, (run, _) in WAYS.items():
+        for graph in ("none", "step"):
+            assert together[f"{name} {graph}"] == pytest.approx(alone[f"{run} none"], rel=1e-2 if run == "O0" else 2e-2), (name, graph)
+        # dQ of cuDNN's FP8 kernels is a sum in any order.
+        assert together[f"{name} step"] == pytest.approx(together[f"{name} none"], rel=1e-3 if "FP8" in name else 0), name
