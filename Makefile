@@ -32,7 +32,7 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/mega
   tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/preprocessing/test_rows.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
-.PHONY: help venv quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs tables bench clean
+.PHONY: help venv quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs docs-versions tables bench bench-gate clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -141,11 +141,17 @@ lock: ## renew requirements-dev.txt: the newest versions that setup.py allows (A
 docs: $(READY) ## build the documentation, docs/_build/html/index.html; a warning or a dead internal link is an error
 	$(PYTHON) -m sphinx -W --keep-going -n -q -b html -d docs/_build/doctrees docs docs/_build/html $(ARGS)
 
+docs-versions: $(READY) ## build the documentation of this tree and of the tags in VERSIONS into docs/_build/versions, with links between them
+	$(PYTHON) tools/docs_versions.py $(VERSIONS)
+
 tables: $(READY) ## tables and figures of README and documentation from the measured rows (ARGS=--check: only say what is stale)
 	$(PYTHON) tools/tables.py $(ARGS)
 
 bench: $(READY) ## step time of GPT-1.3B at O0 to O3 on this GPU
 	$(PYTHON) tools/bench/bench_step.py $(ARGS)
+
+bench-gate: $(READY) ## fail if one of six ratios of step times to BF16 or torchao grew by more than 3 % on this GPU (ARGS=--write records them)
+	$(PYTHON) tools/bench/speed_gate.py $(ARGS)
 
 clean: ## remove .venv, caches and build output; data/ and runs/ stay
 	rm -rf .venv .venv-hosts .venv-extras build dist docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache

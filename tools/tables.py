@@ -5,10 +5,10 @@
 
 A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py` and `rounding.py` in the same folder
 list those of the planner, of post-training, and of stochastic rounding. `tools/docs/reproduction.py` generates the pages of
-`python -m tools.reproduce`, `promises.py` the page of promises, and `megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's
-flags. The numbers of each figure are stored next to it, and a check compares these, not the image. A row whose commit is not in the history
-is refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. A shallow clone prints the commits that
-could not be checked.
+`python -m tools.reproduce`, `precisions.py` those of the precisions, `promises.py` the page of promises, and
+`megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's flags. The numbers of each figure and the version of its drawing are
+stored next to it, and a check compares these, not the image. A row whose commit is not in the history is refused, unless it is marked
+(`+` or `?` after its commit); then it is published with a mark. A shallow clone prints the commits that could not be checked.
 """
 
 import functools
@@ -17,13 +17,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.lm.config.megatron_flags import listing
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from tools.docs import figures as drawn
-from tools.docs import planner, post, promises, published, records, reproduction, rounding
+from tools.docs import planner, post, precisions, promises, published, records, reproduction, rounding
 from tools.docs import tables as listed
+from tools.docs.drawing import DRAWING
 from tools.docs.evidence import COMPUTED, ROOT, History, unproven
 from tools.docs.figures import Figure
 
@@ -36,7 +38,7 @@ TABLES = (
     | rounding.TABLES
     | {"reproduction": reproduction.overview}
 )
-FIGURES = drawn.FIGURES | planner.FIGURES
+FIGURES = drawn.FIGURES | planner.FIGURES | precisions.FIGURES
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 FIGURE_FOLDER = "docs/results/figures"
 
@@ -72,6 +74,7 @@ def figures() -> Mapping[str, Callable[[], Figure]]:
 def generated(root: Path) -> dict[Path, str]:
     """Return the wholly generated pages that are stale, by path; "" for the page of an entry that no longer exists."""
     current = {root / path: text for path, text in reproduction.pages().items()}
+    current |= {root / path: text for path, text in precisions.pages().items()}
     current |= {root / promises.PAGE: promises.page(ROOT), root / listing.PAGE: listing.page()}
     gone = {path: "" for path in (root / reproduction.PAGES).glob("*.md") if path not in current and path.stem != "reproduction"}
     there = {path: path.read_text(encoding="utf-8") if path.is_file() else "" for path in current}
@@ -91,14 +94,19 @@ def prove(history: History) -> list[str]:
 
 
 def stale_figures(root: Path) -> list[str]:
-    """Return the figures that do not exist or were drawn from other numbers than the current results."""
+    """Return the figures that do not exist, or were drawn from other numbers than the current results or by another `drawing`."""
     stale = []
     for name, make in figures().items():
         picture, numbers = root / FIGURE_FOLDER / f"{name}.png", root / FIGURE_FOLDER / f"{name}.json"
         kept = json.loads(numbers.read_text(encoding="utf-8")) if picture.is_file() and numbers.is_file() else None
-        if kept != make().numbers:
+        if kept != stored(make()):
             stale.append(name)
     return stale
+
+
+def stored(figure: Figure) -> dict[str, Any]:
+    """Return what is kept next to a figure: its numbers, and by what it was drawn."""
+    return {"drawing": DRAWING} | figure.numbers
 
 
 def draw(name: str, root: Path) -> None:
@@ -107,7 +115,7 @@ def draw(name: str, root: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     figure = figures()[name]()
     figure.draw(figure.numbers, folder / f"{name}.png")
-    (folder / f"{name}.json").write_text(json.dumps(figure.numbers, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(stored(figure), indent=1) + "\n", encoding="utf-8")
 
 
 @exit_codes.command

@@ -16,9 +16,9 @@ def test_what_is_published_is_what_the_rows_say(capsys):
 
 def published(tmp_path):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    for folder in (tables.FIGURE_FOLDER, "docs/reproduction"):
+    for folder in (tables.FIGURE_FOLDER, "docs/reproduction", "docs/reference/precisions"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    (tmp_path / "docs/reference").mkdir()
+    (tmp_path / "docs/reference").mkdir(exist_ok=True)
     for page in ("promises.md", "megatron_flags.md"):
         shutil.copy(ROOT / "docs/reference" / page, tmp_path / "docs/reference")
     (tmp_path / "README.md").write_text("before\n<!-- table: memory-error -->\n<!-- end -->\nafter\n")

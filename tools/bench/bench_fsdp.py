@@ -21,7 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,8 +142,16 @@ def build(text: str, options: argparse.Namespace, device: torch.device) -> tuple
     return model, adam, step
 
 
-def measure(text: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure one row, without the columns common to all; collective."""
+class Stepper(NamedTuple):
+    """A training step, which returns the loss; its graph if it has one; and the number of parameters."""
+
+    step: Callable[[], torch.Tensor]
+    graphed: GraphedStep | None
+    parameters: int
+
+
+def stepper(text: str, options: argparse.Namespace, device: torch.device) -> Stepper:
+    """Return the training step of a case on random tokens; collective."""
     model, optimizer, update = build(text, options, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(options.vocab_size, (options.micro_batch_size, options.seq_length), generator=generator).to(device)
@@ -163,6 +171,12 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
         model.zero_grad()
         return loss.detach()
 
+    return Stepper(step, graphed, sum(p.numel() for p in model.parameters()))
+
+
+def measure(text: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Measure one row, without the columns common to all; collective."""
+    step, graphed, parameters = stepper(text, options, device)
     first = step()
     for number in range(options.warm_up + (EAGER_BEFORE_GRAPH if graphed is not None else 0)):
         if number == 1 and device.type == "cuda":
@@ -176,11 +190,11 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
     low, middle, high = (round(t * 1e3, 1) for t in rows.percentiles(times))
     first_loss, loss = (round(x, 4) for x in (losses / dist.get_world_size()).tolist())
     columns = {
-        "params_m": round(sum(p.numel() for p in model.parameters()) / 1e6, 1),
+        "params_m": round(parameters / 1e6, 1),
         "ms_p20": low,
         "ms": middle,
         "ms_p80": high,
-        "tokens_s_gpu": round(tokens.numel() / middle * 1e3),
+        "tokens_s_gpu": round(options.micro_batch_size * options.seq_length / middle * 1e3),
         "peak_gib": "",
         "rest_gib": "",
         "first_loss": first_loss,

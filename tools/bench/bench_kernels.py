@@ -262,25 +262,33 @@ def gemms(tokens: int, hidden: int) -> Iterator[Case]:
     yield Case("BF16 GEMM, grad_weight", functools.partial(torch.mm, a16.t(), b16), flops=flops)
 
 
+def linear_step(tokens: int, width: int, *, fp8: bool) -> Callable[[], None]:
+    """Return forward and backward of a linear layer of `width` x `width`, in BF16, or in FP8 with its casts and delayed scales."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(tokens, width, device=device, dtype=BF16, requires_grad=True)
+    grad = torch.randn(tokens, width, device=device, dtype=BF16)
+    plain = nn.Linear(width, width, bias=False, device=device, dtype=BF16)
+    layer = FP8Linear.from_linear(plain, O3) if fp8 else plain
+
+    def both() -> None:
+        layer(x).backward(grad)
+        x.grad = layer.weight.grad = None
+
+    if fp8:
+        state = ScalingState(layer)
+        for _ in range(WARM_UP):
+            both()
+            state.roll()
+    return both
+
+
 def linear(tokens: int) -> Iterator[Case]:
     """A single linear layer, forward and backward with its casts, in FP8 (delayed scaling) and in BF16: 2048 and 8192 wide."""
     for width in (2048, 8192):
-        x = torch.randn(tokens, width, device="cuda", dtype=BF16, requires_grad=True)
-        grad = torch.randn(tokens, width, device="cuda", dtype=BF16)
-        plain = nn.Linear(width, width, bias=False, device="cuda", dtype=BF16)
-        low = FP8Linear.from_linear(plain, O3)
-        state = ScalingState(low)
-
-        def both(layer: nn.Module, x: Tensor = x, grad: Tensor = grad) -> None:
-            layer(x).backward(grad)
-            x.grad = layer.weight.grad = None
-
-        for _ in range(WARM_UP):
-            both(low)
-            state.roll()
-        flops = 6.0 * tokens * width * width
-        yield Case(f"FP8 linear, {width} x {width}", captured(functools.partial(both, low)), flops=flops)
-        yield Case(f"BF16 linear, {width} x {width}", captured(functools.partial(both, plain)), flops=flops)
+        for name, fp8 in (("FP8", True), ("BF16", False)):
+            yield Case(
+                f"{name} linear, {width} x {width}", captured(linear_step(tokens, width, fp8=fp8)), flops=6.0 * tokens * width * width
+            )
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:

@@ -116,16 +116,20 @@ def serve(case: str, options: argparse.Namespace) -> None:
         print(json.dumps(measured), flush=True)
 
 
-class Worker:
-    """The process of a case."""
+class Served:
+    """A process that takes training steps when asked: it answers each line of its stdin by a line of JSON.
 
-    def __init__(self, case: str, tree: Path, options: argparse.Namespace) -> None:
-        given = ["--preset", options.preset, "--micro-batch-size", str(options.micro_batch_size), "--vocab-size", str(options.vocab_size)]
-        given += ["--warm-up", str(options.warm_up), f"--flags={options.flags}", "--serve", case.partition(" ")[2]]
+    Args:
+        case: its name.
+        tree: the folder that it runs in and imports from.
+        program: its file and arguments.
+    """
+
+    def __init__(self, case: str, tree: Path, program: Sequence[str]) -> None:
         path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.case, self.tree = case, tree
         self.process = subprocess.Popen(
-            [sys.executable, str(tree / PROGRAM), *given],
+            [sys.executable, *program],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.PIPE,
@@ -173,7 +177,16 @@ class Worker:
             self.process.wait()
 
 
-def measure(workers: Sequence[Worker], rounds: int, steps: int) -> list[dict[str, Times]]:
+class Worker(Served):
+    """The process of a case of this program, in its tree's own copy."""
+
+    def __init__(self, case: str, tree: Path, options: argparse.Namespace) -> None:
+        given = ["--preset", options.preset, "--micro-batch-size", str(options.micro_batch_size), "--vocab-size", str(options.vocab_size)]
+        given += ["--warm-up", str(options.warm_up), f"--flags={options.flags}", "--serve", case.partition(" ")[2]]
+        super().__init__(case, tree, [str(tree / PROGRAM), *given])
+
+
+def measure(workers: Sequence[Served], rounds: int, steps: int) -> list[dict[str, Times]]:
     """Return the times of each case in each round; every round begins with another case."""
     rounds_of_trees = []
     for number in range(rounds):
@@ -217,9 +230,8 @@ def trees_of(texts: Sequence[str]) -> dict[str, Path]:
     return trees
 
 
-@exit_codes.command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and append the results."""
+def flags() -> Parser:
+    """Return the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument("--tree", nargs="*", default=[], metavar="NAME=FOLDER", help="other trees")
     parser.add_argument("--cases", nargs="+", default=["now O2", "now O3"], type=name, metavar="'TREE PRECISION FLAGS'")
@@ -233,6 +245,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/side_by_side.csv")
     parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
     parser.add_argument("--serve", metavar="CASE", help="run as the process of a case; started by other processes")
+    return parser
+
+
+@exit_codes.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and append the results."""
+    parser = flags()
     options = parser.parse_args(argv)
     if options.serve is not None:
         serve(options.serve, options)

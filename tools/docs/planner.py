@@ -2,14 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from tools.bench import check_plan
 from tools.bench.check_plan import Compared
 from tools.docs.cells import MARK, Table, column, pick
+from tools.docs.drawing import Numbers, draw_scaling
 from tools.docs.evidence import PREDICTED, Row, marked
-from tools.docs.figures import OURS, THEIRS, Figure, Numbers
+from tools.docs.figures import Figure
 
 PAPER = PREDICTED
 SIZES = {"125m": "GPT-125M", "7b": "GPT-7B", "13b": "GPT-13B", "175b": "GPT-175B"}
@@ -160,32 +159,10 @@ def scale() -> Figure:
     picked = pick(PAPER, lambda row: row["what"] == "scale")
     numbers: Numbers = {}
     for row in picked:
-        lines = numbers.setdefault(row["model"], {}).setdefault(row["precision"], {"gpus": [], "ms": [], "gib": []})
+        lines = numbers.setdefault(SIZES[row["model"]], {}).setdefault(row["precision"], {"gpus": [], "ms": [], "gib": []})
         for key, value in (("gpus", int(row["gpus"])), ("ms", float(row["ms"])), ("gib", float(row["gib"]))):
             lines[key].append(value)
-    return Figure(numbers, _draw, [(PAPER, picked)])
-
-
-def _draw(numbers: Numbers, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
-
-    figure = Canvas(figsize=(11, 5.6), dpi=120, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.subplots(2, len(numbers), squeeze=False)
-    for place, (model, lines) in enumerate(numbers.items()):
-        for color, (precision, values) in zip((THEIRS, OURS), lines.items(), strict=True):
-            axes[0][place].plot(values["gpus"], [ms / 1e3 for ms in values["ms"]], marker="o", color=color, label=precision)
-            axes[1][place].plot(values["gpus"], values["gib"], marker="o", color=color, label=precision)
-        axes[0][place].set(title=SIZES[model], xscale="log", yscale="log", ylabel="s/step" if place == 0 else None)
-        axes[1][place].set(xscale="log", xlabel="GPUs", ylim=(0, 80), ylabel="GiB of the fullest process" if place == 0 else None)
-        for row in (0, 1):
-            counts = sorted({count for values in lines.values() for count in values["gpus"]})
-            axes[row][place].set_xticks(counts, [str(count) for count in counts], rotation=45)
-            axes[row][place].minorticks_off()
-            axes[row][place].spines[["top", "right"]].set_visible(False)
-    axes[0][0].legend()
-    figure.savefig(path)
+    return Figure(numbers, draw_scaling, [(PAPER, picked)])
 
 
 TABLES: dict[str, Callable[[], Table]] = {

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Iterator
 
 from tools.bench.check_plan import EARLIER
-from tools.docs.cells import BENCH, MARK, Table, pick
+from tools.docs.cells import BENCH, MARK, PRECISIONS, Table, pick
 from tools.docs.evidence import Row, marked
-from tools.docs.tables import BASE
+from tools.docs.tables import ALIAS, BASE
 
 STEP, GRID = f"{BENCH}/step.csv", f"{BENCH}/grid.csv"
 MODELS = {
@@ -16,6 +16,7 @@ MODELS = {
     "llama2-7b --seq-length 2048": "Llama-2-7B, sequence 2,048",
     "llama3-8b --seq-length 8192": "Llama-3-8B, sequence 8,192",
 }
+LOSSES = "python tools/reproduce/compare_precisions.py --data data/enwik8 --out runs/losses"
 PEERS = ("megatron", "torchao", "llama ", "te-", "bf16")
 
 
@@ -81,4 +82,24 @@ def records() -> Table:
     return Table(columns, cells, sources)
 
 
-TABLES: dict[str, Callable[[], Table]] = {"records": records}
+def losses() -> Table:
+    """The lowest validation loss of GPT-125M on one epoch of enwik8 among precisions with several seeds, and BF16's, on each card."""
+    rows = [row for row in pick(PRECISIONS) if int(row["seeds"]) > 1]
+    cells, used = [], []
+    for gpu in dict.fromkeys(row["gpu"] for row in rows):
+        alike = [row for row in rows if row["gpu"] == gpu]
+        best = min((row for row in alike if row["precision"] != ALIAS), key=lambda row: float(row["valid_loss"]))
+        for what, row in (("lowest", best), ("BF16", next((row for row in alike if row["precision"] == ALIAS), None))):
+            if row is not None:
+                used.append(row)
+                name = row["precision"]
+                command = f"{LOSSES} --precisions {ALIAS} {best['precision']}"
+                seeds = " ".join(f"{one}={row['seeds']}" for one in (ALIAS, best["precision"]))
+                numbers = [row["valid_loss"], f"{row['least']} to {row['most']}", row["seeds"], row["commit"], row["date"]]
+                model = "GPT-125M, 16M tokens of enwik8" + (MARK if marked(row) else "")
+                cells.append([model, f"1 x {cards({**row, 'gpus': '1'})[1]}", what, f"`{name}`", *numbers, f"`{command} --seeds {seeds}`"])
+    columns = ["model", "cards", "record", "precision", "loss, mean", "of the seeds", "seeds", "commit", "date", "command"]
+    return Table(columns, cells, [(PRECISIONS, used)])
+
+
+TABLES: dict[str, Callable[[], Table]] = {"records": records, "record-losses": losses}

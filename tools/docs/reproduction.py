@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS
+from tools.docs.drawing import draw_panels
 from tools.docs.evidence import ROOT, Row, marked
-from tools.docs.figures import Figure, Numbers, axes_of
+from tools.docs.figures import Figure
 from tools.docs.tables import Table
 from tools.reproduce import keep
 from tools.reproduce.entry import NOT_MEASURED, Entry
@@ -214,22 +215,6 @@ def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
 MANY = 8  # curves in one panel, at most
 
 
-def _draw(numbers: Numbers, path: Path) -> None:
-    panels = numbers["panels"]
-    figure, all_axes = axes_of(len(panels), 3.8 if len(panels) == 1 else 2.7 * len(panels))
-    for axes, (label_y, drawn) in zip(all_axes, panels.items(), strict=True):
-        for name, (xs, ys) in drawn.items():
-            axes.plot(xs, ys, label=name, linewidth=1.4)
-        if len(panels) > 1:  # the first tenth of a training run would take most of a low panel
-            late = [y for xs, ys in drawn.values() for x, y in zip(xs, ys, strict=True) if x > xs[-1] / 10]
-            margin = (max(late) - min(late)) / 20
-            axes.set(ylim=(min(late) - margin, max(late) + margin))
-        axes.set(ylabel=label_y.replace(", ", "\n") + "\nfrom a tenth on" if len(panels) > 1 else label_y)
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-
-
 def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, list[list[float]]]]:
     """Split curves named `LABEL, WHAT` into panels: WHAT -> its curves by label.
 
@@ -249,6 +234,6 @@ def figures() -> dict[str, Any]:
         _, rows, _ = published(one)
         drawn = curves(rows)
         if drawn:
-            numbers = json.loads(json.dumps({"panels": panels_of(drawn)}))
-            files[name] = functools.partial(Figure, numbers, _draw, [(source(one), rows)])
+            numbers = json.loads(json.dumps({"panels": panels_of(drawn)} | one.axes._asdict()))
+            files[name] = functools.partial(Figure, numbers, draw_panels, [(source(one), rows)])
     return files

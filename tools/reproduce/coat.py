@@ -10,7 +10,7 @@ from tools.docs.evidence import ROOT, Row, read
 from tools.reproduce import coat_flow, throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
-from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task, one_piece
+from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, one_piece
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
 from tools.reproduce.trainings import ENWIK8, Loop, byte_data
@@ -237,6 +237,7 @@ ENTRIES = (
     ),
     Entry(
         name="coat-activations",
+        axes=Axes("layer", "non-zero values that became zero, %"),
         title="COAT, mixed-granularity activations",
         claim="Quantizing the input of a norm across several tokens is detrimental, so norms save it in groups of channels.",
         run=activations,
@@ -261,6 +262,7 @@ ENTRIES = (
             "full": Needs(gpus=1, gib=80, minutes=40, text=True),
         },
         pieces=flow_pieces,
+        axes=Axes(y="training loss, nats per byte"),
         headline="FP8 flow: validation loss",
         reason="The flow is emulated: tensors are rounded to FP8 and back. A small Llama on bytes. The backward exchanges wide gradients; "
         "only linear layers round theirs.",

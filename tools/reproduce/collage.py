@@ -16,7 +16,7 @@ from tools.docs.cells import PRECISIONS
 from tools.docs.evidence import ROOT, Row
 from tools.docs.losses import final_losses, row_of
 from tools.reproduce import throughput
-from tools.reproduce.entry import WHOLE, Entry, Finding, Needs, Task
+from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
 
@@ -211,6 +211,7 @@ ENTRIES = (
     ),
     Entry(
         name="collage-figure3",
+        axes=Axes(y="EDQ, in the unit of the weights"),
         title="Collage, Figures 2 and 3",
         claim="A loses most updates, light and plus almost none; EDQ rises from A over light and plus to D. Weights are 900 times their "
         "update.",

@@ -6,7 +6,7 @@ from tools.docs import losses
 from tools.docs.cells import REPRODUCE
 from tools.docs.evidence import ROOT, read
 from tools.reproduce.compare_precisions import FIRST_SEED
-from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
 from tools.reproduce.trainings import ENWIK8, byte_data, trained
 
 # FP8-LM Table 6. Ours: the level with its four formats; each row changes one.
@@ -84,6 +84,7 @@ GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
 ENTRIES = (
     Entry(
         name="fp8lm-table6",
+        axes=Axes(y="training loss, nats per token", log="y"),
         title="FP8-LM, Table 6 and Figure 8",
         claim="The master weight needs 16 bits and the second moment FP16: #2a matches #0 and #1, and #4 diverges.",
         run=table6,
@@ -97,6 +98,7 @@ ENTRIES = (
     ),
     Entry(
         name="fp8lm-figure4",
+        axes=Axes("tokens"),
         title="FP8-LM, Figure 4",
         claim="The training loss in FP8 matches BF16's, from 7B to 175B.",
         run=figure4,

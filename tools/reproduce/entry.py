@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,22 @@ class Finding:
     x: float | None = None
     seed: int | None = None
     where: Mapping[str, str] = field(default_factory=dict)
+
+
+class Axes(NamedTuple):
+    """The axes of an entry's figure.
+
+    Attributes:
+        x, y: labels, with units.
+        log: axes with a logarithmic scale: "", "x", "y" or "xy".
+    """
+
+    x: str = "step"
+    y: str = "training loss, nats per token"
+    log: str = ""
+
+
+STEPS = Axes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +133,7 @@ class Entry:
         slow: `toy` takes too long for the default tests.
         same_loss: pairs of quantities, (baseline, other), whose losses are equal according to the claim; compared by seed. If the
             95 % interval is wider than `megatron.lm.evaluation.paired_difference.EFFECT`, the verdict cannot be "holds".
+        axes: of the figure, if findings have an `x`.
     """
 
     name: str
@@ -129,6 +147,7 @@ class Entry:
     apart: bool = False
     slow: bool = False
     same_loss: Sequence[tuple[str, str]] = ()
+    axes: Axes = STEPS
 
     def __post_init__(self) -> None:
         if not self.sizes:

@@ -9,7 +9,7 @@ from torch import Tensor
 from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
 from tools.docs.evidence import Row
-from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
 from tools.reproduce.fig7 import PAPER
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import byte_flags, rows_of
@@ -107,6 +107,7 @@ def trained_gradients(loop: Loop, text: Tensor) -> list[Tensor]:
 ENTRIES = (
     Entry(
         name="fp8lm-figure7",
+        axes=Axes("data-parallel ranks", "SNR of the average, dB", log="x"),
         title="FP8-LM, Figure 7",
         claim="Pre-scaling underflows, post-scaling overflows, and auto-scaling diminishes both with a much better SNR.",
         run=figure7,
@@ -122,6 +123,7 @@ ENTRIES = (
     ),
     Entry(
         name="fp8lm-figure9",
+        axes=Axes("exponent of the magnitude, base 2", "elements, %"),
         title="FP8-LM, Figure 9",
         claim="Gradients are below FP8's range, and scaling brings them into it.",
         run=figure9,

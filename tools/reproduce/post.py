@@ -12,7 +12,7 @@ from typing import Any
 from tools.docs.evidence import ROOT, Row, read
 from tools.docs.post import BASE, BOOLQ, CURVES, DPO, ENCODERS, EVALUATION, PPO, SFT
 from tools.reproduce.collage import NAMES
-from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
 from tools.reproduce.rlhf_memory import STATES4, WEIGHTS4, counted
 from tools.reproduce.run_tool import rows_of
 from tools.reproduce.trainings import byte_data, trained
@@ -329,6 +329,7 @@ ENTRIES = (
     ),
     Entry(
         name="fp8lm-table4",
+        axes=Axes("step of PPO", "mean reward of the step's answers"),
         title="FP8-LM, Table 4 and Figure 6",
         claim="RLHF in FP8 is as good as in BF16, with less memory.",
         run=table4,

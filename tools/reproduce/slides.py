@@ -6,7 +6,7 @@ import torch
 
 from msamp.fp16.opt_level import by_name
 from tools.reproduce import fp16_amp
-from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
 from tools.reproduce.fp16_lstm import bytes_of, table
 from tools.reproduce.run_tool import rows_of
 
@@ -153,6 +153,7 @@ ENTRIES = (
     ),
     Entry(
         name="slides-overflow",
+        axes=Axes(y="loss scale, log2"),
         title="Slides, automatic loss scaling",
         claim="After an overflow the step is skipped, the scale falls, and training continues.",
         run=overflow,

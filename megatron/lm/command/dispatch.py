@@ -32,6 +32,7 @@ COMMANDS = {
     "convert": Command("megatron.lm.tools.convert_checkpoint", "convert checkpoints to and from Hugging Face, Megatron-LM and safetensors"),
     "evaluate": Command("megatron.lm.tools.evaluate", "evaluate models: bits per byte, and tasks with lm-eval"),
     "generate": Command("megatron.lm.tools.generate", "continue prompts"),
+    "watch": Command("megatron.lm.tools.watch.command", "watch training runs live, on the terminal and as a page"),
     "report": Command("megatron.lm.tools.report", "write a page about training runs"),
     "compare": Command("megatron.lm.tools.loss_compare", "compare the losses of training runs"),
     "inspect": Command("megatron.lm.tools.inspect_scales", "show what the precision recorder measured"),

@@ -195,9 +195,9 @@ def quickstart(options: Options) -> int:
     meta = json.loads((options.data / "meta.json").read_text(encoding="utf-8"))
     entropy = meta["unigram_entropy_nats"]
     samples = {level: (options.out / level / "sample.txt").read_text(encoding="utf-8") for level in LEVELS}
-    page = write_report(runs, options.out, meta=meta, samples=samples)
     problems = verdict(runs[0], runs[1], entropy)
-    lines = [*summary(runs, entropy), *(f"FAILED: {problem}" for problem in problems)]
+    page = write_report(runs, options.out, meta=meta, samples=samples, problems=problems)
+    lines = [*summary(runs, entropy), *([f"FAILED: {problem}" for problem in problems] or ["PASS"])]
     (options.out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     say("result")
     print(*lines, f"report: {page}", *(f"plot:   {path}" for path in sorted(options.out.glob("*.png"))), sep="\n")

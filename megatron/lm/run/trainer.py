@@ -131,7 +131,7 @@ class Trainer:
         counts: dict[str, Any] = {"layers": layers, "bf16": linears.bf16, "gain": linears.gains, "reason": linears.reason}
         if self.config.layers_in_bf16:
             counts["layers_in_bf16"] = sorted(self.config.layers_in_bf16)
-        self.metrics.write({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes, "linears": counts} | state)
+        self.metrics.begin({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes, "linears": counts} | state)
         if self.metrics.main:
             if training.iteration:
                 print(f"resumed from {self.config.checkpoint.load} at iteration {training.iteration}")
@@ -217,8 +217,11 @@ class Trainer:
         with self.requests.listening(), self.watchdog.watching(), self.metrics.unwritten.stdout(), contextlib.closing(self.metrics), saving:
             try:
                 why = self._run()
+                self.metrics.end(self.training.iteration, "completed" if why is None else "stopped", why)
             except Exception as error:
                 self.metrics.failed = True
+                reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+                self.metrics.end(self.training.iteration, "failed", reason)
                 self.profiles.close(failed=True)
                 if isinstance(error, RuntimeError) and lost_connection(error):
                     raise RunStopped(self._lost(error)) from error

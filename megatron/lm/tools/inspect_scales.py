@@ -34,6 +34,7 @@ QUANTITIES = {
     "saturation": ("saturation (%)", 100.0),
     "scale_exponent": ("exponent of the scale, base 2", 1.0),
 }
+SHARED = ("sqnr_db", "underflow", "saturation")  # one color scale for all tensors; exponents and mu differ by tensor by design
 STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}img{max-width:100%}li{margin:.2rem 0}"
 
 
@@ -97,12 +98,18 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue  # cut off when the run was killed
         try:
-            steps[_iteration(step)] = step | {"series": dict(_series(step)), "total": _total_row(step)}
+            steps[_iteration(step)] = with_series(step)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path}, line {number} is not a recorded step ({error!r}): give {expected}") from None
     if not steps:
         raise ValueError(f"{path} contains no recorded step: give {expected}")
     return [steps[iteration] for iteration in sorted(steps)]
+
+
+def with_series(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded step with `series` and `total`, as `read` does; ValueError, KeyError, TypeError, AttributeError or OverflowError if
+    it is none."""
+    return dict(step) | {"series": dict(_series(step)), "total": _total_row(step)}
 
 
 def _iteration(step: Mapping[str, Any]) -> int:
@@ -205,12 +212,14 @@ def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | No
             panels.append((tensor, sorted(known, key=_order)))
     if not panels:
         return None
+    scale = _shared_scale(steps, panels, quantity, factor) if quantity in SHARED else {}
     figure = _figure((5.2 * min(2, len(panels)), 0.9 + 3.4 * math.ceil(len(panels) / 2)))
     axes = list(figure.subplots(math.ceil(len(panels) / 2), min(2, len(panels)), squeeze=False).flat)
     for axis, (tensor, layers) in zip(axes, panels, strict=False):
         grid = [[_value(step, layer, tensor, quantity, factor) for step in steps] for layer in layers]
-        image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis_r" if quantity == "sqnr_db" else "viridis")
-        figure.colorbar(image, ax=axis)
+        image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis_r" if quantity == "sqnr_db" else "viridis", **scale)
+        figure.colorbar(image, ax=axis).set_label(title, fontsize=7)
+        axis.set_xlabel("iteration", fontsize=8)
         every = max(1, len(layers) // 12)
         axis.set_yticks(range(0, len(layers), every), [spoken(layer) for layer in layers[::every]], fontsize=7)
         apart = max(1, len(steps) // 6)
@@ -218,8 +227,17 @@ def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | No
         axis.set_title(tensor, loc="left", fontsize=10)
     for axis in axes[len(panels) :]:  # an odd number leaves one empty
         axis.axis("off")
-    figure.suptitle(title, x=0.01, ha="left")
+    figure.suptitle(f"{title}{', one scale for all tensors' if scale else ''}", x=0.01, ha="left")
     return figure
+
+
+def _shared_scale(
+    steps: Sequence[Mapping[str, Any]], panels: Sequence[tuple[str, list[str]]], quantity: str, factor: float
+) -> dict[str, float]:
+    """Return the least and the largest value of all panels, as `imshow` takes them."""
+    values = [_value(step, layer, tensor, quantity, factor) for tensor, layers in panels for layer in layers for step in steps]
+    finite = [value for value in values if math.isfinite(value)]
+    return {"vmin": min(finite), "vmax": max(finite)} if finite else {}
 
 
 def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
@@ -235,7 +253,7 @@ def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
         if shown:
             axis.boxplot(list(shown.values()), orientation="horizontal", whis=(0, 100))
             axis.set_yticks(range(1, len(shown) + 1), list(shown), fontsize=8)
-        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel(f"{title}, a box over the layers", fontsize=9)
     return figure
 
 
@@ -255,7 +273,7 @@ def updates(steps: Sequence[Mapping[str, Any]]) -> "Figure":
         for name in names:
             axis.plot(iterations, [_value(step, name, "update", column, factor) for step in steps], color="#9ca3af", linewidth=0.6)
         axis.plot(iterations, [_total(step, column, factor) for step in steps], color="#2563eb", linewidth=2, marker="o", markersize=3)
-        axis.set_title(title, loc="left", fontsize=10)
+        axis.set(xlabel="iteration", ylabel=title)
     return figure
 
 

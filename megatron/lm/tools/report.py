@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +40,14 @@ STATE_NAMES = {"weight": "weight", "grad": "gradient", "master": "master weight"
 TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
 LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
 
+NARROW = '<meta name="viewport" content="width=device-width">'  # for phones
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 60rem; margin: 2.5rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } .lead { font-size: 1.1rem; }
 table { border-collapse: collapse; } th, td { padding: .35rem .9rem; border-bottom: 1px solid #e5e7eb; text-align: right; }
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: #4b5563; }
 img { max-width: 100%; } .note { color: #6b7280; font-size: .9rem; }
+.wide { overflow-x: auto; } .pass { color: #047857; font-weight: 700; } .failed { color: #b91c1c; font-weight: 700; }
 blockquote { margin: .6rem 0; padding: .5rem 1rem; border-left: 3px solid #d1d5db; white-space: pre-wrap; }
 """
 
@@ -287,11 +290,13 @@ def write_report(
     samples: Mapping[str, str] | None = None,
     layer: str | None = None,
     window: int = 3,
+    problems: Sequence[str] | None = None,
 ) -> Path:
     """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (created if missing); return the page's path.
 
     meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> its generated text;
-    layer: the layer whose underflow is plotted (default: the middle one recorded); window: logged lines averaged by smoothing.
+    layer: the layer whose underflow is plotted (default: the middle one recorded); window: logged lines averaged by smoothing;
+    problems: what is wrong with the runs, for the page to say PASS or FAILED; None where nothing was judged.
     """
     entropy = (meta or {}).get("unigram_entropy_nats")
     figures = {"loss": loss_figure(runs, entropy, window)}
@@ -311,7 +316,7 @@ def write_report(
         write_curves(runs, out / "curves.csv")
         page = out / "report.html"
         with written_aside(page) as stream:
-            stream.write(_page(runs, images, entropy, samples or {}).encode())
+            stream.write(_page(runs, images, entropy, samples or {}, problems).encode())
     return page
 
 
@@ -347,15 +352,33 @@ def summary(runs: Sequence[Run], entropy: float | None) -> list[str]:
     return [first, "; ".join(parts)]
 
 
-def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None, samples: Mapping[str, str]) -> str:
+def meanings(runs: Sequence[Run]) -> list[str]:
+    """Return what the recipe of each run is, in a sentence; metrics files of older versions do not name it."""
+    named = {run.name: str((run.precision or {}).get("recipe")) for run in runs}
+    if set(named.values()) == {"None"}:
+        return []
+    from msamp.numerics import recipe, recipe_words  # torch, for seconds
+
+    known = {name: of_run for name, of_run in named.items() if of_run in recipe.names()}
+    return [f"{name}: {recipe_words.describe(recipe.by_name(of_run))}." for name, of_run in known.items()]
+
+
+def _page(
+    runs: Sequence[Run], images: Mapping[str, str], entropy: float | None, samples: Mapping[str, str], problems: Sequence[str] | None
+) -> str:
     notes = {
         "loss": ("Loss", "Below: difference of the smoothed training loss; the grey band is ±1 %."),
         "underflow": ("Underflow and saturation", "Share of non-zero elements that became zero, and of elements at the format's maximum."),
         "bytes": ("Memory of the model's states", "Weight, gradient and optimizer states; activations come on top."),
     }
     parts = [f"<h1>Training runs: {html.escape(', '.join(run.name for run in runs))}</h1>"]
+    if problems is not None:
+        outcome = [f"FAILED: {problem}" for problem in problems] or ["PASS"]
+        parts += [f'<p class="lead {"failed" if problems else "pass"}">{html.escape(line)}</p>' for line in outcome]
+    parts.append(f'<p class="note">Written on {time.strftime("%Y-%m-%d at %H:%M %Z")}.</p>')
     parts += [f'<p class="lead">{html.escape(line)}</p>' for line in summary(runs, entropy) if line]
-    parts.append(_table(runs))
+    parts += [f"<p>{html.escape(meaning)}</p>" for meaning in meanings(runs)]
+    parts.append(f'<div class="wide">{_table(runs)}</div>')
     parts.append('<p class="note">Hardware without FP8 (a CPU, an A100) computes it by emulation: compare losses there, not speeds.</p>')
     for name, image in images.items():
         title, note = notes[name]
@@ -364,7 +387,7 @@ def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None,
         parts.append("<h2>Generated text</h2>")
         parts += [f"<p>{html.escape(name)}</p>\n<blockquote>{html.escape(text)}</blockquote>" for name, text in samples.items()]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8">\n<title>Training report</title>\n<style>{STYLE}</style>'
+    head = f'<meta charset="utf-8">\n{NARROW}\n<title>Training report</title>\n<style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 

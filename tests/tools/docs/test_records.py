@@ -1,12 +1,14 @@
 """The records: the best rows of each model and card, each with a command that its tool takes."""
 
 import argparse
+import re
 import shlex
 
 import pytest
 
 from tools.bench import bench_grid, bench_step
 from tools.docs import records
+from tools.docs.evidence import ROOT
 
 CELLS = records.records().cells
 
@@ -54,3 +56,19 @@ def test_each_command_is_one_that_its_tool_takes(command, monkeypatch):
 def test_layers_of_a_model_and_other_models_have_no_record():
     assert records.model({"preset": "llama3-8b --num-layers 8 --seq-length 8192 --vocab-size 128256"}) is None
     assert records.model({"preset": "llama3-8b --seq-length 8192 --fp8-min-gain 0 --vocab-size 128256"}) == "Llama-3-8B, sequence 8,192"
+
+
+def test_the_page_describes_every_column_of_a_row():
+    page = (ROOT / "docs/results/records.md").read_text(encoding="utf-8").partition("### A row")[2]
+    named = [name for line in page.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert named == list(records.pick(records.STEP)[0])
+
+
+def test_the_lowest_loss_is_that_of_the_rows_with_several_seeds():
+    cells = records.losses().cells
+    rows = [row for row in records.pick(records.PRECISIONS) if int(row["seeds"]) > 1 and row["precision"] != "bf16"]
+    assert [line[2] for line in cells][:2] == ["lowest", "BF16"]
+    for line in cells:
+        if line[2] == "lowest":
+            assert line[4] in {row["valid_loss"] for row in rows}
+            assert float(line[4]) == min(float(row["valid_loss"]) for row in rows if records.cards(row | {"gpus": "1"})[1] in line[1])

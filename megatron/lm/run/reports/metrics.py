@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -227,6 +229,23 @@ class Metrics:
         if "iteration" in row:
             values = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "iteration"}
             self.scalars({f"{row['kind']}/{key}": value for key, value in values.items()}, row["iteration"])
+
+    def begin(self, row: dict[str, Any]) -> None:
+        """Write the first entry of this start: `row`, the iterations from and to which it trains, and the process that writes."""
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
+        self.write(row | {"recipe": self.config.precision.name, "start": self.start_iteration, "iterations": self.iterations} | process)
+
+    def end(self, iteration: int, status: str, why: str | None = None) -> None:
+        """Write the last entry of this start, by which a reader of the metrics file tells an end from a kill.
+
+        Args:
+            iteration: the last one.
+            status: "completed", "stopped" before the last iteration, or "failed".
+            why: the reason, in one line.
+        """
+        if self.file is not None:
+            row = {"kind": "end", "iteration": iteration, "status": status, "why": why}
+            self.file.write(json.dumps(row).encode() + b"\n")
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         """Write numbers only to TensorBoard and Weights & Biases, by their full name; do nothing on ranks that do not write."""

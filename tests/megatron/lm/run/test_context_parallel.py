@@ -23,6 +23,8 @@ GRIDS: dict[str, dict[str, Any]] = {
     "dp2": CP,
     "tp2": CP | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": CP | {"pipeline_model_parallel_size": 2},
+    "again": CP | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "attention again": CP | {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
     "heads": CP | {"cp_comm_type": "a2a", "cp_wire": "fp8", "attention_precision": "bf16"},
 }
 WITHIN = {True: 1e-3, False: 0.02}  # losses by whether the level is O0
@@ -33,8 +35,8 @@ def spread(level: str) -> dict[str, Any]:
 
 
 def settings(prefix: str, level: str, **changes: Any) -> Config:
-    """Four micro-batches per step on one data-parallel process, and an evaluation after every second step."""
-    base = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 6, "eval_interval": 2, "eval_iters": 1, "kv_channels": 16}
+    """Two micro-batches per step on one data-parallel process, and an evaluation after every second step."""
+    base = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 5, "eval_interval": 2, "eval_iters": 1, "kv_channels": 16}
     return tiny.config(prefix, **base | LEVELS[level] | changes)
 
 

@@ -1,8 +1,11 @@
 """What a run says: log line, metrics file, TensorBoard, and the arithmetic behind them."""
 
+import contextlib
 import json
 import math
+import os
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ from torch import nn
 from helpers import tiny
 from megatron.lm.config import Config
 from megatron.lm.config.presets import flops_per_token
+from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
 from megatron.lm.run.reports import metrics
 from megatron.lm.run.reports.metrics import Metrics, memory_gib, mfu, peak_tflops
@@ -210,7 +214,11 @@ def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
     }
     assert all(set(row) >= TRAIN_KEYS for row in by_kind["train"])
     assert all(set(row) == EVALUATION_KEYS for row in by_kind["valid"] + by_kind["test"])
-    assert set(by_kind["precision"][0]) == {"kind", "bytes_per_parameter", "parameters", "linears", "state_gib_min", "state_gib_max"}
+    (start,) = by_kind["precision"]
+    process = {"recipe": "O2", "start": 0, "iterations": 4, "pid": os.getpid(), "host": socket.gethostname()}
+    assert start.items() >= process.items()
+    model = {"kind", "bytes_per_parameter", "parameters", "linears", "state_gib_min", "state_gib_max"}
+    assert set(start) == model | process.keys() | {"started"}
     for row in by_kind["train"]:
         assert row["sent_bytes"] == {}  # there is no one to send to
         assert row["grad_saturation"] == row["grad_saturation_reduced"] < 1e-3
@@ -225,6 +233,30 @@ def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
     again = tiny.run(tiny.config(prefix, metrics_file=str(file), **settings))
     assert len(again) == 2 * len(rows)  # a resumed run goes on in the same file
     assert again[: len(rows)] == rows
+
+
+@pytest.mark.promise("Starting and ending", "The metrics file says how a start ended; without that entry the process was killed.")
+def test_the_last_row_says_how_the_start_ended(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file, settings = tmp_path / "m.jsonl", {"train_iters": 2, "save": str(tmp_path / "save"), "load": str(tmp_path / "save")}
+
+    def ended(**more: Any) -> tuple[dict[str, Any], ...]:
+        with contextlib.suppress(RunStopped):
+            tiny.run(tiny.config(prefix, metrics_file=str(file), **settings, **more))
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return next(row for row in reversed(rows) if row["kind"] == "precision"), rows[-1]
+
+    _, last = ended(exit_interval=1)
+    assert last == {"kind": "end", "iteration": 1, "status": "stopped", "why": "--exit-interval 1"}
+    start, last = ended()
+    assert (start["start"], start["iterations"]) == (1, 2)
+    assert last == {"kind": "end", "iteration": 2, "status": "completed", "why": None}
+
+    def stop(self: trainer.Trainer) -> None:
+        raise RunStopped("no space\nin two lines")
+
+    monkeypatch.setattr(trainer.Trainer, "_train", stop)
+    _, last = ended()
+    assert last == {"kind": "end", "iteration": 2, "status": "failed", "why": "no space"}
 
 
 def test_mu_is_in_the_rows_where_it_adapts(prefix: Path):

@@ -1,0 +1,53 @@
+"""Four 200-step trainings end where they ended before, within the spread of the seeds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers import golden_losses, tiny
+
+COMMITTED = json.loads(golden_losses.FILE.read_text(encoding="utf-8"))
+LOSSES = {name: line["loss"] for name, line in COMMITTED.items()}
+
+
+@pytest.mark.promise("Recipes", "The losses of four 200-step trainings stay within the spread of their seeds.")
+@pytest.mark.nightly(110)
+def test_no_loss_moved_beyond_the_spread_of_the_seeds(tmp_path: Path) -> None:
+    prefix = tiny.write_data(tmp_path)
+    losses = {name: golden_losses.loss(name, golden_losses.GOLDEN_SEED, prefix) for name in golden_losses.PRECISIONS}
+    assert golden_losses.moved(losses, COMMITTED) == []
+
+
+@pytest.mark.nightly(20)
+def test_a_changed_learning_rate_moves_one(tmp_path: Path) -> None:
+    loss = golden_losses.loss("O0", golden_losses.GOLDEN_SEED, tiny.write_data(tmp_path), lr=2.5e-3, min_lr=2.5e-4)
+    assert len(golden_losses.moved({"O0": loss}, COMMITTED)) == 1
+
+
+def test_what_was_committed_learned_and_has_a_spread() -> None:
+    assert LOSSES.keys() == golden_losses.PRECISIONS.keys()
+    for name, line in COMMITTED.items():
+        assert 1.09 < line["loss"] < 1.3, "the text's entropy is log 3"
+        assert 0 < line["spread"] < 0.01
+        assert name == "O0" or 0 < line["spread_of_difference"] < 0.01
+
+
+def test_a_change_is_judged_by_both_spreads() -> None:
+    committed = {
+        "O0": {"loss": 1.0, "spread": 0.01, "spread_of_difference": 0.0},
+        "O2": {"loss": 1.1, "spread": 0.01, "spread_of_difference": 0.001},
+    }
+    assert golden_losses.moved({"O0": 1.0, "O2": 1.1}, committed) == []
+    assert golden_losses.moved({"O0": 1.015, "O2": 1.1155}, committed) == [], "both moved alike, as another order of sums moves them"
+    assert golden_losses.moved({"O0": 1.0, "O2": 1.103}, committed) == [
+        "O2: its difference from O0 moved by +0.00300, more than 2 times the spread of the seeds, 0.00100"
+    ]
+    assert len(golden_losses.moved({"O0": 1.021, "O2": 1.121}, committed)) == 2
+    assert len(golden_losses.moved({"O0": float("nan"), "O2": 1.1}, committed)) == 2
+
+
+def test_the_spreads_by_hand() -> None:
+    made = golden_losses.golden({"O0": {1: 1.0, 2: 1.2}, "O2": {1: 1.1, 2: 1.4}})
+    assert made["O0"] == pytest.approx({"loss": 1.0, "spread": 0.1 * 2**0.5, "spread_of_difference": 0.0})
+    assert made["O2"] == pytest.approx({"loss": 1.1, "spread": 0.15 * 2**0.5, "spread_of_difference": 0.05 * 2**0.5})

@@ -1,0 +1,208 @@
+"""The gate with injected times: green on the same, red on a slowed case, and what is refused; the contestants of tiny models on the CPU."""
+
+import argparse
+import csv
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.lm.processes import process_groups
+from megatron.lm.processes.cpu_home import cpu_home
+from tools.bench import speed_gate
+from tools.bench.speed_gate import CASES, Measured, judge, measure, ratio
+
+GPU = "NVIDIA H100"
+TIMES = {  # ms of a step on an unchanged tree
+    "trainer O0": 100.0,
+    "trainer O2": 70.0,
+    "trainer O3": 65.0,
+    "trainer coat": 75.0,
+    "loop bf16 compile graph": 80.0,
+    "loop torchao compile": 72.0,
+    "loop O2 fused graph": 56.0,
+    "linear bf16": 2.0,
+    "linear fp8": 1.2,
+}
+
+
+class Fake:
+    """A contestant with given times; the clock of the whole GPU drifts by 20 % over the rounds."""
+
+    turns = 0
+
+    def __init__(self, name, slowed=1.0):
+        self.case, self.slowed, self.built, self.closed = name, slowed, False, False
+
+    def build(self):
+        self.built = True
+        return {"captured": True, "gib": 1.0}
+
+    def steps(self, number):
+        assert self.built
+        assert not self.closed
+        Fake.turns += 1
+        drift = 1 + 0.2 * ((Fake.turns - 1) // 2 % 8) / 8
+        times = [TIMES[self.case] * self.slowed * drift] * (number - 1)
+        return {"step": [*times, 5 * TIMES[self.case]]}  # one step was interrupted
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def gate(monkeypatch, tmp_path):
+    """Runs the gate with fake contestants: words of the command line and slowed contestants -> its exit code."""
+    started = []
+
+    def run(*words, slowed=None):
+        started.clear()
+        Fake.turns = 0
+
+        def start(name, options):
+            started.append(Fake(name, (slowed or {}).get(name, 1.0)))
+            return started[-1]
+
+        monkeypatch.setattr(speed_gate, "Contestant", start)
+        monkeypatch.setattr(speed_gate, "require", lambda cases: None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
+        monkeypatch.setattr(
+            speed_gate.rows, "machine", lambda commit: dict.fromkeys(("date", "commit", "driver", "torch"), "x") | {"gpu": GPU}
+        )
+        return speed_gate.main([*words, "--csv", str(tmp_path / "gate.csv")])
+
+    run.started, run.file = started, tmp_path / "gate.csv"
+    return run
+
+
+def test_green_three_times_on_the_same_and_red_on_a_slowed_case(gate, capsys):
+    assert gate("--write") == 0
+    with gate.file.open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    assert [line["case"] for line in lines] == list(CASES)
+    assert float(lines[0]["ratio"]) == 0.7
+    for _ in range(3):
+        assert gate() == 0
+    assert "no case lost more than 3 %" in capsys.readouterr().out
+    assert gate(slowed={"trainer O3": 1.02}) == 0
+    assert gate(slowed={"trainer O3": 1.04}) == 1
+    printed = capsys.readouterr().out
+    assert "LOST trainer-O3: ratio 0.6760 (0.6760 to 0.6760), committed 0.6500: +4.0 %, more than 3 %" in printed
+    assert printed.count("LOST") == 1
+    assert gate(slowed={"loop torchao compile": 0.9}) == 1, "a faster baseline is a loss too: the promise is a ratio"
+    assert gate("--cases", "linear", slowed={"trainer O3": 2.0}) == 0
+
+
+def test_a_contestant_is_started_once_for_the_cases_that_share_it_and_all_are_closed(gate):
+    gate("--write")
+    assert sorted(contestant.case for contestant in gate.started) == sorted(TIMES)
+    assert all(contestant.closed for contestant in gate.started)
+
+
+def test_contestants_end_when_one_of_them_fails(monkeypatch):
+    made = []
+
+    class Broken(Fake):
+        def steps(self, number):
+            raise ValueError("case 'trainer O2' ended with 1")
+
+    def start(name, options):
+        made.append((Broken if name == "trainer O2" else Fake)(name))
+        return made[-1]
+
+    with pytest.raises(ValueError, match="ended with 1"):
+        measure(list(CASES.values()), argparse.Namespace(rounds=2, steps=2), start)
+    assert [contestant.closed for contestant in made] == [True, True]
+
+
+def test_the_ratio_by_hand():
+    found = ratio([[1.0, 1.0, 9.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0]], [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0], [4.0, 4.0, 4.0]])
+    assert found == Measured(0.75, 0.5, 1.0, 2.0, 2.0)
+    assert judge({"linear": found}, {"linear": 0.75}) == []
+    assert judge({"linear": found}, {"linear": 0.74}) == []
+    assert len(judge({"linear": found}, {"linear": 0.72})) == 1
+    assert len(judge({"linear": Measured(float("nan"), 1, 1, 1, 1)}, {"linear": 0.72})) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist, so there are no ratios to compare with"),
+        ("gpu,case,ratio\r\nNVIDIA H200,linear,0.6\r\n", "has no ratio of case linear for NVIDIA H100: measure them"),
+        ("gpu,case,ratio\r\nNVIDIA H100,linear,fast\r\n", "has no ratio of case linear for NVIDIA H100"),
+        ("gpu,case,ratio\r\nNVIDIA H100,linear,-1\r\n", "has ratio -1 of case linear for NVIDIA H100, expected a positive number"),
+    ],
+)
+def test_without_ratios_of_this_gpu_nothing_is_measured(gate, text, message, capsys):
+    if text is not None:
+        gate.file.write_text(text)
+    assert gate("--cases", "linear") == 2
+    assert message in capsys.readouterr().err
+    assert gate.started == []
+
+
+def test_the_last_line_of_a_case_counts(tmp_path):
+    (tmp_path / "gate.csv").write_text("gpu,case,ratio\nNVIDIA H100,linear,0.6\nNVIDIA H100,linear,0.5\nNVIDIA H200,linear,0.4\n")
+    assert speed_gate.committed(tmp_path / "gate.csv", GPU, ["linear"]) == {"linear": 0.5}
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert speed_gate.main(["--csv", str(tmp_path / "gate.csv")]) == 2
+    assert "the speed gate measures on a GPU, and torch finds none" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    assert speed_gate.main(["--csv", str(tmp_path / "gate.csv")]) == 2
+    assert "which NVIDIA A100 does not have" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(speed_gate.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=1))
+    assert speed_gate.main(["--csv", str(tmp_path / "gate.csv")]) == 2
+    assert "case own-loop-torchao requires torchao" in capsys.readouterr().err
+    assert not (tmp_path / "gate.csv").exists()
+
+
+TINY_LOOP = "--layers 1 --hidden 32 --heads 2 --ffn 48 --vocab-size 32 --seq-length 16 --micro-batch-size 1"
+TINY_TRAINER = (
+    "--preset 125m --micro-batch-size 1 --vocab-size 64 --flags='--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16'"
+)
+
+
+@pytest.mark.parametrize(
+    "contestant", ["linear fp8", "linear bf16", "trainer O2", pytest.param("loop O2 fused graph", marks=pytest.mark.nightly(5))]
+)
+def test_a_contestant_takes_the_steps_that_it_is_asked_for(contestant, monkeypatch, capsys):
+    with cpu_home():  # else this process would stay in it
+        try:
+            takes_steps(contestant, monkeypatch, capsys)
+        finally:
+            process_groups.shutdown()
+
+
+def takes_steps(contestant, monkeypatch, capsys):
+    monkeypatch.setattr(speed_gate.sys, "stdin", io.StringIO("\n2\n3\n"))
+    words = [
+        "--warm-up",
+        "1",
+        f"--loop-flags={TINY_LOOP}",
+        f"--trainer-flags={TINY_TRAINER}",
+        "--linear-tokens",
+        "16",
+        "--linear-width",
+        "32",
+    ]
+    assert speed_gate.main([*words, "--serve", contestant]) == 0
+    ready, *measured = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {"captured", "gib", "trainer"} <= ready.keys()
+    assert [len(times["step"]) for times in measured] == [2, 3]
+    assert all(ms > 0 for times in measured for ms in times["step"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_a_ratio(tmp_path, capfd):
+    words = ["--cases", "linear", "--rounds", "3", "--csv", str(tmp_path / "gate.csv"), "--commit", "abc"]
+    assert speed_gate.main([*words, "--write"]) == 0
+    assert speed_gate.main(words) in (0, 1)
+    assert "linear fp8: replayed graphs" in capfd.readouterr().out

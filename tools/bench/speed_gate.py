@@ -1,0 +1,278 @@
+"""Check on one GPU that nothing became slower: six ratios of step times, compared with the committed ones.
+
+    make bench-gate                                                     exit code 1 if a ratio lost more than 3 %
+    make bench-gate ARGS='--cases trainer-O2 linear'                    some cases
+    make bench-gate ARGS='--write'                                      record the ratios of this GPU instead of judging them
+
+A ratio is the time of msamp's step over that of a baseline's step, so less is better. Both sides of a case are processes that take turns on
+the same GPU: in a round each takes --steps steps while the other waits, and the ratio is the median over the rounds of the ratio of the
+medians within a round. Clocks and temperatures therefore act on both sides, and ratios are comparable between days; absolute times are not.
+Ratios depend on the GPU, so that `tools/bench/results/speed_gate.csv` has a line per GPU and case, and a GPU without lines is refused.
+
+The trainer's model has the width of GPT-1.3B, 12 of its layers, and micro-batch 4; its steps replay CUDA graphs. The own loop is
+`bench_fsdp.py`'s model with 12 layers on one process, in its fastest mode for each side. torchao (pip install torchao) is the baseline of
+one case. `linear` is one layer of 8192 x 8192 with its casts, forward and backward.
+"""
+
+import argparse
+import contextlib
+import csv
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.lm.shell import exit_codes
+from megatron.lm.shell.arguments import Parser, count, output_file
+from tools.bench import bench_fsdp, bench_kernels, bench_step, rows, side_by_side
+
+RATIOS = rows.ROOT / "tools/bench/results/speed_gate.csv"
+COLUMNS = ("date", "commit", "gpu", "driver", "torch", "case", "ours", "baseline", "ratio", "least", "most", "ms", "ms_baseline", "rounds")
+TOLERANCE = 0.03  # how much a ratio may grow, relative
+OWN_LOOP = "--layers 12"
+TRAINER = "--preset 1.3b --micro-batch-size 4 --flags=--num-layers=12"
+
+
+class Case(NamedTuple):
+    """One ratio: what it is called, and the contestants as `serve` reads them, a kind and its own words."""
+
+    name: str
+    ours: str
+    baseline: str
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("trainer-O2", "trainer O2", "trainer O0"),
+        Case("trainer-O3", "trainer O3", "trainer O0"),
+        Case("trainer-coat", "trainer coat", "trainer O0"),
+        Case("own-loop", "loop O2 fused graph", "loop bf16 compile graph"),
+        Case("own-loop-torchao", "loop O2 fused graph", "loop torchao compile"),
+        Case("linear", "linear fp8", "linear bf16"),
+    )
+}
+Step = Callable[[], Any]
+
+
+class Measured(NamedTuple):
+    """The measured ratio of a case: the median over the rounds, its extremes, and the median times in ms."""
+
+    ratio: float
+    least: float
+    most: float
+    ms: float
+    ms_baseline: float
+
+
+# --- contestants: processes that take steps when asked ----------------------------------------------------------------------------
+
+
+def serve(contestant: str, options: argparse.Namespace) -> None:
+    """Run as the process of a contestant: build it at the first line of stdin, then take as many steps as each line requests."""
+    kind, _, words = contestant.partition(" ")
+    if kind == "trainer":
+        flags = side_by_side.flags().parse_args(["--warm-up", str(options.warm_up), *shlex.split(options.trainer_flags)])
+        side_by_side.serve(words, flags)
+        return
+    sys.stdin.readline()
+    cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
+        step, captured = {"loop": own_loop, "linear": linear}[kind](words, options)
+        for _ in range(options.warm_up):
+            step()
+    gib = torch.cuda.memory_reserved() / 2**30 if cuda else 0.0
+    print(json.dumps({"captured": captured, "gib": gib, "trainer": bench_step.__file__}), flush=True)
+    for line in sys.stdin:
+        times = []
+        with contextlib.redirect_stdout(sys.stderr):
+            for _ in range(int(line)):
+                wait()
+                start = time.perf_counter()
+                step()
+                wait()
+                times.append(1e3 * (time.perf_counter() - start))
+        print(json.dumps({"step": times}), flush=True)
+
+
+def own_loop(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
+    """Return a step of `bench_fsdp.py`'s model on one process, and whether it replays a graph."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    flags = bench_fsdp.parser().parse_args([*shlex.split(options.loop_flags), "--cases", case])
+    step, graphed, _ = bench_fsdp.stepper(case, flags, torch.device("cuda", 0) if cuda else torch.device("cpu"))
+    for _ in range(bench_fsdp.EAGER_BEFORE_GRAPH if graphed is not None else 0):
+        step()
+    return step, graphed is not None
+
+
+def linear(precision: str, options: argparse.Namespace) -> tuple[Step, bool]:
+    """Return ten times forward and backward of one linear layer with its casts, `fp8` or `bf16`, in a graph, so that the host's
+    share vanishes."""
+    run = bench_kernels.linear_step(options.linear_tokens, options.linear_width, fp8=precision == "fp8")
+
+    def ten() -> None:
+        for _ in range(10):
+            run()
+
+    return (bench_kernels.captured(ten), True) if torch.cuda.is_available() else (run, False)
+
+
+class Contestant(side_by_side.Served):
+    """The process of a contestant."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        words = ["--warm-up", str(options.warm_up), f"--trainer-flags={options.trainer_flags}", f"--loop-flags={options.loop_flags}"]
+        words += ["--linear-tokens", str(options.linear_tokens), "--linear-width", str(options.linear_width), "--serve", name]
+        super().__init__(name, rows.ROOT, [str(rows.ROOT / "tools/bench/speed_gate.py"), *words])
+
+
+# --- ratios ------------------------------------------------------------------------------------------------------------------------
+
+
+def ratio(ours: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Measured:
+    """Return the ratio of times in ms, given by round."""
+    pairs = [(statistics.median(mine), statistics.median(theirs)) for mine, theirs in zip(ours, baseline, strict=True)]
+    ratios = [mine / theirs for mine, theirs in pairs]
+    middle = [statistics.median(column) for column in zip(*pairs, strict=True)]
+    return Measured(statistics.median(ratios), min(ratios), max(ratios), middle[0], middle[1])
+
+
+def measure(cases: Sequence[Case], options: argparse.Namespace, start: Callable[[str, argparse.Namespace], Any]) -> dict[str, Measured]:
+    """Measure each case, and print it. A contestant lives for as long as a later case needs it.
+
+    Args:
+        start: starts the process of a contestant, with `build`, `steps` and `close` as `side_by_side.Served` has them.
+    """
+    measured: dict[str, Measured] = {}
+    alive: dict[str, Any] = {}
+    try:
+        for number, case in enumerate(cases):
+            for name in (case.baseline, case.ours):
+                if name not in alive:
+                    alive[name] = start(name, options)
+                    report_built(alive[name])
+            times = side_by_side.measure([alive[case.baseline], alive[case.ours]], options.rounds, options.steps)
+            measured[case.name] = ratio(*([turn[name]["step"] for turn in times] for name in (case.ours, case.baseline)))
+            print(f"{case.name}: {case.ours} / {case.baseline} = {measured[case.name].ratio:.4f}", flush=True)
+            needed = {name for later in cases[number + 1 :] for name in (later.baseline, later.ours)}
+            for name in alive.keys() - needed:
+                alive.pop(name).close()
+    finally:
+        for contestant in alive.values():
+            contestant.close()
+    return measured
+
+
+def report_built(contestant: Any) -> None:
+    """Build a contestant and print how its steps run."""
+    ready = contestant.build()
+    print(f"{contestant.case}: {'replayed graphs' if ready['captured'] else 'eager steps'}, {ready['gib']:.1f} GiB", flush=True)
+
+
+def committed(path: Path, gpu: str, names: Iterable[str]) -> dict[str, float]:
+    """Return the ratio of each case that the file has for this GPU, the last one if it has several.
+
+    Raises:
+        ValueError: there is no file, or it has no valid ratio of a case for this GPU.
+    """
+    write = "measure them on a tree that you trust: make bench-gate ARGS=--write"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, so there are no ratios to compare with: {write}")
+    with path.open(encoding="utf-8", newline="") as stream:
+        lines = [line for line in csv.DictReader(stream) if line["gpu"] == gpu]
+    ratios = {}
+    for name in names:
+        texts = [line["ratio"] for line in lines if line["case"] == name]
+        try:
+            value = float(texts[-1])
+        except (IndexError, ValueError):
+            raise ValueError(f"{path} has no ratio of case {name} for {gpu}: {write}") from None
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{path} has ratio {texts[-1]} of case {name} for {gpu}, expected a positive number: {write}")
+        ratios[name] = value
+    return ratios
+
+
+def judge(measured: Mapping[str, Measured], expected: Mapping[str, float], tolerance: float = TOLERANCE) -> list[str]:
+    """Return a line for each case whose ratio grew by more than `tolerance`; an empty list if none did."""
+    lines = []
+    for name, found in measured.items():
+        change = found.ratio / expected[name] - 1
+        if not change <= tolerance:  # a ratio that is NaN fails too
+            lines.append(
+                f"{name}: ratio {found.ratio:.4f} ({found.least:.4f} to {found.most:.4f}), committed {expected[name]:.4f}: "
+                f"{100 * change:+.1f} %, more than {100 * tolerance:g} %"
+            )
+    return lines
+
+
+def table(measured: Mapping[str, Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows to write."""
+    where = rows.machine(options.commit)
+    made = []
+    for name, found in measured.items():
+        figures = {key: round(value, 4) for key, value in found._asdict().items()}
+        row = where | {"case": name, "ours": CASES[name].ours, "baseline": CASES[name].baseline, "rounds": options.rounds} | figures
+        made.append({column: row[column] for column in COLUMNS})
+    return made
+
+
+def require(cases: Iterable[Case]) -> None:
+    """Raise a ValueError if this machine lacks what the cases need."""
+    if not torch.cuda.is_available():
+        raise ValueError("the speed gate measures on a GPU, and torch finds none (CUDA_VISIBLE_DEVICES?): run it on a machine with one")
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise ValueError(f"the speed gate measures FP8, which {torch.cuda.get_device_name()} does not have: use Ada, Hopper or later")
+    needing = [case.name for case in cases if "torchao" in case.baseline]
+    line = [sys.executable, "-c", "import torchao.float8"]
+    if needing and subprocess.run(line, capture_output=True, check=False).returncode:
+        raise ValueError(f"case {needing[0]} requires torchao, which cannot be imported: pip install torchao, or name the other --cases")
+
+
+@exit_codes.command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and judge; return 1 if a case lost, else the codes of `megatron.lm.shell.exit_codes`."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=count(1), default=8)
+    parser.add_argument("--steps", type=count(2), default=10, help="of each side in a round")
+    parser.add_argument("--warm-up", type=count(0), default=bench_step.WARM_UP, help="steps before the first round")
+    parser.add_argument("--write", action="store_true", help="append the ratios to --csv instead of judging them")
+    parser.add_argument("--csv", type=output_file, default=RATIOS, help="file of the committed ratios (default: %(default)s)")
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    parser.add_argument("--trainer-flags", default=TRAINER, help="model of the trainer's cases, as flags of side_by_side.py")
+    parser.add_argument("--loop-flags", default=OWN_LOOP, help="model of the own loop's cases, as flags of bench_fsdp.py")
+    parser.add_argument("--linear-tokens", type=count(1), default=8192)
+    parser.add_argument("--linear-width", type=count(16), default=8192)
+    parser.add_argument("--serve", metavar="CONTESTANT", help="run as the process of a contestant; started by other processes")
+    options = parser.parse_args(argv)
+    if options.serve is not None:
+        serve(options.serve, options)
+        return 0
+    cases = [case for case in CASES.values() if case.name in options.cases]
+    require(cases)
+    expected = {} if options.write else committed(options.csv, torch.cuda.get_device_name(), [case.name for case in cases])
+    measured = measure(cases, options, Contestant)
+    if options.write:
+        rows.append(options.csv, table(measured, options))
+        print(f"{len(measured)} ratios written to {options.csv}: commit it")
+        return 0
+    lost = judge(measured, expected, TOLERANCE)
+    for name, found in measured.items():
+        print(f"{name}: {100 * (found.ratio / expected[name] - 1):+.1f} % of the committed ratio {expected[name]:.4f}")
+    print("\n".join(f"LOST {line}" for line in lost) or f"no case lost more than {100 * TOLERANCE:g} %", flush=True)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
