@@ -163,9 +163,9 @@ def _micro_batch(text: torch.Tensor, weight: float = 1.0) -> dict[str, torch.Ten
 
 
 def read(metrics_file: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file, without those that only say how a start ended."""
+    """Rows of a metrics file or precision record, without those that only say how a start ended."""
     rows = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["kind"] != "end"]
+    return [row for row in rows if row.get("kind") != "end"]
 
 
 def command(folder: Path, *flags: str) -> list[dict[str, Any]]:
