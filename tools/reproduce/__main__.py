@@ -23,9 +23,8 @@ from tools.reproduce.entry import Entry
 from tools.reproduce.registry import ENTRIES
 
 
-def status(one: Entry, folder: Path) -> str:
-    """Return which sizes of an entry have results."""
-    rows = keep.read(folder / f"{one.name}.csv")
+def status(one: Entry, rows: Sequence[keep.Row]) -> str:
+    """Return which sizes of an entry have results among its rows."""
     sizes = []
     for size in one.sizes:
         left, whole = len(keep.missing(one, size, rows)), len(one.pieces(size))
@@ -49,8 +48,9 @@ def listing(folder: Path, today: date) -> list[str]:
     lines = []
     for one in ENTRIES.values():
         sizes = "; ".join(f"{size} ({needs})" for size, needs in one.sizes.items()) or "-"
-        lines += [f"{one.name}: {one.title}", f"    sizes: {sizes}", f"    {status(one, folder)}"]
-        size, rows = keep.largest(one, keep.read(folder / f"{one.name}.csv"))
+        results = keep.read(folder / f"{one.name}.csv")
+        lines += [f"{one.name}: {one.title}", f"    sizes: {sizes}", f"    {status(one, results)}"]
+        size, rows = keep.largest(one, results)
         if size:
             lines.append(f"    {size}: {age(rows, today)}")
             lines += [

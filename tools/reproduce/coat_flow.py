@@ -9,7 +9,6 @@ Gradients pass the roundings of the forward unchanged; linear layers round the g
 are FP32 in all flows, so that only the flow differs.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -166,9 +165,8 @@ def train(flow: Flow, loop: Loop, text: Tensor, seed: int, every: int = 10) -> I
         return F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     for step, tokens in enumerate(pieces(text[:cut], loop, loop.steps, seed), 1):
-        ahead = max(0.0, (step - loop.warm_up) / max(1, loop.steps - loop.warm_up))
         for group in optimizer.param_groups:
-            group["lr"] = loop.lr * min(1.0, step / loop.warm_up) * (0.55 + 0.45 * math.cos(math.pi * ahead))
+            group["lr"] = loop.lr_at(step)
         loss = loss_of(tokens)
         optimizer.zero_grad()
         loss.backward()

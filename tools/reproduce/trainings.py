@@ -85,7 +85,7 @@ def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Pa
 
 @dataclass(frozen=True)
 class Loop:
-    """Size of a training run with Collage's optimizer: a GPT on bytes."""
+    """Size of a training run in a loop of its own, on bytes."""
 
     width: int
     layers: int
@@ -94,6 +94,11 @@ class Loop:
     steps: int
     lr: float = 1e-3
     warm_up: int = 20
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1: warm-up, then a cosine to a tenth."""
+        ahead = max(0.0, (step - self.warm_up) / max(1, self.steps - self.warm_up))
+        return self.lr * min(1.0, step / self.warm_up) * (0.55 + 0.45 * math.cos(math.pi * ahead))
 
 
 class Bytes(nn.Module):
@@ -144,8 +149,7 @@ def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, eve
     losses: list[float] = []
     for step, tokens in enumerate(pieces(text[:cut], loop, loop.steps, seed), 1):
         for group in optimizer.param_groups:
-            ahead = max(0.0, (step - loop.warm_up) / max(1, loop.steps - loop.warm_up))
-            group["lr"] = loop.lr * min(1.0, step / loop.warm_up) * (0.55 + 0.45 * math.cos(math.pi * ahead))
+            group["lr"] = loop.lr_at(step)
         wide = {name: p.detach().float().requires_grad_() for name, p in weights.items()}
         loss = loss_of(model, wide, tokens)
         for p, g in zip(weights.values(), torch.autograd.grad(loss, list(wide.values())), strict=True):

@@ -88,8 +88,7 @@ class Config:
     @property
     def recomputes_fc1_of_experts(self) -> bool:
         """Whether recomputation of the MLP in a layer with FP8 experts is that of FC1's output (`megatron.lm.model.moe.fp8_experts`)."""
-        training, shared = self.training, self.model.moe_shared_expert_intermediate_size
-        return training.recompute_granularity == "selective" and "mlp" in training.recompute_modules and shared is None
+        return "mlp" in self.training.recomputed_modules and self.model.moe_shared_expert_intermediate_size is None
 
     def of_layer(self, layer: int) -> "Config":
         """Return the configuration of a model in which all layers are as layer `layer`, from 0, of this one."""

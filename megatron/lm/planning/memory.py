@@ -182,7 +182,7 @@ def _widths(config: Config) -> tuple[float, float, float]:
 
 def _fused_layer(config: Config) -> tuple[float, float, float]:
     """Return the bytes per token of a fused layer: norms, attention, MLP."""
-    model, wide, again, split = config.model, _compute_bytes(config), _recomputed(config), _sequence_split(config)
+    model, wide, again, split = config.model, _compute_bytes(config), config.training.recomputed_modules, _sequence_split(config)
     heads, groups, width = _widths(config)
     saved, gathered = saved_activations(config.precision), split > 1 and config.parallel.tp_saved_input == "gathered"
     attention = AttentionBlock.saved_bytes(
@@ -220,7 +220,7 @@ def _norms_of_modules(config: Config) -> float:
     cast, narrow = _input_bytes(config)
     gathered = recipe.fp8 and not (recipe.gathers_fp8 and config.parallel.tp_saved_input == "shard")
     # A router keeps its input in the compute dtype, its experts' casts are counted with them.
-    fc1 = wide if "mlp" in _recomputed(config) or config.model.moe_layers else narrow["linear_fc1"]
+    fc1 = wide if "mlp" in config.training.recomputed_modules or config.model.moe_layers else narrow["linear_fc1"]
     norms = 2 * NormFunction.saved_bytes(model.hidden_size, wide, saved_activations(config.precision)) / split
     for size in (narrow["linear_qkv"], fc1):
         norms += size * model.hidden_size / (1 if gathered and size == cast else split)
@@ -229,7 +229,7 @@ def _norms_of_modules(config: Config) -> float:
 
 def _attention_of_modules(config: Config) -> float:
     """Return the bytes per token for queries, keys, values and output of attention, and the input of its projection."""
-    model, wide, again = config.model, _compute_bytes(config), "core_attn" in _recomputed(config)
+    model, wide, again = config.model, _compute_bytes(config), "core_attn" in config.training.recomputed_modules
     heads, groups, _ = _widths(config)
     queries, keys = heads * model.head_size, groups * model.head_size
     turned = model.qk_layernorm and model.position_embedding_type == "rope"  # rotated by megatron-core
@@ -246,17 +246,12 @@ def _attention_of_modules(config: Config) -> float:
 
 def _mlp_of_modules(config: Config) -> float:
     """Return the bytes per token for the input of GELU or SwiGLU, and the input of fc2."""
-    if config.model.moe_layers and not ("mlp" in _recomputed(config) and not experts.recomputes_fc1(config)):
+    if config.model.moe_layers and not ("mlp" in config.training.recomputed_modules and not experts.recomputes_fc1(config)):
         return experts.kept_per_token(config, _input_bytes(config)[1]["linear_fc1"])
-    if "mlp" in _recomputed(config):
+    if "mlp" in config.training.recomputed_modules:
         return 0
     seen = ActivationFunction.saved_bytes(_widths(config)[2], _compute_bytes(config), saved_activations(config.precision))
     return seen + _input_bytes(config)[1]["linear_fc2"] * config.model.ffn_size / config.parallel.tensor_model_parallel_size
-
-
-def _recomputed(config: Config) -> tuple[str, ...]:
-    """Return the modules that selective recomputation recomputes."""
-    return (config.training.recompute_modules or ("core_attn",)) if config.training.recompute_granularity == "selective" else ()
 
 
 def _recomputed_at_once(config: Config) -> int:

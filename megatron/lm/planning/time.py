@@ -156,7 +156,7 @@ def _recomputed_share(config: Config) -> dict[str, float]:
         return {"linear": share, "attention": share, "element-wise": share}
     if training.recompute_granularity is None:
         return {}
-    modules, shapes = training.recompute_modules or ("core_attn",), linear_shapes(config)
+    modules, shapes = training.recomputed_modules, linear_shapes(config)
     sizes = {slot: outputs * inputs for slot, (outputs, inputs) in shapes.items()}
     mlp = sizes["linear_fc1"] + (0 if config.fuses_layers else sizes["linear_fc2"])
     shares = {"attention": 1.0} if "core_attn" in modules else {}

@@ -77,7 +77,7 @@ def context_parallel(config: Config, layers: int) -> Transfer:
     wide = precision.recipe.compute.bytes
     fp8_attention = precision.attention_precision == "fp8"
     narrow = 1 if fp8_attention or parallel.cp_wire == "fp8" else wide
-    forwards = 1 + (config.training.recompute_granularity == "full" or recomputes_attention(config))
+    forwards = 1 + (config.training.recompute_granularity == "full" or "core_attn" in config.training.recomputed_modules)
     keys = 2 * config.tokens * model.query_groups * model.head_size / tp  # and values
     if parallel.cp_comm_type == "a2a":
         queries = config.tokens * model.num_attention_heads * model.head_size / tp
@@ -85,12 +85,6 @@ def context_parallel(config: Config, layers: int) -> Transfer:
         return Transfer(layers * (ranks - 1) / ranks * (forwards * forward + backward), layers * 2 * (forwards + 1))
     hop, gradients = keys * narrow, keys * (1 if fp8_attention else wide)
     return Transfer(layers * (ranks - 1) * ((forwards + 1) * hop + gradients), layers * (ranks - 1) * (forwards + 2))
-
-
-def recomputes_attention(config: Config) -> bool:
-    """Return whether selective recomputation runs attention again in backward."""
-    training = config.training
-    return training.recompute_granularity == "selective" and "core_attn" in (training.recompute_modules or ("core_attn",))
 
 
 def pipeline(config: Config, stage: int) -> Transfer:

@@ -101,6 +101,11 @@ class TrainingConfig:
         "with uniform: layers of one recomputed unit; with block: recomputed layers of a stage", None, legal=COUNT
     )
 
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The modules that selective recomputation recomputes; empty without it."""
+        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:

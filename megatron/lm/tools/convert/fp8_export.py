@@ -78,6 +78,10 @@ def quantization_config(architecture: str, in_bf16: Iterable[str] = (), layout: 
     }
 
 
+def _is_fp8(rule: Rule, in_bf16: Collection[str]) -> bool:
+    return rule.linear and rule.theirs[0] not in in_bf16
+
+
 def check_blocks(rules: Iterable[Rule], in_bf16: Collection[str]) -> None:
     """Raise a ValueError for a weight that 128 x 128 blocks do not divide.
 
@@ -85,7 +89,7 @@ def check_blocks(rules: Iterable[Rule], in_bf16: Collection[str]) -> None:
     of fewer than 128 rows or columns has one block there.
     """
     for rule in rules:
-        if not rule.linear or rule.theirs[0] in in_bf16:
+        if not _is_fp8(rule, in_bf16):
             continue
         for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True):
             if any(size > _SIDE and size % _SIDE for size in shape):
@@ -128,7 +132,7 @@ def fp8_tensors(
         ValueError: a weight that is not finite.
     """
     for rule in rules:
-        if not rule.linear or rule.theirs[0] in in_bf16:
+        if not _is_fp8(rule, in_bf16):
             yield from zip(rule.theirs, rule.split(unpadded(rule, values[rule.ours]).bfloat16()), strict=True)
             continue
         saved = weight(rule.ours)
