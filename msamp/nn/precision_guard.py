@@ -21,9 +21,8 @@ One verdict. Ranks add their sums in one all-reduce of 18 numbers per layer, so 
 read by the host happen after a measured step; a step itself never waits, and on other steps nothing of this runs. A check with non-finite
 values, whose step is skipped, counts for neither side.
 
-What a CUDA graph has captured does not change: after a change, drop it, and capture again when all layers have returned, since no GPU has
-run a captured raised layer yet. Fused blocks (`msamp.nn.block`) compute in FP8 only, so a transformer layer with a raised linear layer runs
-its modules one by one.
+What a CUDA graph has captured does not change: after a change, drop it and capture again. Fused blocks (`msamp.nn.block`) compute in FP8
+only, so a transformer layer with a raised linear layer runs its modules one by one.
 """
 
 import functools
@@ -183,7 +182,6 @@ class LayerGuard:
 
     Attributes:
         armed: whether the next step is measured.
-        has_raised: whether it has ever raised a layer in this process.
 
     Raises:
         ValueError: for a number out of range, no layer at all, or a layer that another guard has raised.
@@ -213,7 +211,7 @@ class LayerGuard:
         self.bounds = Bounds() if bounds is None else bounds
         self.every, self.raise_after, self.return_after, self.group = every, raise_after, return_after, group
         self.states = {name: LayerState() for name in self.names}
-        self.armed = self.has_raised = False
+        self.armed = False
         device = next(iter(self.layers.values())).weight.device if device is None else device
         # Static memory, which graphs write.
         self._table = torch.zeros(len(self.names), len(TENSORS), len(TALLY), dtype=torch.float64, device=device)
@@ -291,7 +289,6 @@ class LayerGuard:
         return Change(step, name, not state.raised, why, steps)
 
     def _apply(self, name: str) -> None:
-        self.has_raised |= self.states[name].raised
         if name in self.layers:
             self.layers[name].scaling.raised = self.states[name].raised
 

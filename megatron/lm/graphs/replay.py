@@ -41,11 +41,11 @@ class Replays:
     """The graphs of a training step by name, including the optimizer's.
 
     Steps that count gradient statistics (`Statistics.active`), recorded steps (`Statistics.recording`) and steps that `--fp8-guard`
-    measures have their own graphs, which contain the measuring kernels; from the first layer that it raises on, all steps are eager. In
-    mode "step" all graphs but the recorded one share the memory of the gradients. The first micro-batch casts the weights of experts for
-    all. Capture waits until delayed scaling has filled its
-    window, since casts use just-in-time scales until then, and until every weight was updated once. No step is eager after the first
-    capture. Under ZeRO all weights are gathered before the next step starts: `--overlap-param-gather` only overlaps in eager steps.
+    measures have their own graphs, which contain the measuring kernels. In mode "step" all graphs but the recorded one share the memory of
+    the gradients. The first micro-batch casts the weights of experts for all. Capture waits until delayed scaling has filled its window,
+    since casts use just-in-time scales until then, and until every weight was updated once. No step is eager after the first capture;
+    where the guard raises or returns a layer, the trainer replaces this object. Under ZeRO all weights are gathered before the next step
+    starts: `--overlap-param-gather` only overlaps in eager steps.
 
     Args:
         training: the training state.
@@ -76,13 +76,7 @@ class Replays:
         self._new.clear()
 
     def ready(self) -> bool:
-        """Return whether graphs run the next step; counts the eager steps before the first capture.
-
-        Never once `--fp8-guard` has raised a layer: in bench_outliers on an H200 a capture after a raise failed. The likely cause is mended
-        (`KeptAmaxes.take`), and `tests/megatron/lm/graphs/test_step_graph.py` has the case, which no GPU has run yet.
-        """
-        if self.training.guard is not None and self.training.guard.has_raised:
-            return False
+        """Return whether graphs run the next step; counts the eager steps before the first capture."""
         if self._graphs:
             return True
         if not all(layer.delayed for layer in self.training.scaling.layers.values()):

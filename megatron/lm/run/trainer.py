@@ -146,9 +146,7 @@ class Trainer:
                 print(wrapped(mixture))
             if training.guard is not None:
                 print(wrapped(describe_guard(training.guard)))
-            raised = training.guard is not None and training.guard.has_raised
-            mode = ("none", "--fp8-guard has raised layers, which cannot be captured") if raised else step_graph.choose(self.config)
-            print("CUDA graphs: {} ({})".format(*mode))
+            print("CUDA graphs: {} ({})".format(*step_graph.choose(self.config)))
             if (travel := travels(training.model)) is not None:
                 print(wrapped(f"tensor parallelism: activations travel {travel}"))
             print(wrapped(f"precision {self.config.precision.name}: {sum(sizes.values()):.2f} bytes per parameter ({listed})"))
@@ -308,9 +306,7 @@ class Trainer:
         self.metrics.record(result, iteration)
         changes = check_guard(self.training, iteration)
         report_changes(self.metrics, self.training.guard, changes)
-        if changes and self.graphs is not None:
-            if self.metrics.main and self.graphs.captured:
-                print("CUDA graphs: none from here on (a layer that --fp8-guard raised cannot be captured); steps take longer", flush=True)
+        if changes:
             self._rebuild_graphs()  # they contain what the layers computed before
         return result
 

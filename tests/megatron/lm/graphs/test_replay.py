@@ -1,6 +1,5 @@
 """What stands beside a replay: bytes counted again, averages handed over, kinds of steps kept apart."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,14 +95,6 @@ def test_graphs_wait_for_the_window_and_for_the_first_updates(graphs: Replays):
     assert graphs.ready()
     graphs.release()
     assert not graphs.captured
-    assert not graphs.ready()
-
-
-def test_steps_are_eager_once_a_layer_was_raised(graphs: Replays):
-    graphs._record(UPDATE, lambda: None)
-    graphs.training.guard = SimpleNamespace(armed=False, has_raised=False)
-    assert graphs.ready()
-    graphs.training.guard.has_raised = True
     assert not graphs.ready()
 
 
