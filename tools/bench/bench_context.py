@@ -7,9 +7,10 @@
 Attention is causal, and tokens are those of all GPUs together. A run is eager, forward alone or forward and backward, without projections
 and rotary embedding; FP8 attention casts its operands and has delayed scales. `torch` is `context_parallel` of
 `torch.distributed.tensor.experimental` with keys repeated for their queries, since its ring does not share them, and splits sequences
-before the first run. Times are rank 0's. MiB are what a rank sends per run, mean over the ranks, of ours. SQNR in dB is relative to one
-GPU's BF16 attention on the same inputs. Measurements are appended to --csv, those of a case that fails as well: its error is in the column
-`error`.
+before the first run; it runs the kernel that PyTorch prefers, or cuDNN's, which one GPU's runs and ours prefer. Times are rank 0's. MiB
+are what a rank sends per run, mean over the ranks, of ours. SQNR in dB is relative to one GPU's BF16 attention on the same inputs, the
+lowest of the ranks. Measurements are appended to --csv, those of a case that fails as well: its error is in the column `error`. A case
+whose output or gradients are further from one GPU's than its precision explains (`LEAST_SQNR`) fails: it gets no time.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
@@ -42,7 +44,9 @@ from tools.bench import rows
 from tools.bench.bench_attention import PASSES, Shape, flops, shape
 
 SHAPES = ("1x32x32768x128/8", "1x32x65536x128/8", "1x32x131072x128/8")
-CASES = ("ring, BF16", "ring, FP8 wire", "ring, FP8", "heads, BF16", "heads, FP8 wire", "torch")
+CASES = ("ring, BF16", "ring, FP8 wire", "ring, FP8", "heads, BF16", "heads, FP8 wire", "torch", "torch, cuDNN")
+LEAST_SQNR = {"FP8": 12.0, "FP8 wire": 20.0}  # dB, by the precision of the case; own tokens alone have 9 dB at two ranks
+LEAST_SQNR_BF16 = 30.0  # of all other cases
 MIB = 2**20
 Run = Callable[..., list[Tensor]]
 
@@ -50,7 +54,7 @@ Run = Callable[..., list[Tensor]]
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention of one process: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return o.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -95,22 +99,31 @@ def ours(case: str, peers: Peers, size: Shape, tensors: Sequence[Tensor]) -> Run
     return functools.partial(differentiated, ring, parts)
 
 
-def theirs(peers: Peers, size: Shape, tensors: Sequence[Tensor], stack: contextlib.ExitStack) -> Run:
-    """Return the function that runs PyTorch's context parallelism until `stack` is closed; until then all attention is its."""
+def theirs(case: str, peers: Peers, size: Shape, tensors: Sequence[Tensor], stack: contextlib.ExitStack) -> Run:
+    """Return the function that runs PyTorch's context parallelism until `stack` is closed; until then all attention is its.
+
+    PyTorch replaces `scaled_dot_product_attention` in the module `torch.nn.functional`. A name imported from there is still the attention
+    of one process, here of the tokens of this rank alone: half of the work and another output, without an error.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
-    mesh, repeated = init_device_mesh("cuda", (peers.ranks,)), size.heads // size.groups
+    mesh, repeated = init_device_mesh(tensors[0].device.type, (peers.ranks,)), size.heads // size.groups
     query, key, value, grad = (x.permute(1, 2, 0, 3) for x in tensors)
     wide = [query, key.repeat_interleave(repeated, 1), value.repeat_interleave(repeated, 1), grad]
-    buffers = [x.contiguous() for x in wide]
+    buffers = [x.clone(memory_format=torch.contiguous_format) for x in wide]
 
+    before = functional.scaled_dot_product_attention
+    if case == "torch, cuDNN":
+        stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
     stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4))  # the buffers are this rank's parts from here on
+    if functional.scaled_dot_product_attention is before:
+        raise RuntimeError(f"context_parallel of PyTorch {torch.__version__} did not replace scaled_dot_product_attention")
 
     def run(*, backward: bool) -> list[Tensor]:
         q, k, v = (x.detach().requires_grad_(backward) for x in buffers[:3])
         with torch.set_grad_enabled(backward):
-            o = scaled_dot_product_attention(q, k, v, is_causal=True)
+            o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         found = [o.detach(), *(torch.autograd.grad(o, (q, k, v), buffers[3]) if backward else ())]
         by_token = [x.permute(2, 0, 1, 3) for x in found]
         for n in (2, 3) if backward else ():  # sums over the queries that share a key
@@ -120,10 +133,33 @@ def theirs(peers: Peers, size: Shape, tensors: Sequence[Tensor], stack: contextl
     return run
 
 
-def losses(run: Run, exact: Sequence[Tensor]) -> dict[str, float]:
-    """Return the SQNR in dB of output and gradients against `exact`, those of this rank's tokens by attention of one process."""
+class WrongResult(RuntimeError):
+    """A case does not compute the attention that it is compared with. `lost` are the dB of `losses`."""
+
+    def __init__(self, lost: dict[str, float], least: float) -> None:
+        low = ", ".join(f"{name.removeprefix('sqnr_')} {value:g}" for name, value in lost.items() if not value >= least)
+        super().__init__(f"computes something else: SQNR in dB against one GPU is {low}, expected at least {least:g}; not timed")
+        self.lost = lost
+
+
+def losses(case: str, run: Run, exact: Sequence[Tensor]) -> dict[str, float]:
+    """Return the SQNR in dB of output and gradients against `exact`, those of this rank's tokens by attention of one process.
+
+    Returns:
+        The lowest of all ranks; -inf if one has a non-finite value.
+
+    Raises:
+        WrongResult: on every rank, if one is below what the precision of the case explains.
+    """
     pairs = zip(("o", "dq", "dk", "dv"), exact, run(backward=True), strict=True)
-    return {f"sqnr_{name}": round(float(sqnr_db(wanted, got)), 1) for name, wanted, got in pairs}
+    lost = {f"sqnr_{name}": sqnr_db(wanted, got) for name, wanted, got in pairs}
+    lowest = torch.tensor(list(lost.values()), device=exact[0].device).nan_to_num(-math.inf, math.inf, -math.inf)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    rounded = {name: round(value, 1) for name, value in zip(lost, lowest.tolist(), strict=True)}
+    least = LEAST_SQNR.get(case.partition(", ")[2], LEAST_SQNR_BF16)
+    if min(rounded.values()) < least:
+        raise WrongResult(rounded, least)
+    return rounded
 
 
 def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
@@ -147,8 +183,8 @@ def measured(case: str, size: Shape, device: torch.device, repeats: int) -> list
     peers, tensors = Peers(dist.group.WORLD, WireBytes()), inputs(size, device)
     exact = [own(x, peers) for x in differentiated(attention, tensors, backward=True)]
     with contextlib.ExitStack() as stack:
-        run = theirs(peers, size, tensors, stack) if case == "torch" else ours(case, peers, size, tensors)
-        return timed(case, size, run, losses(run, exact), peers, device, repeats)
+        run = theirs(case, peers, size, tensors, stack) if case.startswith("torch") else ours(case, peers, size, tensors)
+        return timed(case, size, run, losses(case, run, exact), peers, device, repeats)
 
 
 def timed(
@@ -166,7 +202,7 @@ def timed(
             {"case": case, "pass": passes}
             | {name: round(value * 1e3, 3) for name, value in (("ms_p20", low), ("ms", median), ("ms_p80", high))}
             | {"tflops": round(flops(size, passes) / peers.ranks / median / 1e12)}
-            | {"sent_mib": "" if case == "torch" else round(float(sent) / peers.ranks / MIB, 4)}
+            | {"sent_mib": "" if case.startswith("torch") else round(float(sent) / peers.ranks / MIB, 4)}
             | (lost if passes == PASSES[1] else dict.fromkeys(lost, ""))
             | {"error": ""}
         )
@@ -176,7 +212,8 @@ def timed(
 def failed(case: str, error: Exception) -> dict[str, Any]:
     """Return the row of a case that failed."""
     numbers = ("pass", "ms_p20", "ms", "ms_p80", "tflops", "sent_mib", "sqnr_o", "sqnr_dq", "sqnr_dk", "sqnr_dv")
-    return {"case": case} | dict.fromkeys(numbers, "") | {"error": " ".join(str(error).split())[:200]}
+    lost = error.lost if isinstance(error, WrongResult) else {}
+    return {"case": case} | dict.fromkeys(numbers, "") | lost | {"error": " ".join(str(error).split())[:200]}
 
 
 @exit_codes.command
