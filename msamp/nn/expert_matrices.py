@@ -106,6 +106,11 @@ class ExpertMatrices(Loading):
             self._cast, self._cast_version = self._made(payload), payload._version
         return self._cast
 
+    def drop_cast(self) -> None:
+        """Free the operands that the last forward outside of graphs kept for the next one, which casts again. For code that replays graphs,
+        which have operands of their own: as many bytes as the weights have elements, twice that if they are not stored in FP8."""
+        self._cast = None
+
     def _made(self, payload: torch.Tensor) -> ExpertWeights:
         """Cast the weights."""
         with torch.inference_mode(False), torch.no_grad():

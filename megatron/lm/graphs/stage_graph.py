@@ -134,8 +134,7 @@ class StageGraphs(Replays):
         """Run all micro-batches of a step and average the gradients; return the sums of loss and of counted tokens, on the device."""
         training = self.training
         training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
-        if not self._known(FINISH):
-            self._free()
+        self._begin(FINISH)
         for chunk in self.chunks:
             chunk.begin()
         with one_cast_per_step(self._experts if training.micro_batches > 1 else []):

@@ -84,8 +84,7 @@ class StepGraphs(Replays):
         count = self.training.micro_batches
         places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
         self.training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
-        if not self._known(places[0]):
-            self._free()  # otherwise the 25 GiB of gradients of 7B at O0 exceed 139 GiB, of which 112 are in use between steps
+        self._begin(places[0])  # otherwise the 25 GiB of gradients of 7B at O0 exceed 139 GiB, of which 112 are in use between steps
         if self.training.experts.routers:
             scaler, context = self.training.loss_scaler, self.training.grid.context.size
             scale_losses(count, None if scaler is None else scaler.multiply, context)  # without a schedule, which sets it in eager steps

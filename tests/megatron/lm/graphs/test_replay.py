@@ -71,11 +71,16 @@ def test_the_micro_batches_of_a_step_in_graphs_share_one_cast_of_the_experts(lev
             process_groups.seed_all(config.training.seed)
             made, counts = build_training(config, tiny.VOCABULARY), []
             graphs, stream = StepGraphs(made, "step") if in_graphs else None, tiny.micro_batches(config)
-            for _ in range(WARM_UP + 3):
+            weights = [w for w in made.model.modules() if isinstance(w, expert_matrices.ExpertMatrices)]
+            for number in range(WARM_UP + 3):
+                for w in weights if number == WARM_UP + 2 else ():
+                    w()  # as an evaluation between the steps, which is eager
                 calls.clear()
                 train_step(made, stream, graphs)
                 counts.append(len(calls))
-            assert all(w._step_cast is None and not w._shares for w in made.model.modules() if hasattr(w, "_step_cast"))
+            assert len(weights) == 2
+            assert all(w._step_cast is None and not w._shares for w in weights)
+            assert all((w._cast is None) == in_graphs for w in weights), "an eager cast stays beside those of the graphs"
             return tiny.bits(made.model.parameters()), counts
 
     bits, counts = trained(in_graphs=True)
