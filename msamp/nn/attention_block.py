@@ -265,6 +265,7 @@ class _Narrow:
         self.settings, self.fp8 = settings, settings.fp8
         self.operands = self.fp8.rotate(qkv, settings.cos, settings.sin, settings.heads, settings.groups)
         self._tell(qkv)
+        self.operands = self.fp8.exchange(self.operands)
         self.attended: Attended | None = self.fp8.attend(self.operands)
 
     def _tell(self, qkv: torch.Tensor) -> None:

@@ -24,11 +24,13 @@ changes nothing.
 
 A non-finite value shows as a scale_inv of NaN or as an infinite amax.
 
-The methods of a part compute attention over some of the keys only; `msamp.parallel.fp8_ring_attention` merges the parts of several ranks.
+The methods of a part compute attention over some of the keys only; `msamp.parallel.fp8_ring_attention` merges the parts of several ranks,
+and `msamp.parallel.fp8_head_exchange` divides the heads between them.
 
 Speed and losses: `docs/guide/choosing.md`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,11 +133,33 @@ class FP8Attention:
 
     def rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> Operands:
         """Rotate queries and keys of the packed projection and cast the operands, see `ops.rotary_cast`."""
-        scaling = self.scaling
-        scales = scaling.scale[:O] if scaling.delayed else None
+        scaling, rotated = self.scaling, (qkv, cos, sin, heads, groups)
+
+        def measure() -> torch.Tensor:
+            measured = scaling.amax.new_zeros(O)
+            ops.rotary_cast(*rotated, None, measured, E4M3.dtype)
+            return measured
+
+        scales = scaling.scale[:O] if scaling.delayed else self.first_scales(measure, E4M3.max)
         slots, amaxes = scalar_pool.take(qkv.device, 3), scaling.amax[:O] if self.record else None
-        query, key, value, _ = ops.rotary_cast(qkv, cos, sin, heads, groups, scales, amaxes, E4M3.dtype, scale_inv_slots=slots)
+        query, key, value, _ = ops.rotary_cast(*rotated, scales, amaxes, E4M3.dtype, scale_inv_slots=slots)
         return Operands(query, key, value, slots)
+
+    def first_scales(self, measure: Callable[[], torch.Tensor], fp_max: float) -> torch.Tensor | None:
+        """Return the scales of tensors that have no delayed ones yet, for a format with the largest value `fp_max`.
+
+        Args:
+            measure: returns their amaxes, FP32 [k], +inf if not finite.
+            fp_max: of the format.
+
+        Returns:
+            FP32 [k]; None, here: the cast computes just-in-time scales itself.
+        """
+        return None
+
+    def exchange(self, of: Operands) -> Operands:
+        """Return the operands that this rank's kernels read, from the cast ones: here the same."""
+        return of
 
     def cast(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:
         """Cast queries, keys and values from the compute dtype to the operands."""
@@ -147,8 +171,10 @@ class FP8Attention:
         """Cast `x` [s, b, n, d] with the scale of that row; return the payload in its shape, and scale_inv."""
         slot, fmt = self.scaling.slots(self.record)[row], self.scaling.casts[row].format
         x2d = x.reshape(x.shape[0] * x.shape[1], -1)
-        scale_inv = scalar_pool.take(x.device)
-        payload, *_ = ops.cast_transpose(x2d, scale=slot.scale, amax_slot=slot.amax, dtype=fmt.dtype, row=True, scale_inv_slot=scale_inv)
+        scale_inv, scale = scalar_pool.take(x.device), slot.scale
+        if scale is None and (scales := self.first_scales(lambda: ops.amax(x2d).view(1), fmt.max)) is not None:
+            scale = scales[0]
+        payload, *_ = ops.cast_transpose(x2d, scale=scale, amax_slot=slot.amax, dtype=fmt.dtype, row=True, scale_inv_slot=scale_inv)
         if slot.watch is not None:
             slot.watch(x2d, payload, scale_inv)
         return payload.view(x.shape), scale_inv
@@ -231,7 +257,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: FP8Attention) -> torch.Tensor:  # type: ignore[override]
-        of = attention.cast(query, key, value)
+        of = attention.exchange(attention.cast(query, key, value))
         attended = attention.attend(of)
         ctx.kept, ctx.attention, ctx.dtype = (of, attended), attention, query.dtype
         return dequantize(attended.o, attended.o_scale_inv, query.dtype).flatten(2)

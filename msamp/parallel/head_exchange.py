@@ -55,79 +55,112 @@ class HeadExchange(NamedTuple):
             ValueError: if the heads or the groups cannot be divided between the ranks, or s is odd.
         """
         (s, _, heads, d), groups, ranks = query.shape, key.shape[2], self.peers.ranks
-        if heads % ranks or groups % ranks:
-            raise ValueError(f"{heads} heads in {groups} groups cannot be divided between {ranks} ranks: choose a divisor of both")
-        if s % 2:
-            raise ValueError(f"an all-to-all of heads got {s} tokens per rank; two chunks of equal size require an even number")
+        check_divisible(ranks, s, heads, groups)
         o = self.attention(*_ToHeads.apply(self, query, key, value))
         return _ToTokens.apply(o.view(*o.shape[:2], heads // ranks, d), self.peers)  # type: ignore[no-any-return]
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Exchange [s, b, n, d] each for this rank's heads of all tokens, [ranks * s, b, n / ranks, d], in their dtype."""
         if self.wire == COMPUTE:
-            return to_heads(self.peers, tensors)
+            return to_heads(self.peers, tensors)[0]
         casts = [ops.cast_transpose(x.reshape(-1, x.shape[3]), None, None, E4M3.dtype, row=True) for x in tensors]
         codes = [payload.view(x.shape) for (payload, *_), x in zip(casts, tensors, strict=True)]
-        scale_invs = torch.stack([scale_inv for _, _, scale_inv, _ in casts])
-        rows = [_by_rank(x, self.peers.ranks) for x in codes] + [scale_invs.view(torch.uint8).expand(self.peers.ranks, -1)]
-        *parts, scales = _exchange(self.peers, rows)
-        of_rank = scales.contiguous().view(torch.float32)  # [ranks, tensors]
-        made = []
-        for n, (part, x) in enumerate(zip(parts, tensors, strict=True)):
-            payload = part.reshape(self.peers.ranks, *_own_heads(x, self.peers.ranks)).view(E4M3.dtype)
-            made.append(_whole(dequantize(payload, of_rank[:, n, None, None, None, None], x.dtype)))
-        return tuple(made)
+        parts, of_ranks = _heads_by_source(self.peers, codes, torch.stack([scale_inv for _, _, scale_inv, _ in casts]))
+        scale_invs = of_ranks.t()[..., None, None, None, None]  # by tensor, [ranks, 1, 1, 1, 1]
+        return tuple(
+            _whole(dequantize(part.view(E4M3.dtype), scale_inv, x.dtype))
+            for part, scale_inv, x in zip(parts, scale_invs, tensors, strict=True)
+        )
 
 
-def to_heads(peers: Peers, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Exchange [s, b, n, d] each, of one dtype, for this rank's heads of all tokens, [ranks * s, b, n / ranks, d]."""
-    parts = _exchange(peers, [_by_rank(x, peers.ranks) for x in tensors])
-    shapes = [(peers.ranks, *_own_heads(x, peers.ranks)) for x in tensors]
-    return tuple(_whole(part.contiguous().view(x.dtype).view(shape)) for part, x, shape in zip(parts, tensors, shapes, strict=True))
+def check_divisible(ranks: int, tokens: int, heads: int, groups: int) -> None:
+    """Raise a ValueError if heads or groups cannot be divided between the ranks, or a rank's tokens are not two equal chunks."""
+    if heads % ranks or groups % ranks:
+        raise ValueError(f"{heads} heads in {groups} groups cannot be divided between {ranks} ranks: choose a divisor of both")
+    if tokens % 2:
+        raise ValueError(f"an all-to-all of heads got {tokens} tokens per rank; two chunks of equal size require an even number")
 
 
-def to_tokens(peers: Peers, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def to_heads(
+    peers: Peers, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None = None
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Exchange all heads of this rank's tokens for this rank's heads of all tokens, in one all-to-all.
+
+    Args:
+        peers: the ranks.
+        tensors: [s, b, n, d] each, of one dtype, or all in FP8.
+        scalars: FP32 [k], which travel to every rank; None sends none.
+
+    Returns:
+        The tensors [ranks * s, b, n / ranks, d], and the scalars of all ranks, FP32 [ranks, k].
+    """
+    parts, of_ranks = _heads_by_source(peers, tensors, scalars)
+    return tuple(_whole(part).view(x.dtype) for part, x in zip(parts, tensors, strict=True)), of_ranks
+
+
+def to_tokens(
+    peers: Peers, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None = None
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """The opposite of `to_heads`: [ranks * s, b, n / ranks, d] each -> all heads of this rank's tokens, [s, b, n, d]."""
-    ranks = peers.ranks
-    parts = _exchange(peers, [_zigzag(x, ranks).reshape(ranks, -1).view(torch.uint8) for x in tensors])
-    made = []
-    for part, x in zip(parts, tensors, strict=True):
-        s, b, n, d = x.shape
-        heads = part.contiguous().view(x.dtype).view(ranks, s // ranks, b, n, d)
-        made.append(heads.permute(1, 2, 0, 3, 4).reshape(s // ranks, b, ranks * n, d))
-    return tuple(made)
+    chunks = [_words(x).unflatten(0, (2, peers.ranks, -1)) for x in tensors]
+    parts, of_ranks = _exchange(peers, [(early, late.flip(0)) for early, late in chunks], scalars)
+    made = [part.flatten(1, 2).permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts]
+    return tuple(part.view(x.dtype) for part, x in zip(made, tensors, strict=True)), of_ranks
 
 
-def _exchange(peers: Peers, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Send row r of each tensor of bytes [ranks, n] to rank r, in one all-to-all; return what the ranks sent, in the same shapes."""
-    packed = torch.cat(list(rows), 1)
-    sizes = [packed.shape[1]] * peers.ranks
-    pending = peers.start_all_to_all(packed.view(-1), sizes, "heads of attention", KIND, LABEL, async_op=False)
-    return pending.wait().view(packed.shape).split([x.shape[1] for x in rows], 1)
+def _heads_by_source(
+    peers: Peers, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """`to_heads`, of each rank's tokens apart: [ranks, s, b, n / ranks, d], in words."""
+    pieces = [(_words(x).unflatten(2, (peers.ranks, -1)).permute(2, 0, 1, 3, 4),) for x in tensors]
+    parts, of_ranks = _exchange(peers, pieces, scalars)
+    return [part.flatten(1, 2) for part in parts], of_ranks
 
 
-def _own_heads(x: torch.Tensor, ranks: int) -> tuple[int, int, int, int]:
-    s, b, n, d = x.shape
-    return s, b, n // ranks, d
+def _exchange(
+    peers: Peers, tensors: Sequence[Sequence[torch.Tensor]], scalars: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Send row r of each tensor to rank r, in one all-to-all, and the scalars to every rank.
+
+    Args:
+        peers: the ranks.
+        tensors: each as its pieces [ranks, ..] of one shape and any strides, all of one dtype.
+        scalars: as in `to_heads`.
+
+    Returns:
+        What the ranks sent: a view [ranks, pieces, ..] of each tensor, and the scalars as `to_heads` returns them.
+    """
+    ranks, first = peers.ranks, tensors[0][0]
+    beside = first.new_empty(0, dtype=torch.float32) if scalars is None else scalars.contiguous()
+    sizes = [sum(piece[0].nbytes for piece in pieces) for pieces in tensors] + [beside.nbytes]
+    packed = torch.empty(ranks, sum(sizes), dtype=torch.uint8, device=first.device)
+
+    def views(buffer: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        *slots, last = buffer.split(sizes, 1)
+        shapes = [(ranks, len(pieces), *pieces[0].shape[1:]) for pieces in tensors]
+        return [slot.view(first.dtype).view(shape) for slot, shape in zip(slots, shapes, strict=True)], last
+
+    slots, last = views(packed)
+    for slot, pieces in zip(slots, tensors, strict=True):
+        for n, piece in enumerate(pieces):
+            slot[:, n].copy_(piece)
+    last.copy_(beside.view(torch.uint8))
+    pending = peers.start_all_to_all(packed.view(-1), [packed.shape[1]] * ranks, "heads of attention", KIND, LABEL, async_op=False)
+    arrived, last = views(pending.wait().view(packed.shape))
+    return arrived, last.clone().view(torch.float32)  # a copy: the bytes before may have moved them out of FP32's alignment
 
 
-def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[s, b, n, d] -> the bytes of each rank's heads, [ranks, bytes]."""
-    s, b, n, d = x.shape
-    return x.reshape(s, b, ranks, n // ranks, d).permute(2, 0, 1, 3, 4).reshape(ranks, -1).view(torch.uint8)
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """Return FP8 codes four at a time: copies of single bytes do not use a GPU's bandwidth. Other dtypes as they are."""
+    if x.element_size() > 1:
+        return x
+    return x.contiguous().view(torch.uint8 if x.shape[-1] % 4 else torch.int32)
 
 
 def _whole(parts: torch.Tensor) -> torch.Tensor:
     """The tokens of all ranks [ranks, s, ...] -> whole sequences [ranks * s, ...]."""
-    ranks, s = parts.shape[:2]
-    chunks = parts.view(ranks, 2, s // 2, *parts.shape[2:])
-    return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
-
-
-def _zigzag(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Whole sequences [ranks * s, ...] -> the tokens of each rank, [ranks, s, ...]."""
-    chunks = whole.view(2, ranks, -1, *whole.shape[1:])
-    return torch.stack([chunks[0], chunks[1].flip(0)], 1).flatten(1, 2)
+    chunks = parts.unflatten(1, (2, -1))
+    return torch.cat([*chunks[:, 0], *reversed(chunks[:, 1])])
 
 
 class _ToHeads(torch.autograd.Function):
@@ -141,7 +174,7 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return None, *to_tokens(ctx.peers, gradients)
+        return None, *to_tokens(ctx.peers, gradients)[0]
 
 
 class _ToTokens(torch.autograd.Function):
@@ -150,9 +183,9 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: torch.Tensor, peers: Peers) -> torch.Tensor:  # type: ignore[override]
         ctx.peers, ctx.heads = peers, o.shape[2] * peers.ranks
-        return to_tokens(peers, [o])[0].flatten(2)
+        return to_tokens(peers, [o])[0][0].flatten(2)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return to_heads(ctx.peers, [grad_o.view(*grad_o.shape[:2], ctx.heads, -1)])[0], None
+        return to_heads(ctx.peers, [grad_o.view(*grad_o.shape[:2], ctx.heads, -1)])[0][0], None

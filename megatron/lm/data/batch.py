@@ -110,7 +110,7 @@ def batches(
 
 def own_part(batch: dict[str, Tensor], context: Ranks) -> dict[str, Tensor]:
     """Return this rank's part of whole sequences: of 2 N equal chunks, rank r of N has chunks r and 2 N - 1 - r, in this order, so that
-    causal attention is the same work for all.
+    causal attention is the same work for all. The documents' numbers stay whole, since attention's mask is that of whole sequences.
 
     Args:
         batch: [b, s, ..] each; 2 N divides s.
@@ -118,7 +118,9 @@ def own_part(batch: dict[str, Tensor], context: Ranks) -> dict[str, Tensor]:
     """
     if context.size == 1:
         return batch
-    return get_batch_on_this_cp_rank(dict(batch), cp_group=context.group)  # type: ignore[no-any-return]
+    whole = {name: x for name, x in batch.items() if name == DOCUMENTS}
+    parts = {name: x for name, x in batch.items() if name != DOCUMENTS}
+    return get_batch_on_this_cp_rank(parts, cp_group=context.group) | whole  # type: ignore[no-any-return]
 
 
 def _ignore_signals(worker: int) -> None:

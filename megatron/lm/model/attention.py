@@ -1,5 +1,6 @@
 """Core attention with torch's scaled_dot_product_attention: no s x s matrix in memory, and the fastest kernel of this machine."""
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,6 +26,7 @@ from msamp.kernels.fp8_attention import check_width, default_scale, prepare
 from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.nn.rotary import RotaryFunction
 from msamp.numerics.recipe import Gemms
+from msamp.parallel.fp8_head_exchange import FP8HeadExchange
 from msamp.parallel.fp8_ring_attention import FP8RingAttention, shapes
 from msamp.parallel.head_exchange import HeadExchange
 from msamp.parallel.ring_attention import RingAttention
@@ -80,6 +82,8 @@ def check_precision(config: Config) -> None:
     if config.precision.attention_precision != "fp8":
         return
     cp, causal = config.parallel.context_parallel_size, model.objective == "causal-lm"
+    if config.parallel.cp_comm_type == "a2a":  # fewer heads of whole sequences
+        tp, cp = tp * cp, 1
     rest = (config.training.micro_batch_size, model.num_attention_heads // tp, model.head_size)
     groups, scale, device = max(1, model.query_groups // tp), default_scale(model.head_size), process_groups.device()
     try:
@@ -204,7 +208,7 @@ class SDPAttention(MegatronModule):
 
         attention_mask: broadcast to [b, heads, s, s], bool, True where a query (third dimension) does not attend to a key (fourth), or
             additive (`document_mask`); [b, 1, 1, s] for padding. It replaces the causal mask, and so must contain it. Each query must
-            attend to at least one key.
+            attend to at least one key. With context parallelism it is that of whole sequences, and the same for all heads.
 
         Raises:
             ValueError: if there is a bias, packed sequences, a mask of padding in addition to the causal one, or a mask that the backend
@@ -218,16 +222,23 @@ class SDPAttention(MegatronModule):
             )
         if attention_mask is not None and self.backends == BACKENDS["flash"]:
             raise ValueError("--attention-backend flash does not support a mask; choose auto, cudnn or math")
+        backends = self.backends if attention_mask is None or only_keys else self.masked_backends
         if self.context is None:
-            return self._attend(
-                query, key, value, attention_mask, self.backends if attention_mask is None or only_keys else self.masked_backends
-            )
+            return self._attend(query, key, value, attention_mask, backends)
         if attention_mask is not None:
-            raise ValueError("--context-parallel-size splits sequences between processes, which does not support a mask; pass None")
+            self._check_mask(attention_mask, query.shape[0] * self.context.ranks)
         if self.by_heads:
-            return HeadExchange(self.context, self._attend, self.wire)(query, key, value)
+            attend = functools.partial(self._attend, attention_mask=attention_mask, backends=backends)
+            return HeadExchange(self.context, attend, self.wire)(query, key, value)
         scale = default_scale(query.shape[3]) if self.softmax_scale is None else self.softmax_scale
         return RingAttention(self.context, scale, self.causal, self.backend, self.wire)(query, key, value)
+
+    def _check_mask(self, mask: Tensor, length: int) -> None:
+        """Raise a ValueError if context parallelism does not support the mask, with sequences of `length` tokens."""
+        if not self.by_heads:
+            raise ValueError("cp_comm_type p2p, a ring of parts of sequences, does not support a mask: pass None, or use a2a")
+        if mask.shape[1] != 1 or mask.shape[3] != length:
+            raise ValueError(f"a mask of split sequences is {tuple(mask.shape)}; expected that of whole ones, [b, 1, s or 1, {length}]")
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, backends: list[SDPBackend] | None = None
@@ -271,7 +282,7 @@ def count_context(model: nn.Module, sent: WireBytes) -> None:
 
 class FP8CoreAttention(SDPAttention):
     """`SDPAttention` in FP8 (`msamp.nn.fp8_attention`), without dropout, padding masks or a choice of kernels. With context parallelism
-    keys and values always travel in FP8 (`msamp.parallel.fp8_ring_attention`).
+    all that travels is in FP8 (`msamp.parallel.fp8_ring_attention`, `msamp.parallel.fp8_head_exchange`).
 
     Generation uses its own KV cache in the compute dtype (`megatron.lm.evaluation.decoding`).
 
@@ -295,8 +306,6 @@ class FP8CoreAttention(SDPAttention):
             raise ValueError(
                 f"FP8 attention does not support dropout ({self.dropout:g}): set --attention-dropout 0, or keep attention in BF16"
             )
-        if self.context is not None and self.by_heads:
-            raise ValueError("FP8 attention does not support cp_comm_type a2a: pass p2p, or keep attention in BF16")
         self.scaling = AttentionScaling(gemm, device=process_groups.device())
         self.scale = default_scale(channels) if self.softmax_scale is None else self.softmax_scale
 
@@ -304,7 +313,8 @@ class FP8CoreAttention(SDPAttention):
         """Return the attention function with the current scales."""
         if self.context is None:
             return FP8Attention.of(self.scaling, self.scale, causal=self.causal)
-        return FP8RingAttention(self.scaling, self.scale, self.causal, torch.is_grad_enabled(), self.context)
+        shared = FP8HeadExchange if self.by_heads else FP8RingAttention
+        return shared(self.scaling, self.scale, self.causal, torch.is_grad_enabled(), self.context)
 
     def forward(
         self,

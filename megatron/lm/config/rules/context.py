@@ -33,12 +33,10 @@ def heads(config: Config, world_size: int) -> Problems:
             f"--cp-comm-type a2a divides heads between processes, and {model.num_attention_heads} heads{groups} are not divisible by "
             f"{per}: use p2p, or another number of processes"
         )
-    if config.precision.attention_precision == "fp8":
-        yield "--cp-comm-type a2a does not support --attention-precision fp8 yet: use p2p, or drop the precision"
 
 
 def attention(config: Config, world_size: int) -> Problems:
-    """Attention over split sequences takes no mask, has no dropout, and is in our layers."""
+    """Attention over split sequences has no dropout and is in our layers, and a ring takes no mask."""
     from megatron.lm.config.sections.baselines import PeerRecipe  # torch
 
     cp, model, precision = config.parallel.context_parallel_size, config.model, config.precision
@@ -47,8 +45,11 @@ def attention(config: Config, world_size: int) -> Problems:
     given = f"--context-parallel-size {cp}"
     if model.attention_dropout:
         yield f"{given} does not support --attention-dropout ({model.attention_dropout:g}): drop one"
-    if config.data.reset_attention_mask:
-        yield f"{given} does not support the mask of --reset-attention-mask, whose documents end at any token: drop one"
+    if config.data.reset_attention_mask and config.parallel.cp_comm_type == "p2p":
+        yield (
+            f"{given} with --cp-comm-type p2p, a ring of parts of sequences, does not support the mask of --reset-attention-mask: use "
+            "--cp-comm-type a2a, which has whole sequences, or drop the mask"
+        )
     if isinstance(precision.named, PeerRecipe):
         yield f"{given} is not built for Transformer Engine's attention ({precision.name}): use another precision"
 
@@ -65,12 +66,12 @@ def wire(config: Config, world_size: int) -> Problems:
         fix = " and ".join(lacking)
         yield f"--cp-wire {wire} has no effect without {fix}: drop it, or add {fix}"
     elif wire == "bf16" and precision.attention_precision == "fp8":
-        yield "--cp-wire bf16 does not fit --attention-precision fp8, whose kernels read and send keys and values in FP8: drop one"
+        yield "--cp-wire bf16 does not fit --attention-precision fp8, whose kernels read keys and values in FP8, as they travel: drop one"
 
 
 RULES: Rules = {
     chunks: ("model", "parallel"),
-    heads: ("model", "parallel", "precision"),
+    heads: ("model", "parallel"),
     wire: ("parallel", "precision"),
     attention: ("model", "parallel", "data", "precision"),
 }

@@ -113,8 +113,8 @@ class ParallelConfig:
     cp_wire: str | None = setting(
         "format in which keys and values, and with a2a queries, travel between context-parallel processes: the compute dtype, or at O1 to "
         "O3 and with coat E4M3 with one scale per tensor and process, half the bytes; all gradients travel in the compute dtype. With "
-        "--attention-precision fp8 all of them travel in FP8, as its kernels read and write them; derived: bf16, or fp8 with "
-        "--attention-precision fp8",
+        "--attention-precision fp8 all of them travel in FP8, and so does a2a's output, as its kernels read and write them; derived: bf16, "
+        "or fp8 with --attention-precision fp8",
         None,
         choices=CP_WIRES,
     )

@@ -118,9 +118,10 @@ def test_cuda_batches_equal_cpu_batches():
 def part_of_a_rank() -> list[list[int]]:
     """Tokens and positions of this rank's part of sample 0 .. 7."""
     with cpu_home.cpu_home():
-        sample = {"tokens": torch.arange(8)[None] + 10, "position_ids": torch.arange(8)[None]}
+        sample = {"tokens": torch.arange(8)[None] + 10, "position_ids": torch.arange(8)[None], DOCUMENTS: torch.arange(8)[None].int()}
         part = own_part(sample, Ranks.of(torch.distributed.group.WORLD))
         assert sample["tokens"].shape == (1, 8)  # the whole batch is not changed
+        assert part[DOCUMENTS] is sample[DOCUMENTS]  # attention's mask is that of whole sequences
         return [part["tokens"][0].tolist(), part["position_ids"][0].tolist()]
 
 

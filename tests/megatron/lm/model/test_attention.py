@@ -1,4 +1,5 @@
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from helpers import tiny
 from megatron.lm.build import build_training
+from megatron.lm.model import attention as attention_module
 from megatron.lm.model.attention import (
     _TABLES,
     Attention,
@@ -21,6 +23,8 @@ from megatron.lm.model.attention import (
 )
 from megatron.lm.model.gpt import build_model
 from megatron.lm.processes import process_groups
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
 from msamp.numerics.recipe import FP32, O3
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -176,6 +180,37 @@ def test_fp8_attention_refuses_what_its_kernel_has_not():
         core(x, x, x, torch.zeros(1, 1, 1, 4, dtype=torch.bool))
     assert core(x, x, x).shape == (4, 1, 32)
     assert core.scale == 0.25
+
+
+@pytest.mark.parametrize(
+    ("way", "shapes"),
+    [
+        ("p2p", {((8, 4, 4, 8), 2, 8, True), ((8, 4, 4, 8), 2, 4, False), ((4, 4, 4, 8), 2, 8, False)}),
+        ("a2a", {((16, 4, 2, 8), 1, 16, True)}),
+    ],
+)
+def test_the_shapes_of_fp8_attention_over_split_sequences_are_prepared(way: str, shapes: set[Any], monkeypatch: pytest.MonkeyPatch):
+    prepared = set()
+
+    def prepare(query: Any, groups: int, scale: float, device: Any, *, causal: bool, keys: int) -> None:
+        prepared.add((query, groups, keys, causal))
+
+    monkeypatch.setattr(attention_module, "prepare", prepare)
+    heads = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
+    check_precision(tiny.config("corpus", precision="O3", attention_precision="fp8", context_parallel_size=2, cp_comm_type=way, **heads))
+    assert prepared == shapes
+
+
+def test_a_mask_of_split_sequences_is_that_of_whole_ones():
+    core, x = attention(), tensors(HEADS, torch.float32)[0]
+    core.context = Peers(None, WireBytes())
+    with pytest.raises(ValueError, match="p2p, a ring of parts of sequences, does not support a mask: pass None, or use a2a"):
+        core(x, x, x, torch.zeros(3, 1, 6, 6, dtype=torch.bool))
+    core.by_heads = True
+    with pytest.raises(ValueError, match=r"a mask of split sequences is \(3, 1, 3, 3\); expected that of whole ones, \[b, 1, s or 1, 6\]"):
+        core(x, x, x, torch.zeros(3, 1, 3, 3, dtype=torch.bool))
+    mask = torch.ones(3, 1, 6, 6, dtype=torch.bool).triu(1)
+    assert torch.equal(core(x, x, x, mask), attention()(x, x, x, mask))
 
 
 def test_a_machine_without_fp8_attention_is_refused_before_there_is_a_model(monkeypatch: pytest.MonkeyPatch):

@@ -11,13 +11,16 @@ from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.data.batch import own_part
 from megatron.lm.model.moe.router import scale_losses
+from megatron.lm.planning import wire
 from megatron.lm.step import evaluate, micro_batch_loss, train_step
 from megatron.lm.training.state import Batches, Training
+from msamp.numerics.metrics import sqnr_db
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several processes on one GPU")
 
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True}
 EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+HEADS = {"cp_comm_type": "a2a"}
 GQA = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
 
 
@@ -39,6 +42,8 @@ def batches(config: Config, training: Training) -> Batches:
             "loss_mask": mask,
             "position_ids": torch.arange(mask.shape[1]).expand_as(mask),
         }
+        if config.data.reset_attention_mask:
+            fields["documents"] = (torch.rand(mask.shape, generator=generator) < 0.2).cumsum(1).int()
         own = {name: x.chunk(grid.batch.size)[grid.batch.rank].contiguous() for name, x in fields.items()}
         yield own_part(own, grid.context)
 
@@ -97,6 +102,13 @@ def one() -> dict[str, Any]:
     return dist.run(watched_steps, 1, 1, {})[0]
 
 
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], least: float) -> None:
+    """Compare gradients by their SQNR, at least `least` dB: a factor of 2 has 6 dB or less."""
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert sqnr_db(expected[name], gradient) > least, name
+
+
 def assert_same(found: dict[str, Any], expected: dict[str, Any], rel: float = 1e-5) -> None:
     for name in ("losses", "norms", "validation"):
         assert found[name] == pytest.approx(expected[name], rel=rel), name
@@ -119,11 +131,36 @@ def test_two_processes_train_as_one_does(one: dict[str, Any]):
 )
 def test_an_all_to_all_of_heads_trains_as_one_process(one: dict[str, Any], given: dict[str, Any]):
     expected = dist.run(watched_steps, 1, 1, given)[0] if given else one
-    for rank in dist.run(watched_steps, 2, 2, given | {"cp_comm_type": "a2a"}):
+    for rank in dist.run(watched_steps, 2, 2, given | HEADS):
         assert_same(rank, expected)
         elements = 8 * 2 * 32 * 4 // 2 * 4  # queries, keys, values and output, of which half goes to the other rank, FP32
         hops = 2 * (2 * 2 * 2) + 2 * 2  # both ways in 2 layers, 2 micro-batches, 2 steps, and an evaluation
         assert rank["sent"]["activation", "heads all-to-all"] == elements * (hops - 4)
+
+
+def test_documents_of_packed_sequences_attend_to_themselves_alone_after_an_all_to_all(one: dict[str, Any]):
+    given = {"reset_attention_mask": True}
+    expected = dist.run(watched_steps, 1, 1, given)[0]
+    assert expected["losses"] != pytest.approx(one["losses"], rel=1e-4)
+    for rank in dist.run(watched_steps, 2, 2, given | HEADS):
+        assert_same(rank, expected)
+
+
+FP8_ATTENTION = {"precision": "coat", "attention_precision": "fp8", "kv_channels": 16}
+
+
+@pytest.mark.parametrize(("way", "least"), [({}, 15), (HEADS, 45)], ids=["ring", "heads"])
+def test_raw_gradients_of_fp8_attention_are_those_of_one_process(way: dict[str, Any], least: float):
+    """The ring rounds each part and gives ranks just-in-time scales of their own; with heads only BF16's sum over ranks differs."""
+    (alone,) = dist.run(watched_steps, 1, 1, FP8_ATTENTION)
+    for rank in dist.run(watched_steps, 2, 2, FP8_ATTENTION | way):
+        assert_near(rank["gradients"], alone["gradients"], least)
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=5e-3)
+        if way:
+            planned, scale_invs = wire.context_parallel(settings(2, **FP8_ATTENTION, **way), 2).size, 4 * (3 + 1 + 3)
+            assert rank["sent"]["activation", "heads all-to-all"] == 4 * (planned + 2 * scale_invs)  # micro-batches; layers
+    for found in dist.run(step_without_a_schedule, 2, 2, FP8_ATTENTION | way):
+        assert_near(found, alone["gradients"], least)
 
 
 @pytest.mark.parametrize("given", [{}, EXPERTS], ids=["dense", "experts"])

@@ -15,9 +15,20 @@ FP8_ATTENTION = {"attention_precision": "fp8"}
 LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"opt_level": "O0"},
     "O1": {"opt_level": "O1"},
-    "O2": {"opt_level": "O2"},  # on two processes with a wire of one byte
+    "O2": {"opt_level": "O2"},
     "O3": {"opt_level": "O3"} | FP8_ATTENTION,
     "coat": {"precision": "coat"} | FP8_ATTENTION,
+}
+HEADS = {"cp_comm_type": "a2a"}
+# The level of a run, and what it has beside on one process and on several.
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {level: (level, {}, {}) for level in LEVELS} | {
+    "O2": ("O2", {}, {"cp_wire": "fp8"}),
+    "O0, documents": ("O0", {"reset_attention_mask": True}, HEADS),
+    "O3, documents": ("O3", {"reset_attention_mask": True, "attention_precision": "bf16"}, HEADS | {"cp_wire": "fp8"}),
+    "O1, FP8 heads": ("O1", FP8_ATTENTION, HEADS),
+    "O2, FP8 heads": ("O2", FP8_ATTENTION, HEADS),
+    "O3, FP8 heads": ("O3", {}, HEADS),
+    "coat, FP8 heads": ("coat", {}, HEADS),
 }
 GRIDS: dict[str, dict[str, Any]] = {
     "dp2": CP,
@@ -25,13 +36,12 @@ GRIDS: dict[str, dict[str, Any]] = {
     "pp2": CP | {"pipeline_model_parallel_size": 2},
     "again": CP | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "attention again": CP | {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    "heads": CP | {"cp_comm_type": "a2a", "cp_wire": "fp8", "attention_precision": "bf16"},
+    "heads": CP | HEADS | {"cp_wire": "fp8", "attention_precision": "bf16"},
+    "FP8 heads, dp2": CP | HEADS,
+    "FP8 heads, pp2": CP | HEADS | {"pipeline_model_parallel_size": 2},
+    "FP8 heads, attention again": CP | HEADS | {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
 }
 WITHIN = {True: 1e-3, False: 0.02}  # losses by whether the level is O0
-
-
-def spread(level: str) -> dict[str, Any]:
-    return CP | ({"cp_wire": "fp8"} if level == "O2" else {})
 
 
 def settings(prefix: str, level: str, **changes: Any) -> Config:
@@ -55,24 +65,28 @@ def assert_close(found: list[tuple[str, int, float]], expected: list[tuple[str, 
     assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], abs=within)
 
 
-@pytest.mark.parametrize("level", ["O3", *(pytest.param(name, marks=pytest.mark.nightly(5)) for name in LEVELS if name != "O3")])
-def test_two_processes_train_and_evaluate_as_one(tmp_path: Path, level: str):
-    prefix = str(tiny.write_data(tmp_path))
-    alone, together = on(1, prefix, level, {}), on(2, prefix, level, spread(level))
+DEFAULT = ("O3", "O3, FP8 heads")  # not nightly
+
+
+@pytest.mark.parametrize("run", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.nightly(5)) for name in RUNS if name not in DEFAULT)])
+def test_two_processes_train_and_evaluate_as_one(tmp_path: Path, run: str):
+    prefix, (level, always, shared) = str(tiny.write_data(tmp_path)), RUNS[run]
+    alone, together = on(1, prefix, level, always), on(2, prefix, level, CP | always | shared)
     assert {kind for kind, *_ in alone} == {"train", "valid", "test"}
     assert_close(together, alone, WITHIN[level == "O0"])
 
 
 @pytest.mark.nightly(15)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_run_that_ends_early_resumes_with_another_number_of_processes(tmp_path: Path, level: str):
-    prefix, within, two = str(tiny.write_data(tmp_path)), WITHIN[level == "O0"], spread(level)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_that_ends_early_resumes_with_another_number_of_processes(tmp_path: Path, run: str):
+    level, always, shared = RUNS[run]
+    prefix, within, two = str(tiny.write_data(tmp_path)), WITHIN[level == "O0"], CP | always | shared
     parts, whole = str(tmp_path / "parts"), str(tmp_path / "whole")
     together = on(2, prefix, level, two)
     first = on(2, prefix, level, two | {"save": parts, "exit_interval": 3})
     assert first + on(2, prefix, level, two | {"load": parts}) == together
-    assert_close(first + on(1, prefix, level, {"load": parts}), together, within)
-    assert_close(on(1, prefix, level, {"save": whole, "exit_interval": 3}), first, within)
+    assert_close(first + on(1, prefix, level, always | {"load": parts}), together, within)
+    assert_close(on(1, prefix, level, always | {"save": whole, "exit_interval": 3}), first, within)
     assert_close(first + on(2, prefix, level, two | {"load": whole}), together, within)
 
 

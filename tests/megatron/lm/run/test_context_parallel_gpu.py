@@ -10,7 +10,12 @@ import torch
 from helpers import dist, tiny
 
 FP8 = {"attention_precision": "fp8"}
-RUNS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}, "O3": {"opt_level": "O3"}, "O3, FP8 attention": {"opt_level": "O3"} | FP8}
+RUNS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    "O0, documents": {"opt_level": "O0", "reset_attention_mask": True},
+    "O3": {"opt_level": "O3"},
+    "O3, FP8 attention": {"opt_level": "O3"} | FP8,
+}
 CP2 = {"context_parallel_size": 2}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # run, and what it adds
     "O0 ring": ("O0", CP2),
@@ -18,6 +23,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # run, and what it adds
     "O3 ring": ("O3", CP2 | {"cp_wire": "fp8"}),
     "O3 heads": ("O3", CP2 | {"cp_comm_type": "a2a", "cp_wire": "fp8"}),
     "O3 FP8 ring": ("O3, FP8 attention", CP2),
+    "O3 FP8 heads": ("O3, FP8 attention", CP2 | {"cp_comm_type": "a2a"}),
+    "O0 documents": ("O0, documents", CP2 | {"cp_comm_type": "a2a"}),
 }
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in RUNS}
 

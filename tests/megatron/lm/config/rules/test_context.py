@@ -16,7 +16,7 @@ REFUSALS: list[refusals.Refusal] = [
         12,
     ),
     (f"{CP} --attention-dropout 0.1", r"--context-parallel-size 2 does not support --attention-dropout \(0.1\): drop one", 2),
-    (f"{CP} --reset-attention-mask", "--context-parallel-size 2 does not support the mask of --reset-attention-mask.*drop one", 2),
+    (f"{CP} --reset-attention-mask", "p2p, a ring of parts of sequences, does not support the mask.*use --cp-comm-type a2a", 2),
     (f"{CP} --precision te-delayed", r"not built for Transformer Engine's attention \(te-delayed\): use another precision", 2),
     ("--opt-level O2 --cp-wire fp8", "--cp-wire fp8 has no effect without --context-parallel-size above 1: drop it"),
     (f"{CP} --precision bf16 --cp-wire fp8", "--cp-wire fp8 has no effect without --opt-level O1, O2 or O3: drop it", 2),
@@ -31,7 +31,6 @@ REFUSALS: list[refusals.Refusal] = [
         "2 heads are not divisible by --context-parallel-size 2 x --tensor-model-parallel-size 2: use p2p",
         4,
     ),
-    (f"{CP} --opt-level O2 --attention-precision fp8 --cp-comm-type a2a", "a2a does not support --attention-precision fp8 yet: use p2p", 2),
     ("--cp-wire bf16", "--cp-wire bf16 has no effect without --context-parallel-size above 1: drop it"),
     (
         f"{CP} --opt-level O2 --attention-precision fp8 --cp-wire bf16",
@@ -46,8 +45,16 @@ def test_it_is_refused_with_what_to_do(refusal: refusals.Refusal):
     refusals.assert_refused(*refusal)
 
 
-def test_sizes_that_fit_pass():
-    config = refusals.config(f"{CP} --tensor-model-parallel-size 2 --sequence-parallel --dry-run")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--cp-comm-type a2a --num-attention-heads 4 --reset-attention-mask",
+        "--cp-comm-type a2a --num-attention-heads 4 --opt-level O2 --attention-precision fp8 --cp-wire fp8 --kv-channels 16",
+    ],
+)
+def test_what_fits_passes(flags: str):
+    config = refusals.config(f"{CP} --tensor-model-parallel-size 2 --sequence-parallel --dry-run {flags}")
     check(config, 4)
     assert not [problem for rule in context.RULES for problem in rule(config, 4)]
     assert (config.rows, config.tokens) == (8, 32)
