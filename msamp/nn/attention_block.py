@@ -8,13 +8,16 @@ if the stream is saved unrounded. This reads 2 bytes per element in backward ins
 With FP8 attention (`msamp.nn.fp8_attention`), the rotary embedding writes FP8 queries, keys and values, and the attention's FP8 output is
 already the projection's operand. These four are saved instead of the 16-bit ones, and the rotary embedding's backward reads FP8 gradients.
 
+If ranks that share the sequences divide the heads between them (`HeadSharing`), attention is that of this rank's heads of whole sequences.
+Then its queries, keys, values and output are saved by heads, and by tokens only the projection's operand, in FP8.
+
 With norms of queries and keys (`msamp.nn.head_norms`), the queries and keys before them are saved too, and one more pass casts QKV's
 gradient.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +45,21 @@ from msamp.numerics.tensor import ScalingTensor
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class HeadSharing(Protocol):
+    """Ranks that share sequences and divide the heads of attention between them, as `msamp.parallel.head_exchange` does. None of the
+    methods is differentiable."""
+
+    def spread(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Exchange all heads of this rank's tokens, [s, b, n, d] each, for this rank's heads of all tokens,
+        [ranks * s, b, n / ranks, d]."""
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Do so with another tensor, without rounding."""
+
+    def to_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The opposite of `to_heads`."""
+
+
 class AttentionSettings(NamedTuple):
     """The arguments of `AttentionBlock` that are not tensors of the autograd graph.
 
@@ -56,6 +74,8 @@ class AttentionSettings(NamedTuple):
         saved: how the norm's input is saved for backward.
         ends: the communication of tensor parallelism at the block's input and output.
         fp8: FP8 attention, used instead of `core`.
+        sharing: the ranks between which the heads of `core` are divided: it gets those of this rank, of whole sequences. None: each
+            rank has whole sequences.
     """
 
     norm: Norm
@@ -71,6 +91,7 @@ class AttentionSettings(NamedTuple):
     saved: Saved = AS_IT_IS
     ends: Ends = ALONE
     fp8: FP8Attention | None = None
+    sharing: HeadSharing | None = None
 
     @property
     def first(self) -> LayerGemm:
@@ -113,7 +134,7 @@ class AttentionBlock(torch.autograd.Function):
         gathered.done()
         packed = qkv.view(-1, b, qkv.shape[-1])
         heads = HeadNorms(packed, settings.norm, HeadNormWeights(*head_norms), settings.heads, settings.groups) if head_norms else None  # type: ignore[arg-type]
-        attention = (_Wide if settings.fp8 is None else _Narrow)(packed, settings)
+        attention = _attention(packed, settings)
         o = attention.codes(o_scale_inv)
         product = proj.output_rows(o_scale_inv, proj.weight(proj_weight.payload), proj_bias if ends.adds_bias else None, x.dtype)
         delta = ends.sum_output(product, o, proj)
@@ -139,6 +160,7 @@ class AttentionBlock(torch.autograd.Function):
         recompute: bool = False,
         fp8: bool = False,
         head_norms: bool = False,
+        shared: bool = False,
     ) -> SavedBytes:
         """Return the memory saved for backward, see `SavedBytes`.
 
@@ -150,12 +172,15 @@ class AttentionBlock(torch.autograd.Function):
             ranks, gathered: number of ranks that share the rows, and whether the gathered input is saved.
             fp8: whether the attention runs in FP8.
             head_norms: whether queries and keys have norms.
+            shared: whether ranks divide the heads (`HeadSharing`); heads and groups are still those before.
         """
         norm = saved.element_bytes(wide) * hidden / ranks + hidden * gathered
         before = HeadNorms.saved_bytes(heads, groups, head_size, wide) if head_norms else 0.0
         if fp8:
             return SavedBytes(norm, before + FP8Attention.saved_bytes(heads, groups, head_size, output=not recompute))
         queries, keys = heads * head_size, groups * head_size
+        if shared:
+            return SavedBytes(norm, before + wide * (queries + 2 * keys) + (0.0 if recompute else (wide + 1) * queries))
         copied = queries if 1 < groups < heads else 0.0  # with several groups the queries are not contiguous in the QKV output
         return SavedBytes(norm, before + wide * (queries + 2 * keys + (0.0 if recompute else queries + copied)))
 
@@ -203,6 +228,12 @@ def _inner(
     return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
 
 
+def _attention(qkv: torch.Tensor, settings: AttentionSettings) -> "_Wide | _Shared | _Narrow":
+    if settings.fp8 is not None:
+        return _Narrow(qkv, settings)
+    return _Wide(qkv, settings) if settings.sharing is None else _Shared(qkv, settings)
+
+
 class _Wide:
     """Attention by `settings.core` in the compute dtype, from the packed projection `qkv` [s, b, width], which is rotated in place."""
 
@@ -227,12 +258,7 @@ class _Wide:
 
     def codes(self, scale_inv: torch.Tensor) -> torch.Tensor:
         """Return the projection's input in FP8, with its scale_inv written to the given slot."""
-        x, rows = self.settings.proj.x, self._rows
-        options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": self.settings.proj.x_dtype, "scale_inv_slot": scale_inv}
-        o8 = CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
-        if x.watch is not None:
-            x.watch(rows, o8, scale_inv)
-        return o8
+        return _cast_rows(self.settings.proj, self._rows, scale_inv)
 
     def kept(self) -> "_Wide":
         """Return this object, without the tensors that backward recomputes."""
@@ -254,6 +280,67 @@ class _Wide:
         assert self.attended is not None
         dq, dk, dv = torch.autograd.grad(self.attended, self.parts, grad_o.view(self.attended.shape))
         self.parts, self.attended = (), None
+        return dq, dk, dv, None
+
+
+def _cast_rows(proj: LayerGemm, rows: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """Return the projection's input in FP8, with its scale_inv written to the given slot."""
+    x = proj.x
+    options: dict[str, Any] = {"scale": x.scale, "amax_slot": x.amax, "dtype": proj.x_dtype, "scale_inv_slot": scale_inv}
+    o8 = CastTransposed(*ops.cast_transpose(rows, row=True, **options)).payload
+    if x.watch is not None:
+        x.watch(rows, o8, scale_inv)
+    return o8
+
+
+class _Shared:
+    """Attention by `settings.core` of this rank's heads, with the methods of `_Wide`; `qkv` is rotated in place, and not saved."""
+
+    def __init__(self, qkv: torch.Tensor, settings: AttentionSettings) -> None:
+        assert settings.sharing is not None
+        ops.rotary_(qkv, settings.cos, settings.sin, settings.heads, settings.groups)
+        self.settings, self.sharing = settings, settings.sharing
+        parts = self.sharing.spread(*split_heads(qkv, settings.heads, settings.groups))
+        self.parts = tuple(part.detach().requires_grad_(settings.keep) for part in parts)
+        self.attended: torch.Tensor | None = self._attend()
+        self.payload: torch.Tensor | None = None
+
+    def _attend(self) -> torch.Tensor:
+        """Return the output of this rank's heads, with a graph of its own."""
+        with torch.set_grad_enabled(self.settings.keep):
+            return self.settings.core(*self.parts)
+
+    def _rows(self) -> torch.Tensor:
+        """Return the attention output [tokens of this rank, channels]."""
+        assert self.attended is not None
+        (o,) = self.sharing.to_tokens(self.attended.detach().view(self.parts[0].shape))
+        return o.flatten(0, 1).flatten(1)
+
+    def codes(self, scale_inv: torch.Tensor) -> torch.Tensor:
+        self.payload = _cast_rows(self.settings.proj, self._rows(), scale_inv)
+        return self.payload
+
+    def kept(self) -> "_Shared":
+        if self.settings.recompute:
+            self.attended = self.payload = None
+        return self
+
+    def again(self) -> None:
+        if self.attended is None:
+            self.attended = self._attend()
+
+    def transposed(self, scale_inv: torch.Tensor) -> Operand:
+        if self.payload is not None:
+            return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.transpose(self.payload))
+        return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.cast_transposed(self._rows(), scale_inv, self.settings.proj.x_dtype))
+
+    def gradients(self, grad_o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        assert self.attended is not None
+        _, b, _, d = self.parts[0].shape
+        of_heads = self.sharing.to_heads(grad_o.view(-1, b, self.settings.heads, d))
+        made = torch.autograd.grad(self.attended, self.parts, of_heads.view(self.attended.shape))
+        self.parts, self.attended = (), None
+        dq, dk, dv = self.sharing.to_tokens(*made)
         return dq, dk, dv, None
 
 

@@ -54,13 +54,18 @@ class HeadExchange(NamedTuple):
         Raises:
             ValueError: if the heads or the groups cannot be divided between the ranks, or s is odd.
         """
-        (s, _, heads, d), groups, ranks = query.shape, key.shape[2], self.peers.ranks
-        check_divisible(ranks, s, heads, groups)
-        o = self.attention(*_ToHeads.apply(self, query, key, value))
-        return _ToTokens.apply(o.view(*o.shape[:2], heads // ranks, d), self.peers)  # type: ignore[no-any-return]
+        heads = _ToHeads.apply(self, query, key, value)
+        o = self.attention(*heads)
+        return _ToTokens.apply(o.view(heads[0].shape), self.peers)  # type: ignore[no-any-return]
 
-    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange [s, b, n, d] each for this rank's heads of all tokens, [ranks * s, b, n / ranks, d], in their dtype."""
+    def spread(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Exchange [s, b, n, d] each for this rank's heads of all tokens, [ranks * s, b, n / ranks, d], in their dtype. Not differentiable.
+
+        Raises:
+            ValueError: as `__call__`.
+        """
+        tensors = (query, key, value)
+        check_divisible(self.peers.ranks, query.shape[0], query.shape[2], key.shape[2])
         if self.wire == COMPUTE:
             return to_heads(self.peers, tensors)[0]
         casts = [ops.cast_transpose(x.reshape(-1, x.shape[3]), None, None, E4M3.dtype, row=True) for x in tensors]
@@ -71,6 +76,14 @@ class HeadExchange(NamedTuple):
             _whole(dequantize(part.view(E4M3.dtype), scale_inv, x.dtype))
             for part, scale_inv, x in zip(parts, scale_invs, tensors, strict=True)
         )
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """`spread` of any one tensor, in its dtype on the wire too."""
+        return to_heads(self.peers, [x])[0][0]
+
+    def to_tokens(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The opposite of `to_heads`, in one all-to-all: [ranks * s, b, n / ranks, d] each -> [s, b, n, d]."""
+        return to_tokens(self.peers, tensors)[0]
 
 
 def check_divisible(ranks: int, tokens: int, heads: int, groups: int) -> None:
@@ -164,12 +177,12 @@ def _whole(parts: torch.Tensor) -> torch.Tensor:
 
 
 class _ToHeads(torch.autograd.Function):
-    """(HeadExchange, query, key, value) -> this rank's heads of them; the gradients travel in their dtype."""
+    """(HeadExchange, query, key, value) -> this rank's heads of them, `spread`; the gradients travel in their dtype."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ctx.peers = exchange.peers
-        return exchange.to_heads(*tensors)
+        return exchange.spread(*tensors)
 
     @staticmethod
     @differentiable_once

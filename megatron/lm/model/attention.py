@@ -82,7 +82,7 @@ def check_precision(config: Config) -> None:
     if config.precision.attention_precision != "fp8":
         return
     cp, causal = config.parallel.context_parallel_size, model.objective == "causal-lm"
-    if config.parallel.cp_comm_type == "a2a":  # fewer heads of whole sequences
+    if config.parallel.shares_heads:  # fewer heads of whole sequences
         tp, cp = tp * cp, 1
     rest = (config.training.micro_batch_size, model.num_attention_heads // tp, model.head_size)
     groups, scale, device = max(1, model.query_groups // tp), default_scale(model.head_size), process_groups.device()
@@ -227,11 +227,17 @@ class SDPAttention(MegatronModule):
             return self._attend(query, key, value, attention_mask, backends)
         if attention_mask is not None:
             self._check_mask(attention_mask, query.shape[0] * self.context.ranks)
-        if self.by_heads:
-            attend = functools.partial(self._attend, attention_mask=attention_mask, backends=backends)
-            return HeadExchange(self.context, attend, self.wire)(query, key, value)
+        if (exchange := self.exchange(attention_mask)) is not None:
+            return exchange(query, key, value)
         scale = default_scale(query.shape[3]) if self.softmax_scale is None else self.softmax_scale
         return RingAttention(self.context, scale, self.causal, self.backend, self.wire)(query, key, value)
+
+    def exchange(self, mask: Tensor | None = None) -> HeadExchange | None:
+        """Return attention of this rank's heads with its two all-to-alls, for `forward`'s mask; None without `a2a`."""
+        if self.context is None or not self.by_heads:
+            return None
+        backends = self.backends if mask is None or mask.shape[2] == 1 else self.masked_backends
+        return HeadExchange(self.context, functools.partial(self._attend, attention_mask=mask, backends=backends), self.wire)
 
     def _check_mask(self, mask: Tensor, length: int) -> None:
         """Raise a ValueError if context parallelism does not support the mask, with sequences of `length` tokens."""

@@ -89,12 +89,14 @@ class Layer(TransformerLayer):
         attention, norm = self.self_attention, self.input_layernorm
         qkv, proj, core = attention.linear_qkv, attention.linear_proj, attention.core_attention
         rows = x.shape[0] * (self.tp_group.size() if self.ends.spread else 1)
+        fp8 = core.now() if isinstance(core, FP8CoreAttention) and mask is None else None
+        exchange = core.exchange(mask) if fp8 is None else None
         cos, sin = (x.new_empty(rows, 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else cos_sin(rotary_pos_emb)
         settings = AttentionSettings(
             norm=self.norm,
             qkv=LayerGemm.of(qkv.scaling, qkv.weight),
             proj=LayerGemm.of(proj.scaling, proj.weight),
-            core=functools.partial(core, attention_mask=mask),
+            core=functools.partial(core, attention_mask=mask) if exchange is None else exchange.attention,
             heads=attention.num_attention_heads_per_partition,
             groups=attention.num_query_groups_per_partition,
             cos=cos,
@@ -103,7 +105,8 @@ class Layer(TransformerLayer):
             recompute=self.recompute_attention,
             saved=self.saved,
             ends=self.ends,
-            fp8=core.now() if isinstance(core, FP8CoreAttention) and mask is None else None,
+            fp8=fp8,
+            sharing=exchange,
         )
         norm_bias = getattr(norm, "bias", None)
         heads = [parameter for one in self._head_norms() for parameter in (one.weight, getattr(one, "bias", None))]

@@ -157,6 +157,9 @@ def activation_parts(config: Config) -> dict[str, int]:
         MLP            c f, SwiGLU 2 c f     the input of GELU or SwiGLU
                        l f                   fc2's input
 
+    If an all-to-all of heads (`--cp-comm-type a2a`) is around attention, queries, keys, values and output are saved by heads, and the
+    projection's input by tokens: a q without FP8, and l q with it, also in a fused layer.
+
     With core_attn recomputed, the attention output is not saved but the projection's input is. With mlp recomputed, only fc1's input is
     saved, in the compute dtype. With --attention-precision fp8, `FP8Attention.saved_bytes` replaces QKV's output, queries, keys and output;
     with QK layernorm, QKV's output and the cosines and sines remain. If such attention is recomputed, its inputs are saved in the compute
@@ -197,6 +200,7 @@ def _fused_layer(config: Config) -> tuple[float, float, float]:
         recompute="core_attn" in again and not model.attention_dropout,
         fp8=config.precision.attention_precision == "fp8",
         head_norms=model.qk_layernorm,
+        shared=config.parallel.shares_heads,
     )
     mlp = MLPBlock.saved_bytes(model.hidden_size, width, wide, saved, ranks=split, gathered=gathered, recompute="mlp" in again)
     return attention.norm + mlp.norm, attention.inner, mlp.inner
@@ -239,8 +243,9 @@ def _attention_of_modules(config: Config) -> float:
         wider = queries + 2 * keys if model.qk_layernorm else 0
         return FP8Attention.saved_bytes(heads, groups, model.head_size, output=True) + wide * (wider + tables) + projected
     in_fp8 = config.precision.recipe.gemm is not None and "linear_proj" not in (config.precision.bf16_linears or ())
-    rotated = (queries if 1 < groups < heads else 0) + (queries + keys if model.qk_layernorm else 0)
-    output = 0 if again and in_fp8 else queries
+    shared = config.parallel.shares_heads and not again
+    rotated = (queries if 1 < groups < heads and not shared else 0) + (queries + keys if model.qk_layernorm else 0)
+    output = (0 if again and in_fp8 else queries) + (queries if shared and not in_fp8 else 0)
     return wide * (queries + 2 * keys + rotated + tables + output) + (projected if in_fp8 else 0)
 
 

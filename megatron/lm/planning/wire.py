@@ -68,8 +68,8 @@ def context_parallel(config: Config, layers: int) -> Transfer:
     its first rank, which sends most.
 
     Recomputation runs forward again. A ring sends keys and values in forward and in backward, and their gradients in backward; an
-    all-to-all queries, keys, values and output in forward, and their gradients in backward. With FP8 attention an all-to-all sends the
-    output in backward too, and a fused layer that recomputes its attention keeps queries, keys and values as they have arrived.
+    all-to-all queries, keys, values and output in forward, and their gradients in backward, with FP8 attention the output once more. A
+    fused layer keeps the queries, keys and values that an all-to-all brought, also if it recomputes its attention.
     """
     model, parallel, precision = config.model, config.parallel, config.precision
     ranks, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
@@ -82,13 +82,11 @@ def context_parallel(config: Config, layers: int) -> Transfer:
     keys = 2 * config.tokens * model.query_groups * model.head_size / tp  # and values
     if parallel.cp_comm_type == "a2a":
         queries = config.tokens * model.num_attention_heads * model.head_size / tp
-        calls = 2 * (forwards + 1)
-        if fp8_attention:
-            keeps = config.fuses_layers and config.training.recompute_granularity != "full"
-            sent = forwards * (2 * queries + keys) + 3 * queries + keys - (queries + keys if keeps else 0.0) * (forwards - 1)
-            return Transfer(layers * (ranks - 1) / ranks * sent, layers * (calls - (forwards - 1 if keeps else 0)))
-        forward, backward = (queries + keys) * narrow + queries * wide, (2 * queries + keys) * wide
-        return Transfer(layers * (ranks - 1) / ranks * (forwards * forward + backward), layers * calls)
+        firsts = 1 if config.fuses_layers and config.training.recompute_granularity != "full" else forwards
+        element, again = (1, queries) if fp8_attention else (wide, 0.0)
+        forward = firsts * (queries + keys) * narrow + forwards * queries * element
+        backward = (2 * queries + keys) * element + again
+        return Transfer(layers * (ranks - 1) / ranks * (forward + backward), layers * (firsts + forwards + 2))
     hop, gradients = keys * narrow, keys * (1 if fp8_attention else wide)
     return Transfer(layers * (ranks - 1) * ((forwards + 1) * hop + gradients), layers * (ranks - 1) * (forwards + 2))
 

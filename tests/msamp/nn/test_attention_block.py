@@ -9,6 +9,7 @@ from helpers.block_halves import (
     D,
     H,
     S,
+    attend,
     attention_half,
     attention_settings,
     check_casts,
@@ -17,6 +18,8 @@ from helpers.block_halves import (
     watch_casts,
 )
 from helpers.numerics import COAT_GRADIENTS, KINDS, codes, make
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
 from msamp.kernels import scaled_mm
 from msamp.nn.attention_block import AttentionBlock, split_heads
 from msamp.nn.fp8_attention import CASTS_HERE
@@ -26,6 +29,7 @@ from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import quantize
 from msamp.numerics.scaling import Current, inverse
+from msamp.parallel.head_exchange import HeadExchange
 
 every_level = pytest.mark.parametrize("level", [recipe.O2, recipe.O3], ids=lambda r: r.name)
 
@@ -126,6 +130,19 @@ def test_recomputing_attention_changes_no_bit(level, device):
     again, recomputed = run(half, x, grad, attention_settings(half, recompute=True))
     assert out.equal(again)
     assert all(a.equal(b) for a, b in zip(kept, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_heads_shared_by_one_rank_change_no_bit(recompute):
+    half = attention_half(recipe.O2, "cpu", 2)
+    x, grad = inputs()
+    out, plain = run(half, x, grad, attention_settings(half, 2))
+    told = watch_casts(half)
+    exchange = HeadExchange(Peers(None, WireBytes()), attend)
+    again, shared = run(half, x, grad, attention_settings(half, 2, sharing=exchange, recompute=recompute))
+    assert out.equal(again)
+    assert all(a.equal(b) for a, b in zip(plain, shared, strict=True))
+    check_casts(half, told)
 
 
 @pytest.mark.parametrize(("groups", "rms", "bias"), [(HEADS, False, True), (2, True, False)], ids=["MHA, LayerNorm", "GQA, RMSNorm"])

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.block_halves import HEADS, B, D, H, S, attention_half, attention_settings, fp8_attention, mlp_half, mlp_settings
+from helpers.block_halves import HEADS, B, D, H, S, attend, attention_half, attention_settings, fp8_attention, mlp_half, mlp_settings
 from helpers.numerics import make
+from msamp.comm.collectives import Peers
+from msamp.comm.counters import WireBytes
 from msamp.nn.activation import ActivationFunction
 from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.linear import FP8Linear
@@ -16,6 +18,7 @@ from msamp.nn.mlp_block import MLPBlock
 from msamp.nn.norm import NormFunction
 from msamp.nn.saved_activations import AsItIs, GroupedFP8, Saved
 from msamp.numerics import recipe
+from msamp.parallel.head_exchange import HeadExchange
 
 TOKENS, WIDE = S * B, 2
 ways = pytest.mark.parametrize("saved", [AsItIs(), GroupedFP8()], ids=["as it is", "groups"])
@@ -62,6 +65,16 @@ def test_attention_block(groups: int, recompute: bool, saved: Saved):
     held[attention.qkv.untyped_storage().data_ptr()] = attention.qkv.nbytes
     want = AttentionBlock.saved_bytes(H, HEADS, groups, D, WIDE, saved, recompute=recompute)
     assert (norm, sum(held.values()) / TOKENS) == want
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_block_whose_heads_are_shared(recompute: bool):
+    half, groups = attention_half(recipe.O2, groups=2), 2
+    how = attention_settings(half, groups, recompute=recompute, sharing=HeadExchange(Peers(None, WireBytes()), attend))
+    attention = AttentionBlock.apply(stream(), *half.arguments(), how)[0].grad_fn.attention
+    held = [*attention.parts, *(x for x in (attention.attended, attention.payload) if x is not None)]
+    want = AttentionBlock.saved_bytes(H, HEADS, groups, D, WIDE, AsItIs(), recompute=recompute, shared=True)
+    assert sum(x.nbytes for x in held) / TOKENS == want.inner
 
 
 def test_attention_block_with_norms_of_queries_and_keys():

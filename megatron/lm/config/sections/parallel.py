@@ -171,6 +171,11 @@ class ParallelConfig:
         )
 
     @property
+    def shares_heads(self) -> bool:
+        """Whether context-parallel processes divide the heads of attention between them (`--cp-comm-type a2a`)."""
+        return self.context_parallel_size > 1 and self.cp_comm_type == "a2a"
+
+    @property
     def unit(self) -> int:
         """The number of processes must be a multiple of it."""
         one = self.axes(1)

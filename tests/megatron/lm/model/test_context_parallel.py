@@ -146,20 +146,36 @@ def test_documents_of_packed_sequences_attend_to_themselves_alone_after_an_all_t
         assert_same(rank, expected)
 
 
-FP8_ATTENTION = {"precision": "coat", "attention_precision": "fp8", "kv_channels": 16}
+COAT = {"precision": "coat", "kv_channels": 16} | GQA
+FP8_ATTENTION = {"attention_precision": "fp8"}
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
 
 
-@pytest.mark.parametrize(("way", "least"), [({}, 15), (HEADS, 45)], ids=["ring", "heads"])
-def test_raw_gradients_of_fp8_attention_are_those_of_one_process(way: dict[str, Any], least: float):
+@pytest.mark.parametrize(
+    ("given", "way", "least"),
+    [
+        (FP8_ATTENTION, {}, 15),
+        (FP8_ATTENTION, HEADS, 45),
+        ({}, HEADS, 45),
+        pytest.param(FP8_ATTENTION, HEADS | AGAIN, 45, marks=pytest.mark.nightly(3)),
+        pytest.param({}, HEADS | AGAIN, 45, marks=pytest.mark.nightly(3)),
+    ],
+    ids=["FP8 ring", "FP8 heads", "heads", "FP8 heads again", "heads again"],
+)
+def test_raw_gradients_of_fused_layers_are_those_of_one_process(given: dict[str, Any], way: dict[str, Any], least: float):
     """The ring rounds each part and gives ranks just-in-time scales of their own; with heads only BF16's sum over ranks differs."""
-    (alone,) = dist.run(watched_steps, 1, 1, FP8_ATTENTION)
-    for rank in dist.run(watched_steps, 2, 2, FP8_ATTENTION | way):
+    given = COAT | given
+    (alone,) = dist.run(watched_steps, 1, 1, given)
+    for rank in dist.run(watched_steps, 2, 2, given | way):
         assert_near(rank["gradients"], alone["gradients"], least)
         assert rank["norms"] == pytest.approx(alone["norms"], rel=5e-3)
         if way:
-            planned, scale_invs = wire.context_parallel(settings(2, **FP8_ATTENTION, **way), 2).size, 4 * (3 + 1 + 3)
+            planned, scale_invs = (
+                wire.context_parallel(settings(2, **given, **way), 2).size,
+                4 * (3 + 1 + 3) * ("attention_precision" in given),
+            )
             assert rank["sent"]["activation", "heads all-to-all"] == 4 * (planned + 2 * scale_invs)  # micro-batches; layers
-    for found in dist.run(step_without_a_schedule, 2, 2, FP8_ATTENTION | way):
+    for found in dist.run(step_without_a_schedule, 2, 2, given | way):
         assert_near(found, alone["gradients"], least)
 
 

@@ -220,6 +220,18 @@ def test_fp8_attention_keeps_a_byte_an_element():
     assert per_element(f"{unfused} {again}") == per_element(f"--opt-level O3 {again} --bf16-linears linear_qkv")
 
 
+def test_an_all_to_all_of_heads_keeps_heads_and_the_projections_input():
+    grouped = "--group-query-attention --num-query-groups 4 --context-parallel-size 2"
+    shared, again = f"{grouped} --cp-comm-type a2a", "--recompute-granularity selective --recompute-modules core_attn"
+    keys = 2 * 2 / 4
+    assert per_element(f"--opt-level O3 {grouped}") * 2 == 20 - 2 * 2 + keys + 2  # a ring keeps what one process keeps
+    assert per_element(f"--opt-level O3 {shared}") * 2 == 20 - 2 * 2 + keys + 1  # nothing is copied, and the projection's input is FP8
+    assert per_element(f"--opt-level O3 {shared} {again}") * 2 == 18 - 2 * 2 + keys
+    assert per_element(f"--opt-level O0 {shared}") * 2 == 32 - 2 * 2 + keys + 2  # the output twice
+    fp8 = "--opt-level O3 --attention-precision fp8"
+    assert per_element(f"{fp8} {shared}") == per_element(f"{fp8} {grouped}")
+
+
 def test_norms_of_queries_and_keys_keep_a_copy_of_grouped_queries():
     grouped = "--group-query-attention --num-query-groups 4 --qk-layernorm"
     for level, unit in (("O0", 36), ("O3 --bf16-linears linear_qkv", 32)):

@@ -61,6 +61,16 @@ def test_what_context_parallel_ranks_send_is_what_was_counted(row: dict[str, str
         ("--recompute-granularity selective --recompute-modules mlp", 3 * 2 * (2 + 2 + 2), 3 * 3),
         ("--cp-comm-type a2a", 3 / 4 * 2 * 2 * (4 + 2 + 4), 4),
         ("--cp-comm-type a2a --cp-wire fp8", 3 / 4 * ((4 + 2) + 2 * (4 + 4 + 2 + 4)), 4),
+        (
+            "--cp-comm-type a2a --recompute-granularity selective --recompute-modules core_attn",
+            3 / 4 * 2 * ((4 + 2) + 2 * 4 + (4 + 4 + 2)),
+            5,
+        ),
+        (
+            "--cp-comm-type a2a --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            3 / 4 * 2 * (2 * (4 + 2 + 4) + (4 + 4 + 2)),
+            6,
+        ),
         ("--cp-comm-type a2a --attention-precision fp8", 3 / 4 * ((4 + 2 + 4) + (4 + 4 + 4 + 2)), 4),
         (
             "--cp-comm-type a2a --attention-precision fp8 --recompute-granularity selective --recompute-modules core_attn",
