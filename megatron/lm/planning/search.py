@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.lm.config import Config
 from megatron.lm.config.rules import context, shape, training
-from megatron.lm.config.sections.parallel import AXES
+from megatron.lm.config.sections.parallel import AXES, CP_COMM_TYPES
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
@@ -32,7 +32,8 @@ RECOMPUTED: tuple[dict[str, Any], ...] = (
     },
     {"recompute_granularity": "full", "recompute_modules": (), "recompute_method": "uniform", "recompute_num_layers": 1},
 )
-GRID = (AXES["tensor"], AXES["pipeline"], "num_layers_per_virtual_pipeline_stage", "sequence_parallel", AXES["context"])
+GRID = (AXES["tensor"], AXES["pipeline"], "num_layers_per_virtual_pipeline_stage", "sequence_parallel", AXES["context"], "cp_comm_type")
+WHOLE: dict[str, Any] = {"cp_comm_type": "p2p", "cp_wire": None}  # the flags of context parallelism, which are refused without it
 LONG = 8192  # tokens
 UNEVEN = 1.05  # allowed ratio of the busiest rank of a partition to the mean
 
@@ -110,7 +111,9 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
     batches = [config.training.micro_batch_size] if "micro_batch_size" in fixed else list(MICRO_BATCHES)
     again = [{}] if any(name.startswith("recompute") for name in fixed) else list(RECOMPUTED)
     for tp, cp, pp, micro_batch, recomputed in itertools.product(tensor, parts, stages, batches, again):
-        grid = replace(given, tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp)
+        grid = replace(
+            given, tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp, **(WHOLE if cp == 1 else {})
+        )
         if cluster.gpus % grid.unit or (len(parts) > 1 and tp * cp > cluster.per_host):
             continue
         chunks = [given.num_layers_per_virtual_pipeline_stage] if GRID[2] in fixed else _chunks(model.num_layers // pp if pp > 1 else 1)
@@ -118,11 +121,12 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
             split = given.sequence_parallel if GRID[3] in fixed else tp > 1
             parallel = replace(grid, num_layers_per_virtual_pipeline_stage=chunk, sequence_parallel=split)
             trained = replace(config.training, micro_batch_size=micro_batch, **recomputed)
-            one = replace(config, parallel=parallel, training=trained)
-            yield one
-            # Graphs of pipeline stages have memory for each micro-batch in flight: eager steps may fit where they do not.
-            if pp > 1 and "cuda_graph" not in fixed and captured(one):
-                yield replace(one, training=replace(trained, cuda_graph="none"))
+            for way in CP_COMM_TYPES if cp > 1 and GRID[5] not in fixed else (grid.cp_comm_type,):
+                one = replace(config, parallel=replace(parallel, cp_comm_type=way), training=trained)
+                yield one
+                # Graphs of pipeline stages have memory for each micro-batch in flight: eager steps may fit where they do not.
+                if pp > 1 and "cuda_graph" not in fixed and captured(one):
+                    yield replace(one, training=replace(trained, cuda_graph="none"))
 
 
 def _problems(config: Config, gpus: int) -> Iterator[str]:
@@ -167,9 +171,7 @@ def _exact(config: Config, gpus: int) -> list[Rank]:
 def _bare(config: Config, batch: int) -> Config:
     """Return the settings that model states depend on, so that many grids share a cached result: no recomputation, no chunks, whole
     sequences, and one or two micro-batches per step."""
-    parallel = replace(
-        config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1, cp_comm_type="p2p", cp_wire=None
-    )
+    parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1, **WHOLE)
     graph = config.training.cuda_graph if captured(config) else "none"  # recomputation may prevent graphs, in which gradients differ
     bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, cuda_graph=graph, **RECOMPUTED[0])
     return replace(config, parallel=parallel, training=bare)

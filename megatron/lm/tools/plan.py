@@ -27,6 +27,7 @@ NETWORK_GB_S = 40.0
 SEARCHED = {
     "--tensor-model-parallel-size": "tensor_model_parallel_size",
     "--context-parallel-size": "context_parallel_size",
+    "--cp-comm-type": "cp_comm_type",
     "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
     "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
     "--sequence-parallel": "sequence_parallel",
@@ -101,6 +102,7 @@ def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]
     return {
         "tensor": parallel.tensor_model_parallel_size,
         "context": parallel.context_parallel_size,
+        "context_comm": parallel.cp_comm_type if parallel.context_parallel_size > 1 else None,
         "pipeline": parallel.pipeline_model_parallel_size,
         "data": config.data_parallel_size(cluster.gpus),
         "layers_a_virtual_stage": parallel.num_layers_per_virtual_pipeline_stage,
@@ -133,6 +135,7 @@ def flags_of(config: Config, model: str) -> list[str]:
     words += ["--pipeline-model-parallel-size", str(parallel.pipeline_model_parallel_size)]
     if parallel.context_parallel_size > 1:
         words += ["--context-parallel-size", str(parallel.context_parallel_size)]
+        words += [] if parallel.cp_comm_type == "p2p" else ["--cp-comm-type", parallel.cp_comm_type]
     if parallel.num_layers_per_virtual_pipeline_stage:
         words += ["--num-layers-per-virtual-pipeline-stage", str(parallel.num_layers_per_virtual_pipeline_stage)]
     if parallel.sequence_parallel or PRESETS[model]["sequence_parallel"]:
@@ -150,14 +153,14 @@ def flags_of(config: Config, model: str) -> list[str]:
 
 def table(grids: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line per grid."""
-    left, right = f"{'TP x PP x DP':<16}{'micro-batch':>12}{'chunk':>7}  {'recomputed':<24}", f"{'ms/step':>12}{'tokens/s/GPU':>14}"
+    left, right = f"{'TP x PP x DP':<20}{'micro-batch':>12}{'chunk':>7}  {'recomputed':<24}", f"{'ms/step':>12}{'tokens/s/GPU':>14}"
     lines = [f"{left}{'GiB':>7}{right}{'MFU %':>8}"]
     for planned in grids:
         grid = f"{planned['tensor']} x {planned['pipeline']} x {planned['data']}"
-        grid += f", CP {planned['context']}" if planned["context"] > 1 else ""
+        grid += f", CP {planned['context']} {planned['context_comm']}" if planned["context"] > 1 else ""
         batch, chunk = f"{planned['micro_batches']} x {planned['micro_batch']}", planned["layers_a_virtual_stage"] or "-"
         lines.append(
-            f"{grid:<16}{batch:>12}{chunk:>7}  "
+            f"{grid:<20}{batch:>12}{chunk:>7}  "
             f"{planned['recompute']:<24}{planned['memory_bytes'] / 2**30:>7.1f}{1e3 * planned['step_seconds']:>12.1f}"
             f"{planned['tokens_s_gpu']:>14,.0f}{100 * planned['mfu'][0]:>8.1f}"
         )

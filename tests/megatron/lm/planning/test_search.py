@@ -81,6 +81,23 @@ def test_long_sequences_are_divided_between_processes_of_a_host():
     assert {one.parallel.context_parallel_size for one in candidates(config("--preset", "llama3-8b"), machines(16))} == {1}
 
 
+def test_both_ways_to_divide_long_sequences_are_searched_unless_one_is_given():
+    words = "--preset llama3-8b --seq-length 32768 --max-position-embeddings 32768 --global-batch-size 2 --opt-level O3 "
+    fixed = ["micro_batch_size", "pipeline_model_parallel_size"]
+
+    def ways(text: str, fixed: list[str]) -> set[tuple[int, str]]:
+        found = candidates(config(*f"{words} {text}".split()), machines(2), fixed)
+        return {(one.parallel.context_parallel_size, one.parallel.cp_comm_type) for one in found}
+
+    assert ways("", fixed) == {(1, "p2p"), (2, "p2p"), (2, "a2a")}
+    assert ways("--context-parallel-size 2 --cp-comm-type a2a --cp-wire fp8", [*fixed, "cp_comm_type"]) == {(1, "p2p"), (2, "a2a")}
+    documents = config(*f"{words} --reset-attention-mask --tensor-model-parallel-size 1".split())
+    fixed += ["tensor_model_parallel_size", "context_parallel_size"]
+    shared = dataclasses.replace(documents, parallel=dataclasses.replace(documents.parallel, context_parallel_size=2))
+    found = best(shared, machines(2), RATES, 79 * memory.GIB, fixed, 3)
+    assert {one.config.parallel.cp_comm_type for one in found} == {"a2a"}  # a ring does not keep documents apart
+
+
 def test_a_rough_judgement_never_leaves_out_what_fits():
     """Every grid of a small case, exactly: `best` finds just those that fit."""
     model, cluster, capacity = config("--preset", "1.3b", "--precision", "O2", "--global-batch-size", "8"), machines(2), 11 * memory.GIB

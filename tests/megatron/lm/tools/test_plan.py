@@ -110,7 +110,18 @@ def test_context_parallelism_is_in_flags_and_table():
     words = "--preset llama3-8b --precision O3 --use-distributed-optimizer --seq-length 131072 --global-batch-size 4 --micro-batch-size 1"
     words += " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 4 --sequence-parallel"
     assert flags_of(parse_args(words.split()), "llama3-8b") == words.split()
-    grid = {"tensor": 2, "context": 4, "pipeline": 1, "data": 1, "micro_batches": 4, "micro_batch": 1, "layers_a_virtual_stage": None}
+    heads = words.replace("--sequence-parallel", "--cp-comm-type a2a --sequence-parallel")
+    assert flags_of(parse_args(heads.split()), "llama3-8b") == heads.split()
+    grid = {
+        "tensor": 2,
+        "context": 4,
+        "context_comm": "p2p",
+        "pipeline": 1,
+        "data": 1,
+        "micro_batches": 4,
+        "micro_batch": 1,
+        "layers_a_virtual_stage": None,
+    }
     grid |= {"recompute": "none", "memory_bytes": 2**36, "step_seconds": 1.5, "tokens_s_gpu": 1e4, "mfu": [0.5]}
-    assert table([grid])[1].startswith("2 x 1 x 1, CP 4 ")
+    assert table([grid])[1].startswith("2 x 1 x 1, CP 4 p2p ")
     assert table([grid | {"context": 1}])[1].startswith("2 x 1 x 1   ")
