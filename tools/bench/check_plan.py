@@ -39,7 +39,7 @@ UNPLANNED_TP = ("5fa3333b",)
 # Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 CONTEXT = "--context-parallel-size"
-UNPLANNED_CP = frozenset({"6f1e70bc"})  # trees whose context-parallel ranks used up to 1.7 GiB more than planned
+UNPLANNED_CP = frozenset({"6f1e70bc", "757f8790"})  # trees whose context-parallel ranks used 2 to 3 GiB more than planned
 # Until then O1 and O2 sent BF16 between tensor-parallel ranks, and their layers were not fused there.
 UNFUSED_TP = "2026-11-26"
 # Until then no layer with norms of queries and keys was fused.

@@ -425,7 +425,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "loss-curves": losses.against_bf16,
     "loss-options": losses.options,
     "loss-sums": lambda: losses.options(losses.SUMS),
-    "loss-large": lambda: losses.options(losses.LARGE),
+    "loss-large": lambda: losses.options(losses.LARGE), "loss-experts": lambda: losses.options(losses.EXPERTS),
     "loss-seeds": losses.two_seeds,
     "loss-long": losses.longer_run,
     "loss-graphs": losses.graphs,
