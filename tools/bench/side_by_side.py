@@ -84,8 +84,9 @@ class Clock:
 
 def serve(case: str, options: argparse.Namespace) -> None:
     """Build and warm up a case at the first line of stdin, then run as many steps as each line requests, and print a line of JSON for
-    each."""
-    sys.stdin.readline()
+    each. End of file instead of a line ends it."""
+    if not sys.stdin.readline():
+        return
     with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
         config = bench_step.configuration(case, options)
         process_groups.initialize(config)

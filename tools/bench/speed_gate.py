@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,13 +78,15 @@ class Measured(NamedTuple):
 
 
 def serve(contestant: str, options: argparse.Namespace) -> None:
-    """Run as the process of a contestant: build it at the first line of stdin, then take as many steps as each line requests."""
+    """Run as the process of a contestant: build it at the first line of stdin, then take as many steps as each line requests; end of file
+    ends it."""
     kind, _, words = contestant.partition(" ")
     if kind == "trainer":
         flags = side_by_side.flags().parse_args(["--warm-up", str(options.warm_up), *shlex.split(options.trainer_flags)])
         side_by_side.serve(words, flags)
         return
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        return
     cuda = torch.cuda.is_available()
     wait = torch.cuda.synchronize if cuda else lambda: None
     with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
@@ -147,23 +150,34 @@ def ratio(ours: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) 
     return Measured(statistics.median(ratios), min(ratios), max(ratios), middle[0], middle[1])
 
 
-def measure(cases: Sequence[Case], options: argparse.Namespace, start: Callable[[str, argparse.Namespace], Any]) -> dict[str, Measured]:
+def measure(
+    cases: Sequence[Case],
+    options: argparse.Namespace,
+    start: Callable[[str, argparse.Namespace], Any],
+    keep: Callable[[str, Measured], None] = lambda name, found: None,
+) -> dict[str, Measured]:
     """Measure each case, and print it. A contestant lives for as long as a later case needs it.
+
+    All processes start, and import, at once. The two of a case compile and capture at once too, and only then does either take a step that
+    counts.
 
     Args:
         start: starts the process of a contestant, with `build`, `steps` and `close` as `side_by_side.Served` has them.
+        keep: gets each case as soon as it is measured.
     """
     measured: dict[str, Measured] = {}
-    alive: dict[str, Any] = {}
+    alive = {name: start(name, options) for name in dict.fromkeys(name for case in cases for name in (case.baseline, case.ours))}
+    built: set[str] = set()
     try:
         for number, case in enumerate(cases):
-            for name in (case.baseline, case.ours):
-                if name not in alive:
-                    alive[name] = start(name, options)
-                    report_built(alive[name])
+            new = [name for name in (case.baseline, case.ours) if name not in built]
+            with ThreadPoolExecutor(len(new) or 1) as threads:
+                list(threads.map(lambda name: report_built(alive[name]), new))
+            built.update(new)
             times = side_by_side.measure([alive[case.baseline], alive[case.ours]], options.rounds, options.steps)
             measured[case.name] = ratio(*([turn[name]["step"] for turn in times] for name in (case.ours, case.baseline)))
             print(f"{case.name}: {case.ours} / {case.baseline} = {measured[case.name].ratio:.4f}", flush=True)
+            keep(case.name, measured[case.name])
             needed = {name for later in cases[number + 1 :] for name in (later.baseline, later.ours)}
             for name in alive.keys() - needed:
                 alive.pop(name).close()
@@ -261,12 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     cases = [case for case in CASES.values() if case.name in options.cases]
     require(cases)
-    expected = {} if options.write else committed(options.csv, torch.cuda.get_device_name(), [case.name for case in cases])
-    measured = measure(cases, options, Contestant)
     if options.write:
-        rows.append(options.csv, table(measured, options))
-        print(f"{len(measured)} ratios written to {options.csv}: commit it")
+        written = measure(cases, options, Contestant, lambda name, found: rows.append(options.csv, table({name: found}, options)))
+        print(f"{len(written)} ratios written to {options.csv}: commit it")
         return 0
+    expected = committed(options.csv, torch.cuda.get_device_name(), [case.name for case in cases])
+    measured = measure(cases, options, Contestant)
     lost = judge(measured, expected, TOLERANCE)
     for name, found in measured.items():
         print(f"{name}: {100 * (found.ratio / expected[name] - 1):+.1f} % of the committed ratio {expected[name]:.4f}")

@@ -112,9 +112,22 @@ def test_contestants_end_when_one_of_them_fails(monkeypatch):
         made.append((Broken if name == "trainer O2" else Fake)(name))
         return made[-1]
 
+    kept = []
+    cases = [CASES["trainer-O3"], *CASES.values()]
     with pytest.raises(ValueError, match="ended with 1"):
-        measure(list(CASES.values()), argparse.Namespace(rounds=2, steps=2), start)
-    assert [contestant.closed for contestant in made] == [True, True]
+        measure(cases, argparse.Namespace(rounds=2, steps=2), start, lambda name, found: kept.append(name))
+    assert {contestant.case: contestant.closed for contestant in made} == dict.fromkeys(TIMES, True)
+    assert kept == ["trainer-O3"], "what was measured before the failure is not lost"
+    assert {contestant.case for contestant in made if contestant.built} == {"trainer O0", "trainer O2", "trainer O3"}
+
+
+@pytest.mark.parametrize("contestant", ["linear fp8", "trainer O2"])
+def test_a_contestant_that_is_never_asked_builds_nothing(contestant, monkeypatch, capsys):
+    monkeypatch.setattr(speed_gate.sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(speed_gate, "linear", None)
+    monkeypatch.setattr(speed_gate.side_by_side, "build_training", None)
+    assert speed_gate.main(["--serve", contestant]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_the_ratio_by_hand():
