@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.lm.model.attention import BACKENDS
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
 from msamp.comm.collectives import Peers
@@ -55,7 +56,8 @@ Run = Callable[..., list[Tensor]]
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention of one process: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    with sdpa_kernel(BACKENDS["auto"], set_priority=True):  # the trainer's order
+        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return o.permute(2, 0, 1, 3).flatten(2)
 
 

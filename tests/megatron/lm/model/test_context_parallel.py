@@ -144,6 +144,8 @@ def test_documents_of_packed_sequences_attend_to_themselves_alone_after_an_all_t
     assert expected["losses"] != pytest.approx(one["losses"], rel=1e-4)
     for rank in dist.run(watched_steps, 2, 2, given | HEADS):
         assert_same(rank, expected)
+    for found in dist.run(step_without_a_schedule, 2, 2, given | HEADS):
+        assert_same(expected | {"gradients": found}, expected)
 
 
 COAT = {"precision": "coat", "kv_channels": 16} | GQA

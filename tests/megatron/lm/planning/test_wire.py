@@ -47,8 +47,12 @@ def counted() -> list[dict[str, str]]:
 def test_what_context_parallel_ranks_send_is_what_was_counted(row: dict[str, str]):
     level, _, flags = row["case"].partition(" ")
     config = parse_args(["--preset", row["preset"], "--opt-level", level, "--global-batch-size", "1", *flags.split()])
-    assert wire.context_parallel(config, config.model.num_layers).size / MIB == float(row["activation_mib"])
-    assert wire.by_kind(config, 2)["keys and values"] == float(row["activation_mib"]) * MIB
+    sent = wire.context_parallel(config, config.model.num_layers).size
+    # The row has the mean of the ranks, and the plan the first one's. With FP8 attention the second sends half as many gradients as the
+    # first, which are a third of all bytes: those of the keys that its queries attend to.
+    mean = sent * 11 / 12 if config.precision.attention_precision == "fp8" and not config.parallel.shares_heads else sent
+    assert mean / MIB == float(row["activation_mib"])
+    assert wire.by_kind(config, 2)["keys and values"] == sent
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,22 @@ LEVELS: dict[str, dict[str, Any]] = {
     "coat": {"precision": "coat"} | FP8_ATTENTION,
 }
 HEADS = {"cp_comm_type": "a2a"}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32, "swiglu": True, "disable_bias_linear": True}
+DOCUMENTS = {"reset_attention_mask": True, "attention_precision": "bf16"}
 # The level of a run, and what it has beside on one process and on several.
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {level: (level, {}, {}) for level in LEVELS} | {
     "O2": ("O2", {}, {"cp_wire": "fp8"}),
-    "O0, documents": ("O0", {"reset_attention_mask": True}, HEADS),
-    "O3, documents": ("O3", {"reset_attention_mask": True, "attention_precision": "bf16"}, HEADS | {"cp_wire": "fp8"}),
+    "O0, documents": ("O0", DOCUMENTS, HEADS),
+    "O3, documents": ("O3", DOCUMENTS, HEADS | {"cp_wire": "fp8"}),
+    "coat, documents": ("coat", DOCUMENTS | {"qk_layernorm": True}, HEADS),
+    "O2, experts, FP8 heads": ("O2", FP8_ATTENTION | EXPERTS, HEADS),
+    "O3, norms, FP8 heads": ("O3", {"qk_layernorm": True}, HEADS),
     "O1, FP8 heads": ("O1", FP8_ATTENTION, HEADS),
     "O2, FP8 heads": ("O2", FP8_ATTENTION, HEADS),
     "O3, FP8 heads": ("O3", {}, HEADS),
     "coat, FP8 heads": ("coat", {}, HEADS),
 }
+FOUR_HEADS = {"num_attention_heads": 4}
 GRIDS: dict[str, dict[str, Any]] = {
     "dp2": CP,
     "tp2": CP | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -38,6 +44,8 @@ GRIDS: dict[str, dict[str, Any]] = {
     "attention again": CP | {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
     "heads": CP | HEADS | {"cp_wire": "fp8", "attention_precision": "bf16"},
     "FP8 heads, dp2": CP | HEADS,
+    "FP8 heads, tp2": CP | HEADS | {"tensor_model_parallel_size": 2, "sequence_parallel": True} | FOUR_HEADS,
+    "documents, tp2": CP | HEADS | {"tensor_model_parallel_size": 2} | FOUR_HEADS | DOCUMENTS,
     "FP8 heads, pp2": CP | HEADS | {"pipeline_model_parallel_size": 2},
     "FP8 heads, attention again": CP | HEADS | {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
 }
@@ -77,7 +85,7 @@ def test_two_processes_train_and_evaluate_as_one(tmp_path: Path, run: str):
 
 
 @pytest.mark.nightly(15)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*LEVELS, "O3, documents", "O3, FP8 heads", "O2, experts, FP8 heads"])
 def test_a_run_that_ends_early_resumes_with_another_number_of_processes(tmp_path: Path, run: str):
     level, always, shared = RUNS[run]
     prefix, within, two = str(tiny.write_data(tmp_path)), WITHIN[level == "O0"], CP | always | shared
@@ -94,7 +102,8 @@ def test_a_run_that_ends_early_resumes_with_another_number_of_processes(tmp_path
 @pytest.mark.parametrize("grid", GRIDS)
 def test_grids_of_four_processes_train_as_one(tmp_path: Path, grid: str):
     prefix = str(tiny.write_data(tmp_path))
-    assert_close(on(4, prefix, "O3", GRIDS[grid]), on(1, prefix, "O3", {}), WITHIN[False])
+    model = {name: value for name, value in GRIDS[grid].items() if name in FOUR_HEADS | DOCUMENTS}
+    assert_close(on(4, prefix, "O3", GRIDS[grid]), on(1, prefix, "O3", model), WITHIN[False])
 
 
 def lost(prefix: str, folder: str) -> None:
