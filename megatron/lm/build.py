@@ -38,6 +38,7 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
     """
     check_precision(config)
     config, linears = fp8_layers.agree_on_layers(config, lambda: checkpoint.saved_precision(config))
+    check_precision(config)  # of what --attention-precision auto chose
     step_graph.choose(config)  # raises before the model is built
     recipe = build_recipe(config.precision)
     if recipe.fp8:

@@ -4,6 +4,9 @@ A layer's gain is its BF16 time for forward and backward divided by its FP8 time
 a transformer layer runs as two fused blocks, its four linear layers are all FP8 or all BF16, by the sum of their times. Rank 0 decides for
 all ranks. The configuration records the choice (`--bf16-linears`), and so does the checkpoint, so a resume on another machine computes the
 same. The operand scaling is taken from the checkpoint in the same way (`decide`).
+
+`--attention-precision auto` is decided by the same rule, from the times of the attention core at the run's shape (`choose_attention`): FP8
+attention wins at some lengths and numbers of heads and loses at others.
 """
 
 import json
@@ -19,18 +22,26 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.presets import linear_shapes
+from megatron.lm.config.rules import context as context_rules
+from megatron.lm.config.rules import data as data_rules
+from megatron.lm.config.rules import precision as precision_rules
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import with_saved_rounding, with_saved_scaling
 from megatron.lm.processes.agreement import rank_0_decides
+from msamp.kernels.fp8_attention import default_scale
 from msamp.kernels.scaled_mm import fp8_hardware
+from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
 
+AUTO = "auto"
 REPEATS = 20
 L2_BYTES = 256 * 2**20  # written before each launch to flush the L2 cache: in a training step operands come from HBM
 
@@ -43,6 +54,16 @@ class Shape(NamedTuple):
     outputs: int
 
 
+class AttentionShape(NamedTuple):
+    """Shape of the attention core on one rank: sequences, tokens of each, heads, groups of heads that share a key, channels of a head."""
+
+    batch: int
+    tokens: int
+    heads: int
+    groups: int
+    channels: int
+
+
 class Times(NamedTuple):
     """Seconds of forward and backward."""
 
@@ -50,18 +71,19 @@ class Times(NamedTuple):
     fp8: float
 
 
-Measure = Callable[[Shape, Recipe], Times]
+Measure = Callable[[Shape | AttentionShape, Recipe], Times]
 SavedPrecision = Callable[[], PrecisionConfig | None]
 
 
 @dataclass(frozen=True)
 class Fp8LayerChoice:
     """The linear layers of a transformer layer that are BF16 (slots in the order of `LINEARS`), the reason, and the measured gains by
-    slot."""
+    slot; and what `--attention-precision auto` chose, with its reason, or an empty text without it."""
 
     bf16: tuple[str, ...] = ()
     reason: str = ""
     gains: Mapping[str, float] = field(default_factory=dict)
+    attention: str = ""
 
 
 def default_cache() -> Path:
@@ -120,16 +142,22 @@ def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] |
     # O1 and O2 cast the stored weight twice, O3 does not cast it.
     where = f"{gpu}, torch {torch.__version__}, weight {recipe.weight}, scaling {scaling}"
     keys = {slot: f"{where}, {s.tokens} x {s.inputs} x {s.outputs}" for slot, s in layer_shapes(config).items()}
+    found = _cached(config, {keys[slot]: shape for slot, shape in layer_shapes(config).items()}, measure)
+    return found and {slot: found[key] for slot, key in keys.items()}
+
+
+def _cached(config: Config, shapes: Mapping[str, Shape | AttentionShape], measure: Measure | None) -> dict[str, Times] | None:
+    """Return the times of shapes by key, from the cache file; measure and add missing ones. None as in `times_by_slot`."""
     path = Path(config.precision.fp8_gain_cache or default_cache())
     table = read_table(path)
-    missing = {keys[slot]: shape for slot, shape in layer_shapes(config).items() if keys[slot] not in table}
+    missing = {key: shape for key, shape in shapes.items() if key not in table}
     if missing:
         if measure is None:
             return None
-        new = {key: measure(shape, recipe) for key, shape in missing.items()}
+        new = {key: measure(shape, config.precision.recipe) for key, shape in missing.items()}
         table = read_table(path) | new  # another run may have added entries in the meantime
         write_table(path, table)
-    return {slot: table[key] for slot, key in keys.items()}
+    return {key: table[key] for key in shapes}
 
 
 def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> Fp8LayerChoice:
@@ -162,6 +190,52 @@ def choose(config: Config, measure: Measure | None, saved: PrecisionConfig | Non
     return Fp8LayerChoice(slow, f"measured, --fp8-min-gain {precision.fp8_min_gain:g}", gains)
 
 
+def choose_attention(config: Config, measure: Measure | None, saved: PrecisionConfig | None = None) -> tuple[str, str]:
+    """Return the precision of the attention core for a run with `--attention-precision auto`, and the reason, on one process.
+
+    The first of these decides: what FP8 attention does not support, `--fp8-min-gain` 0, the checkpoint, this machine, the gain.
+
+    Args:
+        config, measure, saved: as in `choose`.
+    """
+    if not config.precision.named.fp8:
+        return "bf16", f"precision {config.precision.name}"
+    fp8 = replace(config, precision=replace(config.precision, attention_precision="fp8"))
+    about = (precision_rules.fp8_attention, data_rules.documents, context_rules.wire)
+    refused = next((problem for rule in about for problem in rule(fp8, 1)), None)
+    if refused is not None:
+        return "bf16", refused
+    if not config.precision.fp8_min_gain:
+        return "fp8", "--fp8-min-gain 0"
+    if saved is not None:
+        return saved.attention_precision, "as in the checkpoint"
+    if not _has_fp8():
+        return "bf16", "not measured: this hardware has no FP8, which is emulated"
+    from megatron.lm.model.attention import check_precision  # megatron-core, for seconds
+
+    try:
+        check_precision(fp8)
+    except ValueError as error:
+        return "bf16", str(error)
+    shape = attention_shape(config)
+    key = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, attention, {' x '.join(map(str, shape))}"
+    times = _cached(config, {key: shape}, measure)
+    if times is None:
+        return "bf16", "not measured on this GPU"
+    gain = times[key].bf16 / times[key].fp8
+    return "fp8" if gain >= config.precision.fp8_min_gain else "bf16", f"gain {gain:.2f}, --fp8-min-gain {config.precision.fp8_min_gain:g}"
+
+
+def attention_shape(config: Config) -> AttentionShape:
+    """Return the shape of the attention core on one rank for one micro-batch. With a ring of context-parallel ranks it is that of a rank's
+    own tokens; with an all-to-all, that of a rank's heads of whole sequences."""
+    model, parallel = config.model, config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ranks, parts = (tp * cp, 1) if parallel.shares_heads else (tp, cp)
+    heads, groups = model.num_attention_heads // ranks, max(1, model.query_groups // ranks)
+    return AttentionShape(config.training.micro_batch_size, model.seq_length // parts, heads, groups, model.head_size)
+
+
 def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lambda: None) -> tuple[Config, Fp8LayerChoice]:
     """Resolve the open precision settings on one process: operand scaling and state rounding from the checkpoint, and the FP8 layers.
 
@@ -178,6 +252,10 @@ def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lamb
     before = saved() if named.fp8 or any(named.states.rounded().values()) else None
     config = replace(config, precision=with_saved_rounding(with_saved_scaling(config.precision, before), before))
     choice = choose(config, measure, before)
+    if config.precision.attention_precision == AUTO:
+        precision, reason = choose_attention(config, measure, before)
+        choice = replace(choice, attention=f"attention: {precision.upper()}; {reason}")
+        config = replace(config, precision=replace(config.precision, attention_precision=precision))
     return with_choice(config, choice), choice
 
 
@@ -272,9 +350,48 @@ def _whole_layers(config: Config) -> str:
     return f"{listed} as a whole"
 
 
-def measure(shape: Shape, recipe: Recipe) -> Times:
-    """Time one linear layer on this GPU, forward and backward with all casts, without host time: medians over CUDA graph replays."""
+def measure(shape: Shape | AttentionShape, recipe: Recipe) -> Times:
+    """Time one linear layer, or the attention core, on this GPU, forward and backward with all casts, without host time: medians over CUDA
+    graph replays."""
     device = torch.device("cuda", torch.cuda.current_device())
+    times = _measure_attention(shape, recipe, device) if isinstance(shape, AttentionShape) else _measure_linear(shape, recipe, device)
+    torch._C._cuda_clearCublasWorkspaces()  # one per stream that ran a GEMM, about 64 MiB in all
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return times
+
+
+def _measure_attention(shape: AttentionShape, recipe: Recipe, device: torch.device) -> Times:
+    """Times of causal attention. FP8's include casts of queries, keys and values, which a fused layer does while it rotates them."""
+    from megatron.lm.model.attention import BACKENDS  # megatron-core, for seconds
+
+    assert recipe.gemm is not None
+    batch, tokens, heads, groups, channels = shape
+    with torch.random.fork_rng([device]):
+        query, grad, key, value = (
+            torch.randn(tokens, batch, n, channels, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for n in (heads, heads, groups, groups)
+        )
+    grad = grad.detach().flatten(2)
+    scaling = AttentionScaling(recipe.gemm, device=device)
+    state, fp8 = ScalingState(scaling), FP8Attention(scaling, default_scale(channels), True, True)
+
+    def wide() -> None:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with sdpa_kernel(BACKENDS["auto"], set_priority=True):
+            o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != groups)
+        torch.autograd.grad(o.permute(2, 0, 1, 3).flatten(2), (query, key, value), grad)
+
+    def low() -> None:
+        torch.autograd.grad(fp8(query, key, value), (query, key, value), grad)
+
+    while not scaling.delayed:
+        low()
+        state.roll()
+    return Times(_seconds(wide), _seconds(low))
+
+
+def _measure_linear(shape: Shape, recipe: Recipe, device: torch.device) -> Times:
     with torch.random.fork_rng([device]):  # dropout must not depend on whether this run measures
         x = torch.randn(shape.tokens, shape.inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn(shape.tokens, shape.outputs, device=device, dtype=torch.bfloat16)
@@ -288,11 +405,7 @@ def measure(shape: Shape, recipe: Recipe) -> Times:
     for _ in range(low.scaling.window + 1):  # delayed scaling uses just-in-time scales until its window is full
         both(low)
         state.roll()
-    times = Times(_seconds(lambda: both(plain)), _seconds(lambda: both(low)))
-    torch._C._cuda_clearCublasWorkspaces()  # one per stream that ran a GEMM, about 64 MiB in all
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return times
+    return Times(_seconds(lambda: both(plain)), _seconds(lambda: both(low)))
 
 
 def _seconds(run: Callable[[], None]) -> float:

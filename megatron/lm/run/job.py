@@ -82,7 +82,7 @@ def _dry_run(config: Config, world_size: int) -> None:
     config, choice = fp8_layers.decide(config, None, saved if config.checkpoint.load else lambda: None)
     if os.environ.get("RANK", "0") == "0":
         print(report(config, world_size))
-        print(fp8_layers.describe(config, choice), flush=True)
+        print("\n".join(filter(None, (fp8_layers.describe(config, choice), choice.attention))), flush=True)
     fits.check_fits(config, world_size, capacity)
     if os.environ.get("RANK", "0") == "0":
         print(f"fits into {capacity / memory.GIB:.1f} GiB; nothing was started", flush=True)

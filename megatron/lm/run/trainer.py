@@ -142,6 +142,8 @@ class Trainer:
             if (blend := describe(self.config.data.data_path or self.config.data.train_data_path)) is not None:
                 print(wrapped(blend))
             print(wrapped(fp8_layers.describe(self.config, linears)))
+            if linears.attention:
+                print(wrapped(linears.attention))
             if (mixture := fp8_layers.describe_experts(self.config)) is not None:
                 print(wrapped(mixture))
             if training.guard is not None:

@@ -48,8 +48,9 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
     if precision.contradiction is not None:
         return
     if precision.named.fp8:
-        if precision.fp8_gain_cache is not None and (precision.bf16_linears is not None or not precision.fp8_min_gain):
-            ground = "--fp8-min-gain 0" if precision.bf16_linears is None else "--bf16-linears"
+        nothing = precision.bf16_linears is not None and precision.attention_precision != "auto"
+        if precision.fp8_gain_cache is not None and (nothing or not precision.fp8_min_gain):
+            ground = "--bf16-linears" if nothing else "--fp8-min-gain 0"
             yield f"--fp8-gain-cache {precision.fp8_gain_cache} has no effect with {ground}, which leaves nothing to measure: drop one"
         return
     for name in ("fp8_gain_cache", "bf16_linears"):

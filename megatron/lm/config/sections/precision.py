@@ -25,7 +25,7 @@ GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
 FAST_ACCUMULATIONS = ("output", "all")
-ATTENTION_PRECISIONS = ("bf16", "fp8")
+ATTENTION_PRECISIONS = ("bf16", "fp8", "auto")
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
 RULE_SETTINGS = {"fp8_amax_history_len": "window", "fp8_amax_compute_algo": "algorithm", "fp8_margin": "margin"}  # flag -> the rule's
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -179,8 +179,8 @@ class PrecisionConfig(RecipeConfig):
     )
     attention_precision: str = setting(
         "precision of the attention core: the compute dtype, or at O1 to O3 and with coat FP8 with delayed scales, with cuDNN's kernels on "
-        "Hopper (heads of 128 channels) and later (extra `cudnn`), or their definition in plain torch on a CPU; generation uses the "
-        "compute dtype",
+        "Hopper (heads of 128 channels) and later (extra `cudnn`), or their definition in plain torch on a CPU; auto: FP8 where the start "
+        "measures a gain of at least --fp8-min-gain at the run's shape; generation uses the compute dtype",
         "bf16",
         choices=ATTENTION_PRECISIONS,
     )

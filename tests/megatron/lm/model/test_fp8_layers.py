@@ -15,7 +15,17 @@ from helpers import dist, tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.model import fp8_layers
-from megatron.lm.model.fp8_layers import Fp8LayerChoice, Measure, Shape, Times, choose, describe, read_table, with_choice, write_table
+from megatron.lm.model.fp8_layers import (
+    Fp8LayerChoice,
+    Measure,
+    Shape,
+    Times,
+    choose,
+    describe,
+    read_table,
+    with_choice,
+    write_table,
+)
 from megatron.lm.model.linear import FP8Gemm, WideGemm
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
