@@ -257,8 +257,12 @@ class SDPAttention(MegatronModule):
         if not query.is_cuda:
             # On a CPU torch's BF16 attention backward is 3x slower than FP32 with BF16 instructions, and far slower without.
             q, k, v = q.float(), k.float(), v.float()
+        backends, repeats = self.backends if backends is None else backends, heads // key.shape[2]
+        if repeats > 1 and backends[0] is SDPBackend.EFFICIENT_ATTENTION:
+            # Its kernel has no groups of queries: torch would fall back to s x s scores of every head.
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         dropout = self.dropout if self.training else 0.0
-        with sdpa_kernel(self.backends if backends is None else backends, set_priority=True), self._dropout_rng(dropout):
+        with sdpa_kernel(backends, set_priority=True), self._dropout_rng(dropout):
             context = scaled_dot_product_attention(
                 q,
                 k,
@@ -267,7 +271,7 @@ class SDPAttention(MegatronModule):
                 dropout_p=dropout,
                 is_causal=self.causal and attention_mask is None,
                 scale=self.softmax_scale,
-                enable_gqa=heads != key.shape[2],
+                enable_gqa=k.shape[1] != heads,
             )
         return context.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels).to(dtype)
 

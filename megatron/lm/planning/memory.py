@@ -153,6 +153,7 @@ def activation_parts(config: Config) -> dict[str, int]:
                        a (q + k)             with QK layernorm: queries and keys after norm and RoPE, and for each of the two
                        4 a d / b             cosines and sines, with d rotated channels per head
                        a q                   the output; no s x s matrix, which the kernels recompute
+                       2 a q                 keys and values of groups, repeated, with --reset-attention-mask
                        l q with FP8          the projection's input, cast; without FP8 it is the output itself
         MLP            c f, SwiGLU 2 c f     the input of GELU or SwiGLU
                        l f                   fc2's input
@@ -202,8 +203,17 @@ def _fused_layer(config: Config) -> tuple[float, float, float]:
         head_norms=model.qk_layernorm,
         shared=config.parallel.shares_heads,
     )
+    inner = attention.inner + (0 if "core_attn" in again else _repeated_keys(config))
     mlp = MLPBlock.saved_bytes(model.hidden_size, width, wide, saved, ranks=split, gathered=gathered, recompute="mlp" in again)
-    return attention.norm + mlp.norm, attention.inner, mlp.inner
+    return attention.norm + mlp.norm, inner, mlp.inner
+
+
+def _repeated_keys(config: Config) -> float:
+    """Return the bytes per token for keys and values repeated for their queries: memory-efficient attention, which runs with the mask of
+    --reset-attention-mask, has no groups."""
+    heads, groups, _ = _widths(config)
+    repeats = config.data.reset_attention_mask and config.model.attention_backend == "auto" and heads > groups
+    return 2 * _compute_bytes(config) * heads * config.model.head_size if repeats else 0.0
 
 
 def _layer_of_modules(config: Config) -> tuple[float, float, float]:
@@ -246,7 +256,8 @@ def _attention_of_modules(config: Config) -> float:
     shared = config.parallel.shares_heads and not again
     rotated = (queries if 1 < groups < heads and not shared else 0) + (queries + keys if model.qk_layernorm else 0)
     output = (0 if again and in_fp8 else queries) + (queries if shared and not in_fp8 else 0)
-    return wide * (queries + 2 * keys + rotated + tables + output) + (projected if in_fp8 else 0)
+    repeated = 0 if again else _repeated_keys(config)
+    return wide * (queries + 2 * keys + rotated + tables + output) + repeated + (projected if in_fp8 else 0)
 
 
 def _mlp_of_modules(config: Config) -> float:

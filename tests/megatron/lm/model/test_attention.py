@@ -7,12 +7,14 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from helpers import tiny
 from megatron.lm.build import build_training
 from megatron.lm.model import attention as attention_module
 from megatron.lm.model.attention import (
     _TABLES,
+    MASKED_BACKENDS,
     Attention,
     FP8CoreAttention,
     SDPAttention,
@@ -131,6 +133,31 @@ def test_a_mask_of_documents_keeps_them_apart_in_value_and_gradient(backend: str
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), grad), torch.autograd.grad(reference, (q, k, v), grad.double()), strict=True):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_documents_of_grouped_queries_run_memory_efficient_attention(monkeypatch: pytest.MonkeyPatch):
+    q, k, v = (x.bfloat16() for x in tensors(2, torch.float32))
+    mask = document_mask(torch.tensor([[0, 0, 0, 1, 1, 2]] * 3, device=q.device), causal=True, dtype=torch.bfloat16)
+    expected = attention(2, backend="math")(q, k, v, mask)
+    monkeypatch.setitem(MASKED_BACKENDS, "auto", [SDPBackend.EFFICIENT_ATTENTION])  # without a kernel to fall back to
+    torch.testing.assert_close(attention(2)(q, k, v, mask), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_keys_of_documents_are_repeated_for_a_kernel_without_groups(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, bool]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: Any) -> Tensor:
+        seen.append((k.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(attention_module, "scaled_dot_product_attention", attend)
+    q, k, v = tensors(2, torch.float32)
+    mask = document_mask(torch.zeros(3, 6, dtype=torch.int32, device=q.device), causal=True, dtype=torch.float32)
+    attention(2)(q, k, v, mask)
+    attention(2, backend="math")(q, k, v, mask)
+    attention(2)(q, k, v)
+    assert seen == [(4, False), (2, True), (2, True)]
 
 
 def test_what_it_does_not_serve_is_refused():

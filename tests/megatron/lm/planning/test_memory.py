@@ -323,6 +323,19 @@ def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
     assert stage_activations(interleaved, 3, 8) == 15 * layer + head
 
 
+def test_with_the_mask_of_documents_keys_of_groups_are_repeated():
+    grouped = "--group-query-attention --num-query-groups 4"
+    for level, backend, more in (
+        ("O3", "auto", 4),
+        ("O0", "auto", 4),
+        ("O3", "math", 0),
+        ("O3 --recompute-granularity selective", "auto", 0),
+    ):
+        text = f"--opt-level {level} --attention-backend {backend}"
+        assert per_element(f"{text} {grouped} --reset-attention-mask") == per_element(f"{text} {grouped}") + more
+        assert per_element(f"{text} --reset-attention-mask") == per_element(text)
+
+
 def test_the_mask_of_documents_is_kept_once_for_each_micro_batch_under_way():
     def mask(text: str, stage: int = 0) -> int:
         with_mask, without = flags(f"{text} --reset-attention-mask"), flags(text)
