@@ -13,8 +13,9 @@ comma := ,
 # Only the default interpreter is ours to make.
 READY := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/.installed)
 PYTEST = $(PYTHON) -m pytest --durations=10
-# Tests without a GPU run in as many processes as there are cores, one thread each; a file's tests stay in one, for what they share.
-JOBS ?= logical
+# Tests without a GPU run in one process more than there are cores, one thread each: tests of several ranks wait for the slowest one, and
+# a fifth of two cores was idle with two. A file's tests stay in one process, for what they share.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 # Which part of the nightly tests, of how many; and how many mutants at a time.
 SHARD ?= 1/1
@@ -32,7 +33,7 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/mega
   tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/preprocessing/test_rows.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
-.PHONY: help venv quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs docs-versions tables bench bench-gate clean
+.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs docs-versions tables bench bench-gate clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +70,8 @@ venv: $(READY) ## make .venv and install everything into it
 	  if "\"eval\"" in r or "\"data\"" in r or "\"wandb\"" in r), sep="\n")' > .venv-extras/requirements.txt
 	.venv/bin/python -m pip --python .venv-extras/bin/python install $(TORCH) -r .venv-extras/requirements.txt
 	@touch $@
+
+environments: .venv-hosts/.installed .venv-extras/.installed ## make .venv-hosts and .venv-extras, which test-hosts and test-extras otherwise make
 
 quickstart: $(READY) ## train a small GPT in BF16 and at O2 on this machine, compare them (ARGS=... for more flags)
 	$(PYTHON) -m megatron.lm.command.quickstart $(ARGS)

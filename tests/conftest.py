@@ -1,6 +1,5 @@
 """Where tests run: on the CPU (Triton kernels under the interpreter), and, marked `gpu`, on a GPU with FP8."""
 
-import functools
 import gc
 import os
 import signal
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed
 
-from helpers import shards
+from helpers import interpreter, shards
 from msamp.comm import exchange
 from msamp.numerics import recipe
 from msamp.optim import updates
@@ -114,33 +113,8 @@ def triton_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield torch.device("cuda")
         return
     with pytest.MonkeyPatch.context() as patch:
-        _interpret_faster(patch)
+        interpreter.interpret_faster(patch)
         yield torch.device("cpu")
-
-
-def _interpret_faster(patch: pytest.MonkeyPatch) -> None:
-    """Leave out what Triton's interpreter does again and again: a quarter of a kernel's time. No result changes.
-
-    It puts its functions into `triton.language` at each call of a function within a kernel, where they are since the kernel started, and
-    makes a table of dtypes for each look into it.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    put_in, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
-    of_scalar = functools.cache(dtype_of)
-
-    def put_in_once(fn: Any) -> Any:
-        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        there = languages and not any(tl.core.is_builtin(language.load) for language in languages)
-        return None if there else put_in(fn)  # a call within a kernel takes nothing back
-
-    def known_dtype_of(dtype: Any) -> Any:
-        scalar = dtype.scalar
-        return dtype_of(scalar) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
-
-    patch.setattr(interpreter, "_patch_lang", put_in_once)
-    patch.setattr(interpreter, "_get_np_dtype", known_dtype_of)
 
 
 @pytest.fixture(autouse=True)

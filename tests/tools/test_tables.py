@@ -1,12 +1,48 @@
 """`make tables`: what is published is what the rows say, and what is stale is found."""
 
+import functools
 import json
 import shutil
 
 import pytest
 
 from tools import tables
+from tools.docs.cells import Absent, Listing
 from tools.docs.evidence import ROOT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_once():
+    """Every table, figure and page follows from committed files alone: they are made once for all tests (half a minute of computing)."""
+    figures = {name: functools.cache(make) for name, make in tables.figures().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "TABLES", {name: functools.cache(make) for name, make in tables.TABLES.items()})
+        patch.setattr(tables, "figures", lambda: figures)
+        for module, name in (
+            (tables.reproduction, "pages"),
+            (tables.precisions, "pages"),
+            (tables.promises, "page"),
+            (tables.listing, "page"),
+        ):
+            patch.setattr(module, name, functools.cache(getattr(module, name)))
+        yield
+
+
+@pytest.mark.parametrize("name", sorted(tables.listed.TABLES | tables.planner.TABLES))
+def test_every_table_is_whole_and_names_its_source(name):
+    table = tables.TABLES[name]()
+    if isinstance(table, Absent):
+        assert not (ROOT / table.file).exists()
+        return
+    text = table.markdown()
+    if isinstance(table, Listing):
+        assert len(table.lines) >= 1
+        assert text == "```text\n" + "\n".join(table.lines) + "\n```"
+        return
+    assert table.cells
+    assert {len(cells) for cells in table.cells} == {len(table.columns)}
+    assert all(f"`{file}`" in text.replace("\n", " ") for file, _ in table.sources)
+    assert table.sources or table.footer in text.replace("\n", " ")
 
 
 @pytest.mark.promise("Tools", "Every published number is computed from the measurements.")

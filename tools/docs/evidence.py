@@ -37,7 +37,11 @@ class History:
 
     def knows(self, commit: str) -> bool:
         """Return whether a commit of the history begins with this hash."""
-        return len(commit) >= 7 and any(known.startswith(commit) for known in self.commits)
+        return len(commit) >= 7 and commit in self._beginnings(len(commit))
+
+    @functools.cache  # noqa: B019 - a history lives as long as the program
+    def _beginnings(self, length: int) -> frozenset[str]:
+        return frozenset(known[:length] for known in self.commits)
 
 
 def marked(row: Row) -> bool:

@@ -201,11 +201,11 @@ class Overview(Table):
 def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
     """Return the curves of an entry: name -> x and y, of the first seed."""
     lines: dict[str, list[list[float]]] = {}
+    first: dict[str, str] = {}
     for row in rows:
         if row["x"]:
             name = row["quantity"]
-            first = next(other["seed"] for other in rows if other["x"] and other["quantity"] == name)
-            if row["seed"] == first:
+            if row["seed"] == first.setdefault(name, row["seed"]):
                 xs, ys = lines.setdefault(name, [[], []])
                 xs.append(float(row["x"]))
                 ys.append(float(row["ours"]))

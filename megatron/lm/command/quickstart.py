@@ -28,9 +28,9 @@ from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.tools.report import Run, read_run, summary, write_report
 
 LEVELS = ("O0", "O2")
-ITERATIONS = 200
+ITERATIONS = 120
 MAX_DIFFERENCE = 0.01  # between the validation losses of O2 and O0, relative
-MIN_GAIN = 0.15  # how far the validation loss must be below the unigram entropy, relative
+MIN_GAIN = 0.1  # how far the validation loss must be below the unigram entropy, relative
 PROMPT = "The people of the United States"
 RECORD = "precision.jsonl"  # written at the levels with FP8
 MARKER = "command.txt"  # only folders that contain it are emptied

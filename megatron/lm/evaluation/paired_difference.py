@@ -14,6 +14,7 @@ The verdict compares the interval of the relative differences with an effect, th
     too small to say    it contains -effect or +effect, or there is no interval
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Hashable, Mapping
@@ -131,6 +132,7 @@ def interval(differences: list[float], confidence: float = CONFIDENCE) -> Interv
     return Interval(mean=mean, half_width=width)
 
 
+@functools.cache  # tables of many runs need the same few, each 5 ms of bisection
 def student_t_quantile(probability: float, degrees: int) -> float:
     """Return the quantile of Student's t distribution: t with P(T < t) = `probability`, to twelve digits.
 

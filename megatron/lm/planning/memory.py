@@ -87,9 +87,14 @@ def state_formats(config: Config) -> dict[str, tuple[Format, StateFormats]]:
 def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumulates: bool) -> Iterator[dict[str, Any]]:
     """Yield the bytes of each model state for each of `copies` data-parallel ranks; ValueError if the update does not support a format."""
     by_kind = state_formats(config)
-    update = {kind: updates.by_name(formats.update) for kind, (_, formats) in by_kind.items()}
-    for kind, (_, formats) in by_kind.items():
-        update[kind].check_group(format_names(formats), decoupled=True)
+    stored: dict[str, dict[str, list[Format]]] = {}  # kind of parameter -> column -> formats of the states in it
+    for kind, (weight_format, formats) in by_kind.items():
+        update, names = updates.by_name(formats.update), format_names(formats)
+        update.check_group(names, decoupled=True)
+        stored[kind] = {state.column: [] for state in update.states}
+        for state in update.states:
+            fmt = state.format_beside(weight_format, names)
+            stored[kind][state.column] += [] if fmt is None else [fmt]
     pieces = _owned_pieces(config, parameters, copies)
     owned = pieces if config.shards_optimizer else [[(p, p.shape) for p in parameters]] * copies
     at_owner = config.precision.grad_accum == OWNER
@@ -97,12 +102,10 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
     weight = sum(p.size * by_kind[p.kind][0].bytes for p in parameters)
     for held, own in zip(owned, pieces, strict=True):
         sums = 4 * sum(math.prod(shape) for p, shape in own if not p.summed) if at_owner else 0
-        states = dict.fromkeys((MASTER.column, *(state.column for kind in by_kind for state in update[kind].states)), 0)
+        states = dict.fromkeys((MASTER.column, *(column for columns in stored.values() for column in columns)), 0)
         for p, shape in held:
-            weight_format, formats = by_kind[p.kind]
-            for state in update[p.kind].states:
-                fmt = state.format_beside(weight_format, format_names(formats))
-                states[state.column] += 0 if fmt is None else fmt.bytes_of(shape)
+            for column, some in stored[p.kind].items():
+                states[column] += sum(fmt.bytes_of(shape) for fmt in some)
         gradient = sum(by_kind[p.kind][1].grad.bytes_of(shape) for p, shape in held)
         yield {"weight": weight, "states": states, "gradient": gradient, "accumulated": local + sums if accumulates else 0}
 

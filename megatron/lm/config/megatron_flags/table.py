@@ -34,6 +34,7 @@ def _by_flag() -> Mapping[str, tuple[Row, ...]]:
     return {flag: tuple(sorted(rows, key=lambda row: row.value is None)) for flag, rows in by_flag.items()}
 
 
+@functools.cache
 def lines_about(flag: str) -> tuple[Row, ...]:
     """Return the lines of a flag (with hyphens): those for one value first, then those of its families; empty if it is unknown."""
     rows = _by_flag()

@@ -72,6 +72,15 @@ def test_argv_tells_only_what_differs_from_the_defaults():
     }
 
 
+def test_a_kept_parser_serves_its_own_preset_alone():
+    """The parser of a preset is kept: neither flags of an earlier command line nor another preset's values come back from it."""
+    first, other = parse_args(["--preset", "7b"]), parse_args(["--preset", "13b"])
+    assert parse_args(["--preset", "7b", "--lr", "1", "--megatron-defaults"]) != first
+    assert (parse_args(["--preset", "7b"]), parse_args(["--preset", "13b"])) == (first, other)
+    with pytest.raises(SystemExit):
+        parse_args([])  # without a preset the model's flags are still required
+
+
 def test_flags_override_a_preset():
     config = parse_args(["--preset", "13b", "--hidden-size", "1280", "--no-sequence-parallel", "--lr", "1"])
     assert (config.model.num_layers, config.model.hidden_size) == (40, 1280)
