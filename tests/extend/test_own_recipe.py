@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-DEFAULT = ("own, tensor and sequence parallel", "O3 blockwise, tensor and sequence parallel", "O1 blockwise, data parallel")
+DEFAULT = ("own, tensor and sequence parallel", "O3 blockwise, tensor and sequence parallel")
 EVERY_CASE = [case if case in DEFAULT else pytest.param(case, marks=pytest.mark.nightly(10)) for case in CASES]
 
 

@@ -3,6 +3,7 @@
 One input feature is huge; the gradient of a weight ends; the learning rate is so small that an update is a small part of a code.
 """
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from msamp.numerics.tensor import fp32_values
 LEVELS = ("O1", "O2", "O3", "coat")
 
 
+@functools.cache
 def large_feature_loss(recipe: str | None, steps: int = 120, **settings: Any) -> float:
     """Loss over the last five steps of an MLP whose first feature is 1,000 times as large as the others."""
     torch.manual_seed(0)
@@ -37,7 +39,12 @@ def large_feature_loss(recipe: str | None, steps: int = 120, **settings: Any) ->
 
 @pytest.mark.parametrize(
     ("recipe", "moment_rounding"),
-    [("O1", "nearest"), ("O2", "nearest"), ("O2", "stochastic"), ("O3", "nearest"), ("O3", "stochastic"), ("coat", "nearest")],
+    [
+        ("O2", "nearest"),
+        ("coat", "nearest"),
+        *(pytest.param(*case, marks=pytest.mark.nightly(3)) for case in (("O1", "nearest"), ("O2", "stochastic"), ("O3", "nearest"))),
+        pytest.param("O3", "stochastic", marks=pytest.mark.nightly(3)),
+    ],
 )
 def test_a_huge_feature_does_not_make_a_training_diverge(recipe, moment_rounding):
     """O2 ended at 1,900 and O3 at 53,340, FP32 at 0.36: a second moment had become 0 under a first that had not.
@@ -52,7 +59,7 @@ def test_a_huge_feature_does_not_make_a_training_diverge(recipe, moment_rounding
     assert large_feature_loss(recipe, **settings, **masters) < 2 * large_feature_loss(None)
 
 
-@pytest.mark.parametrize("recipe", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("recipe", ["O3", *(pytest.param(name, marks=pytest.mark.nightly(3)) for name in ("O1", "O2"))])
 def test_stochastic_masters_do_not_make_it_diverge_either(recipe):
     """Over 16 data sets 1.56 to 1.58 times the loss of FP32 in the mean, at most 1.97 times; with everything to nearest 1.48 to 1.52."""
     assert large_feature_loss(recipe) < 2 * large_feature_loss(None)
@@ -60,18 +67,18 @@ def test_stochastic_masters_do_not_make_it_diverge_either(recipe):
 
 @pytest.mark.parametrize("recipe", ["fp32", *LEVELS])
 def test_a_weight_stays_where_it_is_after_its_last_gradient(recipe):
-    """A gradient of 1e-4 of the matrix's largest for 50 steps, then none: at O2 the weight moved by 0.10 in the next 850."""
+    """A gradient of 1e-4 of the matrix's largest for 50 steps, then none: at O2 the weight moved by 0.10 in the next 850, 1e-4 per step."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(32, 32, bias=False))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
     model, optimizer = msamp.initialize(model, optimizer, recipe=recipe)
     weight, values = model[0].weight, []
-    for step in range(650):
+    for step in range(250):
         weight.grad = torch.zeros(32, 32)
         weight.grad[0, 0] = (-1.0) ** step
         weight.grad[1, 1] = 1e-4 if step < 50 else 0.0
         optimizer.step()
-        if step in (149, 649):
+        if step in (149, 249):
             values.append(float(fp32_values(optimizer.state[weight].get("master", weight))[1, 1]))
     assert abs(values[1] - values[0]) <= 1e-5
 
@@ -96,7 +103,10 @@ def displacement(std: float, lr: float, recipe: Recipe | str | None = None, **se
     return fp32_values(model[0].weight).detach() - start
 
 
-@pytest.mark.parametrize(("std", "lr"), [(0.02, 1e-4), (0.02, 3e-5), (0.02, 3e-6), (0.05, 5e-6), (0.05, 1e-6)])
+@pytest.mark.parametrize(
+    ("std", "lr"),
+    [(0.02, 1e-4), (0.05, 1e-6), *(pytest.param(*case, marks=pytest.mark.nightly(2)) for case in ((0.02, 3e-5), (0.02, 3e-6), (0.05, 5e-6)))],
+)
 def test_small_updates_arrive_with_stochastic_rounding(std, lr):
     """At least 0.97 of what O1 with FP32 masters and moments delivers; with nearest rounding as little as 0.05 of FP32's displacement."""
     want = displacement(std, lr)

@@ -72,9 +72,14 @@ def test_the_clock_times_the_calls_since_it_was_read():
     assert clock.take() == []
 
 
-def test_a_case_that_fails_is_named(tmp_path):
-    words = ["--cases", "now O2 --no-such-flag 1", "--preset", "125m", "--csv", str(tmp_path / "rows.csv")]
-    assert side_by_side.main(words) == 2
+def test_a_case_that_fails_is_named(tmp_path, capfd):
+    for folder in ("tools/bench", "megatron/lm"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "megatron/lm/step.py").touch()
+    (tmp_path / "tools/bench/side_by_side.py").write_text("import sys; sys.exit('error: unknown flag --no-such-flag')")
+    words = ["--tree", f"before={tmp_path}", "--cases", "before O2 --no-such-flag 1", "--csv", str(tmp_path / "rows.csv")]
+    assert side_by_side.main([*words, "--commit", "abc"]) == 2
+    assert "--no-such-flag" in capfd.readouterr().err
     assert not (tmp_path / "rows.csv").exists()
 
 
