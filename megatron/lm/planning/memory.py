@@ -297,10 +297,13 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     else:
         chunks = layers // chunk
         under_way = min(micro_batches * chunks, 2 * (stages - stage - 1) + (chunks - 1) * stages + 1)
-    fullest = max(([layer_activations(kind) for kind in of_layers(config, part)] for part in stage_chunks(config, stage)), key=sum)
+    chunks_of_kinds = [of_layers(config, part) for part in stage_chunks(config, stage)]
+    kinds = {id(kind): kind for part in chunks_of_kinds for kind in part}  # most models have one, however many layers they have
+    kept_by = {key: layer_activations(kind) for key, kind in kinds.items()}
+    fullest = max(([kept_by[id(kind)] for kind in part] for part in chunks_of_kinds), key=sum)
     stream = _compute_bytes(config) * model.hidden_size * _tokens(config) // _sequence_split(config)
     if training.recompute_granularity != "full":
-        kept, again = sum(fullest), max(_recomputed_at_once(kind) for kind in of_layers(config, stage_layers(config, stage)))
+        kept, again = sum(fullest), max(map(_recomputed_at_once, kinds.values()))
     elif training.recompute_method == "uniform":
         kept, again = -(-chunk // unit) * stream, max(sum(fullest[first : first + unit]) for first in range(0, chunk, unit))
     else:

@@ -105,7 +105,11 @@ def displacement(std: float, lr: float, recipe: Recipe | str | None = None, **se
 
 @pytest.mark.parametrize(
     ("std", "lr"),
-    [(0.02, 1e-4), (0.05, 1e-6), *(pytest.param(*case, marks=pytest.mark.nightly(2)) for case in ((0.02, 3e-5), (0.02, 3e-6), (0.05, 5e-6)))],
+    [
+        (0.02, 1e-4),
+        (0.05, 1e-6),
+        *(pytest.param(*case, marks=pytest.mark.nightly(2)) for case in ((0.02, 3e-5), (0.02, 3e-6), (0.05, 5e-6))),
+    ],
 )
 def test_small_updates_arrive_with_stochastic_rounding(std, lr):
     """At least 0.97 of what O1 with FP32 masters and moments delivers; with nearest rounding as little as 0.05 of FP32's displacement."""
