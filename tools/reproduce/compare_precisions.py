@@ -38,7 +38,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +93,9 @@ class Session:
     took: dict[int, float] = field(default_factory=dict)
 
 
+Command = Callable[[Job, argparse.Namespace], list[str]]
+
+
 def seeds_of(texts: Sequence[str]) -> dict[str, int]:
     """Parse `PRECISION=N` flags into the number of seeds per precision.
 
@@ -143,8 +146,9 @@ def cards(processes: int = 1) -> list[str]:
     return [",".join(named[first : first + processes]) for first in range(0, len(named) - processes + 1, processes)] or [""]
 
 
-def train(job: Job, options: argparse.Namespace, session: Session, card: str = "") -> None:
-    """Run a job on a GPU unless it is complete or too little time is left. Its output goes to log.txt next to its metrics."""
+def train(job: Job, options: argparse.Namespace, session: Session, card: str = "", of: Command | None = None) -> None:
+    """Run a job on a GPU unless it is complete or too little time is left. Its output goes to log.txt next to its metrics; `of`: returns
+    the command of a job, by default `command`."""
     if complete(job, options):
         return
     start = time.monotonic()
@@ -157,7 +161,7 @@ def train(job: Job, options: argparse.Namespace, session: Session, card: str = "
     limit = None if math.isinf(session.end) else session.end - start
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        running = subprocess.Popen(command(job, options), env=environment, stdout=log, stderr=subprocess.STDOUT)
+        running = subprocess.Popen((of or command)(job, options), env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             status = running.wait(limit)
         except subprocess.TimeoutExpired:
@@ -182,8 +186,9 @@ def stop(running: "subprocess.Popen[bytes]") -> None:
         running.wait()
 
 
-def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session, at_once: int) -> None:
-    """Run jobs in order, `at_once` per GPU (or per set of GPUs, with several processes); the next goes to the first that is free."""
+def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session, at_once: int, of: Command | None = None) -> None:
+    """Run jobs in order, `at_once` per GPU (or per set of GPUs, with several processes); the next goes to the first that is free. `of`: as
+    in `train`."""
     free: SimpleQueue[str] = SimpleQueue()
     for card in cards(options.processes) * at_once:
         free.put(card)
@@ -191,7 +196,7 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session
     def one(job: Job) -> None:
         card = free.get()
         try:
-            train(job, options, session, card)
+            train(job, options, session, card, of)
         finally:
             free.put(card)
 
