@@ -36,7 +36,7 @@ DOUBLED6 = {
 }
 TWICE = ", twice the batch"  # suffix of a piece: the batch of the paper's second half, in half the steps
 LOOPS = {
-    "toy": Loop(width=32, layers=1, length=16, batch=8, steps=30),
+    "toy": Loop(width=32, layers=1, length=16, batch=8, steps=20),
     "small": Loop(width=64, layers=2, length=32, batch=16, steps=400),
 }
 NAMES = {"a": "bf16-a", "light": "collage-light", "plus": "collage-plus", "d": "bf16-d"}
