@@ -3,13 +3,12 @@
     make tables              # write them: every `<!-- table: NAME -->` ... `<!-- end -->`, every docs/results/figures/NAME.png
     make tables ARGS=--check # write nothing; exit with 1 if a published table or figure differs from the results
 
-A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py`, `rounding.py` and
-`long_sequences.py` in the same folder list those of the planner, of post-training, of stochastic rounding, and of long sequences.
-`tools/docs/reproduction.py` generates the pages of `python -m tools.reproduce`, `precisions.py` those of the precisions, `promises.py`
-the page of promises, and `megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's flags. The numbers of each figure and the
-version of its drawing are stored next to it, and a check compares these, not the image. A row whose commit is not in the history is
-refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. A shallow clone prints the commits that
-could not be checked.
+A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py`, `rounding.py` and others in the same
+folder list those of their subject. `tools/docs/reproduction.py` generates the pages of `python -m tools.reproduce`, `precisions.py` those
+of the precisions, `promises.py` the page of promises, and `megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's flags. The
+numbers of each figure and the version of its drawing are stored next to it, and a check compares these, not the image. A row whose commit
+is not in the history is refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. A shallow clone
+prints the commits that could not be checked.
 """
 
 import functools
@@ -23,8 +22,21 @@ from typing import Any
 from megatron.lm.config.megatron_flags import listing
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
+from tools.docs import (
+    experts,
+    grids,
+    long_sequences,
+    outliers,
+    planner,
+    post,
+    precisions,
+    promises,
+    published,
+    records,
+    reproduction,
+    rounding,
+)
 from tools.docs import figures as drawn
-from tools.docs import long_sequences, planner, post, precisions, promises, published, records, reproduction, rounding
 from tools.docs import tables as listed
 from tools.docs.drawing import DRAWING
 from tools.docs.evidence import COMPUTED, ROOT, History, unproven
@@ -32,7 +44,10 @@ from tools.docs.figures import Figure
 
 TABLES = (
     listed.TABLES
+    | experts.TABLES
+    | grids.TABLES
     | long_sequences.TABLES
+    | outliers.TABLES
     | planner.TABLES
     | post.TABLES
     | published.TABLES

@@ -1,4 +1,4 @@
-"""Losses of four 200-step trainings, which a change of the numbers must not move beyond the spread of the seeds.
+"""Losses of four 200-step training runs, which a change of the numbers must not move beyond the spread of the seeds.
 
     python tests/helpers/golden_losses.py        writes tests/golden/training_losses.json; 16 trainings, some ten minutes
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from megatron.lm.evaluation.paired_difference import Interval, PairedDifference, paired_difference
-from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Table, column, of, pick
+from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Sentence, Table, column, of, pick
 from tools.docs.evidence import Row, read
 from tools.reproduce.compare_precisions import FIRST_SEED, folder_of
 
@@ -144,6 +144,19 @@ def two_seeds() -> Table:
     columns = {"seed": column("seed"), "tokens": column("tokens"), "`O0`": column("loss", 4), "`O2`": column("other", 4),
                "difference %": column("apart", 2, 100)}  # fmt: skip
     return of(SEEDS, used, columns)
+
+
+def longest() -> Sentence:
+    """How far the levels end from BF16 in the longest training run: the last column of `longer_run`, in words."""
+    table = longer_run()
+    others = table.cells[1:]
+    tokens = table.columns[-1].removeprefix("to ")
+    apart = [(line[0].replace("`", "").removesuffix(", % from it").split(", seed "), line[-1]) for line in others]
+    levels = " and ".join(f"{value} % at {level}" for (level, _), value in apart if level != "O0")
+    seeds = " and ".join(f"{value} %" for (level, _), value in apart if level == "O0")
+    text = f"""Longest training run: GPT-125M, {tokens}, one seed. Over its last quarter the training loss is {levels} from BF16's on the
+        same batches; BF16 of another seed, with other batches, is {seeds} from it."""
+    return Sentence(" ".join(text.split()), table.sources)
 
 
 def longer_run(parts: int = 4) -> Table:

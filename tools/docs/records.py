@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from tools.bench.check_plan import EARLIER
 from tools.docs.cells import BENCH, MARK, PRECISIONS, Table, pick
 from tools.docs.evidence import Row, marked
-from tools.docs.tables import ALIAS, BASE
+from tools.docs.tables import ALIAS, BASE, newer_o0
 
 STEP, GRID = f"{BENCH}/step.csv", f"{BENCH}/grid.csv"
 MODELS = {
@@ -79,7 +79,7 @@ def records() -> Table:
             cells.append([of_model + mark, f"{count} x {card}", what, *numbers, f"`{command(name, row)}`"])
     columns = ["model", "cards", "record", "tokens/s per card", "peak GiB", "commit", "date", "command"]
     sources = [(file, [row for name, row in used if name == file]) for file in (STEP, GRID)]
-    return Table(columns, cells, sources)
+    return Table(columns, cells, sources, note=newer_o0([row for _, row in used]))
 
 
 def losses() -> Table:

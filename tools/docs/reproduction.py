@@ -135,6 +135,13 @@ def table(one: Entry, rows: Sequence[Row]) -> Table:
     return Table(["quantity", "ours", "paper", "difference", "unit", "seed"], cells, [(source(one), lines)])
 
 
+def measured(rows: Sequence[Row]) -> tuple[str, str]:
+    """Return on which devices and on which days rows were measured."""
+    cards = sorted({row["gpu"].replace("NVIDIA ", "").removesuffix(" 80GB HBM3") for row in rows}, key=lambda card: (card == "cpu", card))
+    first, last = (choose(row["date"] for row in rows) for choose in (min, max))
+    return " and ".join("CPU" if card == "cpu" else card for card in cards), first if first == last else f"{first} to {last}"
+
+
 def page(one: Entry, root: Path = ROOT) -> str:
     """Return the page of an entry with rows; empty without rows."""
     size, rows, missing = published(one, root)
@@ -150,7 +157,8 @@ def page(one: Entry, root: Path = ROOT) -> str:
         lines += [*textwrap.wrap(f"Likely cause: {text.cause}", 118), ""]
     if one.reason:
         lines += [*textwrap.wrap(f"What this does not cover: {one.reason}", 118), ""]
-    lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {seconds:.0f} s.", ""]
+    took = "computed from measurements of other tools" if size == "kept" else f"{seconds:.0f} s"
+    lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {took}: {', '.join(measured(rows))}.", ""]
     if missing:
         lines += [
             *textwrap.wrap(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command continues with them.", 118),
@@ -179,11 +187,12 @@ def overview() -> Table:
         )
         what = one.headline if size else one.reason or "It has not been run yet."
         verdict = text.verdict + (f"; {len(missing)} pieces missing" if missing else "")
-        cells.append([link, one.claim, what, paper, ours, size, verdict])
+        cells.append([link, one.claim, what, paper, ours, size, *(measured(rows) if rows else ("", "")), verdict])
         if rows:
             sources.append((source(one), rows))
     # The commits of so many files would fill a paragraph: each page lists its own.
-    return Overview(["table or figure", "claim", "quantity, or why not", "paper", "ours", "size", "verdict"], cells, sources)
+    columns = ["table or figure", "claim", "quantity, or why not", "paper", "ours", "size", "device", "date", "verdict"]
+    return Overview(columns, cells, sources)
 
 
 class Overview(Table):

@@ -52,12 +52,14 @@ def bytes_per_parameter() -> Table:
 def memory_7b() -> Table:
     """GiB on the fullest of 8 processes of GPT-7B under ZeRO, by level."""
     cells = []
-    for name, flags in LEVELS[:5]:
+    for name, flags in (*LEVELS[:4], ("O3, `--grad-accum-on owner`", (*LEVELS[3][1], "--grad-accum-on", "owner")), LEVELS[4]):
         rank = max(plan(config_7b(*flags, "--use-distributed-optimizer"), GPUS), key=lambda rank: rank.total)
         parts = [rank.weight, *(rank.states[column] for column in STATES), rank.gradient, rank.accumulated, rank.activations, rank.total]
         cells.append([name, *(f"{part / GIB:.2f}" for part in parts)])
     columns = ["GiB per process", "weight", *STATES, "gradient", "accumulated", "activations", "total"]
-    return Table(columns, cells, (), "Computed from shapes by `megatron/lm/planning/memory.py`.")
+    footer = """Computed from shapes by `megatron/lm/planning/memory.py`. The total is a peak, weight, states, accumulated gradients and
+        activations: the averaged gradient appears when activations have been freed, and counts only where it is larger than both."""
+    return Table(columns, cells, (), " ".join(footer.split()))
 
 
 def dry_run_7b() -> Listing:

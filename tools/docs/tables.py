@@ -159,17 +159,6 @@ def best_data_parallel() -> Table:
     return Table(columns, cells, [(PARALLEL, used)], note=newer_o0(used))
 
 
-def grid() -> Table:
-    """Tensor and pipeline parallelism."""
-    columns = {
-        "model": column("preset"), "case": case, "TP x PP x DP": lambda row: f"{row['tp']} x {row['pp']} x {row['dp']}",
-        "micro-batch": column("micro_batch"), "ms/step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
-        "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
-        "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
-    }  # fmt: skip
-    return replace(of(GRID, pick(GRID), columns), note=newer_o0(pick(GRID)))
-
-
 def optimizer() -> Table:
     """The update alone, in a CUDA graph: the newest row of each precision."""
     columns = {
@@ -392,7 +381,6 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "data-parallel-best": best_data_parallel,
     "data-parallel": lambda: data_parallel("d2fde52"),
     "data-parallel-four": lambda: data_parallel("b39cb72"),
-    "grids": grid,
     "optimizer": optimizer,
     "memory": memory,
     "memory-error": memory_error,

@@ -11,7 +11,7 @@ COMMITTED = json.loads(golden_losses.FILE.read_text(encoding="utf-8"))
 LOSSES = {name: line["loss"] for name, line in COMMITTED.items()}
 
 
-@pytest.mark.promise("Recipes", "The losses of four 200-step trainings stay within the spread of their seeds.")
+@pytest.mark.promise("Recipes", "The losses of four 200-step training runs stay within the spread of their seeds.")
 @pytest.mark.nightly(110)
 def test_no_loss_moved_beyond_the_spread_of_the_seeds(tmp_path: Path) -> None:
     prefix = tiny.write_data(tmp_path)

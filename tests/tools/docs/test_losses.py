@@ -43,3 +43,10 @@ def test_a_difference_is_shown_with_its_interval_or_as_of_one_seed():
 def test_runs_that_are_not_on_file_are_named():
     with pytest.raises(ValueError, match="has no run of O9, only of fp32"):
         losses.paired("O9")
+
+
+def test_the_longest_run_in_words_is_the_last_column():
+    table, text = losses.longer_run(), " ".join(losses.longest().markdown().split())
+    last = {line[0].split("`")[1] + line[0].split(",")[1].removeprefix(" seed"): line[-1] for line in table.cells[1:]}
+    assert f"{last['O2 1234']} % at O2 and {last['O3 1234']} % at O3 from BF16's" in text
+    assert f"is {last['O0 1235']} % from it" in text

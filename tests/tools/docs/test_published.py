@@ -18,4 +18,19 @@ def test_it_has_the_numbers_of_the_row_and_what_differs():
 
 
 def test_it_stands_in_readme():
-    assert "<!-- table: llama-published -->" in (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("llama-published", "step-ratios"):
+        assert f"<!-- table: {name} -->" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_ratios_are_of_steps_of_one_run_and_name_how_the_baselines_ran():
+    text = " ".join(published.ratios().markdown().split())
+    rows = {
+        (row["commit"], row["case"]): float(row["ms"])
+        for row in pick(published.STEP)
+        if row["micro_batch"] == "4" and row["preset"] == "1.3b"
+    }
+    compiled = rows[published.COMPILED, "torchao bf16"] / rows[published.COMPILED, "O3"]
+    eager = rows[published.EAGER, "megatron te-delayed"] / rows[published.EAGER, "O3"]
+    assert f"is {compiled:.2f} times as fast as BF16" in text
+    assert f"and {eager:.2f} times in FP8, but these ran eagerly" in text
+    assert "both compiled by torch.compile and timed in the same run" in text

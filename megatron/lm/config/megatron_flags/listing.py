@@ -8,12 +8,17 @@ from megatron.lm.config.megatron_flags.table import TABLE
 from megatron.lm.config.megatron_flags.topics.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Row
 
 PAGE = "docs/reference/megatron_flags.md"
+LIMITS = {
+    "--expert-tensor-parallel-size N": "only 1, with which each process has whole experts; the rules refuse more"
+}  # of accepted flags
 WIDTH = 132
 HEADING = "Megatron flags"
 HEAD = """# Flags of Megatron-LM
 
-What the trainer does with each flag of Megatron-LM (core_v0.16.1, and some of older versions). A launch script runs here unchanged,
-unless it uses a refused flag; the message names all of them. `make tables` generates this page from the table in
+What the trainer does with each flag of Megatron-LM (core_v0.16.1, and some of older versions). Start
+`megatron.lm.pretrain` instead of `pretrain_gpt.py` ([before and after](../guide/moving.md#from-megatron-lm)) and keep the flags, unless one
+is refused: the message names all of them. `--bf16` alone computes in BF16: replace it by `--opt-level O3` for FP8, since both together are
+refused. `--bf16 --fp8-format hybrid` becomes O1 with FP32 states. `make tables` generates this page from the table in
 `megatron/lm/config/megatron_flags/`.
 
 - **accepted**: the trainer has the flag, with Megatron-LM's meaning. [Its own page](flags.md) describes it.
@@ -72,7 +77,7 @@ def page() -> str:
 
 def _cell(row: Row) -> str:
     if row.verdict.treatment == ACCEPTED:
-        return ""
+        return LIMITS.get(row.line, "")
     return _code(" ".join(row.verdict.becomes)) if row.verdict.treatment == TRANSLATED else row.verdict.says
 
 

@@ -52,9 +52,12 @@ FLAGS = (
     *translated("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
     *dropped("it is the only type here", "--non-persistent-ckpt-type global"),
     *dropped(
-        FORMAT,
+        f"{FORMAT}; a checkpoint that Megatron-LM wrote in this format is refused: save it once more there with --ckpt-format torch_dist",
         "--ckpt-format torch",
         "--ckpt-format torch_dcp",
+    ),
+    *dropped(
+        FORMAT,
         "--use-dist-ckpt",
         "--dist-ckpt-format TEXT",
         "--auto-detect-ckpt-format",

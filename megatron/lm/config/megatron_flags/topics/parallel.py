@@ -7,7 +7,7 @@ from megatron.lm.config.sections.schema import flag
 FSDP = "the trainer shards the optimizer's states and sends gradients to their owners: use --use-distributed-optimizer, or --opt-level O3"
 STAGES = "all pipeline stages have the same number of layers: choose --num-layers as a multiple of the stages"
 NCCL = "it only changes speed: buckets of --ddp-bucket-size are sent on their own stream"
-TP_COMM = "it only changes speed, in Transformer Engine; at O3, --tp-transport copies overlaps transfers of activations with GEMMs"
+TP_COMM = "it only changes speed, in Transformer Engine; at O1 to O3, --tp-transport copies overlaps transfers of activations with GEMMs"
 
 
 FLAGS = (
@@ -75,7 +75,7 @@ FLAGS = (
     *dropped("--distributed-timeout-minutes applies to the whole run", "--distributed-timeout-seconds-after-init N"),
     *dropped("there is one copy of the sharded states here", "--num-distributed-optimizer-instances 1"),
     *refused(
-        "context parallelism is one ring over the --context-parallel-size processes of equally long sequences: drop it",
+        "the --context-parallel-size processes share equally long sequences in one group, by --cp-comm-type p2p or a2a: drop it",
         "--hierarchical-context-parallel-sizes N...",
         "--max-seqlen-per-dp-cp-rank N",
         "--hybrid-context-parallel",

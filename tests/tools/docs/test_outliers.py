@@ -1,0 +1,21 @@
+"""Outliers and the guard: each line is of its row, and the guard's cost is over the level alone."""
+
+from tools.docs import outliers
+from tools.docs.cells import pick
+
+
+def test_the_losses_are_those_of_the_rows():
+    table, rows = outliers.losses(), pick(outliers.LOSSES)
+    assert len(table.cells) == len(rows)
+    for line, row in zip(table.cells, rows, strict=True):
+        assert line[1] == f"`{row['case']}`"
+        assert line[3] == f"{float(row['loss']):.3f}"
+    assert {line[0].removesuffix(" †") for line in table.cells} == {"from step 200", "from step 150 to 350"}
+
+
+def test_the_guards_cost_is_over_the_level_alone():
+    cells = {line[0].strip("`"): line for line in outliers.times().cells}
+    ms = {row["case"]: float(row["ms"]) for row in pick(outliers.TIMES)}
+    measured = "O3 --fp8-guard --fp8-guard-interval 1"
+    assert cells[measured][2] == f"{100 * (ms[measured] / ms['O3'] - 1):+.1f}"
+    assert cells["O3"][2] == ""

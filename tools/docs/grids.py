@@ -1,0 +1,34 @@
+"""The table of measured steps with tensor, context, pipeline and data parallelism."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from tools.docs.cells import Table, case, column, kilo, of, pick
+from tools.docs.evidence import Row
+from tools.docs.tables import GRID, newer_o0
+
+
+def shape(row: Row) -> str:
+    """Return the sizes of the grid; the file has no column for context parallelism, which is a flag of the case."""
+    sequences = re.search(r"--context-parallel-size (\d+)", row["case"])
+    return f"{row['tp']} x {sequences[1] if sequences else 1} x {row['pp']} x {row['dp']}"
+
+
+def cards(row: Row) -> str:
+    """Return the number of cards and their name."""
+    return f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
+
+
+def grid() -> Table:
+    """Every measured step of several cards, and those of one card in the same calls."""
+    columns = {
+        "model": column("preset"), "case": case, "TP x CP x PP x DP": shape, "cards": cards, "commit": column("commit"),
+        "micro-batch": column("micro_batch"), "ms/step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
+        "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
+        "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
+    }  # fmt: skip
+    return replace(of(GRID, pick(GRID), columns), note=newer_o0(pick(GRID)))
+
+
+TABLES: dict[str, Callable[[], Table]] = {"grids": grid}
