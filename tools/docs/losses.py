@@ -152,8 +152,9 @@ def longest() -> Sentence:
     others = table.cells[1:]
     tokens = table.columns[-1].removeprefix("to ")
     apart = [(line[0].replace("`", "").removesuffix(", % from it").split(", seed "), line[-1]) for line in others]
-    levels = " and ".join(f"{value} % at {level}" for (level, _), value in apart if level != "O0")
-    seeds = " and ".join(f"{value} %" for (level, _), value in apart if level == "O0")
+    base = table.cells[0][0].split("`")[1]
+    levels = " and ".join(f"{value} % at {level}" for (level, _), value in apart if level != base)
+    seeds = " and ".join(f"{value} %" for (level, _), value in apart if level == base)
     text = f"""Longest training run: GPT-125M, {tokens}, one seed. Over its last quarter the training loss is {levels} from BF16's on the
         same batches; BF16 of another seed, with other batches, is {seeds} from it."""
     return Sentence(" ".join(text.split()), table.sources)
