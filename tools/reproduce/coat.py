@@ -306,7 +306,8 @@ ENTRIES = (
         sizes={"kept": Needs(files=(throughput.STEP,))},
         headline="coat, each at its largest: times BF16's speed",
         reason="The claim's numbers are quoted; the version of the paper that we read does not contain them. "
-        "Two GPUs were not available, and BF16 does not fit at COAT's micro-batch. Transformer Engine was not measured on Llama; fp8lm-table5 measures it on GPT-7B.",
+        "Two GPUs were not available, and BF16 does not fit at COAT's micro-batch. "
+        "Transformer Engine was not measured on Llama; fp8lm-table5 measures it on GPT-7B.",
     ),
     Entry(
         name="coat-group-scaling",
