@@ -7,6 +7,7 @@ those of trees that computed differently from today's. `tools/docs/tables.py` pu
 """
 
 import functools
+import math
 import shlex
 import statistics
 import sys
@@ -23,7 +24,7 @@ from megatron.lm.planning.rates import GPUS, rates_of
 from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
-from tools.bench.derive_rates import COAT_MEMORY, FITTED, GRID, PARALLEL, STEP
+from tools.bench.derive_rates import COAT_MEMORY, FITTED, GRID, MOE, PARALLEL, STEP
 from tools.docs.evidence import Row, read
 from tools.precisions import precision_flags
 
@@ -40,6 +41,9 @@ UNPLANNED_TP = ("5fa3333b",)
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 CONTEXT = "--context-parallel-size"
 UNPLANNED_CP = frozenset({"6f1e70bc", "757f8790"})  # trees whose context-parallel ranks used 2 to 3 GiB more than planned
+# Trees whose rows with experts are of eager steps, or of steps that all count the gradients' statistics.
+EAGER_EXPERTS = frozenset({"604189d9?", "6f1e70bc"})
+KEPT_CASTS = frozenset({"757f8790"})  # trees whose graphs left the last eager cast of the experts' weights in memory
 # Until then O1 and O2 sent BF16 between tensor-parallel ranks, and their layers were not fused there.
 UNFUSED_TP = "2026-11-26"
 # Until then no layer with norms of queries and keys was fused.
@@ -47,6 +51,7 @@ UNFUSED_HEADS = "2026-11-26"
 GRAPHS_OF_STAGES = "2026-11-26"  # until this day, a row with pipeline stages and without --cuda-graph ran eager steps
 AUTO_TRANSPORT = "2026-11-25"  # from this day on, a row without --tp-transport ran with auto; before, with nccl
 NO_NVLINK = "off"
+MIXTURE = "olmoe-1b-7b"  # the preset of all rows with experts
 KINDS = {
     "judged": "judged: runs that no rate was derived from",
     "repeated": "repeated: runs that a rate was derived from, measured again",
@@ -125,7 +130,8 @@ class Compared:
 
 def configuration(row: Row) -> Config:
     """Return the configuration of a measured run."""
-    level, _, rest = row["case"].partition(" (")[0].partition(" ")
+    case = row["case"] if row["preset"].partition(" ")[0] != MIXTURE else _in_flags(row["case"])
+    level, _, rest = case.partition(" (")[0].partition(" ")
     preset, *of_all = shlex.split(row["preset"])
     flags = ["--preset", preset, *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
@@ -150,9 +156,17 @@ def configuration(row: Row) -> Config:
     return parse_args(flags)
 
 
+def _in_flags(case: str) -> str:
+    """Return the level and flags of a case of the rows with experts: "O3, two cards, EP 2, --moe-wire fp8-sums, mock data"."""
+    level, *parts = case.split(", ")
+    words = [f"--expert-model-parallel-size {part[3:]}" for part in parts if part.startswith("EP ")]
+    return " ".join([level, *words, *(part for part in parts if part.startswith("--"))])
+
+
 def is_fitted(file: str, row: Row) -> bool:
     """Return whether a rate was derived from a row."""
-    return (file, row["commit"], row["case"], row["micro_batch"]) in FITTED and row["preset"] == "1.3b" and int(row.get("gpus") or 1) <= 2
+    of_rates = row["preset"] == "1.3b" or file == MOE
+    return (file, row["commit"], row["case"], row["micro_batch"]) in FITTED and of_rates and int(row.get("gpus") or 1) <= 2
 
 
 def _what(row: Row) -> tuple[Config, int]:
@@ -182,6 +196,12 @@ def rows() -> Iterator[tuple[str, Row]]:
         for row in read(file):
             if row["ms"] and not row["case"].startswith(peers) and int(row.get("gpus") or 1) <= 2 and row.get("p2p", "on") != NO_NVLINK:
                 yield file, row
+    for row in read(MOE):
+        if row["commit"] not in EAGER_EXPERTS:
+            cards = 2 if "two cards" in row["case"] else 1
+            tokens = cards * math.prod(int(row[key]) for key in ("micro_batch", "micro_batches", "seq_length"))
+            ms = 1e3 * tokens / float(row["tokens_s"])
+            yield MOE, {**row, "preset": f"{MIXTURE} --num-layers {row['layers']}", "gpus": str(cards), "ms": f"{ms:.1f}"}
 
 
 @functools.cache

@@ -14,19 +14,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.lm.config.cli import parse_args
+from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.expert_time import MOVED_HIDDEN, MOVED_WIDTH
+from megatron.lm.planning.memory import plan
+from megatron.lm.planning.rates import GPUS, Rates
+from megatron.lm.planning.rates import Rate as PlannerRate
+from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from megatron.lm.shell.durable import written_aside
+from tools.bench.bench_grouped import MODELS, Layer
 from tools.docs.evidence import ROOT, Row, read
 
 GPU = "NVIDIA H200"
 FILE = "megatron/lm/planning/rates.csv"
 COLUMNS = ("gpu", "name", "at", "value", "unit", "source", "commit")
 BENCH, COAT_MEMORY = "tools/bench/results", "tools/reproduce/results/coat_memory.csv"
-PROFILE, KERNELS, STEP, OPTIMIZER, PARALLEL, GRID = (
-    f"{BENCH}/{name}.csv" for name in ("profile", "kernels", "step", "optimizer", "data_parallel", "grid")
+PROFILE, KERNELS, STEP, OPTIMIZER, PARALLEL, GRID, LAYER, GROUPED = (
+    f"{BENCH}/{name}.csv" for name in ("profile", "kernels", "step", "optimizer", "data_parallel", "grid", "experts", "grouped")
 )
 LAYERS, HIDDEN, TOKENS, VOCABULARY = 24, 2048, 8192, 50304  # GPT-1.3B, micro-batch 4
+MOE, EXPERTS_AT, MOE_AT = f"{BENCH}/moe.csv", "d48e830b", "757f8790"
 LINEAR = 12 * HIDDEN**2 * LAYERS  # weights of its linear layers
 TP = "O3 --tensor-model-parallel-size 2 --sequence-parallel"
 PROFILED, PROFILED_TP, SPLIT_TP, COAT_UPDATE, ROTATED = "d77a990", "02ce428?", "5fa3333b", "e3da096", "2c95adf"
@@ -46,6 +55,7 @@ FITTED = (
     (STEP, ROTATED, "O0", "4"),
     (STEP, ROTATED, "O0", "8"),
     (PARALLEL, "d2fde52", "O3", "4"),
+    (MOE, MOE_AT, "O0, mock data", "1"),
     (GRID, PROFILED_TP, TP, "8"),
     (GRID, SPLIT_TP, TP, "8"),
     (GRID, SPLIT_TP, f"{TP} --tp-transport nccl", "8"),
@@ -74,6 +84,12 @@ PROBED = (
     ("latency", None, 45.0, "us", "NCCL: gather of 16.8 MB 90 us; " + PROBE, "943fe36"),
     ("host fused", None, 155e3 / LAYERS, "us", "tools/bench/LOG.md: 155 ms of 24 fused layers, eager", PROFILED),
     ("loss, tp", None, 6e9 / (2 * TOKENS * VOCABULARY / 2), "ps", "tools/bench/LOG.md: 6 ms of vocabulary-parallel loss", PROFILED_TP),
+)
+BY_KERNEL = "tools/bench/LOG.md: OLMoE by kernel"
+# Of 65,536 rows, per element of width 2,048 the copies and sums, per element of width 1,024 SwiGLU and its backward.
+OF_ROWS = (
+    ("copies of rows", (155 + 189) * 1e6 / (65536 * 2048), BY_KERNEL + ", sums and copies of rows", "9258bafc"),
+    ("swiglu of rows", (98 + 274) * 1e6 / (65536 * 1024), BY_KERNEL + ", SwiGLU", "9258bafc"),
 )
 
 
@@ -157,8 +173,63 @@ def elements() -> Iterator[Rate]:
     kernels = sum(float(row["ms"]) for row in read(PROFILE) if row["commit"] == PROFILED and row["kind"] != "idle") * 1e-3
     gap = (step(STEP, PROFILED, "O3") - kernels) / LAYERS
     yield Rate("gap", None, gap * 1e6, "us", f"{STEP}: O3, less its kernels of {PROFILE}, a layer", PROFILED)
+    launches = sum(int(row["launches"] or 0) for row in read(PROFILE) if row["commit"] == PROFILED)
+    yield Rate("launch", None, profiled("idle") / launches * 1e6, "us", f"{PROFILE}: idle, a launch", PROFILED)
     cast = kernel("cast + transpose + column sums") / (TOKENS * HIDDEN)
     yield Rate("cast", None, cast * per, "ps", f"{KERNELS}: cast + transpose + column sums", "cec76f9")
+
+
+def grouped() -> Iterator[Rate]:
+    """Yield the rates of experts: their products, and in FP8 everything else in the layer."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, kernels in (("grouped fp8", ("ours fast", "ours full")), ("grouped bf16", ("torch BF16",))):
+        flops, weight = found[name] = products(kernels)
+        source = f"{GROUPED}: {kernels[0].split()[0]}, balanced, a fit to {len(MODELS)} models"
+        yield Rate(name, None, 1e-12 / flops, "TFLOP/s", source, EXPERTS_AT)
+        yield Rate(f"{name}, weights", None, weight * 1e12, "ps", source, EXPERTS_AT)
+    fc1, fc2 = MODELS["olmoe"]
+    for name, value, *_ in OF_ROWS:
+        yield Rate(name, None, value, "ps", *_)
+    (flops, weight), padded = found["grouped fp8"], fc1.rows + 64 * fc1.experts  # random choices, each expert's rows padded to 128
+    known = flops * 6 * padded * 3 * fc2.inputs * fc1.inputs + weight * elements_of(fc1, fc2)
+    known += 1e-12 * padded * sum(value * width for (_, value, *_), width in zip(OF_ROWS, (fc1.inputs, fc2.inputs), strict=True))
+    layer = float(one(LAYER, commit=EXPERTS_AT, model=fc1.model, case="FP8, forward and backward")["us"])
+    yield Rate("order of rows", None, layer - known * 1e6, "us", f"{LAYER}: {fc1.model}, less products and rows", EXPERTS_AT)
+    casts = float(one(LAYER, commit=EXPERTS_AT, model=fc1.model, case="FP8, casts of the weights")["us"]) * 1e-6
+    source = f"{LAYER}: {fc1.model}, casts of the weights"
+    yield Rate("cast of experts", None, casts / elements_of(fc1, fc2) * 1e12, "ps", source, EXPERTS_AT)
+
+
+def elements_of(*layers: Layer) -> int:
+    """Return the elements of the experts' weights."""
+    return sum(layer.experts * layer.inputs * layer.outputs for layer in layers)
+
+
+def products(kernels: Sequence[str]) -> tuple[float, float]:
+    """Return seconds per FLOP and seconds per weight of six products, whose sums over the models they fit best in relative error."""
+    sums = [0.0] * 5  # of a a, a b, b b, a, b, where a and b are FLOPs and weights per second of each model
+    for fc1, fc2 in MODELS.values():
+        rows = [row for row in read(GROUPED) if row["commit"] == EXPERTS_AT and row["load"] == "balanced" and row["kernel"] in kernels]
+        seconds = sum(float(row["us"]) for row in rows if row["model"] == fc1.model) * 1e-6
+        a = 6 * sum(layer.rows * layer.inputs * layer.outputs for layer in (fc1, fc2)) / seconds
+        b = elements_of(fc1, fc2) / seconds
+        sums = [total + term for total, term in zip(sums, (a * a, a * b, b * b, a, b), strict=True)]
+    aa, ab, bb, a, b = sums
+    return (a * bb - b * ab) / (aa * bb - ab * ab), (b * aa - a * ab) / (aa * bb - ab * ab)
+
+
+def unfused_rows(known: Sequence[Rate]) -> Rate:
+    """Return the rate of the kernels between the experts' products at O0: a step, less what the planner predicts from the `known` rates."""
+    row = one(MOE, commit=MOE_AT, case="O0, mock data")
+    text = f"--preset olmoe-1b-7b --num-layers {row['layers']} --micro-batch-size {row['micro_batch']} --global-batch-size 8 --opt-level O0"
+    config = parse_args(text.split())
+    name, source = "unfused rows", f"{MOE}: O0, less the rest of the step"
+    rates = Rates(GPUS["h200"], tuple(PlannerRate(GPU, *rate) for rate in (*known, Rate(name, None, 1e30, "TB/s", source, MOE_AT))), False)
+    rest = predict(config, Cluster(gpus=1, per_host=8, link=1.0, network=1.0, latency=0.0), rates, plan(config, 1)).total
+    tokens, model = config.tokens * config.num_micro_batches(1), config.model
+    moved = tokens * model.num_layers * model.moe_router_topk * (MOVED_HIDDEN * model.hidden_size + MOVED_WIDTH * model.expert_size)
+    step = tokens / float(row["tokens_s"])
+    return Rate(name, None, moved / (step - rest) / 1e12, "TB/s", source, MOE_AT)
 
 
 def whole_steps() -> Iterator[Rate]:
@@ -218,7 +289,8 @@ def text() -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for rate in (*arithmetic(), *elements(), *whole_steps()):
+    known = (*arithmetic(), *elements(), *whole_steps(), *grouped())
+    for rate in (*known, unfused_rows(known)):
         writer.writerow((GPU, rate.name, "" if rate.at is None else f"{rate.at:g}", f"{rate.value:.5g}", *rate[3:]))
     return stream.getvalue()
 

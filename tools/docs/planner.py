@@ -104,6 +104,8 @@ def outside() -> Table:
                 cause = "layers kept queries, keys, values and output of the all-to-all twice, 3 GiB; later trees keep them once"
         if one.row["commit"] in check_plan.UNPLANNED_TP and one.config.parallel.tensor_model_parallel_size > 1:
             cause = "up to 0.6 GiB more than planned with tensor parallelism; it is not known where"
+        if one.row["commit"] in check_plan.KEPT_CASTS and one.config.model.num_experts is not None:
+            cause = "the eager steps' operands of the experts' weights stayed beside those of the graphs; they are freed since"
         if one.row["commit"] in check_plan.FORMER_HEAD:
             cause = "a rank stored all its logits, also in FP32; later trees compute the loss in chunks"
         shown = [f"`{one.row['case']}`", one.row["preset"], one.row.get("gpus") or "1", one.row["commit"], f"{one.time_error:+.1f}"]

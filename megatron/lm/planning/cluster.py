@@ -37,6 +37,12 @@ class Cluster:
         axes = config.axes(self.gpus)
         return self.link if axes.tensor * axes.context <= self.per_host else self.network
 
+    def expert_link(self, config: Config) -> float:
+        """Return the bytes/s between processes that share experts, whose numbers are adjacent: of the network if they are on several
+        hosts."""
+        axes = config.axes(self.gpus)
+        return self.link if axes.expert * axes.expert_tensor <= self.per_host else self.network
+
     def copies(self, config: Config) -> bool:
         """Return whether tensor-parallel ranks copy the activations of FP8 layers to each other's GPUs, as `--tp-transport auto` chooses on
         a host with NVLink under sequence parallelism. The rate is of two cards; of more it is an extrapolation."""

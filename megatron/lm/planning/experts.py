@@ -47,21 +47,33 @@ def recomputes_fc1(config: Config) -> bool:
     return in_fp8(config) and config.recomputes_fc1_of_experts
 
 
+def own_tokens(config: Config) -> float:
+    """Return the tokens of a micro-batch that a process routes: with sequence parallelism its part of them."""
+    parallel = config.parallel
+    return config.tokens / (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+
 def kept_per_token(config: Config, cast: float) -> float:
     """Return the bytes per token that the mixture of experts of a layer keeps for backward, without the input of its router.
 
     cast: bytes per element of the inputs of the shared expert's linear layers.
     """
-    model, wide = config.model, config.precision.named.compute.bytes
-    top_k, width, hidden = model.moe_router_topk, model.expert_size, model.hidden_size
+    model = config.model
     assert model.num_experts is not None
     scores = model.moe_router_pre_softmax + (model.moe_router_score_function == "sigmoid")
     scores += bool(model.moe_aux_loss_coeff) + bool(model.moe_z_loss_coeff)
-    router = 4 * model.num_experts * scores + CHOICE * top_k
+    router = 4 * model.num_experts * scores + CHOICE * model.moe_router_topk
+    return router + kept_by_rows(config) + _shared(config, cast)
+
+
+def kept_by_rows(config: Config) -> float:
+    """Return the bytes per token that the experts of a layer keep for their rows, of the tokens of all processes that share them."""
+    model, wide = config.model, config.precision.named.compute.bytes
+    top_k, width, hidden = model.moe_router_topk, model.expert_size, model.hidden_size
     rows = 2 * wide * width if in_fp8(config) else wide * hidden + (16 + wide) * width
     rows = 0 if recomputes_fc1(config) else rows
     gathered = hidden if in_fp8(config) else wide * hidden if _ranks(config) > 1 else 0
-    return router + _ranks(config) * (gathered + top_k * (rows + ORDER)) + _shared(config, cast)
+    return _ranks(config) * (gathered + top_k * (rows + ORDER))
 
 
 def _shared(config: Config, cast: float) -> float:
@@ -80,7 +92,7 @@ def weights_by_columns(config: Config) -> int:
     if not in_fp8(config):
         return 0
     layouts = 1 if config.precision.recipe.weight.bytes == 1 else 2
-    return layouts * _elements(config)
+    return layouts * elements(config)
 
 
 def backward_of_a_layer(config: Config, tokens: int) -> int:
@@ -94,8 +106,9 @@ def backward_of_a_layer(config: Config, tokens: int) -> int:
     hidden, width = model.hidden_size, model.expert_size
     per_choice = hidden + (wide + 5) * width if in_fp8(config) else wide * hidden + (2 * wide + 12) * width
     per_token = 2 * wide * hidden + _ranks(config) * ((hidden if in_fp8(config) else 0) + model.moe_router_topk * per_choice)
-    return tokens * per_token + wide * _elements(config)
+    return tokens * per_token + wide * elements(config)
 
 
-def _elements(config: Config) -> int:
+def elements(config: Config) -> int:
+    """Return the elements of the weights of a layer's experts on one process."""
     return of_rank(config) * 3 * config.model.expert_size * config.model.hidden_size

@@ -4,6 +4,7 @@ With `--first-last-layers-bf16`, or experts in some of its layers, a model has s
 configuration of a model that has no other kind (`Config.of_layer`), and adds them up.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -31,6 +32,12 @@ def counted(kinds: Iterable[Config]) -> list[tuple[Config, int]]:
 def stage_layers(config: Config, stage: int) -> list[int]:
     """Return the transformer layers of a pipeline stage, counted from 0, chunk by chunk."""
     return [layer for chunk in stage_chunks(config, stage) for layer in chunk]
+
+
+def stage_mixtures(config: Config, stage: int) -> list[Config]:
+    """Return the layers with experts of a pipeline stage, as `of_layers` does."""
+    layers = stage_layers(config, stage) if config.model.num_experts is not None else []
+    return [one for one in of_layers(config, layers) if one.model.moe_layers]
 
 
 def stage_chunks(config: Config, stage: int) -> list[range]:
@@ -66,7 +73,8 @@ def vocabulary(config: Config) -> int:
     return config.padded_vocab_size(config.model.vocab_size or GPT2_VOCABULARY)
 
 
-def stage_parameters(config: Config, stage: int) -> list[Parameter]:
+@functools.lru_cache(maxsize=64)  # times and bytes of one configuration ask for them several times
+def stage_parameters(config: Config, stage: int) -> tuple[Parameter, ...]:
     """Return the parameters of one tensor-parallel rank of a pipeline stage, in the order of `model.parameters()`."""
     model, tp, stages = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     hidden, last = model.hidden_size, stage == stages - 1
@@ -82,7 +90,7 @@ def stage_parameters(config: Config, stage: int) -> list[Parameter]:
         parameters += _norm(config)
     if last and (model.untie_embeddings_and_output_weights or stages > 1):
         parameters.append(embedding)
-    return parameters
+    return tuple(parameters)
 
 
 def _layer(config: Config) -> list[Parameter]:

@@ -98,7 +98,7 @@ def _states(config: Config, parameters: Sequence[Parameter], copies: int, accumu
     pieces = _owned_pieces(config, parameters, copies)
     owned = pieces if config.shards_optimizer else [[(p, p.shape) for p in parameters]] * copies
     at_owner = config.precision.grad_accum == OWNER
-    local = sum(p.size * _accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters if p.summed or not at_owner)
+    local = sum(p.size * accumulator_bytes(config, by_kind[p.kind][1].grad) for p in parameters if p.summed or not at_owner)
     weight = sum(p.size * by_kind[p.kind][0].bytes for p in parameters)
     for held, own in zip(owned, pieces, strict=True):
         sums = 4 * sum(math.prod(shape) for p, shape in own if not p.summed) if at_owner else 0
@@ -127,7 +127,7 @@ def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) 
     return pieces
 
 
-def _accumulator_bytes(config: Config, grad: Format) -> int:
+def accumulator_bytes(config: Config, grad: Format) -> int:
     """Return the bytes per element of the sum over micro-batches."""
     name = config.precision.grad_accum
     chosen = accumulator("fp32" if name == OWNER else name, grad)

@@ -1,7 +1,8 @@
 """Search the grids of a model that fit a cluster, fastest first.
 
 Tensor parallelism stays within a host and uses sequence parallelism. Context parallelism stays within a host too, and is searched for
-sequences longer than `LONG`: shorter ones are better divided between data-parallel ranks. Settings in `fixed` are not searched. A first
+sequences longer than `LONG`: shorter ones are better divided between data-parallel ranks. So does expert parallelism, searched for mixtures
+of experts, whose grids are searched only where graphs run the steps (`expert_time`). Settings in `fixed` are not searched. A first
 pass assumes that ZeRO divides bytes evenly; returned grids are checked rank by rank with `megatron.lm.planning.memory`.
 """
 
@@ -12,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.lm.config import Config
-from megatron.lm.config.rules import context, shape, training
+from megatron.lm.config.rules import context, experts, shape, training
 from megatron.lm.config.sections.parallel import AXES, CP_COMM_TYPES
 from megatron.lm.graphs.capture import captured
-from megatron.lm.planning import memory
+from megatron.lm.planning import expert_time, memory
 from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.memory import GIB, RESERVED, Rank
 from megatron.lm.planning.rates import Rates
@@ -32,7 +33,16 @@ RECOMPUTED: tuple[dict[str, Any], ...] = (
     },
     {"recompute_granularity": "full", "recompute_modules": (), "recompute_method": "uniform", "recompute_num_layers": 1},
 )
-GRID = (AXES["tensor"], AXES["pipeline"], "num_layers_per_virtual_pipeline_stage", "sequence_parallel", AXES["context"], "cp_comm_type")
+OF_EXPERTS: tuple[dict[str, Any], ...] = (RECOMPUTED[0], RECOMPUTED[1] | {"recompute_modules": ("mlp",)})  # other recomputation is eager
+GRID = (
+    AXES["tensor"],
+    AXES["pipeline"],
+    "num_layers_per_virtual_pipeline_stage",
+    "sequence_parallel",
+    AXES["context"],
+    "cp_comm_type",
+    AXES["expert"],
+)
 WHOLE: dict[str, Any] = {"cp_comm_type": "p2p", "cp_wire": None}  # the flags of context parallelism, which are refused without it
 LONG = 8192  # tokens
 UNEVEN = 1.05  # allowed ratio of the busiest rank of a partition to the mean
@@ -68,19 +78,26 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
         fixed: field names of settings that are not searched.
 
     Raises:
-        ValueError: if no grid divides the model and the GPUs, or none fits; the message has alternatives.
+        ValueError: if no grid divides the model and the GPUs, none of them has measured rates, or none fits; the message has
+            alternatives.
     """
-    fitting, least, refused = [], None, ""
+    fitting, least, refused, unknown = [], None, "", None
     for one in candidates(config, cluster, fixed):
         problem = next(iter(_problems(one, cluster.gpus)), None)
         if problem is not None:
             refused = refused or problem
             continue
-        rough = _even(one, cluster.gpus)
+        if (without_rate := expert_time.refusal(one)) is not None:
+            unknown = without_rate
+            continue
+        # Experts that processes share have fewer copies than the rest, and are not divided evenly among all.
+        rough = _even(one, cluster.gpus) if one.parallel.expert_model_parallel_size == 1 else _exact(one, cluster.gpus)
         need = max(rank.total for rank in rough)
         least = need if least is None else min(least, need)
         if need / UNEVEN + RESERVED <= capacity:
             fitting.append((predict(one, cluster, rates, rough).total, one))
+    if least is None and unknown is not None:
+        raise ValueError(unknown)
     if least is None:
         raise ValueError(f"no grid divides this model and {cluster.gpus} GPUs: {refused}")
     fits = []
@@ -109,10 +126,19 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
     if GRID[4] not in fixed and model.seq_length > LONG:
         parts = [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
     batches = [config.training.micro_batch_size] if "micro_batch_size" in fixed else list(MICRO_BATCHES)
-    again = [{}] if any(name.startswith("recompute") for name in fixed) else list(RECOMPUTED)
-    for tp, cp, pp, micro_batch, recomputed in itertools.product(tensor, parts, stages, batches, again):
+    shares = [given.expert_model_parallel_size]
+    if GRID[6] not in fixed and model.num_experts is not None:
+        shares = [n for n in _powers(cluster.per_host) if n <= cluster.gpus and model.num_experts % n == 0]
+    recomputing = RECOMPUTED if model.num_experts is None else OF_EXPERTS
+    again = [{}] if any(name.startswith("recompute") for name in fixed) else list(recomputing)
+    for tp, cp, ep, pp, micro_batch, recomputed in itertools.product(tensor, parts, shares, stages, batches, again):
         grid = replace(
-            given, tensor_model_parallel_size=tp, context_parallel_size=cp, pipeline_model_parallel_size=pp, **(WHOLE if cp == 1 else {})
+            given,
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            pipeline_model_parallel_size=pp,
+            **(WHOLE if cp == 1 else {}),
         )
         if cluster.gpus % grid.unit or (len(parts) > 1 and tp * cp > cluster.per_host):
             continue
@@ -130,7 +156,7 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
 
 
 def _problems(config: Config, gpus: int) -> Iterator[str]:
-    for rules in (shape.RULES, context.RULES, training.RULES):
+    for rules in (shape.RULES, context.RULES, experts.RULES, training.RULES):
         for rule in rules:
             yield from rule(config, gpus)
 

@@ -6,16 +6,17 @@ V chunks divides the bubble by V (Narayanan et al., 2021, section 2.2). A step a
 gradients and weights that backward and forward of one micro-batch do not hide.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs.capture import captured
-from megatron.lm.planning import wire
+from megatron.lm.planning import expert_time, experts, wire
 from megatron.lm.planning.cluster import Cluster
-from megatron.lm.planning.layers import counted, of_layers, stage_layers, stage_parameters, vocabulary
-from megatron.lm.planning.memory import Rank, layer_activations
+from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_mixtures, stage_parameters, vocabulary
+from megatron.lm.planning.memory import Rank, accumulator_bytes, layer_activations, state_formats
 from megatron.lm.planning.rates import Rates
 from msamp.nn.vocabulary_loss import ALL
 
@@ -62,10 +63,8 @@ def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -
     """
     if config.precision.recipe.compute.bytes > 2:
         raise ValueError(f"--precision {config.precision.name} uses FP32 GEMMs, which have no measured rate: choose a 16-bit or FP8 one")
-    if config.model.num_experts is not None:
-        raise ValueError(
-            "the planner has no measured rate for mixtures of experts: plan their memory with --dry-run of megatron.lm.pretrain"
-        )
+    if (unknown := expert_time.refusal(config)) is not None:
+        raise ValueError(unknown)
     graph, pp = captured(config), config.parallel.pipeline_model_parallel_size
     stages = [_stage(config, cluster, rates, stage, graph=graph) for stage in range(pp)]
     micro_batches, chunks = config.num_micro_batches(cluster.gpus), config.virtual_stages or 1
@@ -76,9 +75,10 @@ def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -
     seconds["bubble"] = bubble
     update, exchange = 0.0, 0.0
     for number, stage in enumerate(stages):
-        mine = [rank for rank in ranks if rank.stage == number]
-        update = max(update, *(_update(config, cluster, rates, rank, mine) for rank in mine))
-        exchange = max(exchange, _exchange(config, cluster, rates, number, stage.seconds, graph=graph))
+        gradients, averaged = _updated(config, cluster, number)
+        update = max(update, *(_update(config, rates, rank, gradients, averaged) for rank in ranks if rank.stage == number))
+        exchange = max(exchange, _exchange(config, cluster, number, averaged, stage.seconds, graph=graph))
+    seconds["weights"] += max(sum(expert_time.casts_of_weights(one, rates) for one in stage_mixtures(config, stage)) for stage in range(pp))
     seconds |= {"update": update, "data-parallel, exposed": exchange}
     return Step(seconds={kind: value for kind, value in seconds.items() if value > 0}, captured=graph)
 
@@ -103,6 +103,8 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
     tensor = sum(one.size / cluster.link + one.calls * cluster.latency for one in sent)
     kinds["tensor-parallel, exposed"] = tensor * rates("tp exposed, copies" if cluster.copies(config) else "tp exposed")
     kinds["context-parallel, exposed"] = _context(config, cluster, layers, kinds["attention"])
+    if mixtures := stage_mixtures(config, stage):
+        kinds["expert-parallel, exposed"] = expert_time.exchange(mixtures[0], cluster, len(mixtures))
     # On a pipeline stage the sends of a micro-batch are between its kernels.
     across = wire.pipeline(config, stage)
     link = cluster.network if cluster.crosses_hosts(config) else cluster.link
@@ -134,7 +136,7 @@ def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, fl
     gemm, width = config.precision.recipe.gemm, model.hidden_size / tp
     bf16 = config.precision.bf16_linears or ()
     linear = 0.0
-    for slot, (outputs, inputs) in linear_shapes(config).items():
+    for slot, (outputs, inputs) in expert_time.linears(config).items():
         rate = "bf16 gemm" if gemm is None or slot in bf16 else "fp8 gemm" if gemm.tensorwise else "block gemm"
         linear += 6 * tokens * outputs * inputs / rates(rate, model.hidden_size if rate == "bf16 gemm" else width)
     queries = model.num_attention_heads * model.head_size / tp
@@ -144,7 +146,8 @@ def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, fl
     elements = _fused_elements(config, rates) if config.fuses_layers else _unfused_elements(config, rates)
     whole = {"linear": linear, "attention": attention, "element-wise": elements}
     share = {"linear": 1 / 3, "attention": rates("attention forward"), "element-wise": 1 / 3}
-    return whole, {kind: share[kind] * value for kind, value in whole.items()}
+    forward = {kind: share[kind] * value for kind, value in whole.items()}
+    return whole | ({"experts": expert_time.of_a_layer(config, rates)} if model.moe_layers else {}), forward
 
 
 def _recomputed_share(config: Config) -> dict[str, float]:
@@ -160,7 +163,8 @@ def _recomputed_share(config: Config) -> dict[str, float]:
     sizes = {slot: outputs * inputs for slot, (outputs, inputs) in shapes.items()}
     mlp = sizes["linear_fc1"] + (0 if config.fuses_layers else sizes["linear_fc2"])
     shares = {"attention": 1.0} if "core_attn" in modules else {}
-    return shares | ({"linear": mlp / sum(sizes.values())} if "mlp" in modules else {})
+    # Of experts only FC1 is recomputed in graphs: `expert_time.of_a_layer` has its time.
+    return shares | ({"linear": mlp / sum(sizes.values())} if "mlp" in modules and not model.moe_layers else {})
 
 
 def _fused_elements(config: Config, rates: Rates) -> float:
@@ -185,8 +189,9 @@ def _fused_elements(config: Config, rates: Rates) -> float:
 
 def _unfused_elements(config: Config, rates: Rates) -> float:
     """Return the seconds of element-wise kernels of an unfused layer, proportional to the bytes saved for backward."""
-    kept = layer_activations(_keeping_all(config))
-    seconds = kept * rates("unfused byte")
+    everything = _keeping_all(config)
+    rows = experts.kept_by_rows(everything) * config.tokens if config.model.moe_layers else 0.0  # `expert_time` has their kernels
+    seconds = (layer_activations(everything) - rows) * rates("unfused byte")
     return seconds + _just_in_time(config, rates)
 
 
@@ -203,7 +208,7 @@ def _just_in_time(config: Config, rates: Rates) -> float:
         return 0.0
     tokens = config.tokens
     bf16 = config.precision.bf16_linears or ()
-    cast = tokens * sum(outputs + inputs for slot, (outputs, inputs) in linear_shapes(config).items() if slot not in bf16)
+    cast = tokens * sum(outputs + inputs for slot, (outputs, inputs) in expert_time.linears(config).items() if slot not in bf16)
     per_element = 0.0 if config.fuses_layers else rates("cast") if gemm.tensorwise else rates("block cast")
     return cast * (per_element + (rates("just in time") if gemm.tensorwise and not _delayed(config) else 0.0))
 
@@ -215,21 +220,31 @@ def _delayed(config: Config) -> bool:
 
 def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> float:
     """Return the seconds per micro-batch to cast and transpose weights, and to pack or accumulate their gradients."""
-    recipe = config.precision.recipe
-    sizes = {"linear": 0, "other": 0}
-    for p in stage_parameters(config, stage):
-        sizes["linear" if p.kind == "linear" else "other"] += p.size
+    recipe, parameters = config.precision.recipe, stage_parameters(config, stage)
+    linear = sum(p.size for p in parameters if p.kind == "linear")
     micro_batches = config.num_micro_batches(cluster.gpus)
     seconds = 0.0
     if recipe.gemm is not None:
-        seconds += sizes["linear"] * rates("transpose of a weight")
+        cast = linear - sum(map(expert_time.weights, stage_mixtures(config, stage)))
+        seconds += cast * rates("transpose of a weight")
         if recipe.weight.bytes > 1:
-            seconds += sizes["linear"] * rates("cast of a weight")
+            seconds += cast * rates("cast of a weight")
     if recipe.fp8_gradients:
-        seconds += sizes["linear"] * rates("pack of a gradient") / micro_batches
+        seconds += linear * rates("pack of a gradient") / micro_batches
     if micro_batches > 1:
-        seconds += (sizes["linear"] + sizes["other"]) * 6 / rates("copy")
+        seconds += _accumulation(config, parameters, micro_batches, rates)
     return seconds
+
+
+def _accumulation(config: Config, parameters: Sequence[Parameter], micro_batches: int, rates: Rates) -> float:
+    """Return the mean seconds per micro-batch to add each parameter's gradient to its sum, in a launch of its own. The first gradient is
+    the sum, or is cast to its format."""
+    wide, per_element = config.precision.recipe.compute.bytes, {}
+    for kind, (_, formats) in state_formats(config).items():
+        kept = accumulator_bytes(config, formats.grad)
+        per_element[kind] = (wide + 2 * kept) * (micro_batches - 1) + (wide + kept if kept != wide else 0)
+    moved = sum(p.size * per_element[p.kind] for p in parameters)
+    return moved / micro_batches / rates("copy") + len(parameters) * (1 - 1 / micro_batches) * rates("launch")
 
 
 def _head(config: Config, rates: Rates) -> dict[str, float]:
@@ -243,27 +258,33 @@ def _head(config: Config, rates: Rates) -> dict[str, float]:
     return {"LM head": gemm, "loss": tokens * rows * rates("loss" if tp == 1 else "loss, tp")}
 
 
-def _update(config: Config, cluster: Cluster, rates: Rates, rank: Rank, stage: list[Rank]) -> float:
+def _updated(config: Config, cluster: Cluster, stage: int) -> tuple[int, int]:
+    """Return the bytes of all gradients of a stage on one rank, and the number of elements that it averages with other ranks."""
+    parameters, formats, axes = stage_parameters(config, stage), state_formats(config), config.axes(cluster.gpus)
+    gradients = sum(p.size * formats[p.kind][1].grad.bytes for p in parameters)
+    return gradients, sum(p.size for p in parameters if (axes.expert_data if p.spread else axes.copies) > 1)
+
+
+def _update(config: Config, rates: Rates, rank: Rank, gradients: int, averaged: int) -> float:
     """Return the seconds of the optimizer's step on a rank: read and write states, read gradients twice (once for the norm), write
-    weights."""
-    owned = rank.gradient / max(1, sum(one.gradient for one in stage)) if config.shards_optimizer else 1.0
+    weights. `gradients` and `averaged` as `_updated` returns them."""
+    owned = rank.gradient / max(1, gradients) if config.shards_optimizer else 1.0
     states, master = sum(rank.states.values()), rank.states.get("master", 0)
     weight = rank.weight * owned * (1 if 4 * master > rank.weight * owned else 2)
     seconds = (2 * states + weight + 2 * rank.gradient) / rates("update")
     if config.precision.recipe.states.m.group:
         seconds += rank.parameters * owned * rates("update of groups")
-    copies = config.axes(cluster.gpus).copies
-    return seconds + (rank.parameters * rates("data parallel") if copies > 1 else 0.0)
+    return seconds + averaged * rates("data parallel")
 
 
-def _exchange(config: Config, cluster: Cluster, rates: Rates, stage: int, micro_batch: float, *, graph: bool) -> float:
-    """Return the exposed seconds of gradient and weight communication. With graphs all weights are gathered before the next step."""
+def _exchange(config: Config, cluster: Cluster, stage: int, averaged: int, micro_batch: float, *, graph: bool) -> float:
+    """Return the exposed seconds of communicating the gradients of `averaged` elements, and the weights. With graphs all weights
+    are gathered before the next step."""
     copies = config.axes(cluster.gpus).copies
     gradients, weights = wire.data_parallel(config, copies, stage)
     if copies == 1:
         return 0.0
-    elements = sum(p.size for p in stage_parameters(config, stage))
-    waits = cluster.latency * max(1, round(elements / config.communication.bucket_size))
+    waits = cluster.latency * max(1, round(averaged / config.communication.bucket_size))
     hidden = micro_batch * BACKWARD if config.communication.overlap_grad_reduce else 0.0
     if graph and config.parallel.pipeline_model_parallel_size > 1:  # after its last backward, while earlier stages still run theirs
         hidden = stage * micro_batch * BACKWARD

@@ -6,7 +6,8 @@ A rank sends (n - 1) / n S of a tensor of S bytes over n ranks in an all-gather 
 from typing import NamedTuple
 
 from megatron.lm.config import LINEARS, Config
-from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_parameters
+from megatron.lm.planning.experts import own_tokens
+from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_mixtures, stage_parameters
 from megatron.lm.planning.memory import state_formats
 
 
@@ -91,6 +92,39 @@ def context_parallel(config: Config, layers: int) -> Transfer:
     return Transfer(layers * (ranks - 1) * ((forwards + 1) * hop + gradients), layers * (ranks - 1) * (forwards + 2))
 
 
+def expert_parallel(config: Config, layers: int) -> dict[str, Transfer]:
+    """Return the transfers per micro-batch between the processes that share the experts of `layers` layers, by kind; empty for one process.
+
+    Each sends its T tokens of width h to all N - 1 others, and gets the sums of their results (`msamp.parallel.expert_parallel`): T h
+    elements per collective. The router's k choices per token are 8 bytes each, and the gradients of their probabilities 4. Recomputation
+    sends nothing twice.
+    """
+    ranks, precision, wire = config.parallel.expert_model_parallel_size, config.precision, config.parallel.moe_wire
+    if ranks == 1:
+        return {}
+    in_fp8 = bool(config.fp8_experts)
+    wide = precision.recipe.compute.bytes
+    narrow, summed = 1 if in_fp8 and wire != "bf16" else wide, bytes_of_expert_sums(config)
+    tokens = layers * (ranks - 1) * own_tokens(config)
+    hidden, choices = tokens * config.model.hidden_size, tokens * config.model.moe_router_topk
+    gemm = precision.recipe.gemm
+    shared = 2 * (summed < wide) + 2 * (in_fp8 and gemm is not None and not gemm.input.scaling.window)
+    kinds = {
+        "expert tokens gather": Transfer(hidden * narrow, layers),
+        "expert output sum": Transfer(hidden * summed, layers),
+        "expert grad_output gather": Transfer(hidden * narrow, layers),
+        "expert grad_input sum": Transfer(hidden * summed, layers),
+        "expert routing": Transfer(choices * (8 + 4), 2 * layers),
+    }
+    # An all-reduce of an amax per cast with a just-in-time scale.
+    return kinds | ({"expert amax": Transfer(shared * layers * 4 * 2 * (ranks - 1) / ranks, shared * layers)} if shared else {})
+
+
+def bytes_of_expert_sums(config: Config) -> int:
+    """Return the bytes per element in which the sums of experts' results return to a token's process."""
+    return 1 if config.fp8_experts and config.parallel.moe_wire == "fp8-sums" else config.precision.recipe.compute.bytes
+
+
 def pipeline(config: Config, stage: int) -> Transfer:
     """Return the transfers per micro-batch to neighboring stages: per chunk an activation forward and a gradient back."""
     stages = config.parallel.pipeline_model_parallel_size
@@ -105,14 +139,14 @@ def data_parallel(config: Config, copies: int, stage: int) -> tuple[float, float
     """Return the bytes per step between data-parallel ranks: of gradients, and of weights gathered under ZeRO."""
     if copies == 1:
         return 0.0, 0.0
-    formats, share = state_formats(config), (copies - 1) / copies
-    parameters = stage_parameters(config, stage)
+    formats, parameters = state_formats(config), stage_parameters(config, stage)
+    few = config.axes(copies * config.axes(1).model).expert_data  # copies of experts that processes share
 
-    def size(p: Parameter) -> float:
-        return p.size * formats[p.kind][1].grad.bytes
+    def shared(p: Parameter) -> float:
+        return p.size * (1 - 1 / (few if p.spread else copies))
 
-    gradients = share * sum(map(size, parameters)) * (1 if config.shards_optimizer else 2)
-    weights = share * sum(p.size * formats[p.kind][0].bytes for p in parameters) if config.shards_optimizer else 0.0
+    gradients = sum(shared(p) * formats[p.kind][1].grad.bytes for p in parameters) * (1 if config.shards_optimizer else 2)
+    weights = sum(shared(p) * formats[p.kind][0].bytes for p in parameters) if config.shards_optimizer else 0.0
     return gradients, weights
 
 
@@ -124,5 +158,8 @@ def by_kind(config: Config, world_size: int) -> dict[str, float]:
         gradients, weights = data_parallel(config, copies, stage)
         sizes = {"gradients": gradients, "weights": weights, "pipeline": micro_batches * pipeline(config, stage).size}
         sizes["keys and values"] = micro_batches * context_parallel(config, len(stage_layers(config, stage))).size
+        mixtures = stage_mixtures(config, stage)
+        for kind, sent in expert_parallel(mixtures[0], len(mixtures)).items() if mixtures else ():
+            sizes[kind] = micro_batches * sent.size
         stages.append(sizes | {kind: micro_batches * sent.size for kind, sent in tensor_parallel(config, stage).items()})
     return max(stages, key=lambda sizes: sum(sizes.values()))

@@ -28,6 +28,7 @@ SEARCHED = {
     "--tensor-model-parallel-size": "tensor_model_parallel_size",
     "--context-parallel-size": "context_parallel_size",
     "--cp-comm-type": "cp_comm_type",
+    "--expert-model-parallel-size": "expert_model_parallel_size",
     "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
     "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
     "--sequence-parallel": "sequence_parallel",
@@ -103,6 +104,7 @@ def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]
         "tensor": parallel.tensor_model_parallel_size,
         "context": parallel.context_parallel_size,
         "context_comm": parallel.cp_comm_type if parallel.context_parallel_size > 1 else None,
+        "expert": parallel.expert_model_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
         "data": config.data_parallel_size(cluster.gpus),
         "layers_a_virtual_stage": parallel.num_layers_per_virtual_pipeline_stage,
@@ -136,6 +138,8 @@ def flags_of(config: Config, model: str) -> list[str]:
     if parallel.context_parallel_size > 1:
         words += ["--context-parallel-size", str(parallel.context_parallel_size)]
         words += [] if parallel.cp_comm_type == "p2p" else ["--cp-comm-type", parallel.cp_comm_type]
+    if parallel.expert_model_parallel_size > 1:
+        words += ["--expert-model-parallel-size", str(parallel.expert_model_parallel_size)]
     if parallel.num_layers_per_virtual_pipeline_stage:
         words += ["--num-layers-per-virtual-pipeline-stage", str(parallel.num_layers_per_virtual_pipeline_stage)]
     if parallel.sequence_parallel or PRESETS[model]["sequence_parallel"]:
@@ -158,6 +162,7 @@ def table(grids: Sequence[dict[str, Any]]) -> list[str]:
     for planned in grids:
         grid = f"{planned['tensor']} x {planned['pipeline']} x {planned['data']}"
         grid += f", CP {planned['context']} {planned['context_comm']}" if planned["context"] > 1 else ""
+        grid += f", EP {planned['expert']}" if planned["expert"] > 1 else ""
         batch, chunk = f"{planned['micro_batches']} x {planned['micro_batch']}", planned["layers_a_virtual_stage"] or "-"
         lines.append(
             f"{grid:<20}{batch:>12}{chunk:>7}  "

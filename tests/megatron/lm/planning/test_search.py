@@ -98,6 +98,23 @@ def test_both_ways_to_divide_long_sequences_are_searched_unless_one_is_given():
     assert {one.config.parallel.cp_comm_type for one in found} == {"a2a"}  # a ring does not keep documents apart
 
 
+def test_mixtures_of_experts_share_them_among_processes_and_run_in_graphs():
+    flags = "--preset olmoe-1b-7b --num-layers 2 --precision O3 --global-batch-size 16 --micro-batch-size 4"
+    small = config(*flags.split())
+    fixed = ("micro_batch_size", "pipeline_model_parallel_size")
+    found = best(small, machines(2), RATES, 79 * memory.GIB, fixed, 100)
+    assert {(one.config.parallel.expert_model_parallel_size, one.config.training.recompute_modules) for one in found} == {
+        (size, modules) for size in (1, 2) for modules in ((), ("mlp",))
+    }
+    for one in found:
+        check(one.config, 2)
+        assert one.step.captured
+        assert one.ranks == memory.plan(one.config, 2)
+    eager = dataclasses.replace(small, training=dataclasses.replace(small.training, cuda_graph="none"))
+    with pytest.raises(ValueError, match=r"^the planner has no measured rate for experts in eager steps \(--cuda-graph none\)"):
+        best(eager, machines(2), RATES, 79 * memory.GIB, (*fixed, "cuda_graph"))
+
+
 def test_a_rough_judgement_never_leaves_out_what_fits():
     """Every grid of a small case, exactly: `best` finds just those that fit."""
     model, cluster, capacity = config("--preset", "1.3b", "--precision", "O2", "--global-batch-size", "8"), machines(2), 11 * memory.GIB

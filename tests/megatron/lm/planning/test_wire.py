@@ -141,6 +141,31 @@ def test_bytes_per_parameter_are_those_that_two_gpus_counted():
         assert sent / MIB == pytest.approx(mib, rel=1e-3)
 
 
+EXPERTS = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "activations", "weights"),
+    [
+        ("--opt-level O3", 0, 3595.241),
+        (f"--opt-level O3 {EXPERTS}", 3096, 523.198),
+        (f"--opt-level O3 {EXPERTS} --moe-wire fp8-sums", 2072.00049, 523.198),
+        (f"--opt-level O3 {EXPERTS} --recompute-granularity selective --recompute-modules mlp", 3096, 523.198),
+        (f"--opt-level O0 {EXPERTS}", 4120, 1302.258),
+    ],
+)
+def test_bytes_of_experts_are_those_that_two_gpus_counted(flags: str, activations: float, weights: float):
+    """`sent_activation_mib` and `sent_weight_mib` of OLMoE's 8 layers at 757f8790 (tools/bench/LOG.md): top 8, 8 micro-batches of 4,096
+    tokens of 2,048. An all-to-all that sends every choice in BF16, half of them to the other card, four times, sends 16,384 MiB."""
+    config = parse_args(f"--preset olmoe-1b-7b --num-layers 8 --micro-batch-size 1 --global-batch-size 16 {flags}".split())
+    found = wire.by_kind(config, 2)
+    assert sum(size for kind, size in found.items() if kind.startswith("expert")) / MIB == pytest.approx(activations, abs=1e-5)
+    assert (found["gradients"] + found["weights"]) / MIB == pytest.approx(weights, rel=1e-3)
+    every_choice = 8 * 8 * 4 * 2 * 4096 * 8 * 2048 / 2
+    assert every_choice / MIB == 16384
+    assert activations * MIB < every_choice / 3.9
+
+
 def test_stages_send_an_activation_onward_and_its_gradient_back():
     config = parse_args(["--preset", "1.3b", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "2"])
     stream = 2048 * 2 * 2048 * 2

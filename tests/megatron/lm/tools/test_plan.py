@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 
@@ -106,22 +107,36 @@ def test_flags_say_all_that_was_searched():
     assert flags_of(parse_args(words.split()), "13b") == words.split()
 
 
+GRID: dict[str, Any] = {
+    "tensor": 1,
+    "context": 1,
+    "expert": 1,
+    "pipeline": 1,
+    "data": 8,
+    "micro_batches": 4,
+    "micro_batch": 1,
+    "layers_a_virtual_stage": None,
+    "recompute": "none",
+    "memory_bytes": 2**36,
+    "step_seconds": 1.5,
+    "tokens_s_gpu": 1e4,
+    "mfu": [0.5],
+}
+
+
 def test_context_parallelism_is_in_flags_and_table():
     words = "--preset llama3-8b --precision O3 --use-distributed-optimizer --seq-length 131072 --global-batch-size 4 --micro-batch-size 1"
     words += " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 4 --sequence-parallel"
     assert flags_of(parse_args(words.split()), "llama3-8b") == words.split()
     heads = words.replace("--sequence-parallel", "--cp-comm-type a2a --sequence-parallel")
     assert flags_of(parse_args(heads.split()), "llama3-8b") == heads.split()
-    grid = {
-        "tensor": 2,
-        "context": 4,
-        "context_comm": "p2p",
-        "pipeline": 1,
-        "data": 1,
-        "micro_batches": 4,
-        "micro_batch": 1,
-        "layers_a_virtual_stage": None,
-    }
-    grid |= {"recompute": "none", "memory_bytes": 2**36, "step_seconds": 1.5, "tokens_s_gpu": 1e4, "mfu": [0.5]}
+    grid = GRID | {"tensor": 2, "context": 4, "context_comm": "p2p", "data": 1}
     assert table([grid])[1].startswith("2 x 1 x 1, CP 4 p2p ")
     assert table([grid | {"context": 1}])[1].startswith("2 x 1 x 1   ")
+
+
+def test_expert_parallelism_is_in_flags_and_table():
+    words = "--preset olmoe-1b-7b --precision O3 --use-distributed-optimizer --seq-length 4096 --global-batch-size 64 --micro-batch-size 1"
+    words += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4"
+    assert flags_of(parse_args(words.split()), "olmoe-1b-7b") == words.split()
+    assert table([GRID | {"expert": 4}])[1].startswith("1 x 1 x 8, EP 4 ")
