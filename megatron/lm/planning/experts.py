@@ -15,8 +15,9 @@ keeps these bytes per token:
 
 A process that shares the experts with N - 1 others (`--expert-model-parallel-size N`) has rows for the choices of all N, and the input of
 all N.
-The shared expert is a dense MLP. Beside the activations FP8 experts keep their weights once more by columns, cast once per step, and by
-rows too if they are not stored in E4M3: E 3 F H bytes of a layer, or twice that.
+With sequence parallelism a process routes its part of the sequence only. The shared expert is a dense MLP. Beside the activations FP8
+experts keep their weights once more by columns, cast once per step, and by rows too if they are not stored in E4M3: E 3 F H bytes of a
+layer, or twice that.
 """
 
 from megatron.lm.config import Config
@@ -63,11 +64,11 @@ def kept_per_token(config: Config, cast: float) -> float:
     scores = model.moe_router_pre_softmax + (model.moe_router_score_function == "sigmoid")
     scores += bool(model.moe_aux_loss_coeff) + bool(model.moe_z_loss_coeff)
     router = 4 * model.num_experts * scores + CHOICE * model.moe_router_topk
-    return router + kept_by_rows(config) + _shared(config, cast)
+    return (router + kept_by_rows(config)) * own_tokens(config) / config.tokens + _shared(config, cast)
 
 
 def kept_by_rows(config: Config) -> float:
-    """Return the bytes per token that the experts of a layer keep for their rows, of the tokens of all processes that share them."""
+    """Return the bytes per token that a process routes which the experts of a layer keep for rows, of all processes that share them."""
     model, wide = config.model, config.precision.named.compute.bytes
     top_k, width, hidden = model.moe_router_topk, model.expert_size, model.hidden_size
     rows = 2 * wide * width if in_fp8(config) else wide * hidden + (16 + wide) * width

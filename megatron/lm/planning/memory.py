@@ -363,7 +363,7 @@ def _backward_of_a_layer(config: Config) -> int:
     """
     mixtures = [kind for kind in of_layers(config, range(config.model.num_layers)) if kind.model.moe_layers]
     if mixtures:
-        return max(experts.backward_of_a_layer(kind, _tokens(kind)) for kind in mixtures)
+        return max(experts.backward_of_a_layer(kind, int(experts.own_tokens(kind))) for kind in mixtures)
     if not config.fuses_layers:
         return 0
     model, wide = config.model, _compute_bytes(config)

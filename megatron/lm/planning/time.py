@@ -190,7 +190,7 @@ def _fused_elements(config: Config, rates: Rates) -> float:
 def _unfused_elements(config: Config, rates: Rates) -> float:
     """Return the seconds of element-wise kernels of an unfused layer, proportional to the bytes saved for backward."""
     everything = _keeping_all(config)
-    rows = experts.kept_by_rows(everything) * config.tokens if config.model.moe_layers else 0.0  # `expert_time` has their kernels
+    rows = experts.kept_by_rows(everything) * experts.own_tokens(config) if config.model.moe_layers else 0.0  # in `expert_time`
     seconds = (layer_activations(everything) - rows) * rates("unfused byte")
     return seconds + _just_in_time(config, rates)
 

@@ -61,6 +61,10 @@ def test_processes_that_share_experts_have_fewer_of_them_and_rows_of_all():
     router = 3 * 4 * 64 + 16 * 8
     assert kept_per_token(shared, 1) - router == 4 * (kept_per_token(alone, 1) - router)
     assert weights_by_columns(shared) == weights_by_columns(alone) // 4
+    tensor = olmoe(
+        "--opt-level O3 --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+    )
+    assert kept_per_token(tensor, 1) == kept_per_token(shared, 1) / 2, "each routes half of the sequence"
     experts = 16 * 64 * 3 * 1024 * 2048
     for one, other in zip(plan(alone, 4), plan(shared, 4), strict=True):
         assert one.weight - other.weight == experts * 3 // 4
