@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from megatron.lm.config.cli import parse_args
 from megatron.lm.planning.cluster import Cluster
-from megatron.lm.planning.expert_time import MOVED_HIDDEN, MOVED_WIDTH
 from megatron.lm.planning.memory import plan
+from megatron.lm.planning.mixtures.expert_time import MOVED_HIDDEN, MOVED_WIDTH
 from megatron.lm.planning.rates import GPUS, Rates
 from megatron.lm.planning.rates import Rate as PlannerRate
 from megatron.lm.planning.time import predict

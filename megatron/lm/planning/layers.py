@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron.lm.config import Config
 from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes
-from megatron.lm.planning.experts import in_fp8, of_rank
+from megatron.lm.planning.mixtures.experts import in_fp8, of_rank
 
 
 def of_layers(config: Config, layers: Iterable[int]) -> list[Config]:

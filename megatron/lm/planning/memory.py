@@ -12,8 +12,8 @@ from typing import Any
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.graphs.capture import captured, slots
-from megatron.lm.planning import experts
 from megatron.lm.planning.layers import Parameter, of_layers, stage_chunks, stage_layers, stage_parameters, vocabulary
+from megatron.lm.planning.mixtures import experts
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
 from msamp.nn.activation import ActivationFunction

@@ -16,9 +16,10 @@ from megatron.lm.config import Config
 from megatron.lm.config.rules import context, experts, shape, training
 from megatron.lm.config.sections.parallel import AXES, CP_COMM_TYPES
 from megatron.lm.graphs.capture import captured
-from megatron.lm.planning import expert_time, memory
+from megatron.lm.planning import memory
 from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.memory import GIB, RESERVED, Rank
+from megatron.lm.planning.mixtures import expert_time
 from megatron.lm.planning.rates import Rates
 from megatron.lm.planning.time import Step, predict
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs.capture import captured
-from megatron.lm.planning import expert_time, experts, wire
+from megatron.lm.planning import wire
 from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_mixtures, stage_parameters, vocabulary
 from megatron.lm.planning.memory import Rank, accumulator_bytes, layer_activations, state_formats
+from megatron.lm.planning.mixtures import expert_time, experts
 from megatron.lm.planning.rates import Rates
 from msamp.nn.vocabulary_loss import ALL
 

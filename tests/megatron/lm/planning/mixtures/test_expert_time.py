@@ -9,9 +9,9 @@ from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.model.moe.router import routers, scale_losses
-from megatron.lm.planning import expert_time
 from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.memory import plan
+from megatron.lm.planning.mixtures import expert_time
 from megatron.lm.planning.rates import GPUS, Rate, Rates, rates_of
 from megatron.lm.planning.time import Step, predict
 
