@@ -5,17 +5,18 @@
         --cases O0 O1 O2 O3 coat 'O3 --fp8-guard' --flags "MODEL'S FLAGS --micro-batch-size 8 --global-batch-size 8 --train-iters 1221 \
         --lr 1e-4 --train-data-path corpus_text_document --valid-data-path held_out_text_document"
 
-FP8 layers cast every operand, which moves the loss before the first step, most of all in a model with outliers. So each case has four
-numbers, all of them losses on the same held-out batches:
+FP8 layers cast every operand, which moves the loss before the first step, most of all in a model with outliers. So each case and seed has
+four numbers, all of them losses on the same held-out batches, which the seed draws:
 
     start       the model before any training, in the case's layers
     own         after training, in the case's layers
     bf16        after training, the same values in BF16 layers
-    start_bf16  the model before any training in BF16 layers, one for all cases
+    start_bf16  the model before any training in BF16 layers, the same for all cases
 
-Every visible GPU is used; --at-once runs share one. A complete run is not repeated, so the same command continues after --minutes.
-continued.csv has a row per case and seed (`COLUMNS`), and the differences from the first case over the seeds are printed with their 95 %
-intervals. A model is judged by a run whose learning rate is too small to change a weight.
+All FP8 layers are FP8, however little they gain, unless --flags has --fp8-min-gain. Every visible GPU is used; --at-once runs share one. A
+complete run is not repeated, so the same command continues after --minutes; another command is refused, since each run's folder in --out
+has the words it was started with. continued.csv has a row per case and seed (`COLUMNS`), and the differences from the first case over the
+seeds are printed with their 95 % intervals. A model is judged by a run whose learning rate is too small to change a weight.
 """
 
 import argparse
@@ -49,16 +50,16 @@ def job(case: str, measure: str, number: int, steps: int) -> Job:
     return Job(precision=case, seed=FIRST_SEED + number, steps=steps, name=f"{folder_of(case)}_{number}_{measure}")
 
 
-def start_of(case: str) -> Job:
+def start_of(case: str, number: int) -> Job:
     """Return the run that judges the model before any training in a case's layers; cases without FP8 share BF16's."""
-    return job(BF16 if case_flags(case) == case_flags(BF16) else case, START, 0, JUDGED)
+    return job(BF16 if case_flags(case) == case_flags(BF16) else case, START, number, JUDGED)
 
 
 def command(one: Job, options: argparse.Namespace) -> list[str]:
     """Return the command of a run."""
     out, measure = options.out / one.name, one.name.rpartition("_")[2]
     trained = options.out / one.name.replace(f"_{PLAIN}", f"_{OWN}") / "checkpoint"
-    words = shlex.split(options.flags)
+    words = ["--fp8-min-gain", "0", *shlex.split(options.flags)]
     words += case_flags(BF16 if measure == PLAIN else one.precision)
     words += ["--load", str(trained if measure == PLAIN else options.load), "--finetune", "--seed", str(one.seed)]
     words += ["--eval-interval", str(one.steps), "--metrics-file", str(out / "metrics.jsonl")]
@@ -77,10 +78,9 @@ def results(options: argparse.Namespace, steps: int) -> Iterator[dict[str, Any]]
     def complete(one: Job) -> bool:
         return compare_precisions.complete(one, options)
 
-    plain = start_of(BF16)
     for case in options.cases:
-        start = start_of(case)
         for number in range(options.seeds):
+            plain, start = start_of(BF16, number), start_of(case, number)
             own, judged = job(case, OWN, number, steps), job(case, PLAIN, number, 1)
             if all(map(complete, (plain, start, own, judged))):
                 losses = [round(loss_of(one, options), 4) for one in (plain, start, own, judged)]
@@ -134,12 +134,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps, options.processes = train_iters(options.flags), 1
     session = Session(end=time.monotonic() + 60 * options.minutes)
     numbers = range(options.seeds)
-    starts = list(dict.fromkeys(map(start_of, (BF16, *options.cases))))
+    starts = list(dict.fromkeys(start_of(case, number) for number in numbers for case in (BF16, *options.cases)))
     trained = [job(case, OWN, number, steps) for number in numbers for case in options.cases]
     judged = [job(case, PLAIN, number, 1) for number in numbers for case in options.cases]
+    for one in (*starts, *trained, *judged):
+        remember(one, options)
     for jobs in (starts, trained, judged):
         ready = [one for one in jobs if jobs is not judged or compare_precisions.complete(job_before(one, steps), options)]
         compare_precisions.train_all(ready, options, session, options.at_once, command)
+        if jobs is starts and not all(compare_precisions.complete(one, options) for one in starts):
+            break  # what the trainer refuses is seen before hours of training
     table = list(results(options, steps))
     if table:
         where = rows.machine(options.commit)
@@ -152,6 +156,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print("missing: " + ", ".join(missing))
     return int(bool(missing))
+
+
+def remember(one: Job, options: argparse.Namespace) -> None:
+    """Write a run's command to its folder.
+
+    Raises:
+        ValueError: the folder is of another command.
+    """
+    file, words = options.out / one.name / "command.txt", shlex.join(command(one, options)[1:]) + "\n"
+    if file.exists() and file.read_text(encoding="utf-8") != words:
+        raise ValueError(f"--out {options.out}: {file} is of a run with other flags or another --load: give another --out, or remove it")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(words, encoding="utf-8")
 
 
 def job_before(one: Job, steps: int) -> Job:

@@ -38,6 +38,7 @@ BACKENDS: dict[str, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "math": [SDPBackend.MATH],
 }
+NO_MASK = "FP8 attention got a mask, a bias or packed sequences, which are not supported; pass None"
 # For a mask of s x s: flash takes none, and memory-efficient attention takes any.
 MASKED_BACKENDS = {"auto": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]}
 
@@ -225,16 +226,23 @@ class SDPAttention(MegatronModule):
         backends = self.backends if attention_mask is None or only_keys else self.masked_backends
         if self.context is None:
             return self._attend(query, key, value, attention_mask, backends)
-        if attention_mask is not None:
-            self._check_mask(attention_mask, query.shape[0] * self.context.ranks)
-        if (exchange := self.exchange(attention_mask)) is not None:
+        if (exchange := self.exchange(query.shape[0], attention_mask)) is not None:
             return exchange(query, key, value)
         scale = default_scale(query.shape[3]) if self.softmax_scale is None else self.softmax_scale
         return RingAttention(self.context, scale, self.causal, self.backend, self.wire)(query, key, value)
 
-    def exchange(self, mask: Tensor | None = None) -> HeadExchange | None:
-        """Return attention of this rank's heads with its two all-to-alls, for `forward`'s mask; None without `a2a`."""
-        if self.context is None or not self.by_heads:
+    def exchange(self, tokens: int, mask: Tensor | None = None) -> HeadExchange | None:
+        """Return attention of this rank's heads with its two all-to-alls, for this rank's number of tokens and `forward`'s mask; None
+        without `a2a`.
+
+        Raises:
+            ValueError: if context parallelism, or the backend, does not support the mask.
+        """
+        if self.context is None:
+            return None
+        if mask is not None:
+            self._check_mask(mask, tokens * self.context.ranks)
+        if not self.by_heads:
             return None
         backends = self.backends if mask is None or mask.shape[2] == 1 else self.masked_backends
         return HeadExchange(self.context, functools.partial(self._attend, attention_mask=mask, backends=backends), self.wire)
@@ -243,7 +251,9 @@ class SDPAttention(MegatronModule):
         """Raise a ValueError if context parallelism does not support the mask, with sequences of `length` tokens."""
         if not self.by_heads:
             raise ValueError("cp_comm_type p2p, a ring of parts of sequences, does not support a mask: pass None, or use a2a")
-        if mask.shape[1] != 1 or mask.shape[3] != length:
+        if self.backends == BACKENDS["flash"]:
+            raise ValueError("--attention-backend flash does not support a mask; choose auto, cudnn or math")
+        if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length or (mask.shape[2] == 1 and self.causal):
             raise ValueError(f"a mask of split sequences is {tuple(mask.shape)}; expected that of whole ones, [b, 1, s or 1, {length}]")
 
     def _attend(
@@ -339,5 +349,10 @@ class FP8CoreAttention(SDPAttention):
     ) -> Tensor:
         """Like `SDPAttention.forward`; ValueError with any mask, bias or packed sequences."""
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("FP8 attention got a mask, a bias or packed sequences, which are not supported; pass None")
+            raise ValueError(NO_MASK)
         return self.now()(query, key, value)
+
+    def exchange(self, tokens: int, mask: Tensor | None = None) -> None:
+        """Return None: `now` exchanges FP8 codes. ValueError with any mask."""
+        if mask is not None:
+            raise ValueError(NO_MASK)

@@ -9,6 +9,7 @@ same. The operand scaling is taken from the checkpoint in the same way (`decide`
 attention wins at some lengths and numbers of heads and loses at others.
 """
 
+import importlib.metadata
 import json
 import math
 import os
@@ -207,7 +208,7 @@ def choose_attention(config: Config, measure: Measure | None, saved: PrecisionCo
         return "bf16", refused
     if not config.precision.fp8_min_gain:
         return "fp8", "--fp8-min-gain 0"
-    if saved is not None:
+    if saved is not None and saved.named.fp8:
         return saved.attention_precision, "as in the checkpoint"
     if not _has_fp8():
         return "bf16", "not measured: this hardware has no FP8, which is emulated"
@@ -218,12 +219,21 @@ def choose_attention(config: Config, measure: Measure | None, saved: PrecisionCo
     except ValueError as error:
         return "bf16", str(error)
     shape = attention_shape(config)
-    key = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, attention, {' x '.join(map(str, shape))}"
+    kernels = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, frontend {_frontend_version()}"
+    key = f"{torch.cuda.get_device_name()}, {kernels}, attention, {' x '.join(map(str, shape))}"
     times = _cached(config, {key: shape}, measure)
     if times is None:
         return "bf16", "not measured on this GPU"
     gain = times[key].bf16 / times[key].fp8
     return "fp8" if gain >= config.precision.fp8_min_gain else "bf16", f"gain {gain:.2f}, --fp8-min-gain {config.precision.fp8_min_gain:g}"
+
+
+def _frontend_version() -> str:
+    """Return the version of cuDNN's frontend, which chooses the kernels of FP8 attention."""
+    try:
+        return importlib.metadata.version("nvidia-cudnn-frontend")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def attention_shape(config: Config) -> AttentionShape:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig
 from megatron.lm.config.cli import parse
@@ -51,8 +52,14 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
     if config.logging.dry_run:
         _dry_run(config, world_size)
         return None
-    _check_resources(config, world_size)
+    _check_resources(_hopeful(config), world_size)
     return config
+
+
+def _hopeful(config: Config) -> Config:
+    """Return the configuration with FP8 attention, which needs less memory, where `--attention-precision auto` is not decided yet."""
+    auto = config.precision.attention_precision == "auto" and config.precision.named.fp8
+    return replace(config, precision=replace(config.precision, attention_precision="fp8")) if auto else config
 
 
 def _saved(settings: CheckpointConfig) -> Saved | None:

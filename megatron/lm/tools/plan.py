@@ -78,7 +78,11 @@ def parser() -> Parser:
 
 
 def configuration(options: argparse.Namespace, rest: Sequence[str]) -> Config:
-    """Return the run with grid and micro-batch of the flags or the model; SystemExit for a flag that the trainer does not know."""
+    """Return the run with grid and micro-batch of the flags or the model; SystemExit for a flag that the trainer does not know.
+
+    Raises:
+        ValueError: the precision of attention is left to a measurement.
+    """
     from msamp.numerics import recipe  # imports torch, which takes seconds: invalid flags are reported before
 
     own = PRESETS[options.model]
@@ -86,7 +90,10 @@ def configuration(options: argparse.Namespace, rest: Sequence[str]) -> Config:
     batch = options.global_batch_size or max(1, own["global_batch_size"] * own["seq_length"] // sequence)
     words = ["--preset", options.model, *DEFAULTS, "--precision", recipe.by_name(options.precision).name]
     words += ["--seq-length", str(sequence), "--global-batch-size", str(batch), "--vocab-size", str(published_vocabulary(options.model))]
-    return parse_args([*words, *rest])
+    config = parse_args([*words, *rest])
+    if config.precision.attention_precision == "auto":
+        raise ValueError("--attention-precision auto is decided by a measurement when a run starts: give fp8 or bf16 to a plan")
+    return config
 
 
 def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]:

@@ -133,8 +133,9 @@ class PrecisionConfig(RecipeConfig):
         choices=FAST_ACCUMULATIONS,
     )
     fp8_min_gain: float = setting(
-        "smallest measured gain of a linear layer, BF16 time / FP8 time on this GPU; layers below it stay in BF16 at O1 to O3 and with "
-        "coat; 0: all are FP8 and nothing is measured; no effect at other precisions, so that the same flags work for all",
+        "smallest measured gain of a linear layer, BF16 time / FP8 time on this GPU, and of attention with --attention-precision auto; "
+        "what is below it stays in BF16 at O1 to O3 and with coat; 0: all is FP8 and nothing is measured; no effect at other precisions, "
+        "so that the same flags work for all",
         1.0,
         legal=NON_NEGATIVE,
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import tiny
-from megatron.lm.config import Config
+from megatron.lm.config import Config, PrecisionConfig
 from megatron.lm.model import attention, fp8_layers
 from megatron.lm.model.fp8_layers import AttentionShape, Measure, Times
 from msamp.numerics.recipe import Recipe
@@ -49,6 +49,7 @@ def attention_times(fp8: float) -> Measure:
         ({"context_parallel_size": 2, "cp_wire": "bf16"}, None, "bf16", "--cp-wire bf16 does not fit --attention-precision fp8"),
         ({}, "fp8", "fp8", "as in the checkpoint"),
         ({"fp8_min_gain": 1.3}, "bf16", "bf16", "as in the checkpoint"),
+        ({"fp8_min_gain": 0.0}, "bf16", "fp8", "--fp8-min-gain 0"),
     ],
 )
 def test_attention_is_fp8_where_it_is_faster_and_possible(
@@ -60,6 +61,16 @@ def test_attention_is_fp8_where_it_is_faster_and_possible(
     decided, choice = fp8_layers.decide(made, attention_times(0.8), lambda: saved and replace(made.precision, attention_precision=saved))
     assert decided.precision.attention_precision == chosen
     assert choice.attention.startswith(f"attention: {chosen.upper()}; {reason}")
+
+
+def test_a_run_without_fp8_chose_nothing_for_those_that_resume_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "card")
+    made = config(tmp_path, **ATTENTION)
+    assert fp8_layers.choose_attention(made, attention_times(0.5), PrecisionConfig(precision="bf16")) == (
+        "fp8",
+        "gain 2.00, --fp8-min-gain 1",
+    )
 
 
 def test_attention_is_measured_once_a_machine_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
