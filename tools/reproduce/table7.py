@@ -121,9 +121,11 @@ def volume(layers: int, hidden: int, tokens: int, tp: int, wire: Scheme) -> tupl
     return scope, scope + elements * (wire.output + wire.grad_output)
 
 
-def preset_volume(model: str, pp: int, tp: int, micro_batch: int, wire: Scheme) -> tuple[int, int | None]:
-    """Return the `volume` of a preset."""
-    size = PRESETS[model]
+def preset_volume(
+    model: str, pp: int, tp: int, micro_batch: int, wire: Scheme, given: Mapping[str, int] | None = None
+) -> tuple[int, int | None]:
+    """Return the `volume` of a preset; `given`: sizes that replace its own."""
+    size = {**PRESETS[model], **(given or {})}
     return volume(size["num_layers"] // pp, size["hidden_size"], micro_batch * size["seq_length"], tp, wire)
 
 
@@ -173,10 +175,15 @@ def latest(grid: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], Mapping[s
     return {(*(row[name] for name in GRID), row["case"]): row for row in grid if row["sp"] == "on" and row["level"]}
 
 
+SIZES = ("num_layers", "seq_length")
+
+
 def shapes_of(row: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return the `preset_volume` of a row of bench_grid.py."""
+    """Return the `preset_volume` of a row of bench_grid.py, with the layers and the length that its case names."""
+    words = row["case"].split()
+    given = {name: int(words[words.index(f"--{name.replace('_', '-')}") + 1]) for name in SIZES if f"--{name.replace('_', '-')}" in words}
     wire = scheme(row["level"], row["tp_wire"], "gathered" if "--tp-saved-input gathered" in row["case"] else "shard")
-    return preset_volume(row["preset"], int(row["pp"]), int(row["tp"]), int(row["micro_batch"]), wire)
+    return preset_volume(row["preset"], int(row["pp"]), int(row["tp"]), int(row["micro_batch"]), wire, given)
 
 
 def counted(row: Mapping[str, str]) -> tuple[float, float]:

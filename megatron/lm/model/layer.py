@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.lm.model.attention import FP8CoreAttention, cos_sin
+from megatron.lm.model.attention import FP8CoreAttention, SDPAttention, cos_sin
 from msamp.nn.attention_block import AttentionBlock, AttentionSettings
 from msamp.nn.block import Norm
 from msamp.nn.ends import ALONE, Ends
@@ -90,7 +90,7 @@ class Layer(TransformerLayer):
         qkv, proj, core = attention.linear_qkv, attention.linear_proj, attention.core_attention
         rows = x.shape[0] * (self.tp_group.size() if self.ends.spread else 1)
         fp8 = core.now() if isinstance(core, FP8CoreAttention) and mask is None else None
-        exchange = core.exchange(rows, mask) if fp8 is None else None
+        exchange = core.exchange(rows, mask) if fp8 is None and isinstance(core, SDPAttention) else None
         cos, sin = (x.new_empty(rows, 0, dtype=torch.float32),) * 2 if rotary_pos_emb is None else cos_sin(rotary_pos_emb)
         settings = AttentionSettings(
             norm=self.norm,

@@ -251,6 +251,30 @@ def test_a_step_that_the_guard_measures_has_its_own_graph():
         assert {key[3]: done.graph.replays for key, done in graphs._graphs.items()} == {False: 9 - WARM_UP - 2, True: 2}
 
 
+def test_after_a_raise_the_trainer_captures_again_and_replays_no_graph_from_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every layer is raised in the first check, and a graph of before would go on in FP8."""
+    every = 8  # past the first capture
+    settings = {"precision": "O3", "fp8_recipe": "tensorwise", "num_layers": 1, "train_iters": 2 * every, "fp8_guard": True}
+    settings |= {"fp8_guard_interval": every, "fp8_guard_raise_after": 1, "fp8_guard_sqnr": 100.0}
+    run = tiny.config(tiny.write_data(tmp_path), **settings)
+    eager = tiny.losses(tiny.run(run))
+    built: list[int] = []  # how many graphs there were by then
+    with replayed.on_a_cpu() as captures:
+
+        def again(training: Training) -> StepGraphs:
+            built.append(len(captures))
+            return StepGraphs(training, "step")
+
+        monkeypatch.setattr("megatron.lm.graphs.step_graph.build", again)
+        rows = tiny.run(run)
+    assert tiny.losses(rows) == eager
+    assert {row["raised"] for row in rows if row["kind"] == "fp8_guard"} == {True}
+    first, second = built
+    assert first == 0 < second < len(captures)
+    assert all(done.graph.run is replayed.gone for done in captures[:second])
+    assert sum(done.graph.replays for done in captures[:second]) > 0 < sum(done.graph.replays for done in captures[second:])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("raised", [False, True])
 @pytest.mark.parametrize("written", [False, True])
