@@ -117,6 +117,10 @@ class Config:
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple
 
+    def with_attention(self, precision: str) -> "Config":
+        """Return the same run with another `--attention-precision`."""
+        return replace(self, precision=replace(self.precision, attention_precision=precision))
+
     def axes(self, world_size: int) -> Axes:
         """Return the grid of `world_size` processes."""
         return self.parallel.axes(world_size)

@@ -32,7 +32,7 @@ from megatron.lm.config.rules import context as context_rules
 from megatron.lm.config.rules import data as data_rules
 from megatron.lm.config.rules import precision as precision_rules
 from megatron.lm.config.sections.baselines import PeerRecipe
-from megatron.lm.config.sections.precision import with_saved_rounding, with_saved_scaling
+from megatron.lm.config.sections.precision import MEASURED, with_saved_rounding, with_saved_scaling
 from megatron.lm.processes.agreement import rank_0_decides
 from msamp.kernels.fp8_attention import default_scale
 from msamp.kernels.scaled_mm import fp8_hardware
@@ -42,7 +42,6 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
 
-AUTO = "auto"
 REPEATS = 20
 L2_BYTES = 256 * 2**20  # written before each launch to flush the L2 cache: in a training step operands come from HBM
 
@@ -201,7 +200,7 @@ def choose_attention(config: Config, measure: Measure | None, saved: PrecisionCo
     """
     if not config.precision.named.fp8:
         return "bf16", f"precision {config.precision.name}"
-    fp8 = replace(config, precision=replace(config.precision, attention_precision="fp8"))
+    fp8 = config.with_attention("fp8")
     about = (precision_rules.fp8_attention, data_rules.documents, context_rules.wire)
     refused = next((problem for rule in about for problem in rule(fp8, 1)), None)
     if refused is not None:
@@ -262,10 +261,10 @@ def decide(config: Config, measure: Measure | None, saved: SavedPrecision = lamb
     before = saved() if named.fp8 or any(named.states.rounded().values()) else None
     config = replace(config, precision=with_saved_rounding(with_saved_scaling(config.precision, before), before))
     choice = choose(config, measure, before)
-    if config.precision.attention_precision == AUTO:
+    if config.precision.attention_precision == MEASURED:
         precision, reason = choose_attention(config, measure, before)
         choice = replace(choice, attention=f"attention: {precision.upper()}; {reason}")
-        config = replace(config, precision=replace(config.precision, attention_precision=precision))
+        config = config.with_attention(precision)
     return with_choice(config, choice), choice
 
 

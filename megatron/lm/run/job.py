@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megatron.lm.config import CheckpointConfig, Config, PrecisionConfig
 from megatron.lm.config.cli import parse
 from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.rules.check import check
+from megatron.lm.config.sections.precision import MEASURED
 from megatron.lm.shell.exit_codes import command
 from megatron.lm.shell.interrupt import LeavingAtOnce
 from megatron.lm.shell.terminal import wrapped
@@ -58,8 +58,8 @@ def _judged(argv: Sequence[str] | None) -> Config | None:
 
 def _hopeful(config: Config) -> Config:
     """Return the configuration with FP8 attention, which needs less memory, where `--attention-precision auto` is not decided yet."""
-    auto = config.precision.attention_precision == "auto" and config.precision.named.fp8
-    return replace(config, precision=replace(config.precision, attention_precision="fp8")) if auto else config
+    undecided = config.precision.attention_precision == MEASURED and config.precision.named.fp8
+    return config.with_attention("fp8") if undecided else config
 
 
 def _saved(settings: CheckpointConfig) -> Saved | None:

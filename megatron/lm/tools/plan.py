@@ -20,6 +20,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS, flops_per_token, published_vocabulary
 from megatron.lm.config.rules.check import check
+from megatron.lm.config.sections.precision import MEASURED
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, name
 
@@ -91,7 +92,7 @@ def configuration(options: argparse.Namespace, rest: Sequence[str]) -> Config:
     words = ["--preset", options.model, *DEFAULTS, "--precision", recipe.by_name(options.precision).name]
     words += ["--seq-length", str(sequence), "--global-batch-size", str(batch), "--vocab-size", str(published_vocabulary(options.model))]
     config = parse_args([*words, *rest])
-    if config.precision.attention_precision == "auto":
+    if config.precision.attention_precision == MEASURED:
         raise ValueError("--attention-precision auto is decided by a measurement when a run starts: give fp8 or bf16 to a plan")
     return config
 

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 
-from megatron.lm.config.sections.precision import COAT_FORMATS, LINEARS, OPTIMIZER_STATES, PrecisionConfig
+from megatron.lm.config.sections.precision import COAT_FORMATS, LINEARS, MEASURED, OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -48,7 +48,7 @@ def fp8_linears(config: Config, world_size: int) -> Problems:
     if precision.contradiction is not None:
         return
     if precision.named.fp8:
-        nothing = precision.bf16_linears is not None and precision.attention_precision != "auto"
+        nothing = precision.bf16_linears is not None and precision.attention_precision != MEASURED
         if precision.fp8_gain_cache is not None and (nothing or not precision.fp8_min_gain):
             ground = "--bf16-linears" if nothing else "--fp8-min-gain 0"
             yield f"--fp8-gain-cache {precision.fp8_gain_cache} has no effect with {ground}, which leaves nothing to measure: drop one"
