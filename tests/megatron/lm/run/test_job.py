@@ -22,6 +22,16 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*FLAGS, "--data-path", str(tiny.write_data(tmp_path))]
 
 
+def test_the_memory_check_allows_attention_that_the_start_may_choose(flags: list[str], monkeypatch: pytest.MonkeyPatch):
+    checked = []
+    monkeypatch.setattr(job, "_check_resources", lambda config, world_size: checked.append(config.precision.attention_precision))
+    for level in ("O3", "O0"):
+        kept = job._judged([*flags, "--opt-level", level, "--attention-precision", "auto"])
+        assert kept is not None
+        assert kept.precision.attention_precision == "auto"
+    assert checked == ["fp8", "auto"]
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "", "two", str(2**20 + 1)])
 def test_a_number_of_processes_that_cannot_be(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str

@@ -81,6 +81,7 @@ REFUSED = {
     "--model 7b --gpus 8 --gpu h100 --tensor-model-parallel-size 3": "no grid divides this model and 8 GPUs",
     "--model 7b --gpus 8 --gpu h100 --precision O9": "O9",
     "--model 7b --gpus 8 --gpu h100 --precision fp32": "--precision fp32 uses FP32 GEMMs, which have no measured rate",
+    "--model 7b --gpus 8 --gpu h100 --attention-precision auto": "decided by a measurement when a run starts: give fp8 or bf16 to a plan",
     "--model 7b --gpus 8 --gpu h100 --no-such-flag": "unknown flag --no-such-flag",
 }
 
