@@ -3,6 +3,7 @@
     python -m tools.reproduce --list                       all entries, what each needs, its results, their age and intervals
     python -m tools.reproduce fp8lm-table9                 one entry, at the largest size that fits this machine
     python -m tools.reproduce collage-table6 --size toy    in seconds on a CPU
+    python -m tools.reproduce --recompute                  results that follow from shapes and recorded results, where these have changed
 
     python -m tools.reproduce fp8lm-table6 --size full --pieces '#4 seed 1234' '#2a seed 1234' --at-once 2
 
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="an entry of --list")
     parser.add_argument("--list", action="store_true", help="list every table and figure")
+    parser.add_argument("--recompute", action="store_true", help="replace results that are computed, not measured, and have changed")
     parser.add_argument("--size", default="auto", help="auto, or a size of the entry (default: the largest that fits this machine)")
     parser.add_argument("--text", type=path, help=f"text for small trainings (default: {texts.SPEECHES}; toy sizes: this documentation)")
     parser.add_argument("--out", type=path, default=ROOT / keep.RESULTS, help="folder of the CSV files")
@@ -73,10 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that run at the same time (default: %(default)s)")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(arguments)
-    if options.list == (options.name is not None):
-        parser.error("give the NAME of an entry, or --list to see them")
+    if options.list + options.recompute + (options.name is not None) != 1:
+        parser.error("give the NAME of an entry, or --list to see them, or --recompute")
     if options.list:
         print(*listing(options.out, date.today()), sep="\n")
+        return 0
+    if options.recompute:
+        for one in ENTRIES.values():
+            for change in keep.recompute(one, options.out, options.commit):
+                print(f"{one.name}, {change}: replaced")
         return 0
     if options.name not in ENTRIES:
         raise ValueError(f"{options.name!r} is not an entry: choose one of {', '.join(ENTRIES)}")

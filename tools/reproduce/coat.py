@@ -273,7 +273,7 @@ ENTRIES = (
         title="COAT, share of the activations",
         claim="Non-linear layers save about half of a Llama's activations, linear layers less than a quarter.",
         run=share,
-        sizes={"toy": Needs()},
+        sizes={"toy": Needs(computed=True)},
         headline="7b, activations kept as compute: norms and SwiGLU",
         reason="By the dry run.",
     ),
@@ -282,7 +282,10 @@ ENTRIES = (
         title="COAT, memory and speed",
         claim="1.54 times less memory and 1.43 times the speed of BF16.",
         run=memory,
-        sizes={"kept": Needs(files=(MEMORY, throughput.STEP)), "full": Needs(gpus=1, gib=139, minutes=40, files=(MEMORY, throughput.STEP))},
+        sizes={
+            "kept": Needs(files=(MEMORY, throughput.STEP), computed=True),
+            "full": Needs(gpus=1, gib=139, minutes=40, files=(MEMORY, throughput.STEP)),
+        },
         pieces=lambda size: [WHOLE, *throughput.MODELS_COAT] if size == "full" else one_piece(size),
         headline="coat, micro-batch 4: times less memory",
         reason="GPT-1.3B on one H200; Llama-2 7B is under coat-llama. Layers exchange BF16 here; in COAT they exchange FP8, whose speed "
@@ -293,7 +296,7 @@ ENTRIES = (
         title="COAT, loss of pre-training",
         claim="COAT's training curve matches BF16's, for OLMo-1B and OLMo-7B.",
         run=loss,
-        sizes={"kept": Needs(files=(PRECISIONS, losses.CURVES))},
+        sizes={"kept": Needs(files=(PRECISIONS, losses.CURVES), computed=True)},
         headline=ABOVE,
         reason="GPT-125M and 16 million tokens on one rank; the paper trains on 300 and 160 billion tokens. Image captioning was not run.",
         same_loss=(("bf16: validation loss", "coat: validation loss"),),
@@ -303,7 +306,7 @@ ENTRIES = (
         title="COAT, its table of memory and speed",
         claim="Llama-2 7B on two GPUs: 11,351 tokens/s per GPU at 52.8 GB, against BF16's 6,130.",
         run=llama,
-        sizes={"kept": Needs(files=(throughput.STEP,))},
+        sizes={"kept": Needs(files=(throughput.STEP,), computed=True)},
         headline="coat, each at its largest: times BF16's speed",
         reason="The claim's numbers are quoted; the version of the paper that we read does not contain them. "
         "Two GPUs were not available, and BF16 does not fit at COAT's micro-batch. "
@@ -314,7 +317,7 @@ ENTRIES = (
         title="COAT, group scaling",
         claim="A maximum in two stages costs almost nothing, and a just-in-time cast no longer reads its tensor twice.",
         run=group_scaling,
-        sizes={"kept": Needs(files=(KERNELS,))},
+        sizes={"kept": Needs(files=(KERNELS,), computed=True)},
         headline="2048 wide, norm backward, just-in-time cast: one stage over two",
         reason="Only kernels, on one H200; whole steps take most scales from earlier steps and need no amax beforehand.",
     ),

@@ -65,6 +65,8 @@ class Needs:
         maker: what creates them.
         text: it trains on the text of --text and its results are published, so that the default text must be one that later trees contain
             too.
+        computed: its results follow from definitions, shapes and recorded results alone, the same on every machine: `--recompute` reruns
+            them, and a test compares those on file.
     """
 
     gpus: int = 0
@@ -73,6 +75,7 @@ class Needs:
     files: tuple[str, ...] = ()
     maker: str = "megatron.lm.tools.prepare_text makes data"
     text: bool = False
+    computed: bool = False
 
     def lacking(self, root: Path = ROOT) -> str:
         """Return what this machine lacks; an empty string if it lacks nothing."""

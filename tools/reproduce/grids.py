@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.config.presets import PRESETS
+from megatron.lm.config.presets import PRESETS, flops_per_token
 from megatron.lm.planning import memory
-from megatron.lm.planning.layers import stage_parameters
+from megatron.lm.planning.layers import stage_parameters, vocabulary
+from megatron.lm.planning.rates import rates_of
+from megatron.lm.planning.search import Planned
 from tools.docs.evidence import PREDICTED, Row, read
-from tools.reproduce import table7, table8, throughput
+from tools.reproduce import planner, table7, table8, throughput
 from tools.reproduce.entry import NOT_MEASURED, WHOLE, Entry, Finding, Needs, Task, one_piece
 
 GIB = 2**30
@@ -37,11 +39,13 @@ VOLUME5 = {
 PRECISIONS5 = {"bf16": "BF16", "O3": "FP8"}  # name in the planner's rows -> the paper's name
 MICRO_BATCH5 = {"7b": 2, "13b": 2, "175b": 1}  # at which Table 5 compares BF16 and FP8
 TE5 = {"7b": 77.3, "13b": 76.4, "175b": 69.6}
-UNMEASURED5 = {  # row of Table 5 -> micro-batch, MFU (%), Rate (%)
-    "7b": {"BF16": (2, 45.0, 10.1), "TE": (2, 31.7, 9.7), "FP8": (2, 31.1, 7.9)},
-    "13b": {"BF16": (2, 42.5, 11.1), "TE": (2, 29.9, 7.1), "FP8": (2, 29.1, 3.9)},
-    "175b": {"BF16": (1, 39.0, 8.8), "TE": (1, 24.9, 3.9), "FP8": (1, 23.9, 2.5)},
+SHARES5 = {  # row of Table 5 at a micro-batch -> MFU (%), Rate (%)
+    "7b": {("BF16", 2): (45.0, 10.1), ("TE", 2): (31.7, 9.7), ("FP8", 2): (31.1, 7.9), ("FP8", 4): (32.6, 10.4)},
+    "13b": {("BF16", 2): (42.5, 11.1), ("TE", 2): (29.9, 7.1), ("FP8", 2): (29.1, 3.9), ("FP8", 4): (32.5, 9.3)},
+    "175b": {("BF16", 1): (39.0, 8.8), ("TE", 1): (24.9, 3.9), ("FP8", 1): (23.9, 2.5), ("FP8", 4): (34.2, 10.9)},
 }
+RATE5 = "share of a step in weight-related communication"
+WEIGHTS_SENT = "data-parallel, exposed"  # the planner's name for gradients and weights that are sent while no kernel runs
 GRID, DATA_PARALLEL = (f"tools/bench/results/{name}.csv" for name in ("grid", "data_parallel"))
 MEASURED = "counted"  # the piece that reports recorded results
 # Flags that the columns of the grid already give, and the sharding over data-parallel ranks.
@@ -99,7 +103,7 @@ def table5(task: Task) -> Iterator[Finding]:
 
 
 def _beside5(model: str) -> Iterator[Finding]:
-    """Report the rest of Table 5 for a model's grid: the planner's speeds, and the paper's numbers that no run here can be compared
+    """Report the rest of Table 5 for a model's grid: the planner's predictions, and the paper's numbers that nothing here can be compared
     with."""
     for row in (row for row in read(PREDICTED) if (row["what"], row["model"]) == ("table5", model)):
         prefix = f"{model}, {PRECISIONS5[row['precision']]}, micro-batch {row['micro_batch']}"
@@ -107,9 +111,25 @@ def _beside5(model: str) -> Iterator[Finding]:
             yield Finding(f"{prefix}: memory", float(row["gib"]), float(row["paper_gb"]), "GiB")
         yield Finding(f"{prefix}: samples per second, predicted", float(row["samples_s"]), float(row["paper_samples_s"]))
     yield Finding(f"{model}, Transformer Engine: memory", NOT_MEASURED, TE5[model], "GiB")
-    for name, (micro_batch, mfu, rate) in UNMEASURED5[model].items():
-        yield Finding(f"{model}, {name}, micro-batch {micro_batch}: MFU on the grid", NOT_MEASURED, mfu, "%")
-        yield Finding(f"{model}, {name}, micro-batch {micro_batch}: share of a step in communication", NOT_MEASURED, rate, "%")
+    predicted = {
+        (PRECISIONS5[precision], micro_batch): _shares5(planner.planned5(model, gpus, micro_batch, precision), gpus)
+        for name, gpus, micro_batch, precision, *_ in planner.TABLE_5
+        if name == model
+    }
+    for (name, micro_batch), papers in SHARES5[model].items():
+        ours: tuple[float | str, float | str] = predicted.get((name, micro_batch), (NOT_MEASURED, NOT_MEASURED))
+        suffix = ", predicted" if (name, micro_batch) in predicted else ""
+        for quantity, value, paper in zip(("MFU on the grid", RATE5), ours, papers, strict=True):
+            yield Finding(f"{model}, {name}, micro-batch {micro_batch}: {quantity}{suffix}", value, paper, "%")
+
+
+def _shares5(one: Planned, gpus: int) -> tuple[float, float]:
+    """Return the MFU of a planned grid relative to the peak of its GEMMs, and the share of its step in which only gradients and weights
+    are sent, in percent."""
+    tokens, config = one.config.global_batch_size(gpus) * one.config.model.seq_length, one.config
+    flops = flops_per_token(config.model, vocabulary(config)) * tokens / one.step.total / gpus
+    peak = rates_of(planner.GPU).gpu.peaks[config.precision.recipe.gemm is not None]
+    return 100 * flops / (peak * 1e12), 100 * one.step.seconds.get(WEIGHTS_SENT, 0.0) / one.step.total
 
 
 def _pieces5(size: str) -> Sequence[str]:
@@ -230,19 +250,21 @@ def neox(task: Task) -> Iterator[Finding]:
     yield Finding("cells that agree", float(agree), 16.0)
 
 
-SECONDS = {"toy": Needs()}
+SECONDS = {"toy": Needs(computed=True)}
 ENTRIES = (
     Entry(
         name="fp8lm-table5",
         title="FP8-LM, Table 5",
         claim="FP8 saves 28 to 39 % of BF16's memory and 63 to 65 % of the weight-related volume.",
         run=table5,
-        sizes=SECONDS | {"kept": Needs(files=(throughput.STEP,)), "full": Needs(gpus=1, gib=139, minutes=40)},
+        sizes=SECONDS | {"kept": Needs(files=(throughput.STEP,), computed=True), "full": Needs(gpus=1, gib=139, minutes=40)},
         pieces=_pieces5,
         headline="7b, memory saved by FP8",
         reason="Cluster memory is predicted by the dry run and was measured on none of the paper's grids; volume is computed from shapes; "
-        "speed is that of one GPU without ZeRO or network, or the planner's prediction. Of 175B only 8 layers at O3 were run: neither "
-        "BF16 nor Transformer Engine was measured at that shape, so FP8's speed relative to theirs was not measured.",
+        "speed is that of one GPU without ZeRO or network, or the planner's prediction, as are MFU and the share of communication. The "
+        "planner counts communication that no kernel hides, and causal attention by half; the paper does not say what its share counts, "
+        "and its FLOPs are those of whole attention. Of 175B only 8 layers at O3 were run: neither BF16 nor Transformer Engine was "
+        "measured at that shape, so FP8's speed relative to theirs was not measured.",
     ),
     Entry(
         name="fp8lm-figure1",
@@ -259,7 +281,7 @@ ENTRIES = (
         title="FP8-LM, Table 7",
         claim="FP8 activations cut the volume between tensor-parallel ranks by a third.",
         run=activations,
-        sizes=SECONDS | {"kept": Needs(files=(GRID,))},
+        sizes=SECONDS | {"kept": Needs(files=(GRID,), computed=True)},
         pieces=_pieces_counted,
         headline="13b, the paper's FP8",
         reason="Measured on two and four GPUs of one host; the paper's grids have 32 and 128. 13B was not profiled.",
@@ -269,7 +291,7 @@ ENTRIES = (
         title="FP8-LM, Table 8",
         claim="FP8 ZeRO balances the ranks.",
         run=spread,
-        sizes=SECONDS | {"kept": Needs(files=(DATA_PARALLEL,))},
+        sizes=SECONDS | {"kept": Needs(files=(DATA_PARALLEL,), computed=True)},
         pieces=_pieces_counted,
         headline="7b, greedy-cut: spread",
         reason="The paper's grids are computed from shapes, model state only; 1.3B was measured on two and four GPUs, between two steps.",

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.lm.evaluation.paired_difference import PairedDifference, paired_difference
 from megatron.lm.shell.durable import written_aside
-from tools.bench import rows
+from tools.bench.rows import machine
 from tools.reproduce.entry import Entry, Finding, Task
 from tools.reproduce.texts import OWN_TEXT
 
@@ -136,6 +136,47 @@ def run(
         yield task.piece, fresh
 
 
+def outdated(entry: Entry, size: str, rows: Sequence[Row], folder: Path, commit: str | None = None) -> dict[str, list[Row]]:
+    """Recompute a size whose results are `computed`, and return the rows of each piece whose values or sources are no longer those on file.
+
+    Args:
+        entry: an entry with results of this size.
+        size: a size that `Needs.computed` names.
+        rows: the rows on file.
+        folder: see `Task`.
+        commit: hash to record if the tree is not a git checkout.
+    """
+    changed = {}
+    for piece in entry.pieces(size):
+        on_file = [row for row in rows if (row["size"], row["piece"]) == (size, piece)]
+        findings = list(entry.run(Task(size, piece, Path(), folder, commit)))
+        if len(findings) == len(on_file) and all(_same(finding, row) for finding, row in zip(findings, on_file, strict=True)):
+            continue
+        command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size])
+        common = {"size": size, "piece": piece, "command": command, "seconds": "0.0"} | machine(commit)
+        changed[piece] = [row_of(finding, common) for finding in findings]
+    return changed
+
+
+def _same(finding: Finding, row: Row) -> bool:
+    """Return whether a row on file has a finding's values, and is of its source if it was measured elsewhere."""
+    ours = row_of(finding, dict.fromkeys(("size", "piece", "command", "seconds", *PLACE), ""))
+    columns = [name for name in ("quantity", "x", "ours", "paper", "unit", "seed", *PLACE) if name not in PLACE or ours[name]]
+    return all(row[name] == ours[name] for name in columns)
+
+
+def recompute(entry: Entry, folder: Path, commit: str | None = None) -> list[str]:
+    """Replace results on file that are `computed` and have changed; return their sizes and pieces."""
+    file, changes = folder / f"{entry.name}.csv", []
+    for size in (size for size, needs in entry.sizes.items() if needs.computed):
+        rows = read(file)
+        if any(row["size"] == size for row in rows):
+            for piece, fresh in outdated(entry, size, rows, folder / "kept" / entry.name, commit).items():
+                _add(file, size, {piece}, fresh)
+                changes.append(f"{size}, {piece}")
+    return changes
+
+
 def _add(file: Path, size: str, instead: Collection[str], fresh: Sequence[Row]) -> None:
     """Replace the rows of these pieces; keep what another call has written meanwhile."""
     lock = file.parent / "kept" / f"{file.stem}.lock"
@@ -174,7 +215,7 @@ def _rows_of(entry: Entry, command: str, task: Task) -> list[Row]:
     if not findings:
         raise ValueError(f"{entry.name}, piece {task.piece}, has no results: its function must return at least one finding")
     common = {"size": task.size, "piece": task.piece, "command": command, "seconds": f"{time.perf_counter() - start:.1f}"}
-    return [row_of(finding, common | rows.machine(task.commit)) for finding in findings]
+    return [row_of(finding, common | machine(task.commit)) for finding in findings]
 
 
 def row_of(finding: Finding, common: Mapping[str, Any]) -> Row:

@@ -95,8 +95,12 @@ def scale(model: str, precision: str, gpus: int) -> dict[str, Any] | None:
 
 def table5(model: str, gpus: int, micro_batch: int, precision: str, gb: float, samples: float) -> dict[str, Any]:
     """Return the row of one line of the paper's Table 5, on its grid."""
-    one = planned(configuration(model, precision, "--micro-batch-size", str(micro_batch)), cluster(gpus), rates_of(GPU))
-    return row("table5", model, one, gpus, paper_gb=gb, paper_samples_s=samples)
+    return row("table5", model, planned5(model, gpus, micro_batch, precision), gpus, paper_gb=gb, paper_samples_s=samples)
+
+
+def planned5(model: str, gpus: int, micro_batch: int, precision: str) -> Planned:
+    """Return the plan of a grid of the paper's Table 5."""
+    return planned(configuration(model, precision, "--micro-batch-size", str(micro_batch)), cluster(gpus), rates_of(GPU))
 
 
 def context(precision: str, sequence: int) -> dict[str, Any]:

@@ -303,7 +303,7 @@ def _boolq(task: Task, data: Path) -> Iterator[Row]:
 
 def kept(*files: str) -> Needs:
     """Return the needs of an entry that reads recorded results."""
-    return Needs(files=files, maker="see its page in docs/guide")
+    return Needs(files=files, maker="see its page in docs/guide", computed=True)
 
 
 ENTRIES = (

@@ -122,7 +122,7 @@ ENTRIES = (
         title="Slides, intervals of FP16",
         claim="FP16's numbers are as far apart as in the table; values below 2^-24 become 0, and those above 65519 infinity.",
         run=numbers,
-        sizes={"toy": Needs()},
+        sizes={"toy": Needs(computed=True)},
         headline="intervals that differ",
     ),
     Entry(
@@ -148,7 +148,7 @@ ENTRIES = (
         title="Slides, FP32 weight copies",
         claim="Small updates are lost in an FP16 weight and arrive in an FP32 copy.",
         run=weight_copies,
-        sizes={"toy": Needs()},
+        sizes={"toy": Needs(computed=True)},
         headline="update of 2^-12 of the weight, FP16 alone: share that arrives",
     ),
     Entry(

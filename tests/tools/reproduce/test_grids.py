@@ -31,17 +31,30 @@ def test_fp8_saves_a_half_where_the_paper_has_a_third_and_175b_fits_at_4096():
     assert held["O3"] < grids.CARD - grids.memory.RESERVED / grids.GIB < held["O0"]
 
 
-def test_gb_are_gib_and_what_no_run_has_is_said():
+def test_gb_are_gib_and_what_no_run_has_is_predicted_or_said():
     found = {finding.quantity: finding for finding in grids.table5(TASK)}
     units = {finding.unit for quantity, finding in found.items() if quantity.endswith(("BF16", "FP8")) and "saved" not in quantity}
     assert units == {"GiB"}
     for model in grids.GRIDS:
         assert found[f"{model}, Transformer Engine: memory"].ours == grids.NOT_MEASURED
-        rates = [finding for quantity, finding in found.items() if quantity.startswith(model) and "communication" in quantity]
-        assert len(rates) == 3
-        assert all(finding.ours == grids.NOT_MEASURED and finding.paper for finding in rates)
+        for quantity, most in ((grids.RATE5, 12), ("MFU on the grid", 60)):
+            shares = {name: finding for name, finding in found.items() if name.startswith(model) and quantity in name}
+            assert len(shares) == 4
+            assert all(finding.paper for finding in shares.values())
+            (te,) = [finding for finding in shares.values() if finding.ours == grids.NOT_MEASURED]
+            assert ", TE," in te.quantity
+            assert all(0 < finding.ours < most and name.endswith(", predicted") for name, finding in shares.items() if finding is not te)
     predicted = found["175b, FP8, micro-batch 4: samples per second, predicted"]
     assert (predicted.ours, predicted.paper) == (45.2, 39.3)
+
+
+def test_mfu_and_rate_of_a_planned_grid_by_hand():
+    one = grids.planner.planned5("7b", 32, 2, "O3")
+    mfu, rate = grids._shares5(one, 32)
+    linear = 6 * (32 * 12 * 4096**2 + 50304 * 4096)  # FLOPs per token; attention adds a causal half of 12 x layers x width x length
+    flops = (linear + 6 * 32 * 4096 * 2048) * 2048 * 2048  # a batch of 2,048 sequences
+    assert mfu == pytest.approx(100 * flops / one.step.total / 32 / 1979e12, rel=0.01)
+    assert rate == pytest.approx(100 * one.step.seconds["data-parallel, exposed"] / sum(one.step.seconds.values()))
 
 
 def test_the_largest_model_fits_and_one_step_more_does_not():

@@ -146,3 +146,33 @@ def test_a_row_of_another_machine_takes_nothing_of_this_one():
     assert {name: there[name] for name in keep.PLACE} == {"date": "", "commit": "abc1234", "gpu": "H200", "driver": "", "torch": ""}
     for where in ({}, {"accuracy": "0.6"}):  # a row that says nothing of its machine was made here
         assert keep.row_of(Finding("q", 1.0, where=where), common)["torch"] == "here"
+
+
+def test_computed_results_are_replaced_where_a_value_or_its_source_has_changed(tmp_path):
+    """The other rows keep the day and tree on which they were first computed."""
+    source = {"value": 1.0, "commit": "old1234"}
+
+    def run(task):
+        if task.piece == "read":
+            yield Finding("speed", source["value"], where={"commit": source["commit"], "date": "2026-11-20"})
+        else:
+            yield Finding("size", 3.0, unit="GiB")
+
+    sizes = {"toy": Needs(), "kept": Needs(computed=True)}
+    one = Entry(name="a-b", title="A", claim="C.", run=run, sizes=sizes, pieces=lambda size: ["read", "shapes"])
+    file = tmp_path / "a-b.csv"
+    assert keep.recompute(one, tmp_path, "1111111") == []  # nothing is on file yet
+    for size in sizes:
+        rows(one, size, tmp_path)
+    assert keep.recompute(one, tmp_path, "1111111") == []
+    for change in ({"value": 2.0}, {"commit": "new1234"}):
+        source |= change
+        assert list(keep.outdated(one, "kept", keep.read(file), tmp_path)) == ["read"]
+        assert keep.recompute(one, tmp_path, "1111111") == ["kept, read"]
+    on_file = {(row["size"], row["quantity"]): (row["ours"], row["commit"]) for row in keep.read(file)}
+    assert on_file == {
+        ("toy", "speed"): ("1", "old1234"),
+        ("toy", "size"): ("3", "abc1234"),
+        ("kept", "speed"): ("2", "new1234"),
+        ("kept", "size"): ("3", "abc1234"),
+    }

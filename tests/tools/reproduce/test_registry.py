@@ -30,6 +30,15 @@ def test_every_entry_has_a_claim_and_a_headline():
         assert one.headline
 
 
+COMPUTED = [(name, size) for name, one in ENTRIES.items() for size, needs in one.sizes.items() if needs.computed]
+
+
+def test_every_kept_size_is_computed_and_none_that_trains_on_a_text_or_needs_a_gpu():
+    sizes = {(name, size): needs for name, one in ENTRIES.items() for size, needs in one.sizes.items()}
+    assert {pair for pair in sizes if pair[1] == "kept"} <= set(COMPUTED)
+    assert not [pair for pair in COMPUTED if sizes[pair].gpus or sizes[pair].text or pair[1] in ("small", "full")]
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly(60)] if ENTRIES[name].slow else []) for name in TOYS])
 def test_a_toy_runs_on_a_cpu(name, tmp_path):
     one = ENTRIES[name]
