@@ -35,6 +35,7 @@ from tools.docs import (
     records,
     reproduction,
     rounding,
+    widths,
 )
 from tools.docs import figures as drawn
 from tools.docs import tables as listed
@@ -53,6 +54,7 @@ TABLES = (
     | published.TABLES
     | records.TABLES
     | rounding.TABLES
+    | widths.TABLES
     | {"reproduction": reproduction.overview}
 )
 FIGURES = drawn.FIGURES | planner.FIGURES | precisions.FIGURES

@@ -62,12 +62,16 @@ def test_every_test_that_the_matrix_names_is_there():
         assert f"def {test}(" in (ROOT / path).read_text(), f"{path}::{test} is not there"
 
 
-def test_no_cell_of_the_matrix_is_empty():
-    rows = [line for line in MATRIX.read_text().splitlines() if line.startswith("| ")]
+def test_every_cell_says_what_works_is_refused_or_was_not_tried_and_its_test_is_listed():
+    table, _, listing = MATRIX.read_text().partition("## The tests\n")
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")]
     assert len(rows) > 8
-    for row in rows:
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        if set(row) <= set("|- "):
-            continue
-        assert len(cells) == 6
-        assert all(cells), f"{cells[0]} has an empty cell: name a test, a refusal with its test, or write: not tested"
+    sections = dict(re.findall(r"^### (.+)\n\n((?:- .+\n)+)", listing, re.MULTILINE))
+    assert list(sections) == [row[0] for row in rows]
+    for host, *cells in rows:
+        listed = dict(re.findall(r"^- (.+?): (.+)$", sections[host], re.MULTILINE))
+        assert list(listed) == head[1:]
+        for what, cell in zip(head[1:], cells, strict=True):
+            assert re.match(r"works|refused|not tried", cell), f"{host}, {what}: {cell!r}"
+            assert "refused" not in cell or "refuse" in listed[what], f"{host}, {what}: a refusal has no test"
+            assert "::test_" in listed[what] or cell.startswith("not tried"), f"{host}, {what} has no test"

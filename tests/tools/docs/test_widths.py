@@ -1,0 +1,26 @@
+"""Speed by width: each pair is of one card, and each ratio is that of the rows."""
+
+import pytest
+
+from tools.docs import widths
+from tools.docs.cells import pick
+
+
+def test_the_lines_are_ordered_by_width_and_each_has_its_ratio():
+    table = widths.speeds()
+    lines = [dict(zip(table.columns, cells, strict=True)) for cells in table.cells]
+    assert [line["width"] for line in lines] == ["576", "768", "2048", "2048", "4096"]
+    for line in lines:
+        slow, fast = (float(line[f"`{level}`, tokens/s"].removesuffix("k")) for level in ("O0", "O3"))
+        assert float(line["times O0's speed"]) == pytest.approx(fast / slow, abs=0.01)
+
+
+def test_the_narrowest_model_is_of_the_rows_of_fine_tuning():
+    rows = {row["recipe"]: float(row["tokens_per_s"]) for row in pick(widths.TUNED, lambda row: row["model"] == "smollm2")}
+    narrow = widths.speeds().cells[0]
+    assert narrow[3:] == [f"{rows['O0'] / 1000:.1f}k", f"{rows['O3'] / 1000:.1f}k", f"{rows['O3'] / rows['O0']:.2f}"]
+
+
+def test_a_pair_is_of_one_card():
+    for _, rows in widths.speeds().sources:
+        assert len({row["gpu"] for row in rows}) == 1
