@@ -6,13 +6,13 @@ parameter, as it will be stored and in FP32. The lost fraction is the part of th
 
     1 - sum sign(wanted) effective / sum abs(wanted),
 
-as `msamp.numerics.metrics.undelivered_frac` defines it.
+as `msamp.numerics.descent_quality.undelivered_frac` defines it.
 """
 
 import torch
 
 from msamp.kernels.tables import Tables
-from msamp.numerics.metrics import undelivered_share
+from msamp.numerics.descent_quality import undelivered_share
 from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import parameter_names
 from msamp.optim.update_error import rehearse_batches

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import msamp
 from helpers import dist
 from msamp.integrations import fsdp
-from msamp.numerics.metrics import undelivered_frac
+from msamp.numerics.descent_quality import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.lost_updates import lost_updates, update_distances
 from msamp.optim.optimizer import FP8AdamW

@@ -16,7 +16,7 @@ from megatron.lm.model.initial import parameter_names
 from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.training.state import Training
 from msamp.comm.collectives import Peers
-from msamp.numerics.metrics import undelivered_share
+from msamp.numerics.descent_quality import undelivered_share
 from msamp.optim import updates
 from msamp.optim.device_flag import DeviceCopy
 from msamp.optim.lost_updates import SUMS, update_distances
