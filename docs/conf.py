@@ -49,7 +49,7 @@ html_sidebars = {
 }
 html_context = {"versions": VERSIONS, "this_version": os.environ.get("MSAMP_DOCS_VERSION", "")}
 templates_path = ["_templates"]
-LINKED = ("reproduction/", "reference/hosts_matrix", "reference/faq", "reference/tour", "reference/precisions/")
+LINKED = ("reproduction/", "reference/hosts_matrix", "reference/faq", "reference/precisions/")
 UNBROKEN = 28  # characters of a word in code, and of a cell, that a phone has room for
 
 
