@@ -445,7 +445,6 @@ def test_operands_in_blocks_are_judged_by_the_scale_of_their_block(tmp_path: Pat
     sqnr, saturation = CAST_COLUMNS.index("sqnr_db"), CAST_COLUMNS.index("saturation")
     linears = [tensors for tensors in row["casts"].values() if "input" in tensors]
     assert len(linears) == 4 * config.model.num_layers
-    for tensors in linears:
-        for tensor in ("input", "weight", "grad_output"):
-            assert 20 < tensors[tensor][sqnr] < 45, tensor
-            assert tensors[tensor][saturation] < 0.1, tensor
+    for tensor, values in ((name, tensors[name]) for tensors in linears for name in ("input", "weight", "grad_output")):
+        assert 20 < values[sqnr] < 45, tensor
+        assert values[saturation] < 0.1, tensor
