@@ -5,15 +5,18 @@ figure again if its numbers or this file have changed since.
 """
 
 import hashlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 OURS, THEIRS = "#2a6fb0", "#9a9a9a"
 Numbers = dict[str, Any]
-WIDTH = 6.0  # inches; letters of 9 to 10 points are then readable on a phone
+WIDTH = 5.0  # inches; letters of 9 to 10 points are then readable on a phone
 STYLES = ((2.6, "solid"), (1.4, "solid"), (1.4, "dashed"), (1.2, "dotted"), (1.2, "dashdot"))  # so that curves that coincide are all seen
 STATES = {"weight": "#1e3a8a", "gradient": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
+LONG_LABEL = 17  # characters beside a bar
+LINE = 48  # characters of a bold title
 LONG_NAME = 30  # characters of a curve's name, of which two do not fit beside each other
 DRAWING = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
@@ -23,33 +26,33 @@ def axes_of(rows: int, height: float, columns: int = 1, **options: Any) -> tuple
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
-    figure = Canvas(figsize=(WIDTH, height), dpi=150, layout="constrained", facecolor="white")
+    figure = Canvas(figsize=(WIDTH, height), dpi=180, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for one in axes.flat:
         one.spines[["top", "right"]].set_visible(False)
-        one.tick_params(labelsize=8)
-        one.xaxis.label.set_size(9)
-        one.yaxis.label.set_size(9)
+        one.tick_params(labelsize=9)
+        one.xaxis.label.set_size(10)
+        one.yaxis.label.set_size(10)
     return figure, axes[:, 0] if columns == 1 else axes
 
 
 def draw_bars(numbers: Numbers, path: Path) -> None:
     """Draw a row of speed and memory for each model; ours are blue."""
-    heights = [0.7 + 0.34 * len(one["names"]) for one in numbers.values()]
+    heights = [0.8 + 0.4 * len(one["names"]) for one in numbers.values()]
     figure, axes = axes_of(len(numbers), sum(heights) + 0.5, 2, height_ratios=heights, sharey="row")
     for row, (model, one) in zip(axes, numbers.items(), strict=True):
         colors = [OURS if name.startswith("O") else THEIRS for name in one["names"]]
         for axis, values, label, text in (
-            (row[0], [value / 1000 for value in one["tokens_s"]], "thousand tokens/s per GPU", "{:.1f}"),
+            (row[0], [value / 1000 for value in one["tokens_s"]], "thousand tokens/s\nper GPU", "{:.1f}"),
             (row[1], one["peak_gib"], "peak memory, GiB", "{:.0f}"),
         ):
             bars = axis.barh(range(len(values)), values, color=colors)
-            axis.bar_label(bars, [text.format(value) for value in values], padding=3, fontsize=8)
+            axis.bar_label(bars, [text.format(value) for value in values], padding=3, fontsize=9)
             axis.set(xlabel=label, xlim=(0, 1.25 * max(values)))
         row[0].invert_yaxis()
-        row[0].set_yticks(range(len(one["names"])), one["names"], fontsize=8)
-        row[0].set_title(model, loc="left", fontsize=9, fontweight="bold", x=-0.9)
+        row[0].set_yticks(range(len(one["names"])), [in_lines(name) for name in one["names"]], fontsize=9)
+        row[0].set_title(textwrap.fill(model, LINE), loc="left", fontsize=10, fontweight="bold", x=-1.15)
     figure.savefig(path)
 
 
@@ -63,7 +66,7 @@ def draw_ranges(numbers: Numbers, path: Path) -> None:
     axes.axvline(numbers["loss"][names.index("bf16")], color=THEIRS, linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(xlabel="validation loss, nats per token; bars: range of the seeds, line: bf16", ylabel="precision")
+    axes.set(xlabel="validation loss, nats per token\nbars: range of the seeds; line: bf16", ylabel="precision")
     figure.savefig(path)
 
 
@@ -75,7 +78,7 @@ def draw_lines(numbers: Numbers, path: Path) -> None:
     axes.set(xlabel="data-parallel ranks", ylabel="SNR of the average, dB", xscale="log", xticks=numbers["ranks"])
     axes.set_xticks(numbers["ranks"], [str(count) for count in numbers["ranks"]], minor=False)
     axes.minorticks_off()
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=9, frameon=False)
     figure.savefig(path)
 
 
@@ -89,7 +92,7 @@ def draw_curves(numbers: Numbers, path: Path) -> None:
         axes.fill_between(tokens, least, most, color=line.get_color(), alpha=0.12, linewidth=0)
     axes.axhline(0, color=THEIRS, linewidth=0.8)
     axes.set(xlabel="million tokens", ylabel="validation loss, % from BF16\nmean and range of three seeds")
-    axes.legend(ncols=3, fontsize=8, frameon=False)
+    axes.legend(ncols=3, fontsize=9, frameon=False)
     figure.savefig(path)
 
 
@@ -109,7 +112,7 @@ def draw_panels(numbers: Numbers, path: Path) -> None:
             axes.set_title(title, loc="left", fontsize=9)
         if len(drawn) > 1:
             columns = 2 if max(map(len, drawn)) < LONG_NAME else 1
-            axes.legend(frameon=False, fontsize=8, **({} if several else {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": columns}))
+            axes.legend(frameon=False, fontsize=9, **({} if several else {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": columns}))
         axes.xaxis.get_major_locator().set_params(integer=True)
         if max(x for xs, _ in drawn.values() for x in xs) >= 1e6:
             axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M" if x else "0")
@@ -140,13 +143,13 @@ def draw_scaling(numbers: Numbers, path: Path) -> None:
             row[1].plot(values["gpus"], values["gib"], marker="o", markersize=4, color=color, label=precision)
         row[0].set(xscale="log", yscale="log", ylim=(0.01, 100), ylabel="seconds per step")
         row[1].set(xscale="log", ylim=(0, 80), ylabel="GiB, fullest process")
-        row[0].set_title(model, loc="left", fontsize=9, fontweight="bold")
+        row[0].set_title(textwrap.fill(model, LINE), loc="left", fontsize=9, fontweight="bold")
         for axis in row:
-            axis.set_xticks(counts, [str(count) for count in counts])
+            axis.set_xticks(counts, ["" if index % 2 else str(count) for index, count in enumerate(counts)])
             axis.minorticks_off()
     for axis in axes[-1]:
         axis.set_xlabel("GPUs")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    axes[0][0].legend(frameon=False, fontsize=9)
     figure.savefig(path)
 
 
@@ -165,14 +168,22 @@ def draw_bytes(numbers: Numbers, path: Path) -> None:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for name, total, label in zip(names, left, axes.get_yticklabels(), strict=True):
         weight = "bold" if name == numbers["chosen"] else "normal"
-        axes.text(total + 0.2, name, f"{total:.3g}", va="center", fontsize=8, fontweight=weight)
+        axes.text(total + 0.2, name, f"{total:.4g}", va="center", fontsize=9, fontweight=weight)
         label.set_fontweight(weight)
     axes.set(xlabel="bytes per parameter of a linear weight", ylabel="precision", xlim=(0, 1.1 * max(left)))
     axes.invert_yaxis()
-    legend = axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(STATES))
+    legend = axes.legend(
+        frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(STATES), columnspacing=1, handlelength=1.2
+    )
     for handle in legend.legend_handles:
         handle.set_alpha(1.0)
     figure.savefig(path)
+
+
+def in_lines(name: str) -> str:
+    """Return a long name in two lines, the second with how it ran."""
+    first, _, last = name.rpartition(", ")
+    return f"{first},\n{last}" if len(name) > LONG_LABEL else name
 
 
 def cycle(count: int) -> list[tuple[float, str]]:

@@ -2,7 +2,7 @@
 
     python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl --out runs/a/precision
 
-prints the worst tensors, and since which step they are so. With --out it also writes precision.html and its plots: heat maps of layer x
+prints the worst tensors, and since which step they are so. With --out it also writes precision.html and its plots: a heat map of layer x
 step for each quantity and tensor, distributions over the layers, and the share of the updates that arrived. --out needs matplotlib (extra
 `plot`). The file is the trainer's `--record-precision`.
 """
@@ -35,7 +35,14 @@ QUANTITIES = {
     "scale_exponent": ("exponent of the scale, base 2", 1.0),
 }
 SHARED = ("sqnr_db", "underflow", "saturation")  # one color scale for all tensors; exponents and mu differ by tensor by design
-STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}img{max-width:100%}li{margin:.2rem 0}"
+NARROW = '<meta name="viewport" content="width=device-width">'  # for phones
+SIZE = (5.0, 3.4)  # inches of a picture: two beside each other on a screen, one on a phone
+MOST_LAYERS, MOST_STEPS = 16, 6  # named at the axes of a heat map
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}h2{font-size:1.15rem;margin-top:2rem}"
+    "li{margin:.2rem 0}.panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:.5rem}"
+    "img{width:100%;max-width:44rem}"
+)
 
 
 @dataclass(frozen=True)
@@ -200,8 +207,10 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------- pictures
 
 
-def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | None":
-    """Plot a quantity of every tensor by layer and step; None if no step has it."""
+def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "dict[str, Figure]":
+    """Plot a quantity by layer and step, a picture per tensor; empty if no step has it."""
+    from matplotlib.ticker import MaxNLocator
+
     tensors = ("mu",) if quantity == "mu" else _tensors(steps)
     title, factor = QUANTITIES.get(quantity, ("mu", 1.0))
     panels, fp8 = [], {layer for layer, tensor in steps[-1]["series"] if tensor == "input"}
@@ -210,25 +219,22 @@ def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "Figure | No
         known = known & fp8 or known  # the weights of norms and biases would hide those of the linear layers
         if known:
             panels.append((tensor, sorted(known, key=_order)))
-    if not panels:
-        return None
     scale = _shared_scale(steps, panels, quantity, factor) if quantity in SHARED else {}
-    figure = _figure((5.2 * min(2, len(panels)), 0.9 + 3.4 * math.ceil(len(panels) / 2)))
-    axes = list(figure.subplots(math.ceil(len(panels) / 2), min(2, len(panels)), squeeze=False).flat)
-    for axis, (tensor, layers) in zip(axes, panels, strict=False):
+    figures = {}
+    for tensor, layers in panels:
+        figure, axis = _figure(tensor)
         grid = [[_value(step, layer, tensor, quantity, factor) for step in steps] for layer in layers]
         image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis_r" if quantity == "sqnr_db" else "viridis", **scale)
-        figure.colorbar(image, ax=axis).set_label(title, fontsize=7)
-        axis.set_xlabel("iteration", fontsize=8)
-        every = max(1, len(layers) // 12)
-        axis.set_yticks(range(0, len(layers), every), [spoken(layer) for layer in layers[::every]], fontsize=7)
-        apart = max(1, len(steps) // 6)
-        axis.set_xticks(range(0, len(steps), apart), [str(step["iteration"]) for step in steps[::apart]], fontsize=7)
-        axis.set_title(tensor, loc="left", fontsize=10)
-    for axis in axes[len(panels) :]:  # an odd number leaves one empty
-        axis.axis("off")
-    figure.suptitle(f"{title}{', one scale for all tensors' if scale else ''}", x=0.01, ha="left")
-    return figure
+        bar = figure.colorbar(image, ax=axis, ticks=MaxNLocator(integer=True) if quantity == "scale_exponent" else None)
+        bar.set_label(title, fontsize=9)
+        bar.ax.tick_params(labelsize=8)
+        axis.set_xlabel("iteration", fontsize=9)
+        every = math.ceil(len(layers) / MOST_LAYERS)
+        axis.set_yticks(range(0, len(layers), every), [spoken(layer) for layer in layers[::every]])
+        apart = math.ceil(len(steps) / MOST_STEPS)
+        axis.set_xticks(range(0, len(steps), apart), [str(step["iteration"]) for step in steps[::apart]])
+        figures[tensor] = figure
+    return figures
 
 
 def _shared_scale(
@@ -240,41 +246,46 @@ def _shared_scale(
     return {"vmin": min(finite), "vmax": max(finite)} if finite else {}
 
 
-def distributions(steps: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Plot underflow, saturation and SQNR over all layers at the last recorded step, a box per tensor."""
-    figure = _figure((10, 4))
-    for axis, quantity in zip(figure.subplots(1, 3), ("sqnr_db", "underflow", "saturation"), strict=True):
+def distributions(steps: Sequence[Mapping[str, Any]]) -> "dict[str, Figure]":
+    """Plot underflow, saturation and SQNR over all layers at the last recorded step: a picture per quantity, a box per tensor."""
+    figures = {}
+    for quantity in ("sqnr_db", "underflow", "saturation"):
         title, factor = QUANTITIES[quantity]
         boxes = {}
         for tensor in _tensors(steps):
             rows = [row for (_, t), row in steps[-1]["series"].items() if t == tensor]
             boxes[tensor] = [factor * row[quantity] for row in rows if row.get(quantity) is not None]
         shown = {tensor: values for tensor, values in boxes.items() if values}
+        figures[quantity], axis = _figure(f"iteration {steps[-1]['iteration']}, a box over the layers")
         if shown:
             axis.boxplot(list(shown.values()), orientation="horizontal", whis=(0, 100))
-            axis.set_yticks(range(1, len(shown) + 1), list(shown), fontsize=8)
-        axis.set_xlabel(f"{title}, a box over the layers", fontsize=9)
-    return figure
+            axis.set_yticks(range(1, len(shown) + 1), list(shown))
+        axis.set_xlabel(title, fontsize=9)
+    return figures
 
 
-def updates(steps: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Plot over the steps the share of the update that arrives, lost arithmetic, and norms of parameters and updates; thick: of all
-    parameters."""
-    figure = _figure((10, 6))
+def updates(steps: Sequence[Mapping[str, Any]]) -> "dict[str, Figure]":
+    """Plot over the steps the share of the update that arrives, lost arithmetic, and norms of parameters and updates."""
     names = sorted({name for step in steps for name, tensor in step["series"] if tensor == "update"}, key=_order)
     iterations = [step["iteration"] for step in steps]
-    panels = (
+    figures = {}
+    for column, title, factor in (
         ("arrived", "update that arrives (%)", 100.0),
         ("lost", "lost arithmetic (%)", 100.0),
         ("norm", "norm of the parameters", 1.0),
         ("update_norm", "norm of the update", 1.0),
-    )
-    for axis, (column, title, factor) in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        for name in names:
-            axis.plot(iterations, [_value(step, name, "update", column, factor) for step in steps], color="#9ca3af", linewidth=0.6)
-        axis.plot(iterations, [_total(step, column, factor) for step in steps], color="#2563eb", linewidth=2, marker="o", markersize=3)
-        axis.set(xlabel="iteration", ylabel=title)
-    return figure
+    ):
+        figures[column], axis = _figure("")
+        for index, name in enumerate(names):
+            values = [_value(step, name, "update", column, factor) for step in steps]
+            axis.plot(iterations, values, color="#9ca3af", linewidth=0.6, label=None if index else "one parameter")
+        together = [_total(step, column, factor) for step in steps]
+        axis.plot(iterations, together, color="#2563eb", linewidth=2, marker="o", markersize=3, label="all parameters")
+        axis.set_xlabel("iteration", fontsize=9)
+        axis.set_ylabel(title, fontsize=9)
+        axis.ticklabel_format(useOffset=False)
+        axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+    return figures
 
 
 def _total(step: Mapping[str, Any], column: str, factor: float) -> float:
@@ -289,27 +300,41 @@ def _value(step: Mapping[str, Any], layer: str, tensor: str, column: str, factor
     return math.nan if value is None else factor * value
 
 
-def _figure(size: tuple[float, float]) -> "Figure":
+def _figure(title: str) -> "tuple[Figure, Any]":
     from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
 
-    return Figure(figsize=size, dpi=110, layout="constrained")
+    figure = Figure(figsize=SIZE, dpi=130, layout="constrained")
+    axis = figure.subplots()
+    axis.tick_params(labelsize=8)
+    axis.set_title(title, loc="left", fontsize=10)
+    return figure, axis
 
 
 def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out: Path) -> Path:
     """Write the page and its plots into the folder `out`; return the page's path. Needs matplotlib."""
-    figures = {quantity: heat_maps(steps, quantity) for quantity in (*QUANTITIES, "mu")}
-    figures |= {"distributions": distributions(steps), "updates": updates(steps)}
+    sections = {}
+    for quantity in (*QUANTITIES, "mu"):
+        scale = "one scale for all tensors" if quantity in SHARED else "a scale for each tensor"
+        title = f"{QUANTITIES[quantity][0]}, {scale}" if quantity in QUANTITIES else "mu"
+        sections[title] = {name if name == quantity else f"{quantity}-{name}": one for name, one in heat_maps(steps, quantity).items()}
+    sections["Distribution over the layers"] = {f"distribution-{name}": one for name, one in distributions(steps).items()}
+    sections["Updates"] = {f"update-{name}": one for name, one in updates(steps).items()}
+    recorded = f"Recorded at {len(steps)} iterations, the last of them {steps[-1]['iteration']}."
     with made_folder(out):
-        parts = ["<h1>Precision</h1>", "<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
-        for name, figure in figures.items():
-            if figure is not None:
+        parts = ["<h1>Precision</h1>", f"<p>{recorded}</p>"]
+        parts += ["<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
+        for title, figures in sections.items():
+            parts += [f'<h2>{html.escape(title)}</h2>\n<div class="panels">'] if figures else []
+            for name, figure in figures.items():
                 picture = io.BytesIO()
                 figure.savefig(picture, format="png")
                 with written_aside(out / f"{name}.png") as stream:
                     stream.write(picture.getvalue())
-                parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>')
+                data = base64.b64encode(picture.getvalue()).decode()
+                parts.append(f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">')
+            parts += ["</div>"] if figures else []
         page = out / "precision.html"
-        head = f'<meta charset="utf-8"><title>Precision</title><style>{STYLE}</style>'
+        head = f'<meta charset="utf-8">{NARROW}<title>Precision</title><style>{STYLE}</style>'
         body = "\n".join(parts)
         with written_aside(page) as stream:
             stream.write(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'.encode())

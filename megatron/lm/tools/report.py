@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder, read_text
+from megatron.lm.tools.inspect_scales import NARROW
 from megatron.lm.tools.inspect_scales import read as read_steps
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ STATES = {"weight": "#1e3a8a", "grad": "#2563eb", "master": "#60a5fa", "m": "#f5
 STATE_NAMES = {"weight": "weight", "grad": "gradient", "master": "master weight", "m": "first moment", "v": "second moment"}
 TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
 LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
+WIDTH = 6.0  # inches of a plot: on a phone its letters are then readable
+LABELED = 0.07  # share of the longest bar from which a part has room for its number
 
-NARROW = '<meta name="viewport" content="width=device-width">'  # for phones
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 60rem; margin: 2.5rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } .lead { font-size: 1.1rem; }
 table { border-collapse: collapse; } th, td { padding: .35rem .9rem; border-bottom: 1px solid #e5e7eb; text-align: right; }
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: #4b5563; }
-img { max-width: 100%; } .note { color: #6b7280; font-size: .9rem; }
+img { max-width: min(100%, 46rem); } .note { color: #6b7280; font-size: .9rem; }
 .wide { overflow-x: auto; } .pass { color: #047857; font-weight: 700; } .failed { color: #b91c1c; font-weight: 700; }
 blockquote { margin: .6rem 0; padding: .5rem 1rem; border-left: 3px solid #d1d5db; white-space: pre-wrap; }
 """
@@ -179,7 +181,7 @@ def named_path(text: str) -> tuple[str, Path]:
 def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Figure":
     """Plot the training loss (faint: each logged line; strong: smoothed) and the validation loss as points; below, the difference from the
     first run."""
-    figure, axes = _figure(2 if len(runs) > 1 else 1, (9, 6.2 if len(runs) > 1 else 4.6), ratios=(3, 1))
+    figure, axes = _figure(2 if len(runs) > 1 else 1, 5.2 if len(runs) > 1 else 3.9, ratios=(3, 1))
     top = axes[0]
     for index, (run, color) in enumerate(zip(runs, _colors(runs), strict=True)):
         iterations, losses = [line["iteration"] for line in run.train], [line["loss"] for line in run.train]
@@ -192,7 +194,7 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
     if entropy is not None:
         top.axhline(entropy, color="#6b7280", linestyle="--", linewidth=1.2, label=f"unigram entropy {entropy:.2f}")
     top.set_ylabel("loss (nats per token)")
-    top.legend(frameon=False, ncols=2)
+    top.legend(frameon=False, ncols=2, fontsize=9)
     for run, color in zip(runs[1:], _colors(runs)[1:], strict=True):
         iterations, relative = differences(runs[0], run, window)
         axes[1].plot(iterations, [100 * d for d in relative], color=color, linewidth=1.5)
@@ -208,7 +210,7 @@ def loss_figure(runs: Sequence[Run], entropy: float | None, window: int) -> "Fig
 
 def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
     """Plot underflow, saturation and SQNR of a layer's three GEMM operands over the iterations, a line per tensor."""
-    figure, axes = _figure(3, (9, 7.5), ratios=(1, 1, 1))
+    figure, axes = _figure(3, 6.8, ratios=(1, 1, 1))
     recorded = [run for run in runs if layer in recorded_layers([run])]
     if not recorded:
         raise ValueError(f"no run recorded the layer {layer!r}; recorded: {', '.join(recorded_layers(runs)) or 'none'}")
@@ -225,38 +227,39 @@ def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
         axis.margins(y=0.12)
     for axis in axes[:2]:
         axis.set_ylim(0, max(axis.get_ylim()[1], 0.01))
-    axes[0].legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
-    axes[0].set_title(layer, loc="left", fontsize=11)
+    axes[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0, fontsize=9)
+    figure.suptitle(layer, x=0.01, ha="left", fontsize=10)
     axes[-1].set_xlabel("iteration")
     return figure
 
 
 def bytes_figure(runs: Sequence[Run]) -> "Figure":
     """Plot the bytes per parameter of weight, gradient and optimizer state, stacked, with a bar per run that recorded them."""
-    figure, (axis,) = _figure(1, (9, 1.4 + 0.55 * len(runs)))
     shown = [run for run in reversed(runs) if run.precision is not None]
+    figure, (axis,) = _figure(1, 1.6 + 0.5 * len(shown))
     left = [0.0] * len(shown)
     others = {state for run in shown for state in (run.precision or {})["bytes_per_parameter"]} - STATES.keys()  # another update's
     colors = STATES | dict.fromkeys(sorted(others), "#d4d4d8")
+    longest = max(sum(value or 0.0 for value in (run.precision or {})["bytes_per_parameter"].values()) for run in shown)
     for state, color in colors.items():
         widths = [(run.precision or {})["bytes_per_parameter"].get(state) or 0.0 for run in shown]
         bars = axis.barh([run.name for run in shown], widths, left=left, color=color, height=0.6, label=STATE_NAMES.get(state, state))
-        labels = [f"{width:.3g}" if width >= 0.3 else "" for width in widths]
+        labels = [f"{width:.3g}" if width > LABELED * longest else "" for width in widths]
         axis.bar_label(bars, labels, label_type="center", color="white" if state in ("weight", "grad", "master") else "#1f2937", fontsize=9)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, total in enumerate(left):
-        axis.text(total + 0.15, row, f"{total:.3g}", va="center", fontweight="bold")
-    axis.set_xlim(0, 1.08 * max(left))
+        axis.text(total + longest / 100, row, f"{total:.3g}", va="center", fontweight="bold")
+    axis.set_xlim(0, 1.12 * max(left))
     axis.set_xlabel("bytes per parameter")
     axis.grid(visible=False, axis="y")
-    axis.legend(frameon=False, ncols=len(colors), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+    axis.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
     return figure
 
 
-def _figure(rows: int, size: tuple[float, float], ratios: Sequence[float] = (1,)) -> tuple["Figure", "list[Axes]"]:
+def _figure(rows: int, height: float, ratios: Sequence[float] = (1,)) -> tuple["Figure", "list[Axes]"]:
     from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
 
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), dpi=150, layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=ratios[:rows])[:, 0]
     for axis in axes:
         plain(axis)
@@ -391,23 +394,25 @@ def _page(
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def _table(runs: Sequence[Run]) -> str:
-    columns = ["run", "iterations", "training loss", "validation loss", "perplexity", "bits per byte", "tokens/s", "peak GiB", "skipped"]
-    rows = []
+def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
+    lines: dict[str, list[str]] = {}
     for run in runs:
         last, valid = run.train[-1], run.valid[-1] if run.valid else {}
         speeds = [line["tokens_per_s"] for line in run.train if line.get("tokens_per_s") is not None]
         memory = [line["memory_gib"] for line in run.train if line.get("memory_gib") is not None]
-        cells = [html.escape(run.name), str(last["iteration"]), _cell(last["loss"], 4), _cell(valid.get("loss"), 4)]
-        cells += [
-            _cell(valid.get("ppl"), 2),
-            _cell(valid.get("bits_per_byte"), 3),
-            _cell(statistics.median(speeds) if speeds else None, 0),
-        ]
-        cells += [_cell(max(memory, default=None), 2), _cell(last.get("skipped"), 0)]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "<tr>" + "".join(f"<th>{column}</th>" for column in columns) + "</tr>"
-    return "<table>\n" + "\n".join([head, *rows]) + "\n</table>"
+        for quantity, cell in (
+            ("iterations", str(last["iteration"])),
+            ("training loss, nats per token", _cell(last["loss"], 4)),
+            ("validation loss, nats per token", _cell(valid.get("loss"), 4)),
+            ("perplexity", _cell(valid.get("ppl"), 2)),
+            ("bits per byte", _cell(valid.get("bits_per_byte"), 3)),
+            ("tokens/s, median", _cell(statistics.median(speeds) if speeds else None, 0)),
+            ("peak GiB per process", _cell(max(memory, default=None), 2)),
+            ("skipped steps", _cell(last.get("skipped"), 0)),
+        ):
+            lines.setdefault(quantity, []).append(f"<td>{cell}</td>")
+    rows = {"": [f"<th>{html.escape(run.name)}</th>" for run in runs]} | lines
+    return "<table>\n" + "\n".join(f"<tr><td>{name}</td>{''.join(cells)}</tr>" for name, cells in rows.items()) + "\n</table>"
 
 
 def _cell(value: float | None, digits: int) -> str:

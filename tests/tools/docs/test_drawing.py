@@ -1,5 +1,6 @@
 """How figures are drawn: every axis has a label, and compared panels have one scale."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from tools import tables
 from tools.docs import drawing
+
+PHONE, LEGIBLE = 358, 8.9  # pixels: what a page 390 wide has for a picture, and the height of its letters
 
 
 @pytest.fixture
@@ -44,6 +47,13 @@ def test_every_axis_has_a_label_and_nothing_is_cut(name: str, drawn: list[Any], 
                 assert box.x1 <= width + 1, part
                 assert box.y0 >= -1, part
                 assert box.y1 <= height + 1, part
+        left, right = row.get_xlim()
+        ticks = [label for label in row.get_xticklabels() if label.get_text() and left <= label.get_position()[0] <= right]
+        boxes = sorted((label.get_window_extent() for label in ticks if label.get_visible()), key=lambda box: box.x0)
+        assert all(one.x1 <= other.x0 for one, other in itertools.pairwise(boxes)), "names of ticks overlap"
+        letters = [*ticks, *row.get_yticklabels(), row.xaxis.label, *(legend.get_texts() if legend is not None else [])]
+        smallest = min(label.get_fontsize() for label in letters) * canvas.dpi / 72
+        assert smallest * PHONE / width >= LEGIBLE
 
 
 def test_panels_have_one_scale(drawn: list[Any], tmp_path: Path) -> None:

@@ -9,22 +9,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.lm.shell.durable import written_aside
-from megatron.lm.tools.inspect_scales import spoken
+from megatron.lm.tools.inspect_scales import NARROW, spoken
 from megatron.lm.tools.report import COLORS, STYLE
 from megatron.lm.tools.watch.run_files import WatchedRun
 from megatron.lm.tools.watch.screen import TENSORS, percent, without_record
 from megatron.lm.tools.watch.status import Status
 
 WIDTH, HEIGHT = 680, 260
-LEFT, RIGHT, TOP, BOTTOM = 70, 12, 12, 44  # margins of a chart
+LEFT, RIGHT, TOP, BOTTOM = 88, 40, 12, 44  # margins of a chart
 POINTS = 600  # of a curve, at most
 FAINT, FULL = 1e-6, 1e-1  # shares of underflow at which a cell is white, and is darkest; logarithmic between them
 Points = Sequence[tuple[float, float]]
 
 MORE = """
-svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; } .wide { overflow-x: auto; } .status { font-weight: 600; }
+svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; } .status { font-weight: 600; }
 .key { display: inline-block; width: .9rem; height: .9rem; border-radius: 3px; vertical-align: -2px; margin-right: .4rem; }
 .tight td, .tight th { padding: .15rem .6rem; font-size: .85rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
+/* On a phone a chart is half as wide: its letters, which shrink with it, are larger there, and all columns of a table fit. */
+@media (max-width: 46em) { svg { font-size: 20px; } .tight td, .tight th { padding: .15rem .25rem; font-size: .7rem; } }
 """
 
 
@@ -61,7 +63,7 @@ def page(runs: Sequence[WatchedRun], statuses: Sequence[Status], written: str, s
         if run.unreadable:
             left_out = f"{run.unreadable} lines of {run.metrics.name} could not be read and are left out"
             parts.append(f'<p class="note">{html.escape(left_out)}</p>')
-    head = f'<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n{refresh}<title>Training, live</title>'
+    head = f'<meta charset="utf-8">\n{NARROW}\n{refresh}<title>Training, live</title>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n<style>{STYLE}{MORE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
 
@@ -97,16 +99,16 @@ def chart(curves: Mapping[str, Points], colors: Sequence[str], across: str, up: 
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(up)} by {html.escape(across)}">']
-    for value in ticks(low, high, 6):
+    for value in ticks(low, high, 7):
         _, y = place(left, value)
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#e5e7eb"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#4b5563">{value:.4g}</text>')
-    for value in ticks(left, right, 8):
+    for value in ticks(left, right, 7):
         x, _ = place(value, low)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle" fill="#4b5563">{value:,.10g}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{html.escape(across)}</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{html.escape(up)}</text>')
+    parts.append(f'<text x="17" y="{middle}" text-anchor="middle" transform="rotate(-90 17 {middle})">{html.escape(up)}</text>')
     for points, color in zip(curves.values(), colors, strict=True):
         drawn = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
         if len(points) == 1:

@@ -103,10 +103,13 @@ def test_a_page_that_stands_alone(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "layer 3 linear_fc2 grad_output: 20 % underflow since step 10" in out
     names = {path.name for path in (tmp_path / "new" / "page").iterdir()}
-    pictures = {"sqnr_db", "underflow", "saturation", "scale_exponent", "mu", "distributions", "updates"}
-    assert names == {"precision.html", *(f"{name}.png" for name in pictures)}
+    kinds = {name.split("-")[0].removesuffix(".png") for name in names - {"precision.html"}}
+    assert kinds == {"sqnr_db", "underflow", "saturation", "scale_exponent", "mu", "distribution", "update"}
+    assert {"mu.png", "underflow-grad_output.png", "update-arrived.png", "distribution-sqnr_db.png"} <= names
     page = (tmp_path / "new" / "page" / "precision.html").read_text()
-    assert page.count("data:image/png;base64,") == 7
+    assert page.count("data:image/png;base64,") == len(names) - 1
+    assert '<meta name="viewport"' in page
+    assert "underflow (%), one scale for all tensors" in page
     assert "20 % underflow" in page
     assert "http" not in page
 
@@ -115,8 +118,25 @@ def test_the_states_of_any_update_have_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     own = step(1)
     own["casts"] = own["casts"] | {QKV: {"momentum": [1.0, 0.0, 0.0, 20.0, 3]}}
-    figure = heat_maps(read(write(tmp_path / "p", [own])), "sqnr_db")
-    assert "momentum" in {axis.get_title(loc="left") for axis in figure.axes}
+    figures = heat_maps(read(write(tmp_path / "p", [own])), "sqnr_db")
+    assert figures["momentum"].axes[0].get_title(loc="left") == "momentum"
+
+
+def test_pictures_have_labels_units_and_few_enough_ticks(tmp_path):
+    pytest.importorskip("matplotlib")
+    steps = read(write(tmp_path / "p", [step(i, underflow=i / 1e4) for i in range(10, 1000, 10)]))
+    maps = heat_maps(steps, "underflow").values()
+    assert len({figure.axes[0].images[0].get_clim() for figure in maps}) == 1, "one scale for all tensors"
+    for figure in maps:
+        axis, bar = figure.axes
+        assert (axis.get_xlabel(), bar.get_ylabel()) == ("iteration", "underflow (%)")
+        assert len(axis.get_xticks()) <= inspect_scales.MOST_STEPS
+        assert len(axis.get_yticks()) <= inspect_scales.MOST_LAYERS
+    for figure in inspect_scales.updates(steps).values():
+        (axis,) = figure.axes
+        assert axis.get_xlabel() == "iteration"
+        assert axis.get_ylabel()
+        assert axis.get_legend().get_texts()[-1].get_text() == "all parameters"
 
 
 @pytest.mark.nightly(2)

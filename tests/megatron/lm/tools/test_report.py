@@ -171,6 +171,7 @@ def test_plots_show_the_files_numbers(files, precision):
     assert labels == ["O0 training", "O0 validation", "O2 training", "O2 validation", "unigram entropy 6.60"]
     points = next(line for line in loss.axes[0].get_lines() if line.get_label() == "O2 validation")
     assert points.get_xydata().tolist() == [[10, pytest.approx(7.22)], [20, pytest.approx(6.22)]]
+    assert loss.get_figwidth() <= 6, "wider, its letters cannot be read on a phone"
     assert [patch.get_width() for patch in report.bytes_figure(runs[:1]).axes[0].patches] == list(BYTES.values())
     other = dataclasses.replace(runs[0], precision={"bytes_per_parameter": {"weight": 2.0, "momentum": 1.0}})
     stacked = report.bytes_figure([other]).axes[0]
