@@ -7,6 +7,7 @@ It completes commands, the flags of each, and otherwise files. The flags are tho
 """
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ from megatron.lm.errors import RunStopped
 from megatron.lm.shell import arguments, exit_codes
 
 SHELLS = ("bash", "zsh")
-_FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+_FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*\w(?![\w*-])")  # no family of flags, such as --rl-*
+_PARTS = re.compile(r"^usage:.* \{([\w,-]+)\}\s+\.\.\.", re.DOTALL)  # commands of a command
 
 
 @exit_codes.command
@@ -40,11 +42,18 @@ def flags() -> dict[str, list[str]]:
 
 
 def _flags_of(name: str) -> list[str]:
-    line = [sys.executable, "-W", "ignore", "-m", "megatron.lm.command.dispatch", name, "--help"]
+    text = _help_of(name)
+    parts = _PARTS.match(text.partition("\n\n")[0])
+    texts = [text, *(_help_of(name, part) for part in parts[1].split(","))] if parts else [text]
+    return sorted({flag for one in texts for flag in _FLAG.findall(one)})
+
+
+def _help_of(*words: str) -> str:
+    line = [sys.executable, "-W", "ignore", "-m", "megatron.lm.command.dispatch", *words, "--help"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RunStopped(f"msamp {name} --help ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
-    return sorted(set(_FLAG.findall(done.stdout)))
+        raise RunStopped(f"msamp {' '.join(words)} --help ended with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
+    return done.stdout
 
 
 def script(shell: str, flags: Mapping[str, Sequence[str]]) -> str:
@@ -68,7 +77,7 @@ _msamp() {{
 complete -o filenames -F _msamp msamp"""
     if shell == "bash":
         return body
-    names = "\n".join(f"    '{name}:{command.help}'" for name, command in COMMANDS.items())
+    names = "\n".join(f"    {shlex.quote(f'{name}:{command.help}')}" for name, command in COMMANDS.items())
     arrays = "\n".join(f"    {name}) compadd -- {' '.join(of_command)} ;;" for name, of_command in flags.items())
     return f"""\
 #compdef msamp
