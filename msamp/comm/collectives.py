@@ -124,16 +124,16 @@ class Peers(WithGroup):
         if self.ranks == 1:
             return Pending(self, own)
         flat = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
-        whole, mine = as_bytes(flat), as_bytes(own)
+        whole, own_bytes = as_bytes(flat), as_bytes(own)
         counts = [n * own.element_size() for n in sizes]
 
         def run() -> dist.Work | None:
             if not self.nccl:
-                return dist.all_to_all_single(whole, mine.repeat(self.ranks), counts, None, self.group, async_op)
+                return dist.all_to_all_single(whole, own_bytes.repeat(self.ranks), counts, None, self.group, async_op)
             if len(set(counts)) == 1:
-                return dist.all_gather_into_tensor(whole, mine, self.group, async_op)
+                return dist.all_gather_into_tensor(whole, own_bytes, self.group, async_op)
             # Point to point, so that no slice is padded to the largest.
-            return dist.all_to_all(list(whole.split(counts)), [mine] * self.ranks, self.group, async_op)
+            return dist.all_to_all(list(whole.split(counts)), [own_bytes] * self.ranks, self.group, async_op)
 
         what = f"all-gather of {what}"
         work = self.run(run, what)
@@ -160,9 +160,9 @@ class Peers(WithGroup):
         """
         to, source = [0] * self.ranks, [0] * self.ranks
         to[(self.rank + distance) % self.ranks], source[(self.rank - distance) % self.ranks] = own.nbytes, received.nbytes
-        whole, mine = as_bytes(received.view(-1)), as_bytes(own.contiguous().view(-1))
+        whole, own_bytes = as_bytes(received.view(-1)), as_bytes(own.contiguous().view(-1))
         what = f"ring of {what}"
-        work = self.run(lambda: dist.all_to_all_single(whole, mine, source, to, self.group, async_op), what)
+        work = self.run(lambda: dist.all_to_all_single(whole, own_bytes, source, to, self.group, async_op), what)
         self.sent.add(kind, label, own.nbytes)
         return Pending(self, received, work, what)
 

@@ -295,7 +295,7 @@ class CopyPeers(Peers):
 
     def _copy(self, window: Window, parts: Sequence[tuple[int, torch.Tensor]], size: int, source: torch.Tensor, what: str) -> Pending:
         """Write each part (bytes) to this rank's slice of another rank's window, on a separate stream."""
-        mine = window.take(self.rank)
+        received = window.take(self.rank)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             window.handle.barrier(channel=ARRIVED)
@@ -304,7 +304,7 @@ class CopyPeers(Peers):
             window.handle.barrier(channel=COPIED)
             done = torch.cuda.Event()
             done.record()
-        return _Copied(self, window, mine.view(source.dtype), done, source, what)
+        return _Copied(self, window, received.view(source.dtype), done, source, what)
 
 
 class _Copied(Pending):

@@ -56,11 +56,11 @@ def check_same_on_all_ranks(names: Mapping[Tensor, str], formats: Mapping[Tensor
         _compare([line for p, line in lines.items() if p in apart], others.peers)
 
 
-def _compare(mine: list[str], peers: Peers) -> None:
+def _compare(own_lines: list[str], peers: Peers) -> None:
     if peers.ranks == 1:
         return
     lists: list[list[str]] = [[] for _ in range(peers.ranks)]
-    peers.run(lambda: dist.all_gather_object(lists, mine, group=peers.group), "comparison of the ranks' models")
+    peers.run(lambda: dist.all_gather_object(lists, own_lines, group=peers.group), "comparison of the ranks' models")
     for rank, theirs in enumerate(lists):
         for a, b in itertools.zip_longest(lists[0], theirs, fillvalue="nothing"):
             if a != b:

@@ -290,10 +290,10 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: for missing or unknown names, another shape, or a plain tensor for an FP8 weight; nothing has changed then.
     """
-    mine = model.state_dict()
-    if mine.keys() != state.keys():
-        raise ValueError(f"missing or unknown names: {', '.join(sorted(mine.keys() ^ state.keys())[:4])}; load a state of this model")
-    for name, x in mine.items():
+    own_state = model.state_dict()
+    if own_state.keys() != state.keys():
+        raise ValueError(f"missing or unknown names: {', '.join(sorted(own_state.keys() ^ state.keys())[:4])}; load a state of this model")
+    for name, x in own_state.items():
         given, own = (f"{payload(t).dtype}{' with a scale' if is_scaled(t) else ''} {tuple(t.shape)}" for t in (state[name], x))
         if x.shape != state[name].shape or (is_scaled(x) and given != own):
             raise ValueError(
@@ -301,7 +301,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
                 "a state of a model with this recipe, or load plain weights before fsdp.prepare"
             )
     cut = {}
-    for name, x in mine.items():
+    for name, x in own_state.items():
         if isinstance(x, DTensor):
             check_cut(name, x)
             rows = copy_of_rows(state[name], rows_of(x, x.device_mesh.get_local_rank()))

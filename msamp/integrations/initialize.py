@@ -200,9 +200,9 @@ def _start_equal(model: nn.Module, plan: list[str], refusal: ValueError | None, 
     held = [*model.named_parameters(), *model.named_buffers()] if refusal is None else []  # an invalid one may have no shape
     tensors = {name: x.detach() for name, x in held}
     wanting = {name for name, p in model.named_parameters() if p.requires_grad}
-    mine = [f"{name} {tuple(x.shape)} {x.dtype}{'' if name in wanting else ', no gradient'}" for name, x in tensors.items()]
+    described = [f"{name} {tuple(x.shape)} {x.dtype}{'' if name in wanting else ', no gradient'}" for name, x in tensors.items()]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (mine + plan, None if refusal is None else str(refusal)), group=group)
+    dist.all_gather_object(gathered, (described + plan, None if refusal is None else str(refusal)), group=group)
     if refusal is not None:
         raise refusal
     for rank, (_, theirs) in enumerate(gathered):

@@ -53,7 +53,7 @@ class InferenceGemm:
         cast, scales = self._weight_cast, (weight.scale_inv, weight.scale_inv)
         made = kernels_of(cast.granularity).weight(weight.payload, scales, cast, False)
         pairs = ((made.codes, weight.payload), (made.scale_inv, weight.scale_inv))
-        copied, copied_scales = (mine.data_ptr() != stored.data_ptr() for mine, stored in pairs)
+        copied, copied_scales = (current.data_ptr() != stored.data_ptr() for current, stored in pairs)
         return made, (copied, copied_scales)
 
     @torch.no_grad()

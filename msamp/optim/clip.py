@@ -65,7 +65,7 @@ def _of_scaled(tables: Tables, gs: Sequence[torch.Tensor]) -> tuple[torch.Tensor
     others = [i for i, tally in enumerate(tallies) if tally is None]
     more_stats, more_sums = ops.grad_stats(tables, [gs[i] for i in others])
     order = [*tallied, *others]
-    back = tables.send(("order of told", *tallied), sorted(range(len(gs)), key=order.__getitem__))
+    back = tables.send(("order of tallied", *tallied), sorted(range(len(gs)), key=order.__getitem__))
     return torch.cat([stats, more_stats], 1).index_select(1, back), torch.cat([sums, more_sums]).index_select(0, back)
 
 

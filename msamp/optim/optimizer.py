@@ -380,11 +380,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self.wait()
         if self.shard.ranks == 1:
             return super().state_dict()
-        mine, self.state = self.state, defaultdict(dict)
+        own_state, self.state = self.state, defaultdict(dict)
         try:
             packed = super().state_dict()
         finally:
-            self.state = mine
+            self.state = own_state
         packed["state"] = self.shard.gather(self._whole(), self.state)
         return packed
 

@@ -253,26 +253,26 @@ def check_state(name: str, state: Mapping[str, Any], expected: Mapping[str, Expe
         expected: the requirements, by key.
         whole: False if some of the expected states may be missing.
     """
-    remedy = "load a state that was saved with this model and optimizer, or start from the weights alone"
+    fix = "load a state that was saved with this model and optimizer, or start from the weights alone"
     missing, unknown = [key for key in expected if whole and key not in state], [key for key in state if key not in expected]
     if missing or unknown:
         lists = [f"{what} {', '.join(keys)}" for what, keys in (("lacks", missing), ("has unknown", unknown)) if keys]
-        raise ValueError(f"the state of {name} {' and '.join(lists)}; {remedy}")
+        raise ValueError(f"the state of {name} {' and '.join(lists)}; {fix}")
     for key, x in state.items():
         like, least = expected[key].like, expected[key].least
         described = _described(x)
         if key == "step" and isinstance(x, torch.Tensor) and x.numel() == 1:
             described = _described(like)  # torch's own loading keeps it in any dtype
         if described != _described(like):
-            raise ValueError(f"{key} of {name} is {described}, but this optimizer stores {_described(like)}; {remedy}")
+            raise ValueError(f"{key} of {name} is {described}, but this optimizer stores {_described(like)}; {fix}")
         values = own_values(x)
         if isinstance(x, ScalingTensor) and not (x.scale_inv > 0 and x.scale_inv.isfinite()):
-            raise ValueError(f"{key} of {name} has scale_inv {float(x.scale_inv):g}; it must be finite and above 0; {remedy}")
+            raise ValueError(f"{key} of {name} has scale_inv {float(x.scale_inv):g}; it must be finite and above 0; {fix}")
         bad = int((~values.isfinite()).sum())
         if bad:
-            raise ValueError(f"{key} of {name} holds {bad} values that are NaN or infinite; {remedy}")
+            raise ValueError(f"{key} of {name} holds {bad} values that are NaN or infinite; {fix}")
         if values.numel() and values.amin() < least:
-            raise ValueError(f"{key} of {name} holds {float(values.amin()):g}; the minimum is {least:g}; {remedy}")
+            raise ValueError(f"{key} of {name} holds {float(values.amin()):g}; the minimum is {least:g}; {fix}")
 
 
 def _described(x: Any) -> str:
@@ -297,11 +297,9 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
         ValueError: if the number of groups or parameters, the parameters' names (if both have names) or the option differ.
     """
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
-    remedy = "build the optimizer like the saved one, or start from the weights alone"
+    fix = "build the optimizer like the saved one, or start from the weights alone"
     if len(saved_groups) != len(groups):
-        raise ValueError(
-            f"the number of parameter groups differs: {len(saved_groups)} were saved, this optimizer has {len(groups)}; {remedy}"
-        )
+        raise ValueError(f"the number of parameter groups differs: {len(saved_groups)} were saved, this optimizer has {len(groups)}; {fix}")
     for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if without_rounding(saved.get(option)) != without_rounding(group[option]):
             raise ValueError(
@@ -310,12 +308,12 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
             )
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
-                f"parameter group {i} was saved with {len(saved['params'])} parameters, this optimizer has {len(group['params'])}; {remedy}"
+                f"parameter group {i} was saved with {len(saved['params'])} parameters, this optimizer has {len(group['params'])}; {fix}"
             )
         named = zip(saved.get("param_names", ()), group.get("param_names", ()), strict=False)
-        for theirs, mine in named:
-            if theirs != mine:
-                raise ValueError(f"parameter group {i} was saved with {theirs}, but this optimizer has {mine}; {remedy}")
+        for theirs, ours in named:
+            if theirs != ours:
+                raise ValueError(f"parameter group {i} was saved with {theirs}, but this optimizer has {ours}; {fix}")
     numbers = [i for group in saved_groups for i in group["params"]]
     return {place: state_dict["state"][i] for place, i in enumerate(numbers) if state_dict["state"].get(i)}
 

@@ -207,9 +207,9 @@ class FSDP:
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     ) -> dict[int, dict[str, torch.Tensor]]:
         """Gather the states of whole parameters, tensor by tensor, on the CPU of the first rank; collective."""
-        mine = {holding.index: state.get(holding.weight, {}) for holding in self.holdings(wholes)}
+        own_states = {holding.index: state.get(holding.weight, {}) for holding in self.holdings(wholes)}
         steps = torch.full((len(wholes),), -1.0, device=wholes[0].param.device, dtype=torch.float32)
-        for index, states in mine.items():
+        for index, states in own_states.items():
             if states:
                 steps[index] = states["step"]
         steps = self.peers.all_reduce(steps, dist.ReduceOp.MAX, "the optimizer's step counts", None).cpu()
@@ -222,7 +222,7 @@ class FSDP:
                 for declared, fmt in kept_states(whole.param, whole.formats)
                 for key, x in begun(declared.key, fmt, local(whole.param)).items()
             }
-            states = {key: self.whole(mine.get(whole.index, empty)[key], whole.param) for key in empty}
+            states = {key: self.whole(own_states.get(whole.index, empty)[key], whole.param) for key in empty}
             if self.peers.rank == 0:
                 whole_states[whole.index] = {"step": step.clone(), **{key: x.cpu() for key, x in states.items()}}
         return whole_states

@@ -127,8 +127,8 @@ class ZeRO:
                 if segment not in self._views:
                     self._views[segment] = _view(whole.param, segment)
                 weight, rows = self._views[segment]
-                mine = Holding(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(owned), key=whole.key)
-                owned.append((mine, segment))
+                part = Holding(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(owned), key=whole.key)
+                owned.append((part, segment))
         return owned
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
@@ -138,9 +138,9 @@ class ZeRO:
         for holding, segment in self._owned(wholes):
             holding.grad = segment.grad
             if segment.grad is not None:
-                mine, whole = scale_inv(holding.weight), scale_inv(holding.param)
-                if holding.rows is not None and mine is not None and whole is not None:
-                    mine.copy_(whole)  # loading a model changes only the parameter's own
+                own_inv, whole = scale_inv(holding.weight), scale_inv(holding.param)
+                if holding.rows is not None and own_inv is not None and whole is not None:
+                    own_inv.copy_(whole)  # loading a model changes only the parameter's own
                 holdings.append(holding)
         return holdings
 
@@ -206,9 +206,9 @@ class ZeRO:
                 target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
             start += target.nbytes
         scaled = ((p, scale_inv(p)) for i, p in enumerate(bucket.params) if i not in bucket.absent and p in scale_invs)
-        here = [(mine, scale_invs[p]) for p, mine in scaled if mine is not None]
+        here = [(kept_inv, scale_invs[p]) for p, kept_inv in scaled if kept_inv is not None]
         if here:
-            torch._foreach_copy_([mine for mine, _ in here], [new for _, new in here])
+            torch._foreach_copy_([kept_inv for kept_inv, _ in here], [new for _, new in here])
 
     def wait(self) -> None:
         """Make the compute stream wait for all weights that are still being gathered."""
@@ -262,8 +262,8 @@ class ZeRO:
         states: dict[int, dict[str, torch.Tensor]] = {}
         for whole, step in zip(wholes, steps, strict=True):
             if step >= 0:
-                mine = [(state[holding.weight], segment) for holding, segment in owned if holding.param is whole.param]
-                gathered = self._gather_states(whole, mine)
+                own_states = [(state[holding.weight], segment) for holding, segment in owned if holding.param is whole.param]
+                gathered = self._gather_states(whole, own_states)
                 if self.sync.peers.rank == 0:
                     states[whole.index] = {"step": step.clone(), **gathered}
         return states

@@ -27,7 +27,7 @@ from megatron.lm.config.sections.precision import rule_setting
 from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
-from megatron.lm.processes.environment import world_size_from_environment
+from megatron.lm.processes.environment import launch_from_environment
 from megatron.lm.run.trainer import Trainer
 
 bits, same = numerics.bytes_of, numerics.same  # of lists of tensors
@@ -125,7 +125,7 @@ def _groups() -> list[torch.distributed.ProcessGroup]:
 @contextlib.contextmanager
 def trainer(settings: Config) -> Iterator[Trainer]:
     """A trainer ready to run; its process groups live as long as the block."""
-    check(settings, world_size_from_environment())
+    check(settings, launch_from_environment().world_size)
     with started(settings):
         yield Trainer(settings)
 

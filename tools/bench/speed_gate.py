@@ -145,9 +145,9 @@ class Contestant(side_by_side.Served):
 
 def ratio(ours: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Measured:
     """Return the ratio of times in ms, given by round."""
-    pairs = [(statistics.median(mine), statistics.median(theirs)) for mine, theirs in zip(ours, baseline, strict=True)]
-    ratios = [mine / theirs for mine, theirs in pairs]
-    middle = [statistics.median(column) for column in zip(*pairs, strict=True)]
+    medians = [(statistics.median(own), statistics.median(other)) for own, other in zip(ours, baseline, strict=True)]
+    ratios = [own / other for own, other in medians]
+    middle = [statistics.median(column) for column in zip(*medians, strict=True)]
     return Measured(statistics.median(ratios), min(ratios), max(ratios), middle[0], middle[1])
 
 

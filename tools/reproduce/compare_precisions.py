@@ -332,20 +332,20 @@ def router_loads(runs: Mapping[str, Mapping[int, Run]]) -> list[str]:
     lines = []
     for precision, by_seed in sorted(runs.items(), key=lambda item: item[0] != BASE):
         found = {seed: of_last_quarter(run, "moe_entropy") for seed, run in by_seed.items()}
-        mine = entropies[precision] = {seed: value for seed, value in found.items() if value is not None}
-        if not mine or len(mine) < len(by_seed):
+        nats = entropies[precision] = {seed: value for seed, value in found.items() if value is not None}
+        if not nats or len(nats) < len(by_seed):
             continue
         least, most = (
             statistics.fmean(of_last_quarter(run, f"moe_load_{end}") or 0.0 for run in by_seed.values()) for end in ("min", "max")
         )
-        mean, low, high = statistics.fmean(mine.values()), min(mine.values()), max(mine.values())
+        mean, low, high = statistics.fmean(nats.values()), min(nats.values()), max(nats.values())
         line = (
-            f"experts of {precision}: entropy of the router's scores {mean:.4f} nats ({low:.4f} to {high:.4f}, {len(mine)} seeds), load of "
+            f"experts of {precision}: entropy of the router's scores {mean:.4f} nats ({low:.4f} to {high:.4f}, {len(nats)} seeds), load of "
             f"the least and the most used expert {least:.2f} and {most:.2f} of the mean"
         )
         base = entropies.get(BASE, {})
-        if precision != BASE and mine.keys() <= base.keys() and len(mine) > 1:
-            change = paired_difference({seed: base[seed] for seed in mine}, mine).absolute
+        if precision != BASE and nats.keys() <= base.keys() and len(nats) > 1:
+            change = paired_difference({seed: base[seed] for seed in nats}, nats).absolute
             line += f"; entropy {change.mean:+.4f} nats from {BASE}, 95 % interval +-{change.half_width:.4f}"
         lines.append(line)
     return lines

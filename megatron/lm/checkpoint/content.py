@@ -81,18 +81,18 @@ def items(training: Training) -> list[Item]:
     copies = {name: grid.gradients(p) for p, name in names.items()}
     for name, x in training.model.state_dict().items():
         if name in where:  # skips megatron-core's empty `_extra_state`
-            chunks_of_rank += share.mine(list(_chunks("model", where[name], x)), copies.get(name, grid.copies))
+            chunks_of_rank += share.of_this_rank(list(_chunks("model", where[name], x)), copies.get(name, grid.copies))
     for holding in optimizer.holdings():
         state = optimizer.state.get(holding.weight)
         if not state:
             continue
-        mine, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.formats).states]
-        chunks = [chunk for key in keys if key in state for chunk in _chunks(key, mine, as_stored(state, key), holding.rows)]
-        chunks += _scalars("step", mine, state["step"], holding.rows)
-        chunks_of_rank += chunks if training.grad_sync.shard else share.mine(chunks, grid.gradients(holding.param))
+        placed, keys = where[names[holding.param]], [declared.key for declared in update_of(holding.formats).states]
+        chunks = [chunk for key in keys if key in state for chunk in _chunks(key, placed, as_stored(state, key), holding.rows)]
+        chunks += _scalars("step", placed, state["step"], holding.rows)
+        chunks_of_rank += chunks if training.grad_sync.shard else share.of_this_rank(chunks, grid.gradients(holding.param))
     for name, mu in training.grad_sync.state_dict()["mu"].items():
         marks = [Item.whole(at(f"mu/{place.name}", place.offset), mu) for place in where[name] if place.first]
-        chunks_of_rank += share.mine(marks, copies.get(name, grid.copies))
+        chunks_of_rank += share.of_this_rank(marks, copies.get(name, grid.copies))
     return chunks_of_rank
 
 
@@ -128,7 +128,7 @@ class _Share:
     def __init__(self) -> None:
         self._loads: dict[Ranks, list[int]] = {}
 
-    def mine(self, group: list[Item], copies: Ranks) -> list[Item]:
+    def of_this_rank(self, group: list[Item], copies: Ranks) -> list[Item]:
         """Return the `group` of chunks, which all `copies` have, if this rank writes it; else nothing."""
         loads = self._loads.setdefault(copies, [0] * copies.size)
         lightest = loads.index(min(loads))

@@ -118,24 +118,24 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
     """
     if _is_cast_of(weight, master):
         return
-    mine, theirs, formats = weight.values(), master.values(), [of_dtype(x.payload.dtype) for x in (weight, master)]
-    if mine.shape != theirs.shape:
+    weights, theirs, formats = weight.values(), master.values(), [of_dtype(x.payload.dtype) for x in (weight, master)]
+    if weights.shape != theirs.shape:
         raise ValueError(
-            f"{folder}: {weight.key} is {tuple(mine.shape)}, but its master is {tuple(theirs.shape)}; load an older checkpoint"
+            f"{folder}: {weight.key} is {tuple(weights.shape)}, but its master is {tuple(theirs.shape)}; load an older checkpoint"
         )
     if weight.rows is not None:  # exclude filled-in rows: the mean of rounded rows is not the rounded mean
-        theirs = torch.cat([theirs[: weight.rows], mine[weight.rows :]])
+        theirs = torch.cat([theirs[: weight.rows], weights[weight.rows :]])
     digits = 2.0 ** -min(fmt.mantissa_bits for fmt in formats)
     # The master's own smallest step, which is negligible unless its scale is wrong.
-    floor = min(formats[1].smallest * max((float(scale) for _, scale in master.scales), default=1.0), 2.0**-8 * float(mine.abs().amax()))
-    for part, scale in weight.scales or [((slice(None),) * mine.dim(), torch.ones(()))]:
+    floor = min(formats[1].smallest * max((float(scale) for _, scale in master.scales), default=1.0), 2.0**-8 * float(weights.abs().amax()))
+    for part, scale in weight.scales or [((slice(None),) * weights.dim(), torch.ones(()))]:
         end = formats[0].max * scale
         wanted = theirs[part].clamp(-end, end)
-        off = (mine[part] - wanted).abs() > wanted.abs() * digits + (formats[0].smallest * scale + floor)
+        off = (weights[part] - wanted).abs() > wanted.abs() * digits + (formats[0].smallest * scale + floor)
         if off.any():
             raise ValueError(
-                f"{folder}: {weight.key} is {float(mine[part][off][0]):g} but its master is {float(theirs[part][off][0]):g}, and "
-                f"{int(off.sum())} of {mine[part].numel()} values differ from the master: one of their scales is stale, or one is from "
+                f"{folder}: {weight.key} is {float(weights[part][off][0]):g} but its master is {float(theirs[part][off][0]):g}, and "
+                f"{int(off.sum())} of {weights[part].numel()} values differ from the master: one of their scales is stale, or one is from "
                 "another layer; load an older checkpoint"
             )
 
@@ -143,13 +143,13 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
 def _is_cast_of(weight: Found, master: Found) -> bool:
     """Return whether a weight has the bits that a cast of its master gives, as after every step; in blocks of rows, since a save has no
     memory for FP32 copies of a whole embedding."""
-    mine, theirs = (x.scale_inv if x.scales else torch.ones(()) for x in (weight, master))
-    if mine is None or theirs is None or weight.groups is not None or master.groups is not None:
+    weight_inv, theirs = (x.scale_inv if x.scales else torch.ones(()) for x in (weight, master))
+    if weight_inv is None or theirs is None or weight.groups is not None or master.groups is not None:
         return False
     if weight.payload.shape != master.payload.shape:
         return False
     fmt, rows = of_dtype(weight.payload.dtype), max(1, _BLOCK // max(1, math.prod(weight.payload.shape[1:])))
-    factor = (theirs * inverse(mine)).to(weight.payload.device)
+    factor = (theirs * inverse(weight_inv)).to(weight.payload.device)
     pairs = zip(*(torch.atleast_1d(x.payload).split(rows) for x in (weight, master)), strict=True)
     return all(_bits(quantize(values, factor, fmt)).equal(_bits(bits)) for bits, values in pairs)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron.lm.evaluation.decoding_graph import CudaDevice, DecodingGraphs, obstacle, tell
+from megatron.lm.evaluation.decoding_graph import CudaDevice, DecodingGraphs, obstacle, warn_eager
 from megatron.lm.evaluation.decoding_mlp import InferenceLinear, inference_mlp
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import GPT
@@ -94,7 +94,7 @@ class Decoder:
             if reason is None:
                 self._graphs = DecodingGraphs(CudaDevice(self.device))
             else:
-                tell(reason)
+                warn_eager(reason)
 
     def __copy__(self) -> "Decoder":
         """Return a decoder that shares layers and KV cache, with its own graphs and their inputs."""

@@ -80,7 +80,7 @@ def obstacle() -> str | None:
     return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
-def tell(reason: str) -> None:
+def warn_eager(reason: str) -> None:
     """Warn that generation is eager."""
     warnings.warn(
         f"generation runs without CUDA graphs, slower, because {reason}; Decoder(..., graph=False) hides this warning", stacklevel=3
@@ -150,7 +150,7 @@ class DecodingGraphs:
             except RuntimeError as error:
                 self.release()
                 self._refused = True
-                tell(f"a step cannot be captured: {str(error).strip().partition(chr(10))[0]}")
+                warn_eager(f"a step cannot be captured: {str(error).strip().partition(chr(10))[0]}")
                 return run()
             self.captures += 1
         captured = self._graphs[span]

@@ -17,8 +17,8 @@ from megatron.lm.evaluation.models import Model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """The result.
+class TextScores:
+    """The scores of a text.
 
     Attributes:
         documents, tokens, bytes: counts of the text.
@@ -74,7 +74,7 @@ def perplexity(
     batch_size: int = 8,
     window: int | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
-) -> Told:
+) -> TextScores:
     """Score each document separately and return the result over all of them.
 
     Args:
@@ -98,7 +98,7 @@ def perplexity(
         progress(sum(len(score.logprobs) for score in scores))
     if not seen["tokens"]:
         raise ValueError("the text is empty: there is nothing to evaluate")
-    return Told(**seen, nats=nats, window=window, stride=stride)
+    return TextScores(**seen, nats=nats, window=window, stride=stride)
 
 
 def _cut(model: Model, documents: Iterable[str], window: int, stride: int, seen: dict[str, int]) -> Iterator[tuple[Sequence[int], int]]:

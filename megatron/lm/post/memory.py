@@ -34,8 +34,8 @@ class Stored:
         return self.masters + self.moments
 
     def __add__(self, other: "Stored") -> "Stored":
-        mine, theirs = asdict(self), asdict(other)
-        return Stored(**{kind: mine[kind] + theirs[kind] for kind in mine})
+        ours, theirs = asdict(self), asdict(other)
+        return Stored(**{kind: ours[kind] + theirs[kind] for kind in ours})
 
 
 def size(x: torch.Tensor | None) -> int:

@@ -31,16 +31,11 @@ def launch_from_environment(environment: Mapping[str, str] = os.environ) -> Laun
         ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
     ):
         if not 0 <= value < count:
-            raise ValueError(f"{name}={value} must be at least 0 and below {count_name}={count}: {_REMEDY}")
+            raise ValueError(f"{name}={value} must be at least 0 and below {count_name}={count}: {_FIX}")
     return LaunchEnvironment(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
 
 
-def world_size_from_environment(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the world size; ValueError as `launch_from_environment`."""
-    return launch_from_environment(environment).world_size
-
-
-_REMEDY = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
+_FIX = "start with `torchrun --nproc-per-node N -m megatron.lm.pretrain ...`, or unset RANK and WORLD_SIZE to train on one process"
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -51,4 +46,4 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
         return int(text or "")
     except ValueError:
         state = "is not set beside it" if text is None else f"is {text!r}"
-        raise ValueError(f"{name} {state} but must be an integer: {_REMEDY}") from None
+        raise ValueError(f"{name} {state} but must be an integer: {_FIX}") from None

@@ -92,7 +92,7 @@ def deadline(rank: int, world_size: int, limit: timedelta) -> Iterator[None]:
         done.set()
 
 
-_REMEDY = "start all of them, each with the MASTER_ADDR and MASTER_PORT of rank 0 and with its own RANK, or raise the limit"
+_FIX = "start all of them, each with the MASTER_ADDR and MASTER_PORT of rank 0 and with its own RANK, or raise the limit"
 _INSIDE = "keep it inside the job's network, since processes exchange pickled objects there"
 _LISTENER = "if another program listens on that port, choose another port"
 
@@ -101,7 +101,7 @@ def _late(world_size: int, limit: timedelta) -> str:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return (
         f"the {world_size} processes did not all connect to MASTER_ADDR:MASTER_PORT {place} within {limit.total_seconds():g} s "
-        f"(--distributed-timeout-minutes {limit / timedelta(minutes=1):g}): {_REMEDY}"
+        f"(--distributed-timeout-minutes {limit / timedelta(minutes=1):g}): {_FIX}"
     )
 
 
@@ -174,21 +174,21 @@ def meet(store: torch.distributed.Store, rank: int, world_size: int, timeout: ti
     Raises:
         RuntimeError: if not all ranks connected in time.
     """
-    mine = uuid.uuid4().hex
+    own_id = uuid.uuid4().hex
     if rank:
-        store.set(f"ask/{rank}", mine)
-        store.wait([f"answer/{mine}"], timeout)
-        part = store.get(f"answer/{mine}").decode()
+        store.set(f"ask/{rank}", own_id)
+        store.wait([f"answer/{own_id}"], timeout)
+        part = store.get(f"answer/{own_id}").decode()
         store.add(f"came/{part}", 1)
         return torch.distributed.PrefixStore(part, store)
     answered: dict[int, bytes] = {}
     end = time.monotonic() + timeout.total_seconds()
-    while (came := store.add(f"came/{mine}", 0)) < world_size - 1:
+    while (came := store.add(f"came/{own_id}", 0)) < world_size - 1:
         if time.monotonic() > end:
             raise RuntimeError(f"only {came + 1} of {world_size} processes started within {timeout.total_seconds():.0f} s")
         for other in range(1, world_size):
             if store.check([f"ask/{other}"]) and answered.get(other) != (asked := store.get(f"ask/{other}")):
-                store.set(f"answer/{asked.decode()}", mine)
+                store.set(f"answer/{asked.decode()}", own_id)
                 answered[other] = asked
         time.sleep(0.05)
-    return torch.distributed.PrefixStore(mine, store)
+    return torch.distributed.PrefixStore(own_id, store)

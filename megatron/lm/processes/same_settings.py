@@ -59,9 +59,9 @@ def check_same_settings(store: Store, rank: int, world_size: int, config: Config
     if world_size == 1:
         return
     call = store.add(f"settings/calls/{rank}", 1)  # the store may outlive several runs of these processes
-    mine, verdict = f"settings/{call}/{rank}", f"settings/{call}/verdict"
+    own_key, verdict = f"settings/{call}/{rank}", f"settings/{call}/verdict"
     if rank:
-        store.set(mine, json.dumps(described(config)))
+        store.set(own_key, json.dumps(described(config)))
         problem = store.get(verdict).decode()
         store.add(f"settings/{call}/read", 1)
     else:

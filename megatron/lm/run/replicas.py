@@ -26,11 +26,11 @@ def check_replicas(training: Training, iteration: int, *, finite: bool = True) -
     training.optimizer.wait()
     sync, names = training.grad_sync, parameter_names(training.model)
     apart = frozenset() if sync.others is None else sync.others.params
-    mine = faults({name: p for p, name in names.items() if p not in apart}, sync.peers, finite=finite)
+    own_faults = faults({name: p for p, name in names.items() if p not in apart}, sync.peers, finite=finite)
     if sync.others is not None:  # experts that other ranks do not have
-        mine += faults({name: p for p, name in names.items() if p in apart}, sync.others.peers, finite=finite)
+        own_faults += faults({name: p for p, name in names.items() if p in apart}, sync.others.peers, finite=finite)
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, mine)
+    dist.all_gather_object(everywhere, own_faults)
     damage = list(dict.fromkeys(line for lines in everywhere for line in lines))  # every rank with a copy reports the same
     if damage:
         more = f"; and {len(damage) - NAMED} more" if len(damage) > NAMED else ""

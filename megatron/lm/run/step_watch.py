@@ -138,9 +138,9 @@ class StepWatch:
 
     def _skipped(self, step: _StepReport) -> None:
         spoiled = step.spoiled.values().tolist()
-        mine = [self._names[place] for place in self._order if spoiled[place]]
+        own_names = [self._names[place] for place in self._order if spoiled[place]]
         everywhere: list[list[str]] = [[] for _ in range(self.everyone.ranks)]
-        dist.all_gather_object(everywhere, mine)
+        dist.all_gather_object(everywhere, own_names)
         non_finite = {rank: names for rank, names in enumerate(everywhere) if names}
         what = _described(non_finite) if non_finite else f"no tensor by itself, but the gradient norm is {float(step.grad_norm):g}"
         row = {"kind": "skipped", "iteration": step.iteration, "tensors": {str(rank): names for rank, names in non_finite.items()}}

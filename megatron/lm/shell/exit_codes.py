@@ -77,7 +77,7 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
             return code
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
-            return _tell(WORDS, INTERRUPTED) if reports_signals() else INTERRUPTED
+            return _print(WORDS, INTERRUPTED) if reports_signals() else INTERRUPTED
         except Exception as error:
             code = _ends(error)
             with contextlib.suppress(OSError):
@@ -126,24 +126,24 @@ def check_package() -> None:
 def _ends(error: Exception) -> int:
     """Report an error and return its exit code."""
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError | json.JSONDecodeError):
-        return _tell(str(error), REFUSED)
+        return _print(str(error), REFUSED)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("megatron.lm", "msamp")):
-        return _tell(missing(error.name), REFUSED)
+        return _print(missing(error.name), REFUSED)
     if isinstance(error, RunStopped):
-        return _tell(str(error), STOPPED)
+        return _print(str(error), STOPPED)
     if isinstance(error, BrokenPipeError) and error.filename is None:
         return STOPPED
     if isinstance(error, OSError):
-        return _tell(_of_system(error), STOPPED)
+        return _print(_of_system(error), STOPPED)
     if lacks_memory(error):
-        return _tell(f"out of memory ({_first_line(error)}): {_SMALLER}", STOPPED)
+        return _print(f"out of memory ({_first_line(error)}): {_SMALLER}", STOPPED)
     if lost_connection(error):
-        return _tell(f"{_first_line(error)}: {_OTHER_RANK}", STOPPED)
+        return _print(f"{_first_line(error)}: {_OTHER_RANK}", STOPPED)
     what = f"{type(error).__name__}: {_first_line(error)}"
-    return _tell(f"this is a bug of the program, please report it ({what})", STOPPED, f"; {_kept(error)}")
+    return _print(f"this is a bug of the program, please report it ({what})", STOPPED, f"; {_kept(error)}")
 
 
-def _tell(message: str, code: int, beside: str = "") -> int:
+def _print(message: str, code: int, beside: str = "") -> int:
     """Report `message` and return `code`; `beside` is a text that is specific to this process."""
     report(line(message + beside), message)
     return code
@@ -158,8 +158,8 @@ def _of_system(error: OSError) -> str:
     if error.errno is None or error.strerror is None:
         return _first_line(error)
     names = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in (error.filename, error.filename2) if name)
-    remedy = _SYSTEM.get(error.errno)
-    return (f"{names}: " if names else "") + error.strerror + (f": {remedy}" if remedy else "")
+    fix = _SYSTEM.get(error.errno)
+    return (f"{names}: " if names else "") + error.strerror + (f": {fix}" if fix else "")
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -61,7 +61,7 @@ class Unwritten:
         """Return a text with the failed writes, or None if all succeeded."""
         return ", ".join(f"{count} of {where}" for where, count in self.counts.items()) or None
 
-    def tell(self) -> None:
+    def print_failed(self) -> None:
         """Print the failed writes, if any, to stderr."""
         if self.counts:
             _warn(f"failed log writes: {self.describe()}")

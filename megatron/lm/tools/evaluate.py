@@ -99,7 +99,7 @@ def _measured(
     return rows, about
 
 
-def tell_perplexity(args: argparse.Namespace) -> None:
+def print_perplexity(args: argparse.Namespace) -> None:
     """Measure bits per byte of texts."""
     from megatron.lm.evaluation.perplexity import perplexity
 
@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    text = command("perplexity", tell_perplexity, "bits per byte and perplexity of texts")
+    text = command("perplexity", print_perplexity, "bits per byte and perplexity of texts")
     tasks = command("tasks", run_tasks, "tasks with lm-eval")
     word = command("last-word", make_last_word, "make a set of last words from texts, for the task last_word")
     for subparser in (text, tasks):

@@ -32,16 +32,16 @@ class _Momentum(Update):
             return
         numbers: list[Number] = list(batch.hyper.unbind()) if batch.hyper.is_cuda else batch.hyper.tolist()
         # By tables: a CUDA graph's capture refuses the copy of a list of indices from the host.
-        mine = amaxes.index_select(1, tables.send(("indices", *batch.indices), batch.indices))
-        g_amax = mine[GRAD] if coefficient is None else mine[GRAD] * coefficient
+        batch_amaxes = amaxes.index_select(1, tables.send(("indices", *batch.indices), batch.indices))
+        g_amax = batch_amaxes[GRAD] if coefficient is None else batch_amaxes[GRAD] * coefficient
         if batch.group["weight_decay"] and not batch.group["decoupled"]:  # the decay is part of the gradient
-            g_amax = g_amax + numbers[1] * mine[self.master_row]
-        bounds = self.bounds(numbers, mine, g_amax, torch.stack(batch.steps) == 0) if self.kept else g_amax
+            g_amax = g_amax + numbers[1] * batch_amaxes[self.master_row]
+        bounds = self.bounds(numbers, batch_amaxes, g_amax, torch.stack(batch.steps) == 0) if self.kept else g_amax
         for i, g in enumerate(batch.grads):
             values = fp32_values(g) if coefficient is None else fp32_values(g) * coefficient
             stored = [x[i : i + 1] for x in (batch.states.get(MOMENTUM.key, []), batch.masters, batch.weights) if x]
             before = [x.clone() for x in _memory(stored)] if usable.is_cuda else []
-            self._update(batch, i, values, numbers, (bounds[i : i + 1], 2.0 * mine[self.master_row, i : i + 1]))
+            self._update(batch, i, values, numbers, (bounds[i : i + 1], 2.0 * batch_amaxes[self.master_row, i : i + 1]))
             for x, old in zip(_memory(stored), before, strict=False):
                 x.copy_(torch.where(usable, x, old))
         torch._foreach_add_(batch.steps, usable.float())

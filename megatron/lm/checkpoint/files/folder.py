@@ -364,7 +364,7 @@ def prune(newest: Path, keep: int, *, confirmed: bool) -> None:
     `newest` is unhealthy.
     """
     last = sealed_info(newest)
-    mine: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
+    checkpoints: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
     for number, path in _numbered(newest.parent):
         if number > (iteration_of(newest) or 0) or not (path / INFO_FILE).is_file():  # keeps what others have put here
             continue
@@ -373,12 +373,12 @@ def prune(newest: Path, keep: int, *, confirmed: bool) -> None:
         except ValueError:
             info = None
         if info is None or _one_run(last, info):
-            mine.append((number, path.suffix == "", info is not None and health.problem_of(info) is None, path))
-    mine.sort()
-    healthy = [path for _, _, is_healthy, path in mine if is_healthy]
+            checkpoints.append((number, path.suffix == "", info is not None and health.problem_of(info) is None, path))
+    checkpoints.sort()
+    healthy = [path for _, _, is_healthy, path in checkpoints if is_healthy]
     if newest in healthy:
         healthy = healthy[-1 if confirmed else -2 :]
-    for *_, path in mine[:-keep]:
+    for *_, path in checkpoints[:-keep]:
         if path not in healthy:
             remove(path)
 

@@ -70,10 +70,10 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) ->
         if (ours is None) != (theirs is None):
             return f"only rank {rank if ours is None else 0} has {name} data"
         pairs = list(zip(ours["datasets"], theirs["datasets"], strict=False)) if name != "tokenizer" and ours is not None else []
-        for mine, there in pairs:
+        for here, there in pairs:
             for key, words in _WHAT.items():
-                if mine[key] != there[key]:
-                    return f"the {name} data {there['prefix']} of rank {rank} {words} {mine['prefix']} of rank 0"
+                if here[key] != there[key]:
+                    return f"the {name} data {there['prefix']} of rank {rank} {words} {here['prefix']} of rank 0"
         if pairs and len(ours["datasets"]) != len(theirs["datasets"]):
             return f"the {name} data of rank {rank} has {len(theirs['datasets'])} datasets, that of rank 0 {len(ours['datasets'])}"
     return f"rank {rank} reads the data in another order than rank 0"

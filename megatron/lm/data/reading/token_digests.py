@@ -52,17 +52,17 @@ class TokenDigests:
 
     def __init__(self, train: Dataset | None) -> None:
         self.files = sources(train)
-        mine: list[tuple[str, str | None, str]] = []
+        own_notes: list[tuple[str, str | None, str]] = []
         sizes, problem = [], None
         try:
             for prefix, folder in self.files:
                 state = os.stat(f"{prefix}.bin")
                 sizes.append(state.st_size)
-                mine.append((_key(state), _read_note(folder).get(_key(state)), prefix))
+                own_notes.append((_key(state), _read_note(folder).get(_key(state)), prefix))
         except OSError as error:
             problem = f"{error.filename} cannot be read ({error.strerror})"
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, problem))
+        dist.all_gather_object(everyone, (own_notes, problem))
         self._raise(problem for _, problem in everyone)
         # By number of the file and its key. A file has several keys if machines have their own copies of it.
         self._known: dict[tuple[int, str], str | None] = {}
@@ -97,9 +97,9 @@ class TokenDigests:
             ValueError: on every rank, if a file cannot be read or changes, or two machines have other tokens.
         """
         hashing = self._hashing
-        mine = {(number, self._key_of[number][dist.get_rank()]): digest for number, digest in dict(hashing.digests).items()}
+        own_digests = {(number, self._key_of[number][dist.get_rank()]): digest for number, digest in dict(hashing.digests).items()}
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (mine, hashing.problem, hashing.left))
+        dist.all_gather_object(everyone, (own_digests, hashing.problem, hashing.left))
         self._raise(problem for _, problem, _ in everyone)
         for digests, _, _ in everyone:
             self._known |= digests

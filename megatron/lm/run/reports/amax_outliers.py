@@ -50,16 +50,16 @@ def outliers(
         layers: of this rank: the layer's name in the whole model, its scales, and the names of its tensors by row.
         bits: results of `bits_held_down` by layer name.
     """
-    mine: dict[str, dict[str, int]] = {}
+    own_rows: dict[str, dict[str, int]] = {}
     for name, _, tensors in layers:
         for row, lost in enumerate(bits[name]):
             if lost and row in tensors:
-                mine.setdefault(name, {})[tensors[row]] = int(lost)
+                own_rows.setdefault(name, {})[tensors[row]] = int(lost)
     ranks = torch.distributed.get_world_size()
     if ranks == 1:
-        return mine
+        return own_rows
     everything: list[Any] | None = [None] * ranks if torch.distributed.get_rank() == 0 else None
-    torch.distributed.gather_object(mine, everything)
+    torch.distributed.gather_object(own_rows, everything)
     together: dict[str, dict[str, int]] = {}
     for name, tensors in (item for each in everything or () for item in each.items()):
         together.setdefault(name, {}).update(tensors)

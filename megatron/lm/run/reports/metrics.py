@@ -270,4 +270,4 @@ class Metrics:
         for file in (self.file, self.events):
             if file is not None:
                 file.close()
-        self.unwritten.tell()
+        self.unwritten.print_failed()

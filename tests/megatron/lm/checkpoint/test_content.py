@@ -120,7 +120,7 @@ def test_data_parallel_ranks_share_the_writing():
     dealt = []
     for rank in range(3):
         share = content._Share()
-        dealt.append([item for group in groups for item in share.mine(group, Ranks(rank, 3))])
+        dealt.append([item for group in groups for item in share.of_this_rank(group, Ranks(rank, 3))])
     assert sorted(item.key for items in dealt for item in items) == sorted(item.key for (item,) in groups)
     loads = [sum(item.tensor.nbytes for item in items) for items in dealt]
     assert max(loads) - min(loads) <= 4 * 40  # the largest tensor

@@ -2,13 +2,13 @@
 
 import pytest
 
-from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment, world_size_from_environment
+from megatron.lm.processes.environment import LaunchEnvironment, launch_from_environment
 
 
 def test_environment_of_torchrun():
     environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert launch_from_environment(environment) == LaunchEnvironment(rank=5, world_size=8, local_rank=1, local_world_size=4)
-    assert world_size_from_environment(environment) == 8
+    assert launch_from_environment(environment).world_size == 8
     assert launch_from_environment({}) == LaunchEnvironment()
     assert launch_from_environment({"RANK": "1", "WORLD_SIZE": "2"}) == LaunchEnvironment(
         rank=1, world_size=2, local_rank=1, local_world_size=2

@@ -172,7 +172,7 @@ def on_four() -> dict[str, Any]:
         "groups": {purpose: members(getattr(grid, purpose)) for purpose in PURPOSES},
         "mean": (float(mean), float(report["tokens"])),
         "gradient": [average.unique().tolist() for _, _, average in sync.averages() if average is not None],
-        "written": [n for n in range(8) if share.mine([Item.whole(str(n), torch.zeros(4))], grid.gradients(model.weight))],
+        "written": [n for n in range(8) if share.of_this_rank([Item.whole(str(n), torch.zeros(4))], grid.gradients(model.weight))],
         "random states": rng.own_number(grid),
     }
     process_groups.leave_grid()

@@ -49,7 +49,7 @@ def test_a_write_that_does_not_fit_leaves_no_torn_line_and_later_ones_go_on(tmp_
     assert unwritten.describe() == "2 of --metrics-file m"
     said = capsys.readouterr().err
     assert said.count("warning: --metrics-file m cannot be written (File too large): training continues") == 1
-    unwritten.tell()
+    unwritten.print_failed()
     assert capsys.readouterr().err == "warning: failed log writes: 2 of --metrics-file m\n"
 
 
@@ -103,7 +103,7 @@ def test_a_stdout_with_space_is_as_it_was(capsys: pytest.CaptureFixture[str]):
     unwritten = Unwritten()
     with unwritten.stdout():
         print("one", sys.stdout.isatty(), flush=True)
-    unwritten.tell()
+    unwritten.print_failed()
     assert capsys.readouterr() == ("one False\n", "")
 
 
