@@ -84,11 +84,6 @@ def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]
     return size, rows, keep.missing(one, size, results) if size else []
 
 
-def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence on each pair of losses: difference, 95 % interval, seeds, and the conclusion that the interval allows."""
-    return [paired.sentence(keep.run_of(base), keep.run_of(other)) for base, other, paired in keep.loss_differences(one, rows)]
-
-
 def difference(row: Row) -> str:
     """Return how ours differs from the paper's: percent for numbers, `same` or `differs` for words; empty if the paper or the run gives no
     value."""
@@ -152,7 +147,7 @@ def page(one: Entry, root: Path = ROOT) -> str:
     lines = [f"# {one.title}", "", *textwrap.wrap(f"The claim: {one.claim}", 118), ""]
     lines += [f"**{text.verdict}**", "", *textwrap.wrap(text.agree, 118), ""]
     if one.same_loss:
-        lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in loss_sentences(one, rows)), ""]
+        lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in keep.loss_sentences(one, rows)), ""]
     if text.cause:
         lines += [*textwrap.wrap(f"Likely cause: {text.cause}", 118), ""]
     if one.reason:

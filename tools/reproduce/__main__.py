@@ -54,9 +54,7 @@ def listing(folder: Path, today: date) -> list[str]:
         size, rows = keep.largest(one, results)
         if size:
             lines.append(f"    {size}: {age(rows, today)}")
-            lines += [
-                f"    {paired.sentence(keep.run_of(base), keep.run_of(other))}" for base, other, paired in keep.loss_differences(one, rows)
-            ]
+            lines += [f"    {sentence}" for sentence in keep.loss_sentences(one, rows)]
     return lines
 
 

@@ -4,6 +4,7 @@ Options have the paper's names: A is BF16 only, light and plus use multi-compone
 1 and 2 are in exact.py, 3 and 4 in post.py, 8 in grids.py.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,10 @@ from tools.docs.cells import PRECISIONS
 from tools.docs.evidence import ROOT, Row
 from tools.docs.losses import final_losses, row_of
 from tools.reproduce import throughput
+from tools.reproduce.coat_flow import Flow, Llama
 from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task
 from tools.reproduce.fp16_lstm import bytes_of
-from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
+from tools.reproduce.trainings import ENWIK8, FP32, Loop, collage, trained
 
 # Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 is below the training perplexity
 # that the paper prints next to it, 17.64: one of the two may be a misprint.
@@ -39,6 +41,9 @@ LOOPS = {
     "toy": Loop(width=32, layers=1, length=16, batch=8, steps=20),
     "small": Loop(width=64, layers=2, length=32, batch=16, steps=400),
 }
+# Table 5, right: validation perplexity of OpenLLaMA-7B, by beta2.
+LLAMA5 = {0.95: {"a": 4.81, "light": 4.53, "plus": 4.57, "d": 4.57}, 0.99: {"a": 12.55, "light": 5.99, "plus": 4.62, "d": 6.42}}
+SEEDS = {"toy": 1, "small": 4}  # of each option on a CPU
 NAMES = {"a": "bf16-a", "light": "collage-light", "plus": "collage-plus", "d": "bf16-d"}
 COURSE6 = {"d": "bf16-d", "plus": "collage-plus", "light": "collage-light", "a": "bf16-a", "d-mw": "bf16-dmw"}  # GPT-125M, Table 6
 # GPT-125M, one epoch of enwik8. Its runs take batch and steps from here, and the rest from the preset, which agrees.
@@ -150,6 +155,37 @@ def figures(task: Task) -> Iterator[Finding]:
     yield Finding(f"{variant}, norm of the weights over that of the update", ratio, 900.0 if variant == "a" else None, seed=1234)
 
 
+def perplexities(task: Task) -> Iterator[Finding]:
+    """Figure 3, middle: the course of the training loss of one option at beta2 0.999, and its validation loss, of one seed."""
+    variant, _, seed = task.piece.partition(", seed ")
+    course = list(collage(variant, 0.999, LOOPS[task.size], bytes_of(task.text), int(seed)))
+    for row in course:
+        yield Finding(f"{variant}, training loss", row["loss"], x=row["step"], seed=int(seed))
+    yield Finding(f"{variant}: validation loss", course[-1]["valid_loss"], unit="nats per byte", seed=int(seed))
+
+
+def llama(task: Task) -> Iterator[Finding]:
+    """Table 5, right, on a small Llama: perplexity over D's of the options at one beta2 and seed, their losses, and the largest rise of the
+    training loss between two records, which an exploding gradient would cause."""
+    beta2, seed = (float(number) for number in task.piece.removeprefix("beta2 ").split(", seed "))
+    text, papers = bytes_of(task.text), LLAMA5[beta2]
+    last: dict[str, float] = {}
+    for variant in ("d", "plus", "light", "a"):
+        course = list(collage(variant, beta2, LOOPS[task.size], text, int(seed), build=lambda loop: Llama(loop, Flow())))
+        last[variant] = course[-1]["valid_loss"]
+        prefix = f"{variant}, beta2 {beta2}: "
+        yield Finding(prefix + "validation loss", last[variant], unit="nats per byte", seed=int(seed))
+        if variant != "d":
+            ratio = papers[variant] / papers["d"]
+            yield Finding(prefix + "validation perplexity over D's", math.exp(last[variant] - last["d"]), ratio, seed=int(seed))
+        rise = max(later["loss"] - row["loss"] for row, later in itertools.pairwise(course))
+        yield Finding(prefix + "largest rise of the training loss in ten steps", rise, unit="nats per byte", seed=int(seed))
+
+
+def _seeds(size: str) -> range:
+    return range(1234, 1234 + SEEDS[size])
+
+
 def table7(task: Task) -> Iterator[Finding]:
     """Report speed over option D's on one GPU: the paper's models from recorded steps, or measured now at full size; 125M from its runs."""
     if task.piece != WHOLE:
@@ -188,6 +224,7 @@ def _saved(row: Row, base: Row) -> float:
     return 100 * (1 - float(row["peak_gib"]) / float(base["peak_gib"]))
 
 
+D_LOSS, WITHOUT_D = "d: validation loss", ("plus", "light", "a")
 KEPT = Needs(files=(PRECISIONS,), computed=True)
 ENTRIES = (
     Entry(
@@ -222,6 +259,36 @@ ENTRIES = (
         reason="The paper trains BERT; ours is a GPT on bytes.",
     ),
     Entry(
+        name="collage-figure3-middle",
+        axes=Axes(y="training loss, nats per byte"),
+        title="Collage, Figure 3, middle",
+        claim="The training perplexity of plus overlaps with those of FP32 and option D, the best.",
+        run=perplexities,
+        sizes={"toy": Needs(), "small": Needs(minutes=10, text=True)},
+        pieces=lambda size: [f"{variant}, seed {seed}" for seed in _seeds(size) for variant in (FP32, "d", "plus", "light", "kahan", "a")],
+        headline="plus: validation loss",
+        reason="The paper trains BERT in phase 1; ours is a GPT on bytes, at beta2 0.999 too. FP32 has FP32 weights, gradients and "
+        "moments, and starts from weights that are not rounded.",
+        same_loss=(
+            (f"{FP32}: validation loss", "plus: validation loss"),
+            *((D_LOSS, f"{name}: validation loss") for name in (*WITHOUT_D, "kahan")),
+        ),
+    ),
+    Entry(
+        name="collage-table5-right",
+        title="Collage, Table 5, right",
+        claim="OpenLLaMA-7B: at beta2 0.95 light and plus match option D; at 0.99 both end below D, whose gradient explodes.",
+        run=llama,
+        sizes={"toy": Needs(), "small": Needs(minutes=10, text=True)},
+        pieces=lambda size: [f"beta2 {beta2}, seed {seed}" for seed in _seeds(size) for beta2 in LLAMA5],
+        headline="plus, beta2 0.99: validation perplexity over D's",
+        reason="A Llama with two layers on bytes; OpenLLaMA-7B needs days of many GPUs, and its hyper-parameters are in an appendix that "
+        "the text we have leaves out.",
+        same_loss=tuple(
+            (f"d, beta2 {beta2}: validation loss", f"{name}, beta2 {beta2}: validation loss") for beta2 in LLAMA5 for name in WITHOUT_D
+        ),
+    ),
+    Entry(
         name="collage-table7",
         title="Collage, Table 7",
         claim="Plus is 1.67 times as fast as option D at 1.3B, and gains more on larger models.",
@@ -242,7 +309,7 @@ ENTRIES = (
         run=figure4,
         sizes={"kept": Needs(files=(PRECISIONS, throughput.STEP), computed=True)},
         headline="plus: saved against D, mean of the models",
-        reason="OpenLLaMA-7B, where the options save most in the paper, was not run. The four options of a model were measured at one "
-        "commit, the models at different ones.",
+        reason="OpenLLaMA-7B, where the options save most in the paper, was not run; collage-figure4-grids computes it. The four options "
+        "of a model were measured at one commit, the models at different ones.",
     ),
 )

@@ -135,7 +135,8 @@ class Entry:
         apart: every piece runs in its own process, and other work on the machine does not change its results.
         slow: `toy` takes too long for the default tests.
         same_loss: pairs of quantities, (baseline, other), whose losses are equal according to the claim; compared by seed. If the
-            95 % interval is wider than `megatron.lm.evaluation.paired_difference.EFFECT`, the verdict cannot be "holds".
+            95 % interval is wider than `megatron.lm.evaluation.paired_difference.EFFECT`, the verdict cannot be "holds". An entry with
+            another verdict may name further pairs, whose intervals its page shows.
         axes: of the figure, if findings have an `x`.
     """
 

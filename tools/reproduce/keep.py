@@ -80,6 +80,15 @@ def loss_differences(one: Entry, rows: Sequence[Row]) -> list[tuple[str, str, Pa
     return differences
 
 
+def loss_sentences(one: Entry, rows: Sequence[Row]) -> list[str]:
+    """Return a sentence on each pair of losses: difference, 95 % interval, seeds, and the conclusion that the interval allows."""
+    units = {row["quantity"]: row["unit"] for row in rows}
+    return [
+        paired.sentence(run_of(base), run_of(other), unit=units[base] or "nats per token")
+        for base, other, paired in loss_differences(one, rows)
+    ]
+
+
 def run_of(quantity: str) -> str:
     """Return the name of a run: the quantity of its loss without the words "validation loss"."""
     return quantity.removesuffix("validation loss").rstrip(" :,")

@@ -4,10 +4,10 @@ findings."""
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tools.reproduce import coat, collage, curves, exact, gradients, grids, post, slides
+from tools.reproduce import coat, collage, curves, exact, gradients, grids, post, slides, versions
 from tools.reproduce.entry import Entry
 
-_MODULES = (exact, grids, curves, collage, post, gradients, coat, slides)
+_MODULES = (exact, grids, curves, collage, post, gradients, coat, slides, versions)
 _PAPERS = ("fp8lm", "collage", "coat", "slides")
 
 

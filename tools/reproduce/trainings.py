@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, wri
 from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT
 from megatron.lm.tools.report import Run, read_run
 from msamp.optim.collage import collage_adamw, update_quality
+from msamp.optim.optimizer import FP8AdamW
 from tools.reproduce.compare_precisions import Job, Session, cards, complete, train
 
 ENWIK8 = "data/enwik8"  # relative to the root: written by `megatron.lm.tools.prepare_text enwik8`
@@ -128,23 +129,35 @@ def pieces(text: Tensor, loop: Loop, count: int, seed: int) -> Iterator[Tensor]:
         yield text[starts + torch.arange(loop.length + 1)].long()
 
 
-def loss_of(model: Bytes, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+def loss_of(model: nn.Module, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
     """Return the loss of the model with these weights, in nats per byte."""
     scores = torch.func.functional_call(model, dict(weights), (tokens[:, :-1],))
     return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, every: int = 10) -> Iterator[dict[str, Any]]:
+FP32 = "fp32"  # "the 32-bit counterpart of option A" of Collage's Figure 3: weights, gradients and moments in FP32
+
+
+def collage(
+    variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, every: int = 10, build: Callable[[Loop], nn.Module] = Bytes
+) -> Iterator[dict[str, Any]]:
     """Train with one option of Collage: BF16 weights and gradients, products in FP32, so that the optimizer alone differs.
 
+    Args:
+        variant: an option of `msamp.optim.collage`, or `FP32`.
+        beta2, loop, seed: of the training run.
+        text: bytes, uint8; the last twentieth is held out.
+        every: steps between two rows.
+        build: makes the model, which maps [b, s] bytes to [b, s, 256].
+
     Yields:
-        every `every` steps and after the last: step, loss (mean since the last row), edq, update_norm, lost, norm of the weights; the last
-        also valid_loss.
+        every `every` steps and after the last: step, loss (mean since the last row), norm of the weights; of Collage's options also edq,
+        update_norm and lost; the last also valid_loss.
     """
     torch.manual_seed(seed)
-    model = Bytes(loop)
-    weights = {name: nn.Parameter(p.detach().bfloat16()) for name, p in model.named_parameters()}
-    optimizer = collage_adamw(weights.values(), lr=loop.lr, betas=(0.9, beta2), weight_decay=0.1, variant=variant)
+    model, dtype = build(loop), torch.float32 if variant == FP32 else torch.bfloat16
+    weights = {name: nn.Parameter(p.detach().to(dtype, copy=True)) for name, p in model.named_parameters()}
+    optimizer = _optimizer(variant, weights.values(), lr=loop.lr, betas=(0.9, beta2), weight_decay=0.1)
     cut = len(text) * 19 // 20
     losses: list[float] = []
     for step, tokens in enumerate(pieces(text[:cut], loop, loop.steps, seed), 1):
@@ -153,14 +166,15 @@ def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, eve
         wide = {name: p.detach().float().requires_grad_() for name, p in weights.items()}
         loss = loss_of(model, wide, tokens)
         for p, g in zip(weights.values(), torch.autograd.grad(loss, list(wide.values())), strict=True):
-            p.grad = g.bfloat16()
+            p.grad = g.to(dtype)
         report = step % every == 0 or step == loop.steps
-        quality = update_quality(optimizer) if report else None
+        quality = update_quality(optimizer) if report and isinstance(optimizer, FP8AdamW) else None
         optimizer.step()
         losses.append(float(loss.detach()))
-        if quality is not None:
-            row = {"step": step, "loss": sum(losses) / len(losses), "edq": quality.edq, "update_norm": quality.norm}
-            row["lost"] = quality.lost_frac
+        if report:
+            row = {"step": step, "loss": sum(losses) / len(losses)}
+            if quality is not None:
+                row |= {"edq": quality.edq, "update_norm": quality.norm, "lost": quality.lost_frac}
             row["norm"] = math.sqrt(sum(float(p.detach().double().square().sum()) for p in weights.values()))
             losses = []
             if step == loop.steps:
@@ -169,3 +183,7 @@ def collage(variant: str, beta2: float, loop: Loop, text: Tensor, seed: int, eve
                     valid = [float(loss_of(model, wide, tokens)) for tokens in pieces(text[cut:], loop, 8, 0)]
                 row["valid_loss"] = sum(valid) / len(valid)
             yield row
+
+
+def _optimizer(variant: str, weights: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights, **settings) if variant == FP32 else collage_adamw(weights, variant=variant, **settings)

@@ -51,6 +51,41 @@ def test_perplexities_over_ds_pair_seeds():
     assert [finding.ours for finding in piece] == [ratios[0].ours]
 
 
+def courses(monkeypatch, losses):
+    """Training runs that end at these losses; the loss of option a rises by 2 on the way."""
+
+    def played(variant, beta2, loop, text, seed, build=None):
+        yield {"step": 10, "loss": 4.0}
+        yield {"step": 20, "loss": 6.0 if variant == "a" else 3.5, "valid_loss": losses[variant] + (seed - 1234) + beta2}
+
+    monkeypatch.setattr(collage, "collage", played)
+    monkeypatch.setattr(collage, "bytes_of", lambda text: None)
+
+
+def test_figure_3_middle_has_the_loss_of_every_option_and_seed(monkeypatch):
+    courses(monkeypatch, dict.fromkeys(("fp32", "d", "plus", "light", "kahan", "a"), 3.0))
+    one = next(entry for entry in collage.ENTRIES if entry.name == "collage-figure3-middle")
+    pieces = one.pieces("small")
+    assert len(set(pieces)) == len(pieces) == 6 * collage.SEEDS["small"]
+    loss = [finding for finding in one.run(Task("small", "kahan, seed 1235", Path("text"), Path("folder"))) if finding.x is None]
+    assert [(finding.quantity, finding.seed, finding.ours) for finding in loss] == [("kahan: validation loss", 1235, 4.999)]
+    assert {other for _, other in one.same_loss} == {f"{name}: validation loss" for name in ("plus", "light", "a", "kahan")}
+
+
+def test_table_5_right_is_perplexity_over_ds_of_the_same_seed_and_how_far_the_loss_rose(monkeypatch):
+    courses(monkeypatch, {"d": 3.0, "plus": 3.01, "light": 3.02, "a": 3.5})
+    one = next(entry for entry in collage.ENTRIES if entry.name == "collage-table5-right")
+    assert len(one.pieces("small")) == 2 * collage.SEEDS["small"]
+    found = {finding.quantity: finding for finding in one.run(Task("small", "beta2 0.99, seed 1236", Path("text"), Path("folder")))}
+    plus = found["plus, beta2 0.99: validation perplexity over D's"]
+    assert (plus.ours, plus.paper, plus.seed) == (pytest.approx(math.exp(0.01)), pytest.approx(4.62 / 6.42), 1236)
+    assert found["d, beta2 0.99: validation loss"].ours == pytest.approx(3.0 + 2 + 0.99)
+    rises = {name[0]: finding.ours for name, finding in found.items() if "largest rise" in name}
+    assert rises == {"d": -0.5, "p": -0.5, "l": -0.5, "a": 2.0}
+    assert one.headline in found
+    assert {quantity for pair in one.same_loss for quantity in pair if "0.99" in quantity} <= found.keys()
+
+
 def test_collage_table_6_at_125m_says_what_its_trainings_and_their_records_say(monkeypatch, tmp_path):
     """Five trainings stand in for those of a GPU, each with a loss and a record of its own."""
     losses = {"bf16-d": 5.0, "collage-plus": 5.01, "collage-light": 5.05, "bf16-a": 5.2, "bf16-dmw": 5.1}

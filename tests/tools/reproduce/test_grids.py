@@ -72,6 +72,21 @@ def test_collages_cells_are_those_of_its_table():
     assert found["bf16-a, micro-batch 1, 1024 tokens"].ours == "fits"
 
 
+def test_collages_savings_on_its_grids_are_largest_for_openllama_and_the_means_are_of_all_models():
+    found = {finding.quantity: finding for finding in grids.saved_by_collage(TASK)}
+    for option, paper in grids.MEAN4.items():
+        saved = {model: found[f"{option}, {model}: saved against D"].ours for model in grids.MODELS4}
+        held = [found[f"{name}, 6.7B: fullest"].ours for name in (option, "d")]
+        assert saved["6.7B"] == pytest.approx(100 * (1 - held[0] / held[1]))
+        assert max(saved, key=saved.get) == "OpenLLaMA-7B"
+        mean = found[f"{option}: saved against D, mean of all models"]
+        assert mean.ours == pytest.approx(sum(saved.values()) / 5)
+        assert mean.paper == paper
+    # A pair of BF16 numbers saves 4 bytes per parameter against D's 16 + 2 of gradients that accumulate, an eighth of 6.7B per card.
+    apart = found["d, 6.7B: fullest"].ours - found["plus, 6.7B: fullest"].ours
+    assert apart == pytest.approx(4 * 6.66e9 / 8 / 2**30, rel=0.01)
+
+
 def grid_row(case, level, table7_mib, exposed, commit="abc1234", tp=2):
     told = {
         "date": "2026-11-21",

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tools.reproduce import slides
 from tools.reproduce.entry import Task
 
@@ -22,6 +24,26 @@ def test_an_fp16_weight_loses_small_updates_and_a_copy_does_not():
     assert found["update of 2^-12 of the weight, FP16 alone: share that arrives"].ours == 0
     assert found["update of 2^-12 of the weight, FP32 copy: share that arrives"].ours == 1
     assert len(found) == 10
+
+
+def test_accuracies_are_compared_by_seed(monkeypatch):
+    accuracies = {("O0", 1): 80.0, ("O2", 1): 81.0, ("O0", 2): 70.0, ("O2", 2): 70.5}
+    monkeypatch.setattr(slides.fp16_classifier, "accuracy", lambda level, seed, steps, width: accuracies[level, seed])
+    found = {(finding.quantity, finding.seed): finding for finding in slides.classification(TASK)}
+    mean = found["mixed precision less FP32, mean", None]
+    assert (mean.ours, mean.paper) == (0.75, pytest.approx((0.16 + 0.03 + 0.10 - 0.01 + 0.28 + 0.12) / 6))
+    assert found["half width of its 95 % interval", None].ours == pytest.approx(12.7062 * 0.25)
+    assert found["FP32: accuracy", 2].ours == 70.0
+
+
+def test_values_below_the_smallest_are_counted_among_those_that_are_not_zero(tmp_path):
+    (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    found = {finding.quantity: finding.ours for finding in slides.small_updates(Task("toy", "whole", tmp_path / "text", tmp_path))}
+    for model in ("LSTM", "GPT"):
+        gradients, updates = (
+            found[f"{model}: {what}weight gradient{end}"] for what, end in (("", "s below 2^-24"), ("learning rate x ", " below 2^-24"))
+        )
+        assert 0 <= gradients < updates < 100
 
 
 def test_the_language_model_has_a_row_for_each_loss_scale(tmp_path):

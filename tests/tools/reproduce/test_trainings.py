@@ -6,7 +6,8 @@ import torch
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from tools.reproduce import trainings
-from tools.reproduce.trainings import Loop, byte_data, byte_symbols, collage, pieces
+from tools.reproduce.coat_flow import Flow, Llama
+from tools.reproduce.trainings import FP32, Loop, byte_data, byte_symbols, collage, pieces
 
 TEXT = "Größe, naïve — 1 + 1 = 2.\n" * 40
 
@@ -35,6 +36,24 @@ def test_the_same_seed_gives_the_same_training_and_another_option_another():
     assert other[-1]["lost"] > 0.2 > 0.05 > first[-1]["lost"]
     assert other[-1]["edq"] < 0.95 * other[-1]["update_norm"]
     assert first[-1]["edq"] == pytest.approx(first[-1]["update_norm"], rel=1e-2)
+
+
+def test_fp32_starts_from_unrounded_weights_and_reports_no_lost_update():
+    text = torch.frombuffer(bytearray(TEXT.encode()), dtype=torch.uint8)
+    loop = Loop(width=32, layers=1, length=8, batch=4, steps=12, warm_up=2)
+    wide, narrow = (list(collage(variant, 0.999, loop, text, seed=1, every=5)) for variant in (FP32, "d"))
+    assert [row["step"] for row in wide] == [5, 10, 12]
+    assert "lost" not in wide[-1]
+    assert wide[-1]["valid_loss"] == pytest.approx(narrow[-1]["valid_loss"], rel=1e-3)
+    assert wide[-1]["valid_loss"] != narrow[-1]["valid_loss"]
+
+
+def test_another_model_trains_in_the_same_loop():
+    text = torch.frombuffer(bytearray(TEXT.encode()), dtype=torch.uint8)
+    loop = Loop(width=32, layers=1, length=8, batch=4, steps=10, warm_up=2)
+    (row,) = collage("plus", 0.99, loop, text, seed=1, build=lambda loop: Llama(loop, Flow()))
+    assert 0 < row["valid_loss"] < 6
+    assert row["edq"] == pytest.approx(row["update_norm"], rel=1e-2)
 
 
 def test_pieces_are_random_and_reach_the_ends():

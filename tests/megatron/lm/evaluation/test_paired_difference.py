@@ -110,6 +110,7 @@ def test_the_sentence_states_difference_interval_seeds_and_verdict():
         "O3 against bf16: +0.0200 nats per token, +0.40 % (95 % interval -0.10 to +0.90 %), 3 seeds: "
         "too small to say whether they differ by 0.6 %"
     )
+    assert "+0.0100 nats per byte, " in paired_difference({1: 5.0}, {1: 5.01}).sentence("bf16", "O3", unit="nats per byte")
     one = paired_difference({1: 5.0}, {1: 5.01}).sentence("bf16", "O3")
     assert one == "O3 against bf16: +0.0100 nats per token, +0.20 %, one seed, no interval: too small to say"
     assert "the losses are equal within 0.6 %" in of(0.0, 0.001).sentence("a", "b")
