@@ -63,11 +63,13 @@ def what_stays_is_not_looked_at_again() -> Iterator[None]:
 
 
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
-    """The name of a test that fails, at once: the list at the end is lost where a run is cut off by its time."""
+    """The name of a test that fails and the first line of its error, at once: the list at the end is lost where a run is cut off."""
     if not report.failed or not isinstance(report, pytest.TestReport):
         return None
     category, letter = ("failed", "F") if report.when == "call" else ("error", "E")
-    return category, f"{letter} {report.nodeid}\n", category.upper()
+    crash = getattr(report.longrepr, "reprcrash", None)
+    first = crash.message.split("\n", 1)[0][:300] if crash is not None else ""
+    return category, f"{letter} {report.nodeid}: {first}\n", category.upper()
 
 
 def pytest_unconfigure() -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from megatron.lm.config import Config
 from megatron.lm.config.sections.baselines import PeerRecipe
 
@@ -21,8 +23,19 @@ def obstacle(config: Config) -> str | None:
         # Each of their sums is a new tensor, and fp8-sr draws random numbers.
         "--grad-accum-dtype fp8 and fp8-sr do not accumulate in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
         "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",
+        "experts that are neither FP8 nor BF16 with widths in multiples of 8 are multiplied one by one, by sizes that the host reads": (
+            _reads_sizes(config)
+        ),
     }
     return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
+def _reads_sizes(config: Config) -> bool:
+    """Whether experts outside FP8 run in a loop over them: PyTorch's kernel (`torch.nn.functional.grouped_mm`) is for BF16 alone."""
+    model = config.model
+    if len(config.fp8_experts) == len(model.moe_layers):
+        return False
+    return config.precision.named.compute_dtype is not torch.bfloat16 or model.hidden_size % 8 > 0 or model.expert_size % 8 > 0
 
 
 def _saves_random_states(config: Config) -> bool:

@@ -52,6 +52,17 @@ def test_a_step_is_captured_where_the_trainer_captures_it(text: str, monkeypatch
     assert captured(config) == (step_graph.choose(config)[0] != "none") == CAPTURED[text]
 
 
+@pytest.mark.parametrize(
+    ("capability", "precision", "reason"), [((8, 0), "bf16", "before Hopper"), ((9, 0), "bf16", ""), ((8, 9), "O3", "")]
+)
+def test_experts_are_captured_where_no_host_reads_their_sizes(capability, precision, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    found = step_graph.obstacle(flags(f"{SMALL} --precision {precision} {MOE}")) or ""
+    assert (reason in found) if reason else not found
+
+
 def test_slots_of_the_schedules():
     assert [list(slots(stage, 4, 1, 8)) for stage in range(4)] == [[4], [3], [2], [1]]
     assert list(slots(0, 4, 1, 2)) == [2]

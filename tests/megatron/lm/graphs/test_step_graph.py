@@ -27,16 +27,19 @@ from megatron.lm.training.state import Training
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 
+EXPERTS = {"num_experts": 4, "swiglu": True, "disable_bias_linear": True}
 OBSTACLES = {
     "tensor": ({"tensor_model_parallel_size": 2}, "without --sequence-parallel"),
     "dropout": ({"hidden_dropout": 0.1}, "dropout"),
     "recompute": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, "recomputation"),
     "selective": ({"recompute_granularity": "selective", "precision": "bf16"}, "recomputation"),
     "experts": (
-        {"recompute_granularity": "selective", "num_experts": 4, "swiglu": True, "disable_bias_linear": True, "precision": "O2"},
+        EXPERTS | {"recompute_granularity": "selective", "precision": "O2"},
         "recomputation",
     ),
     "stochastic": ({"grad_accum_dtype": "fp8-sr", "precision": "O2"}, "fp8-sr"),
+    "FP32 experts": (EXPERTS | {"precision": "fp32"}, "sizes that the host reads"),
+    "narrow experts": (EXPERTS | {"precision": "bf16", "moe_ffn_hidden_size": 12}, "sizes that the host reads"),
     "owner": ({"grad_accum_on": "owner", "precision": "O2"}, "in every micro-batch"),
 }
 
@@ -44,6 +47,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_cannot_be_captured_says_why(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     settings, reason = OBSTACLES[name]
     assert reason in (obstacle(tiny.config("corpus", **settings)) or "")
     stages = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_layers": 4}

@@ -13,8 +13,8 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 64, "swiglu"
 EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.1}
 EP2 = {"expert_model_parallel_size": 2}
 RUNS: dict[str, dict[str, Any]] = {
-    f"{level} {graph}": {"precision": level, "cuda_graph": graph} for level in ("fp32", "O0", "O3") for graph in ("none", "step")
-}
+    f"{level} {graph}": {"precision": level, "cuda_graph": graph} for level in ("O0", "O3") for graph in ("none", "step")
+} | {"fp32 none": {"precision": "fp32", "cuda_graph": "none"}}
 LIMITS = {"fp32": 1e-4, "O0": 1e-2, "O3": 2e-2}
 
 
@@ -46,7 +46,7 @@ def test_two_gpus_with_half_of_the_experts_train_as_one(tmp_path: Path):
     for name, (losses, _) in ranks[0].items():
         assert losses == pytest.approx(alone[name][0], rel=LIMITS[name.split()[0]]), name
     for rank in ranks:
-        for level in LIMITS:
+        for level in ("O0", "O3"):
             (eager, weights), (graphed, same) = rank[f"{level} none"], rank[f"{level} step"]
             assert eager == graphed, level
             assert tiny.same(weights, same), level
