@@ -102,18 +102,23 @@ def test_the_lock_has_a_version_of_every_requirement_but_torchs_own():
 
 @functools.cache
 def interpreter(version: tuple[int, int]) -> str | None:
-    """A Python of this version: on PATH, of pyenv or of uv; None if there is none."""
+    """A Python of this version: the one of this environment, on PATH, of pyenv or of uv; None if there is none."""
     name = "python{}.{}".format(*version)
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    candidates = [shutil.which(name), *map(str, pyenv.glob("{}.{}.*/bin/python".format(*version)))]
+    candidates = [f"{sys.base_prefix}/bin/{name}", shutil.which(name), *map(str, pyenv.glob("{}.{}.*/bin/python".format(*version)))]
     if shutil.which("uv"):
         found = subprocess.run(["uv", "python", "find", "{}.{}".format(*version)], capture_output=True, text=True, check=False)
         candidates.append(found.stdout.strip())
-    for candidate in filter(None, candidates):  # pyenv's shims are on PATH for versions that they refuse to start
+    for candidate in filter(shutil.which, filter(None, candidates)):  # pyenv's shims are on PATH for versions that they refuse to start
         line = [candidate, "-c", "import sys, venv; print(*sys.version_info[:2])"]
         if subprocess.run(line, capture_output=True, text=True, check=False).stdout.split() == list(map(str, version)):
             return candidate
     return None
+
+
+def test_a_python_that_is_missing_is_not_found():
+    assert interpreter(sys.version_info[:2]) is not None
+    assert interpreter((3, 99)) is None
 
 
 def call(line: list[object], cwd: Path, environment: dict[str, str] | None = None, limit: int = 1800) -> str:
@@ -165,8 +170,9 @@ def test_the_sdist_is_the_checkout_and_the_wheel_comes_from_it(release):
 @pytest.mark.parametrize("version", [SUPPORTED[0], SUPPORTED[-1]], ids="{0[0]}.{0[1]}".format)
 def test_the_wheel_runs_the_quick_start_in_an_empty_environment(version, release, tmp_path):
     python = interpreter(version)
-    if python is None:
-        pytest.skip("this machine has no Python {}.{}".format(*version))
+    if python is None:  # a skip would pass unnoticed before a release
+        name = "Python {}.{}".format(*version)
+        pytest.fail(f"this machine has no {name}, on which the wheel must run: install it with pyenv or uv", pytrace=False)
     call([python, "-m", "venv", tmp_path / "venv"], tmp_path)
     kept = {name: os.environ[name] for name in os.environ if name.lower().endswith("_proxy") or name.startswith(("PIP_", "SSL_"))}
     environment = kept | {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'venv/bin'}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
