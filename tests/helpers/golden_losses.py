@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ SEEDS = (1, 2, 3, 4)
 GOLDEN_SEED = SEEDS[0]
 STEPS, LAST = 200, 20
 MODEL = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "micro_batch_size": 16}
-ALLOWED = 2.0  # standard deviations
+# Standard deviations, of all precisions together: four seeds of one estimate it too roughly. Two runs differ by root two of them, and 3 is
+# 2.1 of that. Another CPU, whose GEMMs add in another order, moved O0 by 0.0002, and O2, O3 and COAT by 0.001 to 0.006.
+ALLOWED = 3.0
 
 
 def loss(precision: str, seed: int, prefix: Path, **settings: Any) -> float:
@@ -58,17 +60,23 @@ def golden(losses: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, flo
 
 def moved(losses: Mapping[str, float], committed: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A line for each loss that moved beyond the spread of the seeds; empty if none did. `losses` are of the golden seed."""
+    spread = pooled([line["spread"] for line in committed.values()])
+    apart = pooled([line["spread_of_difference"] for name, line in committed.items() if name != "O0"])
     lines = []
     for name, value in losses.items():
         line, base = committed[name], committed["O0"]
-        changes = {"its loss": (value - line["loss"], line["spread"])}
+        changes = {"its loss": (value - line["loss"], spread)}
         if name != "O0" and "O0" in losses:
-            change = (value - losses["O0"]) - (line["loss"] - base["loss"])
-            changes["its difference from O0"] = (change, line["spread_of_difference"])
-        for what, (change, spread) in changes.items():
-            if not math.fabs(change) <= ALLOWED * spread:
-                lines.append(f"{name}: {what} moved by {change:+.5f}, more than {ALLOWED:g} times the spread of the seeds, {spread:.5f}")
+            changes["its difference from O0"] = ((value - losses["O0"]) - (line["loss"] - base["loss"]), apart)
+        for what, (change, deviation) in changes.items():
+            if not math.fabs(change) <= ALLOWED * deviation:
+                lines.append(f"{name}: {what} moved by {change:+.5f}, more than {ALLOWED:g} times the spread of the seeds, {deviation:.5f}")
     return lines
+
+
+def pooled(deviations: Sequence[float]) -> float:
+    """The standard deviation of samples of one size together."""
+    return math.sqrt(statistics.fmean(deviation**2 for deviation in deviations))
 
 
 def main() -> None:

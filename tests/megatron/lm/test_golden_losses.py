@@ -39,12 +39,22 @@ def test_a_change_is_judged_by_both_spreads() -> None:
         "O2": {"loss": 1.1, "spread": 0.01, "spread_of_difference": 0.001},
     }
     assert golden_losses.moved({"O0": 1.0, "O2": 1.1}, committed) == []
-    assert golden_losses.moved({"O0": 1.015, "O2": 1.1155}, committed) == [], "both moved alike, as another order of sums moves them"
-    assert golden_losses.moved({"O0": 1.0, "O2": 1.103}, committed) == [
-        "O2: its difference from O0 moved by +0.00300, more than 2 times the spread of the seeds, 0.00100"
+    assert golden_losses.moved({"O0": 1.025, "O2": 1.1255}, committed) == [], "both moved alike, as another order of sums moves them"
+    assert golden_losses.moved({"O0": 1.0, "O2": 1.104}, committed) == [
+        "O2: its difference from O0 moved by +0.00400, more than 3 times the spread of the seeds, 0.00100"
     ]
-    assert len(golden_losses.moved({"O0": 1.021, "O2": 1.121}, committed)) == 2
+    assert len(golden_losses.moved({"O0": 1.031, "O2": 1.131}, committed)) == 2
     assert len(golden_losses.moved({"O0": float("nan"), "O2": 1.1}, committed)) == 2
+
+
+def test_the_losses_of_another_cpu_have_not_moved_and_those_of_a_fault_have() -> None:
+    """Measured on an Intel Xeon with AVX-512, and with AVX2 only; the fault is Adam's bias correction of v outside the square root."""
+    for losses in (
+        {"O0": 1.19552, "O2": 1.19803, "O3": 1.19688, "coat": 1.19491},
+        {"O0": 1.19553, "O2": 1.19704, "O3": 1.19691, "coat": 1.19656},
+    ):
+        assert golden_losses.moved(losses, COMMITTED) == []
+    assert len(golden_losses.moved({"O0": 1.54088, "O2": 1.54156}, COMMITTED)) == 2
 
 
 def test_the_spreads_by_hand() -> None:
