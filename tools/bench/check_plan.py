@@ -40,7 +40,7 @@ UNPLANNED_TP = ("5fa3333b",)
 # Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 CONTEXT = "--context-parallel-size"
-UNPLANNED_CP = frozenset({"6f1e70bc", "757f8790"})  # trees whose context-parallel ranks used 2 to 3 GiB more than planned
+UNPLANNED_CP = frozenset({"6f1e70bc", "757f8790", "6a0c496c"})  # trees whose context-parallel ranks used 2 to 3 GiB more than planned
 # Trees whose rows with experts are of eager steps, or of steps that all count the gradients' statistics.
 EAGER_EXPERTS = frozenset({"604189d9?", "6f1e70bc"})
 KEPT_CASTS = frozenset({"757f8790"})  # trees whose graphs left the last eager cast of the experts' weights in memory
@@ -51,7 +51,7 @@ UNFUSED_HEADS = "2026-11-26"
 GRAPHS_OF_STAGES = "2026-11-26"  # until this day, a row with pipeline stages and without --cuda-graph ran eager steps
 AUTO_TRANSPORT = "2026-11-25"  # from this day on, a row without --tp-transport ran with auto; before, with nccl
 NO_NVLINK = "off"
-MIXTURE = "olmoe-1b-7b"  # the preset of all rows with experts
+MIXTURES = {"OLMoE": "olmoe-1b-7b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}  # presets of the rows with experts
 KINDS = {
     "judged": "judged: runs that no rate was derived from",
     "repeated": "repeated: runs that a rate was derived from, measured again",
@@ -130,7 +130,7 @@ class Compared:
 
 def configuration(row: Row) -> Config:
     """Return the configuration of a measured run."""
-    case = row["case"] if row["preset"].partition(" ")[0] != MIXTURE else _in_flags(row["case"])
+    case = row["case"] if row["preset"].partition(" ")[0] not in MIXTURES.values() else _in_flags(row["case"])
     level, _, rest = case.partition(" (")[0].partition(" ")
     preset, *of_all = shlex.split(row["preset"])
     flags = ["--preset", preset, *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
@@ -201,7 +201,7 @@ def rows() -> Iterator[tuple[str, Row]]:
             cards = 2 if "two cards" in row["case"] else 1
             tokens = cards * math.prod(int(row[key]) for key in ("micro_batch", "micro_batches", "seq_length"))
             ms = 1e3 * tokens / float(row["tokens_s"])
-            yield MOE, {**row, "preset": f"{MIXTURE} --num-layers {row['layers']}", "gpus": str(cards), "ms": f"{ms:.1f}"}
+            yield MOE, {**row, "preset": f"{MIXTURES[row['model']]} --num-layers {row['layers']}", "gpus": str(cards), "ms": f"{ms:.1f}"}
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from tools.reproduce.compare_precisions import FIRST_SEED, folder_of
 CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of PRECISIONS, whose rows name their commit
 OPTIONS, SUMS = f"{REPRODUCE}/fp8_options", f"{REPRODUCE}/fp8_sums"  # folders of FP8's options, their files in the same form
 LARGE, EXPERTS = f"{REPRODUCE}/precisions_1.3b", f"{REPRODUCE}/moe_107m"  # likewise, of GPT-1.3B and of a mixture of experts
+TWO_RANKS = f"{REPRODUCE}/dp2_125m"  # likewise, on two data-parallel ranks
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
 LONG = f"{REPRODUCE}/long_125m/curves.csv"
 GRAPHS = f"{BENCH}/graphs_125m.csv"

@@ -1,11 +1,15 @@
-"""Tables of FP8 with outliers: what a run loses when channels of SwiGLU grow, with and without a remedy, and what the guard costs."""
+"""Tables of FP8 with outliers: what a run loses when channels of SwiGLU grow, with and without a remedy, what the guard costs, and what a
+trained model with outliers loses that is continued at several precisions."""
 
+import statistics
 from collections.abc import Callable
 
-from tools.docs.cells import BENCH, Cell, Table, code, column, of, pick
-from tools.docs.evidence import Row
+from megatron.lm.evaluation.paired_difference import paired_difference
+from tools.docs.cells import BENCH, REPRODUCE, Cell, Table, code, column, of, pick
+from tools.docs.evidence import Row, read
+from tools.docs.losses import shown
 
-LOSSES, TIMES = f"{BENCH}/outliers.csv", f"{BENCH}/guard.csv"
+LOSSES, TIMES, CONTINUED = f"{BENCH}/outliers.csv", f"{BENCH}/guard.csv", f"{REPRODUCE}/smollm2/continued.csv"
 BASE = "bf16"
 
 
@@ -34,4 +38,23 @@ def times() -> Table:
     return of(TIMES, rows, columns)
 
 
-TABLES: dict[str, Callable[[], Table]] = {"outlier-losses": losses, "guard-times": times}
+def continued() -> Table:
+    """A trained model continued at several precisions: its loss before and after, in the layers of the case and in BF16, from BF16's."""
+    rows = read(CONTINUED)
+    found = {(row["case"], row["seed"]): row for row in rows}
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+
+    def losses(case: str, measure: str) -> dict[int, float]:
+        return {int(seed): float(row[measure]) for (name, seed), row in found.items() if name == case}
+
+    def apart(case: str, measure: str) -> str:
+        if case == cases[0]:
+            return f"{statistics.fmean(losses(case, measure).values()):.4f} nats"
+        return shown(paired_difference(losses(cases[0], measure), losses(case, measure)).relative)
+
+    measures = {"before training, own layers": "start", "after, own layers": "own", "after, BF16 layers": "bf16"}
+    lines = [[f"`{case}`", str(len(losses(case, "own"))), *(apart(case, name) for name in measures.values())] for case in cases]
+    return Table(["precision", "seeds", *measures], lines, [(CONTINUED, rows)])
+
+
+TABLES: dict[str, Callable[[], Table]] = {"outlier-losses": losses, "guard-times": times, "continued": continued}

@@ -414,6 +414,7 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "loss-options": losses.options,
     "loss-sums": lambda: losses.options(losses.SUMS),
     "loss-large": lambda: losses.options(losses.LARGE), "loss-experts": lambda: losses.options(losses.EXPERTS),
+    "loss-two-ranks": lambda: losses.options(losses.TWO_RANKS),
     "loss-seeds": losses.two_seeds,
     "loss-long": losses.longer_run,
     "loss-graphs": losses.graphs,

@@ -19,3 +19,14 @@ def test_the_guards_cost_is_over_the_level_alone():
     measured = "O3 --fp8-guard --fp8-guard-interval 1"
     assert cells[measured][2] == f"{100 * (ms[measured] / ms['O3'] - 1):+.1f}"
     assert cells["O3"][2] == ""
+
+
+def test_a_continued_model_is_compared_with_bf16_of_the_same_seeds():
+    table, rows = outliers.continued(), pick(outliers.CONTINUED)
+    by_case = {cells[0].strip("`"): cells for cells in table.cells}
+    own = {(row["case"], row["seed"]): float(row["own"]) for row in rows}
+    seeds = [seed for case, seed in own if case == "O2"]
+    mean = sum(own["O2", seed] / own["O0", seed] - 1 for seed in seeds) / len(seeds)
+    assert by_case["O2"][1] == str(len(seeds))
+    assert by_case["O2"][3].startswith(f"{100 * mean:+.2f} (")
+    assert by_case["O0"][3].endswith(" nats")
