@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 LINTED = msamp megatron tools tests docs examples setup.py
 # Tests that need the extra `integrations`: by host, and of our file for a host.
 HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accelerate.py lightning.py transformers.py)
-# Tests of what the extras `eval`, `data` and `wandb` bring.
+# Files with tests of what the extras `eval`, `data` and `wandb` bring; `--extras` leaves out those that `make test` has run.
 EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/megatron/lm/tools/test_evaluate.py \
   tests/megatron/lm/tools/convert/test_fp8_export.py \
   tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/preprocessing/test_rows.py \
@@ -85,7 +85,7 @@ test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, pef
 
 test-extras: override PYTHON = .venv-extras/bin/python
 test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of cleaning data, with the extras `eval`, `data` and `wandb`, which it installs
-	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu" $(EXTRA_TESTS) $(ARGS)
+	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu" --extras $(EXTRA_TESTS) $(ARGS)
 
 test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)
 	$(PARALLEL) -m "nightly and not gpu and not multi_gpu" --shard $(SHARD) tests $(ARGS)

@@ -32,8 +32,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from helpers.megatron_jobs import UNCOMPILED
 
 PRELOADED = ["torch", "torch.distributed", "megatron.lm.run.trainer"]
 GRACE_SECONDS = 2.0  # after one rank failed, the others get this long to fail by themselves
@@ -79,6 +83,8 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, UNCOMPILED):  # of the server alone: a rank that compiles has the test's own environment
+        forkserver.ensure_running()
     return context
 
 

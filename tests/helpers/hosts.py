@@ -7,7 +7,9 @@ bring is asked for with the extra's name, and `make test-extras` installs it.
 """
 
 import importlib
+import inspect
 import os
+import re
 from types import ModuleType
 
 import pytest
@@ -19,6 +21,18 @@ _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+
+
+_EXTRA = re.compile(r'hosts\.need\([^)]*, "(?:eval|data|wandb)"\)')
+
+
+def asks_for_an_extra(item: pytest.Item) -> bool:
+    """Whether a test, or its file at the top level, asks for a package of an extra: `make test` skips it, `make test-extras` runs it."""
+    function = getattr(item, "function", None)
+    if function is None:
+        return False
+    lines = inspect.getsource(inspect.getmodule(function)).splitlines()
+    return bool(_EXTRA.search(inspect.getsource(function))) or any(_EXTRA.match(line) for line in lines)
 
 
 def need(name: str, extra: str = "integrations") -> ModuleType:

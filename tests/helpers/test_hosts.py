@@ -1,5 +1,6 @@
 """How tests ask for the trainers and libraries of others."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def test_ci_runs_every_test_that_needs_an_extra():
     assert asking
     for path in asking:
         assert any(path.is_relative_to(ROOT / part) for part in run), f"{path} asks for an extra, and EXTRA_TESTS does not name it"
+
+
+def calls_of_extras(*nodes: ast.AST) -> int:
+    calls = [ast.unparse(node).replace("'", '"') for part in nodes for node in ast.walk(part) if isinstance(node, ast.Call)]
+    return sum(hosts._EXTRA.fullmatch(call) is not None for call in calls)
+
+
+def test_extras_are_asked_for_where_the_flag_extras_sees_it(request):
+    """In a test or at the top level of its file: not in a fixture or helper."""
+    for path in ROOT.glob("tests/**/test_*.py"):
+        tree = ast.parse(text) if "hosts.need(" in (text := path.read_text()) else ast.Module([])
+        seen = [node for node in tree.body if not isinstance(node, ast.FunctionDef) or node.name.startswith("test_")]
+        assert calls_of_extras(tree) == calls_of_extras(*seen), f"{path}: ask for the extra in the test itself"
+    assert not hosts.asks_for_an_extra(request.node)
 
 
 def test_every_test_that_the_matrix_names_is_there():

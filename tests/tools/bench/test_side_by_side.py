@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --fp8-min-gain 0"
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_two_trees_take_turns(tmp_path, capfd):
     file = tmp_path / "rows.csv"
     words = ["--tree", f"before={ROOT}", "--cases", "before bf16", "now O2 --adam-beta2 0.999", "--preset", "125m", f"--flags={TINY}"]

@@ -60,6 +60,7 @@ def test_both_tasks_are_trained_and_judged_twice(words, tmp_path, monkeypatch, c
     assert compare_tuning.main(arguments) == 0
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_a_run_is_a_process_and_one_that_fails_is_named(words, tmp_path, capsys):
     data = words[words.index("--dpo") :]  # without --sft
     assert compare_tuning.main([*words[:2], *data, "--out", str(tmp_path), "--cases", "O9"]) == 1

@@ -5,6 +5,7 @@ import pytest
 from tools.reproduce.run_tool import byte_flags, numbers, rows_of
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_the_rows_of_a_tool_are_read_and_its_failure_told(tmp_path):
     file = tmp_path / "new" / "table8.csv"
     found = rows_of("table8", ["--models", "175b", "--ranks", "--csv", str(file)], file)

@@ -72,6 +72,7 @@ print("left in peace")
 """
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("end", ["ends", "hangs"])
 def test_one_process_is_watched_as_many(end: str):
     line = [sys.executable, "-W", "ignore", "-c", ALONE, "saving", end]
