@@ -1,9 +1,9 @@
 """A pool of zeroed scalars that kernels write to: a scale_inv, or the amaxes of their results.
 
 A kernel that casts returns 1 / scale, or NaN after a non-finite value. Its programs combine this by an atomic maximum, so the scalar must
-contain 0 before. cuBLAS requires scales to be aligned to 16 bytes. A new zeroed tensor per cast is an allocation and a launch, 20 us of
-host time on an H200; a scalar out of many that were zeroed together takes 3 us. In a CUDA graph a layer had six such launches; without them
-a step of GPT-1.3B idles 0.7 ms less, at the same total time (tools/bench/LOG.md).
+contain 0 before. cuBLAS requires scales to be aligned to 16 bytes. A new zeroed tensor per cast is an allocation and a launch, which costs
+the host far more than handing out one of many scalars that were zeroed together. In a CUDA graph a layer had six such launches
+(`tools/bench/LOG.md` has the times).
 
 Each scalar is zeroed once and handed out once, in stream order. A CUDA graph must zero its scalars in every replay, so a capture gets
 scalars that a launch inside this capture zeroes, see `captured`.
