@@ -33,9 +33,9 @@ def speed_and_memory() -> Figure:
     large = [max((row for row in seven if row["case"] == case), key=lambda row: int(row["tokens_s_gpu"])) for case in LARGE]
     llama = pick(STEP, lambda row: row["commit"] == LLAMA and "--num-layers 8" in row["preset"])
     models = {
-        "GPT-1.3B, sequence 2,048, micro-batch 4": [best for best, _ in best_and_same_run()],
-        "GPT-7B, sequence 2,048, micro-batch 2": large,
-        "8 of 32 layers of Llama-3-8B, sequence 8,192, measured back to back": llama,
+        "GPT-1.3B, sequence 2,048, micro-batch 4, one H200, fastest recorded": [best for best, _ in best_and_same_run()],
+        "GPT-7B, sequence 2,048, micro-batch 2, one H200, fastest recorded": large,
+        "8 of 32 layers of Llama-3-8B, sequence 8,192, one H200, measured back to back": llama,
     }
     numbers = {
         model: {
