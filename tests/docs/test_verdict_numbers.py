@@ -91,6 +91,9 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
      lambda: ranks(less_of_both) == [4, 8, 16, 32, 64, 128]),
     ("fp8lm-figure7", "with a fifteenth of its underflow",
      lambda: round(figure7()["DP 128, pre: underflow, sent"] / figure7()["DP 128, auto-halve: underflow, sent"]) == 15),
+    ("fp8lm-gradient-sums", "With sixteen simulated ranks every strategy ends at the loss of FP32 gradients",
+     lambda: (pairs := differences("fp8lm-gradient-sums")) and len(pairs) == 5
+     and all(len(difference.seeds) == 3 and difference.verdict() == HOLDS for *_, difference in pairs)),
     ("fp8lm-table2", "about half of it because that text was read in FP8",
      lambda: 0.35 < 1 - (results("fp8lm-table2")["held-out text: bits per byte, O3 over O0, both exported to BF16"] - 1)
      / (results("fp8lm-table2")["held-out text: bits per byte, O3 over O0, each read in its own precision"] - 1) < 0.65),
