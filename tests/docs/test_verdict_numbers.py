@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron.lm.evaluation.paired_difference import HOLDS, PairedDifference
+from msamp.numerics.recipe import O2, O3, Recipe
 from tools.bench.rows import ROOT
 from tools.docs import losses
 from tools.docs.reproduction import words
@@ -97,6 +98,9 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
     ("fp8lm-table2", "about half of it because that text was read in FP8",
      lambda: 0.35 < 1 - (results("fp8lm-table2")["held-out text: bits per byte, O3 over O0, both exported to BF16"] - 1)
      / (results("fp8lm-table2")["held-out text: bits per byte, O3 over O0, each read in its own precision"] - 1) < 0.65),
+    ("fp8lm-table2", "FP8 layers cost a percent of the loss before any training", lambda: remaining("before training") == {1.0}),
+    ("fp8lm-table2", "a little more than half of that remains", lambda: remaining("after it, each in its own layers") == {0.6}),
+    ("fp8lm-table2", "a fifth of a percent, at O1 as at O2", lambda: remaining("after it, both in BF16 layers") == {0.2}),
     ("fp8lm-table3", "this explains about half of the difference after training",
      lambda: 0.4 < results("fp8lm-table3")["O3: held-out loss from O0's before any step"]
      / results("fp8lm-table3")["O3: held-out loss from O0's, each read in its own precision"] < 0.6),
@@ -175,6 +179,11 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
 ]  # fmt: skip
 
 
+def remaining(when: str) -> set[float]:
+    """Of O1 and O2, the loss from O0's in percent, to one digit."""
+    return {round(results("fp8lm-table2")[f"{level}, continued: held-out loss from O0's {when}"], 1) for level in ("O1", "O2")}
+
+
 def shrinkage() -> list[float]:
     """By what expansion divides the median error of each pair of formats."""
     found = results("coat-states")
@@ -195,3 +204,23 @@ def test_readme_says_of_the_longest_run_what_its_curve_says():
     assert "expect O3 to cost a few tenths of a percent of loss" in readme
     (cost,) = re.findall(r"and \+([\d.]+) % at O3", " ".join(losses.longest().markdown().split()))
     assert 0.2 <= float(cost) <= 0.5
+
+
+def test_readme_counts_its_answers():
+    assert "[ten answers](docs/reference/faq.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^## ", (ROOT / "docs/reference/faq.md").read_text(encoding="utf-8"), re.MULTILINE)) == 10
+
+
+def test_readme_says_from_how_many_ranks_on_o3_needs_less_memory_than_o2():
+    """Weight and gradient are whole on every rank, ZeRO divides the rest; O2's weight is its own master."""
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "O2 needs the least memory on one or two GPUs, O3 on three or more" in readme
+
+    def held(recipe: Recipe, ranks: int) -> float:
+        formats = recipe.formats_of("linear")
+        master = 0 if formats.master == recipe.weight else formats.master.bytes
+        return recipe.weight.bytes + formats.grad.bytes + (master + formats.m.bytes + formats.v.bytes) / ranks
+
+    assert held(O2, 1) < held(O3, 1)
+    assert held(O2, 2) <= held(O3, 2)
+    assert all(held(O3, ranks) < held(O2, ranks) for ranks in (3, 4, 8, 64))

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.lm.evaluation.paired_difference import paired_difference
 from tools.docs.evidence import ROOT, Row, read
+from tools.docs.outliers import CONTINUED
 from tools.docs.post import BASE, BOOLQ, CURVES, DPO, ENCODERS, EVALUATION, PPO, SFT
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
@@ -104,9 +106,26 @@ def _exported(rows: Sequence[Row], model: str, quantity: str, paper: float) -> I
         yield Finding(quantity, float(fp8["value"]) / float(base["value"]), paper, where=fp8)
 
 
+def continued(rows: Sequence[Row]) -> Iterator[Finding]:
+    """FP8-LM, Table 2: held-out loss of SmolLM2 continued by `continue_model.py` at FP8 levels, relative to O0's of the same seeds: of the
+    FP8 layers alone, after training in them, and of the trained weights in BF16 layers."""
+    measures = {"before training": "start", "after it, each in its own layers": "own", "after it, both in BF16 layers": "bf16"}
+    losses: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        losses.setdefault(row["case"], {})[row["seed"]] = row
+    base = losses.pop(BASE)
+    for (case, seeds), (measure, key) in itertools.product(losses.items(), measures.items()):
+        apart = paired_difference(*({seed: float(row[key]) for seed, row in of.items()} for of in (base, seeds))).relative
+        quantity, where = f"{case}, continued: held-out loss from O0's {measure}", next(iter(seeds.values()))
+        yield Finding(quantity, 100 * apart.mean, unit="%", where=where)
+        if apart.half_width is not None:
+            yield Finding(f"{quantity}: half width of the 95 % interval", 100 * apart.half_width, unit="%", where=where)
+
+
 def table2(task: Task) -> Iterator[Finding]:
-    """Report the recorded zero-shot scores."""
-    return zero_shot(read(EVALUATION))
+    """Report the recorded zero-shot scores, and losses of longer runs."""
+    yield from zero_shot(read(EVALUATION))
+    yield from continued(read(CONTINUED))
 
 
 # ------------------------------------------------------------------------------------------------------------ fine-tuning, RLHF
@@ -312,9 +331,10 @@ ENTRIES = (
         title="FP8-LM, Table 2",
         claim="Zero-shot scores of FP8 models match those of BF16 models.",
         run=table2,
-        sizes={"kept": kept(EVALUATION)},
+        sizes={"kept": kept(EVALUATION, CONTINUED)},
         headline=LARGEST2,
-        reason="SmolLM2-135M, continued for some steps at either level; the paper trained 7B and 13B on 100B tokens.",
+        reason="SmolLM2-135M, continued for some steps at either level, and for 20M tokens at O0, O1 and O2 without scores of tasks; the "
+        "paper trained 7B and 13B on 100B tokens.",
     ),
     Entry(
         name="fp8lm-table3",

@@ -120,3 +120,22 @@ def test_rows_on_file_are_asked_for_by_name():
     for name in ("fp8lm-table2", "fp8lm-table3", "fp8lm-table4", "collage-table3", "collage-table4"):
         lacking = ENTRIES[name].sizes["kept"].lacking()
         assert bool(lacking) != all((ROOT / file).is_file() for file in ENTRIES[name].sizes["kept"].files)
+
+
+def test_a_continued_model_is_compared_in_its_own_layers_and_in_bf16():
+    def row(case, seed, start, own, bf16):
+        return {"case": case, "seed": seed, "start": start, "own": own, "bf16": bf16, "commit": "abc1234"}
+
+    rows = [
+        row("O0", "1", "3", "2", "2"),
+        row("O0", "2", "4", "2.5", "2.5"),
+        row("O2", "1", "3.03", "2.02", "2.01"),
+        row("O2", "2", "4.04", "2.525", "2.5"),
+    ]
+    found = {finding.quantity: finding.ours for finding in post.continued(rows)}
+    told = "O2, continued: held-out loss from O0's "
+    assert found[told + "before training"] == pytest.approx(1.0)
+    assert found[told + "after it, each in its own layers"] == pytest.approx(1.0)
+    assert found[told + "after it, both in BF16 layers"] == pytest.approx(0.25)
+    assert found[told + "after it, both in BF16 layers: half width of the 95 % interval"] == pytest.approx(12.7062 * 0.25)
+    assert len(found) == 6
