@@ -145,10 +145,14 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         dist.barrier()  # no rank may still be running an eager collective
         torch.cuda.synchronize()
-        with scalar_pool.captured(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._loss = self._step(*self._inputs)
-            for stream in _streams(self.model):
-                torch.cuda.current_stream().wait_stream(stream)  # FSDP2's streams end with a wait, which a capture must join
+        try:
+            with scalar_pool.captured(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._loss = self._step(*self._inputs)
+                for stream in _streams(self.model):
+                    torch.cuda.current_stream().wait_stream(stream)  # FSDP2's streams end with a wait, which a capture must join
+        except BaseException:  # the traceback keeps the graph, and NCCL waits for graphs with its collectives when it ends
+            graph.reset()
+            raise
         self._graph, self._memory = graph, self._addresses()
         self.captured += 1
 

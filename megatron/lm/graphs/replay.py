@@ -180,8 +180,12 @@ class Replays:
         sync = self.training.grad_sync
         before = sync.sent.rows()
         graph = torch.cuda.CUDAGraph()
-        with scalar_pool.captured(), self._capturing(graph, pool):
-            run()
+        try:
+            with scalar_pool.captured(), self._capturing(graph, pool):
+                run()
+        except BaseException:  # such as too little memory: the traceback keeps the graph, and NCCL would wait for it (see `release`)
+            graph.reset()
+            raise
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
         # The update's graph contains the addresses of the gradients, so a second variant may reuse the first one's memory.
         handed_over = finishes and (self.mode == "micro-batch" or sync.statistics.recording)

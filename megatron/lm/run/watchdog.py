@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.lm.config import Config
 from megatron.lm.processes.process_groups import device_waits
-from megatron.lm.shell.exit_codes import leave_at_once
+from megatron.lm.shell.exit_codes import lacks_memory, leave_at_once
 
 BEAT_SECONDS = 5.0  # at most, between two reports of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to return the position of each rank
@@ -96,8 +96,11 @@ class Watchdog:
 
     def leave_if_alone(self, error: Exception) -> None:
         """Exit this process with the message of `error` if the others wait on their devices, which errors of this rank do not reach. Return
-        if they raise the same error, or will notice by themselves."""
-        if device_waits() and self.failed_alone(error):
+        if they raise the same error, or will notice by themselves.
+
+        Ranks that run out of memory do so at different tensors: each then waits for a collective of the other, and they exit too.
+        """
+        if device_waits() and (self.failed_alone(error) or (self.ranks > 1 and lacks_memory(error))):
             leave_at_once(error, after=2 * self.beat)
 
     def failed_alone(self, error: Exception) -> bool:

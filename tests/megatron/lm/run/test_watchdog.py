@@ -131,7 +131,7 @@ def test_a_rank_that_spins_is_named_by_all_and_all_end(phase: str, capfd: pytest
     assert "in spinning" in said  # the line that spins, from the traceback
 
 
-def failing(together: bool) -> None:
+def failing(together: bool, kind: type[Exception] = RuntimeError) -> None:
     """Rank 1 raises as if its device waited; rank 0 sleeps, as a host does beside a kernel that waits for ever, or raises too."""
     rank = torch.distributed.get_rank()
     watch = Watchdog(4.0, rank, 2)
@@ -140,8 +140,8 @@ def failing(together: bool) -> None:
         watch.at("in a step", 7)
         if rank == 1 or together:
             try:
-                raise RuntimeError(f"a fault of rank {rank}")
-            except RuntimeError as error:
+                raise kind(f"a fault of rank {rank}")
+            except kind as error:
                 watch.leave_if_alone(error)
                 return
         time.sleep(60)
@@ -160,6 +160,12 @@ def test_an_error_of_one_rank_is_said_first_and_ends_the_others_which_wait_on_th
 
 def test_an_error_of_all_ranks_is_left_in_the_usual_way():
     assert dist.run(failing, 2, True) == [None, None]
+
+
+def test_ranks_that_all_lack_memory_leave_at_once_since_each_waits_for_a_collective_of_the_other(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(RuntimeError, match=r"a process died.*1: 1"):
+        dist.run(failing, 2, True, MemoryError)
+    assert "out of memory (a fault of rank " in capfd.readouterr().err
 
 
 # Real jobs
