@@ -211,7 +211,17 @@ class _Sum(torch.autograd.Function):
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert by its weight [N, K]; rows after the last expert's are undefined."""
+    """Multiply the rows of each expert by its weight [N, K]; rows after the last expert's are undefined.
+
+    Raises:
+        ValueError: in the capture of a CUDA graph, if the host has to read how many rows each expert has.
+    """
+    if _capturing(rows) and _reads_sizes(rows, weight):
+        kind = f"{' x '.join(map(str, weight.shape[1:]))} in {str(rows.dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"experts of {kind} cannot be captured in a CUDA graph, since PyTorch multiplies them one by one, by sizes that the host "
+            "reads: use BF16 and widths of a multiple of 8 on Hopper or later, convert the model to FP8, or run eager steps"
+        )
     if _torch_multiplies(rows, weight):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
     products, start = [], 0
@@ -226,3 +236,14 @@ def _torch_multiplies(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     if not hasattr(F, "grouped_mm") or not rows.numel() or any(size * rows.element_size() % _ALIGNED for size in weight.shape[1:]):
         return False
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def _reads_sizes(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the product needs sizes on the host: torch's kernel for groups is for BF16 on Hopper and later, the rest is a loop."""
+    kernel = rows.dtype is torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return not (kernel and _torch_multiplies(rows, weight))
+
+
+def _capturing(rows: torch.Tensor) -> bool:
+    # Compiled code must not ask: it would be cut in two here.
+    return rows.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()

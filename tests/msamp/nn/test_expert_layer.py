@@ -1,5 +1,7 @@
 """The expert layer, against the same experts one by one."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,3 +246,25 @@ def test_a_cuda_graph_follows_the_weights_and_the_choices():
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "width", "captured"),
+    [
+        (torch.bfloat16, (9, 0), 32, True),
+        (torch.bfloat16, (8, 0), 32, False),
+        (torch.bfloat16, (9, 0), 12, False),
+        (torch.float32, (9, 0), 32, False),
+        (torch.float16, (9, 0), 32, False),
+    ],
+)
+def test_experts_whose_sizes_the_host_reads_are_refused_in_a_capture(dtype, capability, width, captured, monkeypatch):
+    monkeypatch.setattr(expert_layer, "_capturing", lambda rows: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    layer = msamp.Experts(4, 16, width, dtype=dtype)
+    probs, choices = torch.rand(8, 4).topk(2)
+    refused = (
+        contextlib.nullcontext() if captured else pytest.raises(ValueError, match=r"cannot be captured in a CUDA graph.*run eager steps")
+    )
+    with refused:
+        layer(torch.randn(8, 16, dtype=dtype), probs, choices)
