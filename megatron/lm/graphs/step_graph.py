@@ -30,15 +30,19 @@ def obstacle(config: Config) -> str | None:
         "there is no GPU": not torch.cuda.is_available(),
         "Triton is not installed": importlib.util.find_spec("triton") is None,
         "gloo's collectives run on the host": torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo",
-        "PyTorch multiplies BF16 experts one by one on a GPU before Hopper, by sizes that the host reads": _experts_in_a_loop(config),
+        "here PyTorch has no kernel for BF16 experts and multiplies them one by one, by sizes that the host reads": (
+            _experts_in_a_loop(config)
+        ),
     }
     return next((reason for reason, holds in obstacles.items() if holds), None) or capture.obstacle(config)
 
 
 def _experts_in_a_loop(config: Config) -> bool:
-    """Whether this GPU has no kernel of PyTorch for experts outside FP8."""
-    plain = len(config.fp8_experts) < len(config.model.moe_layers)
-    return plain and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0)
+    """Whether PyTorch has no kernel for experts outside FP8: a version without `grouped_mm`, or a GPU of another compute
+    capability than 9 and 10, such as an RTX card (12)."""
+    if len(config.fp8_experts) == len(config.model.moe_layers) or not torch.cuda.is_available():
+        return False
+    return not hasattr(torch.nn.functional, "grouped_mm") or torch.cuda.get_device_capability()[0] not in (9, 10)
 
 
 def choose(config: Config) -> tuple[str, str]:

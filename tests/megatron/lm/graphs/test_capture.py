@@ -53,7 +53,15 @@ def test_a_step_is_captured_where_the_trainer_captures_it(text: str, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("capability", "precision", "reason"), [((8, 0), "bf16", "before Hopper"), ((9, 0), "bf16", ""), ((8, 9), "O3", "")]
+    ("capability", "precision", "reason"),
+    [
+        ((8, 0), "bf16", "no kernel"),
+        ((9, 0), "bf16", ""),
+        ((10, 3), "bf16", ""),
+        ((12, 0), "bf16", "no kernel"),
+        ((8, 9), "O3", ""),
+        ((12, 0), "O3", ""),
+    ],
 )
 def test_experts_are_captured_where_no_host_reads_their_sizes(capability, precision, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -61,6 +69,15 @@ def test_experts_are_captured_where_no_host_reads_their_sizes(capability, precis
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     found = step_graph.obstacle(flags(f"{SMALL} --precision {precision} {MOE}")) or ""
     assert (reason in found) if reason else not found
+
+
+def test_experts_are_not_captured_by_a_torch_without_their_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
+    assert "no kernel" in (step_graph.obstacle(flags(f"{SMALL} --precision bf16 {MOE}")) or "")
+    assert step_graph.obstacle(flags(f"{SMALL} --precision O3 {MOE}")) is None
 
 
 def test_slots_of_the_schedules():
