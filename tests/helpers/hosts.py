@@ -32,7 +32,7 @@ def asks_for_an_extra(item: pytest.Item) -> bool:
     if function is None:
         return False
     lines = inspect.getsource(inspect.getmodule(function)).splitlines()
-    return bool(_EXTRA.search(inspect.getsource(function))) or any(_EXTRA.match(line) for line in lines)
+    return bool(_EXTRA.search(inspect.getsource(function))) or any(_EXTRA.search(line) for line in lines if not line[:1].isspace())
 
 
 def need(name: str, extra: str = "integrations") -> ModuleType:

@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +69,14 @@ def test_extras_are_asked_for_where_the_flag_extras_sees_it(request):
         seen = [node for node in tree.body if not isinstance(node, ast.FunctionDef) or node.name.startswith("test_")]
         assert calls_of_extras(tree) == calls_of_extras(*seen), f"{path}: ask for the extra in the test itself"
     assert not hosts.asks_for_an_extra(request.node)
+
+
+def test_a_file_that_keeps_the_module_of_an_extra_asks_for_it(request, monkeypatch):
+    call = "hosts." + 'need("wandb", "wandb")'
+    for line, asks in ((f"wandb = {call}", True), (f"    {call}", False)):  # the second is in another test
+        sources = {"module": line, request.node.function: ""}
+        monkeypatch.setattr(hosts, "inspect", SimpleNamespace(getmodule=lambda _: "module", getsource=sources.get))
+        assert hosts.asks_for_an_extra(request.node) == asks
 
 
 def test_every_test_that_the_matrix_names_is_there():
