@@ -220,7 +220,8 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) ->
         kind = f"{' x '.join(map(str, weight.shape[1:]))} in {str(rows.dtype).removeprefix('torch.')}"
         raise ValueError(
             f"experts of {kind} cannot be captured in a CUDA graph, since PyTorch multiplies them one by one, by sizes that the host "
-            "reads: use BF16 and widths of a multiple of 8 on Hopper or later, convert the model to FP8, or run eager steps"
+            "reads: use BF16 and widths of a multiple of 8 on a GPU of compute capability 9 or 10, convert the model to FP8, or run "
+            "eager steps"
         )
     if _torch_multiplies(rows, weight):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
@@ -238,10 +239,17 @@ def _torch_multiplies(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
+def has_grouped_kernel(device: torch.device | None = None) -> bool:
+    """Return whether PyTorch multiplies BF16 experts in one kernel on a GPU, by default the current one: compute capability 9 or 10.
+
+    On others, such as RTX cards (12), `grouped_mm` is a loop over the experts, by sizes that the host reads.
+    """
+    return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def _reads_sizes(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the product needs sizes on the host: torch's kernel for groups is for BF16 on Hopper and later, the rest is a loop."""
-    kernel = rows.dtype is torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
-    return not (kernel and _torch_multiplies(rows, weight))
+    """Whether the product needs sizes on the host: torch's kernel for groups is for BF16, all else is a loop."""
+    return rows.dtype is not torch.bfloat16 or not has_grouped_kernel(rows.device) or not _torch_multiplies(rows, weight)
 
 
 def _capturing(rows: torch.Tensor) -> bool:

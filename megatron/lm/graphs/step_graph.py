@@ -19,6 +19,7 @@ from megatron.lm.model.moe.router import scale_losses
 from megatron.lm.processes import process_groups
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training.state import Batches, Training
+from msamp.nn.expert_layer import has_grouped_kernel
 from msamp.nn.expert_matrices import one_cast_per_step
 
 FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a micro-batch in a step
@@ -38,11 +39,9 @@ def obstacle(config: Config) -> str | None:
 
 
 def _experts_in_a_loop(config: Config) -> bool:
-    """Whether PyTorch has no kernel for experts outside FP8: a version without `grouped_mm`, or a GPU of another compute
-    capability than 9 and 10, such as an RTX card (12)."""
-    if len(config.fp8_experts) == len(config.model.moe_layers) or not torch.cuda.is_available():
-        return False
-    return not hasattr(torch.nn.functional, "grouped_mm") or torch.cuda.get_device_capability()[0] not in (9, 10)
+    """Whether PyTorch has no kernel on this GPU for experts outside FP8."""
+    plain = len(config.fp8_experts) < len(config.model.moe_layers)
+    return plain and torch.cuda.is_available() and not has_grouped_kernel()
 
 
 def choose(config: Config) -> tuple[str, str]:

@@ -260,7 +260,7 @@ def test_what_is_refused(call, message):
 )
 def test_experts_whose_sizes_the_host_reads_are_refused_in_a_capture(dtype, capability, width, captured, monkeypatch):
     monkeypatch.setattr(expert_layer, "_capturing", lambda rows: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     layer = msamp.Experts(4, 16, width, dtype=dtype)
     probs, choices = torch.rand(8, 4).topk(2)
     refused = (

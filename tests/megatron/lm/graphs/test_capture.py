@@ -65,7 +65,7 @@ def test_a_step_is_captured_where_the_trainer_captures_it(text: str, monkeypatch
 )
 def test_experts_are_captured_where_no_host_reads_their_sizes(capability, precision, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     found = step_graph.obstacle(flags(f"{SMALL} --precision {precision} {MOE}")) or ""
     assert (reason in found) if reason else not found
@@ -73,7 +73,7 @@ def test_experts_are_captured_where_no_host_reads_their_sizes(capability, precis
 
 def test_experts_are_not_captured_by_a_torch_without_their_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
     assert "no kernel" in (step_graph.obstacle(flags(f"{SMALL} --precision bf16 {MOE}")) or "")
