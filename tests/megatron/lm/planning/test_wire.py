@@ -49,9 +49,10 @@ def test_what_context_parallel_ranks_send_is_what_was_counted(row: dict[str, str
     config = parse_args(["--preset", row["preset"], "--opt-level", level, "--global-batch-size", "1", *flags.split()])
     sent = wire.context_parallel(config, config.model.num_layers).size
     # The row has the mean of the ranks, and the plan the first one's. With FP8 attention the second sends half as many gradients as the
-    # first, which are a third of all bytes: those of the keys that its queries attend to.
-    mean = sent * 11 / 12 if config.precision.attention_precision == "fp8" and not config.parallel.shares_heads else sent
-    assert mean / MIB == float(row["activation_mib"])
+    # first: those of the keys that its queries attend to. They are a third of all bytes, and a quarter if keys and values travel once more.
+    ring = config.precision.attention_precision == "fp8" and not config.parallel.shares_heads
+    mean = sent * (1 - 1 / 4 / (4 if config.training.recompute_granularity == "full" else 3)) if ring else sent
+    assert mean / MIB == pytest.approx(float(row["activation_mib"]), abs=2e-3)  # eager steps also send a few amaxes
     assert wire.by_kind(config, 2)["keys and values"] == sent
 
 
