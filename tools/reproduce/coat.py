@@ -10,7 +10,7 @@ from tools.docs.evidence import ROOT, Row, read
 from tools.reproduce import coat_flow, throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
-from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, one_piece
+from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, one_piece, training
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
 from tools.reproduce.trainings import ENWIK8, Loop, byte_data
@@ -121,9 +121,7 @@ def flow(task: Task) -> Iterator[Finding]:
     name, _, seed = task.piece.rpartition(", seed ")
     loop, _ = FLOWS[task.size]
     *course, (_, valid) = coat_flow.train(coat_flow.FLOWS[name], loop, bytes_of(task.text), int(seed))
-    for step, loss in course:
-        yield Finding(f"{name}, training loss", loss, x=step, seed=int(seed))
-    yield Finding(f"{name}: validation loss", valid, unit="nats per byte", seed=int(seed))
+    yield from training(name, course, valid, int(seed))
 
 
 def share(task: Task) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from tools.docs.evidence import ROOT, Row
 from tools.docs.losses import final_losses, row_of
 from tools.reproduce import throughput
 from tools.reproduce.coat_flow import Flow, Llama
-from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task
+from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.trainings import ENWIK8, FP32, Loop, collage, trained
 
@@ -159,9 +159,7 @@ def perplexities(task: Task) -> Iterator[Finding]:
     """Figure 3, middle: the course of the training loss of one option at beta2 0.999, and its validation loss, of one seed."""
     variant, _, seed = task.piece.partition(", seed ")
     course = list(collage(variant, 0.999, LOOPS[task.size], bytes_of(task.text), int(seed)))
-    for row in course:
-        yield Finding(f"{variant}, training loss", row["loss"], x=row["step"], seed=int(seed))
-    yield Finding(f"{variant}: validation loss", course[-1]["valid_loss"], unit="nats per byte", seed=int(seed))
+    yield from training(variant, ((row["step"], row["loss"]) for row in course), course[-1]["valid_loss"], int(seed))
 
 
 def llama(task: Task) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Types of a reproduced table or figure: an entry of the registry, what it needs, and the findings that its function returns."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,13 @@ class Finding:
     x: float | None = None
     seed: int | None = None
     where: Mapping[str, str] = field(default_factory=dict)
+
+
+def training(name: str, course: Iterable[tuple[float, float]], valid: float, seed: int) -> Iterator[Finding]:
+    """Yield a training run of a byte model: the curve of its training loss from (step, loss), and its validation loss."""
+    for step, loss in course:
+        yield Finding(f"{name}, training loss", loss, x=step, seed=seed)
+    yield Finding(f"{name}: validation loss", valid, unit="nats per byte", seed=seed)
 
 
 class Axes(NamedTuple):

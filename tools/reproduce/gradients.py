@@ -10,7 +10,7 @@ from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
 from tools.docs.evidence import Row
 from tools.reproduce import summed_gradients
-from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
+from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task, training
 from tools.reproduce.fig7 import PAPER
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import byte_flags, rows_of
@@ -39,9 +39,7 @@ def summed(task: Task) -> Iterator[Finding]:
     strategy, _, seed = task.piece.partition(", seed ")
     loop, _ = SUMS[task.size]
     *course, (_, valid) = summed_gradients.train(strategy, loop, bytes_of(task.text), int(seed))
-    for step, loss in course:
-        yield Finding(f"{strategy}, training loss", loss, x=step, seed=int(seed))
-    yield Finding(f"{strategy}: validation loss", valid, unit="nats per byte", seed=int(seed))
+    yield from training(strategy, course, valid, int(seed))
 
 
 def _sums(size: str) -> list[str]:
