@@ -76,6 +76,12 @@ def test_nothing_is_decided_by_the_name_of_a_recipe():
     assert [complaint for path in SOURCE for complaint in decisions_by_name(ast.parse(read(path)), path)] == []
 
 
+def test_graphs_are_captured_where_a_failed_capture_frees_them():
+    """NCCL waits for a half-captured graph with its collectives: two ranks that lacked memory never ended."""
+    library = [path for path in SOURCE if path.startswith(("msamp/", "megatron/"))]
+    assert [path for path in library if "torch.cuda.graph(" in read(path)] == ["msamp/kernels/cuda_graph.py"]
+
+
 def test_files_are_where_they_belong():
     assert not (ROOT / "megatron/__init__.py").exists(), "it would hide NVIDIA's megatron.core: megatron is a namespace package"
     assert [path for path in PYTHON if path.startswith("megatron/") and not path.startswith("megatron/lm/")] == []

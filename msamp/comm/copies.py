@@ -30,6 +30,7 @@ import torch.distributed as dist
 from msamp.comm.bucket import as_bytes
 from msamp.comm.collectives import Peers, Pending
 from msamp.comm.counters import WireBytes, all_gather_sent, all_to_all_sent
+from msamp.kernels.cuda_graph import capturing
 
 GATHER_WINDOWS = 3  # in backward, two gathers are pending while a GEMM still reads the one before
 SUM_WINDOWS = 2
@@ -114,7 +115,7 @@ def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
         for seed in range(10, 10 + GATHER_WINDOWS):
             compare("in inference mode", seed, lambda: exchange(copies, brought[0]))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capturing(graph):
         for _ in range(GATHER_WINDOWS + 1):
             exchange(copies, brought[0])
     for seed in range(20, 20 + GATHER_WINDOWS):
@@ -139,7 +140,7 @@ def _time_beside_a_gemm(peers: Peers) -> float:
 
     once()  # allocates what a capture cannot
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capturing(graph):
         for _ in range(REPEATS):
             once()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

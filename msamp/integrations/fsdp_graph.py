@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from msamp.integrations.fsdp import ShardedOptimizer
-from msamp.kernels import scalar_pool
+from msamp.kernels.cuda_graph import capturing
 from msamp.nn.scaling_state import TensorScales
 from msamp.optim.states import is_scaled, payload, scale_inv
 
@@ -145,14 +145,10 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         dist.barrier()  # no rank may still be running an eager collective
         torch.cuda.synchronize()
-        try:
-            with scalar_pool.captured(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._loss = self._step(*self._inputs)
-                for stream in _streams(self.model):
-                    torch.cuda.current_stream().wait_stream(stream)  # FSDP2's streams end with a wait, which a capture must join
-        except BaseException:  # the traceback keeps the graph, and NCCL waits for graphs with its collectives when it ends
-            graph.reset()
-            raise
+        with capturing(graph):
+            self._loss = self._step(*self._inputs)
+            for stream in _streams(self.model):
+                torch.cuda.current_stream().wait_stream(stream)  # FSDP2's streams end with a wait, which a capture must join
         self._graph, self._memory = graph, self._addresses()
         self.captured += 1
 

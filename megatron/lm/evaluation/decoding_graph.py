@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from msamp.kernels import scalar_pool
+from msamp.kernels.cuda_graph import capturing
 
 WARM_UP = 2  # eager steps of a span before capture, to compile kernels and let cuDNN and cuBLAS choose theirs
 
@@ -70,7 +70,7 @@ class CudaDevice:
     def capture(self, run: Run) -> Captured:
         """See `Device`."""
         graph = torch.cuda.CUDAGraph()
-        with scalar_pool.captured(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with capturing(graph, pool=self._pool, stream=self._stream):
             out = run()
         return Captured(graph.replay, out)
 

@@ -10,14 +10,14 @@ optimizer gets the averaged gradients again, which have the same addresses in ev
 
 import gc
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.lm.training.state import Training
-from msamp.kernels import scalar_pool
+from msamp.kernels.cuda_graph import capturing
 from msamp.nn.expert_matrices import ExpertMatrices
 from msamp.numerics.tensor import ScalingTensor
 
@@ -180,21 +180,14 @@ class Replays:
         sync = self.training.grad_sync
         before = sync.sent.rows()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with scalar_pool.captured(), self._capturing(graph, pool):
-                run()
-        except BaseException:  # such as too little memory: the traceback keeps the graph, and NCCL would wait for it (see `release`)
-            graph.reset()
-            raise
+        with capturing(graph, pool=pool, stream=self._stream):
+            run()
         sent = {what: size - before.get(what, 0) for what, size in sync.sent.rows().items()}
         # The update's graph contains the addresses of the gradients, so a second variant may reuse the first one's memory.
         handed_over = finishes and (self.mode == "micro-batch" or sync.statistics.recording)
         lent = finishes and not handed_over
         borrowed = tuple((holder, name, alias(average)) for holder, name, average in sync.averages()) if lent else ()
         return Captured(graph, sent, finishes, sync.averages() if handed_over else [], borrowed)
-
-    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
 
 
 def alias(x: Any) -> Any:

@@ -34,6 +34,7 @@ from megatron.lm.config.rules import precision as precision_rules
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import MEASURED, with_saved_rounding, with_saved_scaling
 from megatron.lm.processes.agreement import rank_0_decides
+from msamp.kernels.cuda_graph import capturing
 from msamp.kernels.fp8_attention import default_scale
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
@@ -426,7 +427,7 @@ def _seconds(run: Callable[[], None]) -> float:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph, cache = torch.cuda.CUDAGraph(), torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
-    with torch.cuda.graph(graph, stream=stream):
+    with capturing(graph, stream=stream):
         run()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
     for start, end in marks:

@@ -1,0 +1,51 @@
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from msamp.kernels import scalar_pool
+from msamp.kernels.cuda_graph import capturing
+
+
+class Graph:
+    """Stands for a graph where there is no GPU."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def capture(graph: object, error: Exception, run: Callable[[], object], **options: object) -> None:
+    with capturing(graph, **options):
+        run()
+        raise error
+
+
+def test_a_failed_capture_resets_its_graph_and_ends_the_pool(monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: used.append((args, options)) or contextlib.nullcontext())
+    failed, kept = Graph(), Graph()
+    captures = []
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(failed, torch.OutOfMemoryError(), lambda: captures.extend(scalar_pool._CAPTURES), pool="a pool", stream="a stream")
+    assert len(captures) == 1
+    assert failed.resets == 1
+    assert not scalar_pool._CAPTURES
+    with capturing(kept):
+        pass
+    assert kept.resets == 0
+    assert used[0] == ((failed,), {"pool": "a pool", "stream": "a stream", "capture_error_mode": "thread_local"})
+
+
+@pytest.mark.gpu
+def test_after_a_failed_capture_the_gpu_works_and_the_next_capture_too():
+    x, failed, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with pytest.raises(ZeroDivisionError):
+        capture(failed, ZeroDivisionError(), lambda: x.add_(1))
+    with capturing(graph):
+        x.add_(1)
+    graph.replay()
+    assert x.tolist() == [2.0] * 4
