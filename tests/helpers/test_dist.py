@@ -71,6 +71,13 @@ def test_exception_that_cannot_be_rebuilt_is_still_told():
     assert "OddError: leftright" in caught.value.__notes__[0]
 
 
+def test_runs_side_by_side_have_their_results_in_order_and_the_first_failure_is_raised():
+    one, two = dist.side_by_side(lambda: dist.run(environment, 1, init=False), lambda: dist.run(environment, 2, init=False))
+    assert [len(one), len(two)] == [1, 2]
+    with pytest.raises(ValueError, match="the reason"):
+        dist.side_by_side(lambda: dist.run(second_rank_fails, 2, "plain"), lambda: dist.run(environment, 1, init=False))
+
+
 def test_silent_death_is_an_error():
     with pytest.raises(RuntimeError, match=r"exit codes by rank: .*1: 7"):
         dist.run(second_rank_fails, 2, "exit")

@@ -292,10 +292,11 @@ def runs_on_gpus(prefix: str, cases: dict[str, Case]) -> dict[str, dict[str, Any
 @pytest.mark.multi_gpu
 @pytest.mark.timeout(600)
 def test_two_gpus_train_as_one(tmp_path: Path):
-    prefix = str(tiny.write_data(tmp_path))
     alone = {(recipe, model): (recipe, model, {}) for recipe, model, _ in GPUS.values()}
-    (one,) = dist.run(runs_on_gpus, 1, prefix, alone, init=False, timeout=400)
-    two = dist.run(runs_on_gpus, 2, prefix, GPUS, init=False, timeout=400)
+    (one,), two = dist.side_by_side(
+        lambda: dist.run(runs_on_gpus, 1, str(tiny.write_data(tmp_path, "one")), alone, init=False, timeout=400),
+        lambda: dist.run(runs_on_gpus, 2, str(tiny.write_data(tmp_path, "two")), GPUS, init=False, timeout=400),
+    )
     for name, case in GPUS.items():
         check(two, name, case, one, GPU_LIMITS)
     for a, b in SAME_BITS:

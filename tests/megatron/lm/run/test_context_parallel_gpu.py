@@ -48,9 +48,10 @@ def train_all(prefix: str, ways: dict[str, tuple[str, dict[str, Any]]]) -> dict[
 @pytest.mark.timeout(900)
 def test_two_gpus_that_share_sequences_train_as_one(tmp_path: Path):
     pytest.importorskip("cudnn")
-    prefix = str(tiny.write_data(tmp_path))
-    (alone,) = dist.run(train_all, 1, prefix, ALONE, init=False, timeout=400)
-    together = dist.run(train_all, 2, prefix, WAYS, init=False, timeout=400)[0]
+    (alone,), (together, _) = dist.side_by_side(
+        lambda: dist.run(train_all, 1, str(tiny.write_data(tmp_path, "one")), ALONE, init=False, timeout=400),
+        lambda: dist.run(train_all, 2, str(tiny.write_data(tmp_path, "two")), WAYS, init=False, timeout=400),
+    )
     for name, (run, _) in WAYS.items():
         for graph in ("none", "step"):
             assert together[f"{name} {graph}"] == pytest.approx(alone[f"{run} none"], rel=1e-2 if run == "O0" else 2e-2), (name, graph)

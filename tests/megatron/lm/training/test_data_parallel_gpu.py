@@ -43,9 +43,10 @@ def train_all(prefix: str, micro_batch_size: int) -> dict[str, Result]:
 @pytest.mark.multi_gpu
 @pytest.mark.timeout(900)
 def test_two_gpus_train_as_one_and_zero_changes_no_bit(tmp_path: Path):
-    prefix = str(tiny.write_data(tmp_path))
-    (alone,) = dist.run(train_all, 1, prefix, 8, init=False, timeout=400)
-    left, right = dist.run(train_all, 2, prefix, 4, init=False, timeout=400)
+    (alone,), (left, right) = dist.side_by_side(
+        lambda: dist.run(train_all, 1, str(tiny.write_data(tmp_path, "one")), 8, init=False, timeout=400),
+        lambda: dist.run(train_all, 2, str(tiny.write_data(tmp_path, "two")), 4, init=False, timeout=400),
+    )
     for name, (losses, weights) in left.items():
         assert losses == pytest.approx(alone[name][0], rel=LIMITS[name]), name
         assert losses[-1] < losses[0] - 0.2, name

@@ -40,9 +40,10 @@ def train_all(prefix: str, grid: dict[str, Any], micro_batch_size: int) -> dict[
 @pytest.mark.multi_gpu
 @pytest.mark.timeout(900)
 def test_two_gpus_with_half_of_the_experts_train_as_one(tmp_path: Path):
-    prefix = str(tiny.write_data(tmp_path))
-    (alone,) = dist.run(train_all, 1, prefix, {}, 2, init=False, timeout=400)
-    ranks = dist.run(train_all, 2, prefix, EP2, 2, init=False, timeout=400)
+    (alone,), ranks = dist.side_by_side(
+        lambda: dist.run(train_all, 1, str(tiny.write_data(tmp_path, "one")), {}, 2, init=False, timeout=400),
+        lambda: dist.run(train_all, 2, str(tiny.write_data(tmp_path, "two")), EP2, 2, init=False, timeout=400),
+    )
     for name, (losses, _) in ranks[0].items():
         assert losses == pytest.approx(alone[name][0], rel=LIMITS[name.split()[0]]), name
     for rank in ranks:
