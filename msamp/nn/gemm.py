@@ -407,7 +407,7 @@ class LayerGemm(NamedTuple):
         """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]. `channel_scale` is that of forward, by
         which the input's channels were multiplied; the product is divided by it, exactly."""
         product = multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
-        return product if channel_scale is None else product.div_(channel_scale)
+        return product if channel_scale is None else ops.cast_columns(product, None, channel_scale, dtype)
 
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.cast_columns import check_channel_scale
-from msamp.kernels.triton.cast import _fp8_code, fp8_constants
+from msamp.kernels.triton.cast import _constants, _fp8_code
 from msamp.kernels.triton.cast_transpose import _inverse
 from msamp.kernels.triton.pack import _value
 from msamp.numerics.formats import of_dtype
@@ -28,7 +28,10 @@ def _cast_columns_kernel(
     if scale is not None:
         factor = factor * tl.load(scale)
     v = _value(tl.load(x + at, mask=inside, other=0), SOURCE, HARDWARE) * factor[None, :]
-    tl.store(y + at, _fp8_code(v, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
+    if MANTISSA > 0:
+        tl.store(y + at, _fp8_code(v, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
+    else:
+        tl.store(y + at, v, mask=inside)
 
 
 def cast_columns(x: torch.Tensor, scale: torch.Tensor | None, channel_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -39,7 +42,7 @@ def cast_columns(x: torch.Tensor, scale: torch.Tensor | None, channel_scale: tor
     y = torch.empty(M, N, dtype=dtype, device=x.device)
     if x.numel():
         _cast_columns_kernel[triton.cdiv(M, TILE_M), triton.cdiv(N, TILE_N)](
-            x.view(torch.uint8) if x.dtype.itemsize == 1 else x, y.view(torch.uint8), scale, channel_scale.contiguous(), M, N,
-            SOURCE=of_dtype(x.dtype).mantissa_bits, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **fp8_constants(dtype, x.device),
+            *(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (x, y)), scale, channel_scale.contiguous(), M, N,
+            SOURCE=of_dtype(x.dtype).mantissa_bits, TILE_M=TILE_M, TILE_N=TILE_N, num_warps=WARPS, **_constants(dtype, x.device),
         )  # fmt: skip
     return y

@@ -28,6 +28,14 @@ def test_an_fp8_weight_is_divided_exactly_down_to_the_subnormals():
     assert float((divided.float() - stored.float() / 256).abs().max()) <= 2.0**-10, "half the distance of subnormals"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_is_divided_exactly(dtype):
+    x, by = make("channel-outlier", (12, 6)).to(dtype), torch.tensor([1.0, 2.0, 4.0, 64.0, 256.0, 1024.0])
+    divided = cast_columns(x, None, by, dtype)
+    assert divided.dtype == dtype
+    assert torch.equal(divided, (x.double() / by).to(dtype))
+
+
 def test_other_channel_scales_are_refused():
     with pytest.raises(ValueError, match=r"channel_scale is torch.float32 \(3,\); for \(2, 4\) it must be torch.float32 \(4,\)"):
         cast_columns(torch.ones(2, 4), None, torch.ones(3), E4M3.dtype)
