@@ -43,3 +43,10 @@ def dequantize_blocks(
 ) -> torch.Tensor:
     """The values of what `quantize_blocks` gave: `payload * scale_inv` in FP32, rounded once to `dtype`."""
     return dequantize(payload, granularity.spread(values(scale_inv), payload.shape), dtype)
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """torch's grouped GEMM, which a CPU may not have; rows after the last group are 0."""
+    ends = offs.tolist()
+    parts = [a[start:end] @ b[e] for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])

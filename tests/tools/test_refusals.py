@@ -15,6 +15,10 @@ REFUSALS = [
     ("bench.bench_data_parallel", "--cases O4", "O3"),
     ("bench.bench_fsdp", "--cases O9", "'O9' is unknown; choose one of bf16, torchao, O1, O2"),
     *(("bench.bench_generate", f"{flag} 0", f"argument {flag}: 0 is out of range") for flag in ("--batch-size", "--prompt", "--tokens")),
+    *(
+        ("bench.bench_moe_baselines", f"{flag} 0", f"argument {flag}: 0 is out of range")
+        for flag in ("--layers", "--micro-batches", "--steps")
+    ),
     ("bench.bench_kernels", "--repeats 1", "argument --repeats: 1 is out of range: give 2"),
     ("bench.bench_kernels", "--only sort", "invalid choice: 'sort'"),
     ("bench.bench_kernels", "", "no GPU is available"),

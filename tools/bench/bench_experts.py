@@ -1,14 +1,20 @@
-"""Compare the experts of a mixture of experts in FP8 and BF16 on one GPU, from the router to the weighted sum, forward and backward.
+"""Compare the experts of a mixture of experts on one GPU, ours in FP8 with torch's in BF16 and torchao's in FP8.
+
+A layer goes from the router to the weighted sum, forward and backward.
 
     python tools/bench/bench_experts.py                         OLMoE, Qwen3-30B-A3B and Mixtral, 8,192 tokens
     python tools/bench/bench_experts.py --models olmoe --seconds 60
 
-BF16 is torch's `grouped_mm` under torch.compile, with groups padded to 8 rows, which its backward requires. Tokens, router and choices are
-the same for both. Each is a CUDA graph, to exclude the host. The FP8 weights are cast once per step, which has a row of its own. Peak
-memory is that of one run, without weights and inputs. Measurements are appended to --csv.
+BF16 is torch's `grouped_mm` under torch.compile, with groups padded to 8 rows, which its backward requires. torchao (pip install torchao)
+is the same layer with its `_quantize_then_scaled_grouped_mm`: FP8 with a scale per row, groups padded to 16 rows; without the package the
+case is left out. Tokens, router and choices are the same for all. Each is a CUDA graph, to exclude the host. Our FP8 weights are cast once
+per step, which has a row of its own; torchao casts them in every forward and backward. Peak memory is that of one run, without weights and
+inputs. Measurements are appended to --csv.
 """
 
 import argparse
+import functools
+import importlib.util
 import json
 import sys
 import time
@@ -31,10 +37,50 @@ from tools.bench.bench_kernels import captured, times
 
 TOP_K = {"olmoe": 8, "qwen3": 8, "mixtral": 2}
 BF16_ALIGNMENT = 8  # rows of 16 bytes, which torch's grouped weight gradient requires
+FP8_ALIGNMENT = 16  # the same in FP8
+
+GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rows sorted by expert [rows, inputs], weights [experts, inputs, outputs], end of each expert's rows) -> [rows, outputs]."""
+
+
+def torch_bf16(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply by torch's grouped product."""
+    return torch._grouped_mm(x, weight, offs=offsets)
+
+
+def torchao_fp8() -> GroupedMM:
+    """Return torchao's FP8 product, which casts both operands with a scale per row.
+
+    Raises:
+        ImportError: torchao is not installed.
+    """
+    from torchao.prototype.moe_training import _quantize_then_scaled_grouped_mm
+
+    return _quantize_then_scaled_grouped_mm  # type: ignore[no-any-return]
+
+
+def grouped_layer(x: Tensor, probs: Tensor, experts: Tensor, fc1: Tensor, fc2: Tensor, alignment: int, multiply: GroupedMM) -> Tensor:
+    """Run SwiGLU experts by two grouped products, in plain torch for torch.compile.
+
+    Args:
+        x: tokens [tokens, hidden]
+        probs, experts: the weights and experts of each token, [tokens, top-k]
+        fc1, fc2: [experts, 2 x width, hidden], gate above up, and [experts, hidden, width]
+        alignment: each expert's rows are padded to a multiple of it
+        multiply: the grouped product
+    """
+    offsets, source, places = ops.group_tokens(experts, fc1.shape[0], alignment)
+    chosen = source.clamp(min=0)
+    permuted = torch.where((source >= 0)[:, None], x[chosen // experts.shape[1]], 0)
+    weights = torch.where(source >= 0, probs.flatten()[chosen], 0)
+    gate, up = multiply(permuted, fc1.transpose(1, 2), offsets).chunk(2, 1)
+    activated = (F.silu(gate.float()) * up.float() * weights[:, None]).to(BF16)
+    out = multiply(activated, fc2.transpose(1, 2), offsets)
+    return out[places.flatten()].view(*places.shape, -1).float().sum(1).to(BF16)
 
 
 class Experts:
-    """Both versions of one layer on the same tokens, weights and router."""
+    """All versions of one layer on the same tokens, weights and router."""
 
     def __init__(self, fc1: Layer, fc2: Layer, top_k: int, device: str = "cuda") -> None:
         self.top_k, self.count = top_k, fc1.experts
@@ -67,17 +113,9 @@ class Experts:
         probs, experts = self.route(x)
         return ExpertsFunction.apply(x, probs, experts, self.fc1, self.fc2, self.settings)  # type: ignore[no-any-return]
 
-    def bf16(self, x: Tensor) -> Tensor:
-        """Run the BF16 layer, for torch.compile."""
-        probs, experts = self.route(x)
-        offsets, source, places = ops.group_tokens(experts, self.count, BF16_ALIGNMENT)
-        chosen = source.clamp(min=0)
-        permuted = torch.where((source >= 0)[:, None], x[chosen // self.top_k], 0)
-        weights = torch.where(source >= 0, probs.flatten()[chosen], 0)
-        gate, up = torch._grouped_mm(permuted, self.fc1.transpose(1, 2), offs=offsets).chunk(2, 1)
-        activated = (F.silu(gate.float()) * up.float() * weights[:, None]).to(BF16)
-        out = torch._grouped_mm(activated, self.fc2.transpose(1, 2), offs=offsets)
-        return out[places.flatten()].view(*places.shape, -1).float().sum(1).to(BF16)
+    def plain(self, alignment: int, multiply: GroupedMM) -> Callable[[Tensor], Tensor]:
+        """Return the layer in plain torch, for torch.compile."""
+        return lambda x: grouped_layer(x, *self.route(x), self.fc1, self.fc2, alignment, multiply)
 
     def both_ways(self, layer: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         """Return forward and backward of a layer."""
@@ -89,8 +127,22 @@ class Experts:
         yield "FP8, forward", lambda: self.fp8(self.x.detach())
         yield "FP8, forward and backward", self.both_ways(self.fp8)
         yield "FP8, casts of the weights", self.cast
-        compiled = torch.compile(self.bf16, dynamic=False) if self.x.is_cuda else self.bf16
-        yield "BF16, forward and backward", self.both_ways(compiled)
+        yield "BF16, forward and backward", self.compiled(BF16_ALIGNMENT, torch_bf16)
+        if importlib.util.find_spec("torchao"):
+            try:
+                torchao = self.compiled(FP8_ALIGNMENT, torchao_fp8())
+            except Exception as error:  # it does not load beside some versions of Triton
+                torchao = functools.partial(_fail, error)
+            yield "torchao FP8, forward and backward", torchao
+
+    def compiled(self, alignment: int, multiply: GroupedMM) -> Callable[[], tuple[Tensor, ...]]:
+        """Return forward and backward of the layer in plain torch; on a GPU by torch.compile."""
+        layer = self.plain(alignment, multiply)
+        return self.both_ways(torch.compile(layer, dynamic=False) if self.x.is_cuda else layer)
+
+
+def _fail(error: Exception) -> tuple[Tensor, ...]:
+    raise error
 
 
 def peak(run: Callable[[], Any]) -> float:

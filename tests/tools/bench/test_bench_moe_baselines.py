@@ -1,0 +1,134 @@
+import copy
+import csv
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from helpers import hosts
+from helpers.definitions import grouped_mm
+from tools.bench import bench_moe_baselines as bench
+from tools.bench import rows
+
+hosts.need("transformers")
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 8}
+WORK = bench.Work(micro_batch=2, micro_batches=2, seq_length=16)
+CPU = torch.device("cpu")
+
+
+def config(**shape: Any) -> Any:
+    return bench.olmoe(2, num_experts_per_tok=2, **SHAPE | shape)
+
+
+def step_data(work: bench.Work = WORK) -> list[torch.Tensor]:
+    return list(itertools.islice(bench.token_rows(None, 64, work, CPU), work.micro_batches))
+
+
+@pytest.fixture
+def no_torchao(monkeypatch):
+    """torchao's product and its linear layers, which require the package and a GPU, by plain torch's."""
+    monkeypatch.setattr(bench, "torchao_fp8", lambda: grouped_mm)
+    monkeypatch.setattr(bench, "convert_linears", lambda layers: None)
+
+
+def test_the_shape_is_olmoes():
+    with torch.device("meta"):
+        from transformers import OlmoeForCausalLM
+
+        model = OlmoeForCausalLM(bench.olmoe(16))
+    assert sum(p.numel() for p in model.parameters()) == 6_919_161_856  # of allenai/OLMoE-1B-7B-0924
+
+
+@pytest.mark.parametrize("case", bench.CASES)
+def test_a_row(case, no_torchao):
+    row = bench.measure(case, config(), WORK, 2, None, CPU)
+    with (rows.ROOT / "tools/bench/results/moe.csv").open(newline="") as stream:
+        assert list(rows.machine("abc") | row) == next(csv.reader(stream))
+    assert row["case"] == bench.CASES[case] + ", random tokens"
+    assert row["tokens_s"] > 0
+    assert row["first_loss"] == pytest.approx(np.log(64), rel=0.02)
+
+
+def test_experts_on_padded_groups_are_transformers(no_torchao):
+    """The experts of the case `torchao`, with torch's product in the place of torchao's, are those of `grouped_mm`."""
+    losses = [bench.Trainer(case, config(), CPU).forward(step_data()[0]).item() for case in ("bf16-master", "torchao")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_weights_follow_fp32_masters():
+    """The masters are those of AdamW on the FP32 sum of the micro-batches' BF16 gradients, and the model has their roundings."""
+    trainer, plain_model = (bench.Trainer(case, config(), CPU, lr=1e-2) for case in ("bf16-master", "bf16"))
+    names = [name for name, _ in trainer.model.named_parameters()]
+    want = {name: torch.nn.Parameter(p.detach().float()) for name, p in plain_model.model.named_parameters()}
+    for tokens in step_data():
+        (plain_model.forward(tokens) / WORK.micro_batches).backward()
+        for name, p in plain_model.model.named_parameters():
+            assert p.grad is not None
+            before = want[name].grad
+            want[name].grad = p.grad.float() if before is None else before + p.grad
+            p.grad = None
+    torch.nn.utils.clip_grad_norm_(want.values(), 1.0)
+    torch.optim.AdamW(want.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1).step()
+    trainer.step(step_data())
+    for name, master, weight in zip(names, trainer.updated, trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(master, want[name], rtol=1e-6, atol=1e-7)
+        assert torch.equal(weight, master.to(torch.bfloat16))
+        assert weight.grad is None
+        assert master.grad is not None
+        assert not master.grad.any()
+
+
+def test_attention_gets_no_mask():
+    """With a mask PyTorch's attention would not be its fastest kernel."""
+    masks = []
+    trainer = bench.Trainer("bf16", config(), CPU)
+    attention = trainer.model.get_submodule("model.layers.0.self_attn")
+    attention.register_forward_pre_hook(lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    trainer.step(step_data())
+    assert masks == [None, None]
+
+
+def test_tokens_of_a_dataset(tmp_path):
+    """Consecutive, over the ends of documents and of the dataset."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
+    for document in (range(20), range(20, 50)):
+        builder.add_document(np.array(document), [len(document)])
+    builder.finalize(str(tmp_path / "text.idx"))
+    batches = bench.token_rows(str(tmp_path / "text"), 64, WORK, CPU)
+    got = torch.cat([next(batches).flatten() for _ in range(3)])
+    assert got.tolist() == [i % 50 for i in range(3 * 34)]
+    with pytest.raises(ValueError, match=r"text contains token 49; the model has 40: use another tokenizer"):
+        list(itertools.islice(bench.token_rows(str(tmp_path / "text"), 40, WORK, CPU), 2))
+
+
+def test_a_loss_that_is_not_finite_has_no_row(monkeypatch):
+    monkeypatch.setattr(bench, "next_token_loss", lambda *args: args[0].sum() * float("nan"))
+    with pytest.raises(ValueError, match="not all finite"):
+        bench.measure("bf16", config(), WORK, 2, None, CPU)
+
+
+def test_a_case_that_fails_is_printed(monkeypatch, tmp_path, capsys):
+    def measure(case, *args):
+        if case == "torchao":
+            raise ImportError("no torchao")
+        return copy.copy(row)
+
+    row = {"case": "a", "tokens_s": 1}
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    file = tmp_path / "moe.csv"
+    assert bench.main(["--cases", "torchao", "bf16", "--csv", str(file), "--commit", "abc"]) == 1
+    assert "torchao FP8, FP32 master weights: ImportError: no torchao" in capsys.readouterr().out
+    with file.open(newline="") as stream:
+        assert [line["case"] for line in csv.DictReader(stream)] == ["a"]
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu():
+    row = bench.measure("bf16-master", config(), WORK, 2, None, torch.device("cuda"))
+    assert row["peak_gib"] > 0
