@@ -288,9 +288,7 @@ def _converted(
     groups = [g for optimizer in optimizers for g in parameter_groups(optimizer, model, recipe)]
     low = _low_precision_optimizer(model, groups, recipe, group, zero, **settings, **defaults_of(optimizers[-1]))
     owned = {id(p) for g in low.param_groups for p in g["params"]}
-    for p, values in masters.items():
-        if id(p) in owned:
-            low.init_master(p, values)
+    low.init_masters((p, values) for p, values in masters.items() if id(p) in owned)
     if any(optimizer.state for optimizer in optimizers):
         low.load_state_dict(joined_state(optimizers))
         for optimizer in optimizers:

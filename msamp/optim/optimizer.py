@@ -37,7 +37,7 @@ from msamp.optim.decision import GradientDecision, LossScale, Measured, decide, 
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.kept_amaxes import KeptAmaxes
 from msamp.optim.kept_states import expected_states, kept_states, update_of
-from msamp.optim.masters import follow_states_, version_of
+from msamp.optim.masters import follow_states_, version_of, with_values
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
     begun,
@@ -224,12 +224,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         super().__setstate__(unpacked(state))
         self._forget()
 
-    def init_master(self, p: torch.Tensor, values: torch.Tensor) -> None:
-        """Initialize the master of `p` from `values`, what `p` was before it was rounded to FP8. No effect if `p` is its own master."""
-        if not any(q is p for group in self.param_groups for q in group["params"]):
-            raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
-        for holding in self.holdings():
-            if holding.param is p and not is_own_master(p, by_name(holding.formats["master"])):
+    def init_masters(self, initial: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Initialize masters from pairs (parameter, its values before FP8 rounding); a parameter that is its own master is skipped."""
+        for holding, values in with_values(self._whole(), self.holdings(), initial):
+            if not is_own_master(holding.param, by_name(holding.formats["master"])):
                 self._init_state(holding, values)
 
     def restart(self) -> None:

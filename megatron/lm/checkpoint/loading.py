@@ -329,9 +329,8 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     training.model.load_state_dict(taken.model, strict=False)
     optimizer.take_states(taken.states)
     if not taken.with_states:
-        for name, p in training.model.named_parameters():
-            if name in taken.values:
-                optimizer.init_master(p, taken.values[name])
+        named = training.model.named_parameters()
+        optimizer.init_masters((p, taken.values[name]) for name, p in named if name in taken.values)
     else:
         if training.loss_scaler is not None and taken.loss_scale is not None:
             training.loss_scaler.load_state_dict(taken.loss_scale)

@@ -106,8 +106,7 @@ def build_optimizer(
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
     shard = ZeRO(grad_sync, config.communication.overlap_param_gather) if grad_sync.shard else None
     optimizer = FP8AdamW(groups, shard=shard, **settings)
-    for p, initial in take_initial_weights(model):
-        optimizer.init_master(p, initial)
+    optimizer.init_masters(take_initial_weights(model))
     return optimizer
 
 

@@ -100,8 +100,7 @@ class Loop:
         values = [make("normal", (4, 16), seed=seed + i) for i in range(2)]
         self.ps = [nn.Parameter(ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype)) for x in values]
         self.optimizer = FP8AdamW(self.ps, formats=self.formats, lr=0.01, weight_decay=0.0)
-        for p, x in zip(self.ps, values, strict=True):
-            self.optimizer.init_master(p, x)
+        self.optimizer.init_masters(zip(self.ps, values, strict=True))
         self.step(0)
         self.step(1)
 

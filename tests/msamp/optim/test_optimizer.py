@@ -155,10 +155,24 @@ def test_the_master_starts_from_given_values():
     values = make("normal", (24, 16))
     p = nn.Parameter(ScalingTensor.quantize(values, E4M3))
     optimizer = FP8AdamW([p], lr=0.0, formats=O3.states)
-    optimizer.init_master(p, values)
+    optimizer.init_masters([(p, values)])
     assert (optimizer.state[p]["master"].dequantize() - values).norm() < 1e-3 * values.norm()
     with pytest.raises(ValueError, match=r"shape \(2, 2\) is not in this optimizer; add its group first"):
-        optimizer.init_master(parameter((2, 2)), values)
+        optimizer.init_masters([(parameter((2, 2)), values)])
+
+
+def test_many_masters_start_in_one_pass(monkeypatch):
+    """A mixture of experts has thousands of parameters: a pass over all of them for each took half a minute of OLMoE's start."""
+    values = [make("normal", (24, 16), seed=i) for i in range(5)]
+    ps = [nn.Parameter(ScalingTensor.quantize(x, E4M3)) for x in values]
+    optimizer, passes = FP8AdamW(ps, lr=0.0, formats=O3.states), []
+    holdings = FP8AdamW.holdings
+    monkeypatch.setattr(FP8AdamW, "holdings", lambda self: passes.append(self) or holdings(self))
+    optimizer.init_masters(zip(ps[1:], values[1:], strict=True))
+    assert len(passes) == 1
+    assert [p in optimizer.state for p in ps] == [False, True, True, True, True]
+    for p, x in zip(ps[1:], values[1:], strict=True):
+        assert (optimizer.state[p]["master"].dequantize() - x).norm() < 1e-3 * x.norm()
 
 
 def test_restart_forgets_states_and_takes_the_weights_as_they_are():

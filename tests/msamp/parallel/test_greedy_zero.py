@@ -229,8 +229,7 @@ def masters(level: str) -> dict[str, Any]:
     """Masters that start from unrounded values, trained; then anew from weights that were loaded by themselves."""
     loops, start, restarted = [Loop(level, zero) for zero in (True, False)], [], []
     for loop in loops:
-        for i, p in enumerate(loop.names):
-            loop.optimizer.init_master(p, make("normal", p.shape, seed=50 + i))
+        loop.optimizer.init_masters((p, make("normal", p.shape, seed=50 + i)) for i, p in enumerate(loop.names))
         start.append(loop.whole())
         loop.run(range(2))
     trained = differences(loops[0].whole(), loops[1].whole())
