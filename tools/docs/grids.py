@@ -1,7 +1,7 @@
 """The table of measured steps with tensor, context, pipeline and data parallelism."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tools.docs.cells import Table, case, column, kilo, of, pick
@@ -20,15 +20,22 @@ def cards(row: Row) -> str:
     return f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
 
 
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """Return the last measured row of each case on the same cards, in the order in which they were measured."""
+    last = {tuple(row[key] for key in ("preset", "case", "gpu", "gpus", "p2p", "micro_batch", "micro_batches")): row for row in rows}
+    return [row for row in rows if any(row is one for one in last.values())]
+
+
 def grid() -> Table:
-    """Every measured step of several cards, and those of one card in the same calls."""
+    """Steps of several cards, and those of one card in the same calls."""
     columns = {
         "model": column("preset"), "case": case, "TP x CP x PP x DP": shape, "cards": cards, "commit": column("commit"),
         "micro-batch": column("micro_batch"), "ms/step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
         "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
         "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
     }  # fmt: skip
-    return replace(of(GRID, pick(GRID), columns), note=newer_o0(pick(GRID)))
+    rows = newest(pick(GRID))
+    return replace(of(GRID, rows, columns), note=newer_o0(rows))
 
 
 TABLES: dict[str, Callable[[], Table]] = {"grids": grid}
