@@ -103,6 +103,12 @@ def pick(name: str, keep: Callable[[Row], bool] = lambda row: True) -> list[Row]
     return rows
 
 
+def newest(rows: Sequence[Row], *keys: str) -> list[Row]:
+    """Return, of the rows with the same values under `keys`, the last; all in their order."""
+    last = {tuple(row[key] for key in keys): number for number, row in enumerate(rows)}
+    return [rows[number] for number in sorted(last.values())]
+
+
 def of(name: str, rows: Sequence[Row], columns: dict[str, Cell]) -> Table:
     """Return a table with a line per row; rows whose tree is not available are marked."""
     cells = [[cell(row) for cell in columns.values()] for row in rows]

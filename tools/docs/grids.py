@@ -1,10 +1,10 @@
 """The table of measured steps with tensor, context, pipeline and data parallelism."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from tools.docs.cells import Table, case, column, kilo, of, pick
+from tools.docs.cells import Table, case, column, kilo, newest, of, pick
 from tools.docs.evidence import Row
 from tools.docs.tables import GRID, newer_o0
 
@@ -20,10 +20,9 @@ def cards(row: Row) -> str:
     return f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
 
 
-def newest(rows: Sequence[Row]) -> list[Row]:
-    """Return the last measured row of each case on the same cards, in the order in which they were measured."""
-    last = {tuple(row[key] for key in ("preset", "case", "gpu", "gpus", "p2p", "micro_batch", "micro_batches")): row for row in rows}
-    return [row for row in rows if any(row is one for one in last.values())]
+def last_of_each() -> list[Row]:
+    """Return the last row of each case on the same grid of the same cards."""
+    return newest(pick(GRID), "preset", "case", "tp", "pp", "dp", "gpu", "gpus", "p2p", "micro_batch", "micro_batches")
 
 
 def grid() -> Table:
@@ -34,7 +33,7 @@ def grid() -> Table:
         "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
         "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
     }  # fmt: skip
-    rows = newest(pick(GRID))
+    rows = last_of_each()
     return replace(of(GRID, rows, columns), note=newer_o0(rows))
 
 

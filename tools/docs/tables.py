@@ -5,7 +5,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from tools.docs import gradient_sums, hardware, losses, shapes, state_formats
-from tools.docs.cells import BENCH, PEERS, PRECISIONS, REPRODUCE, Cell, Listing, Table, case, code, column, kilo, of, pick, speed_columns
+from tools.docs.cells import (
+    BENCH,
+    PEERS,
+    PRECISIONS,
+    REPRODUCE,
+    Cell,
+    Listing,
+    Table,
+    case,
+    code,
+    column,
+    kilo,
+    newest,
+    of,
+    pick,
+    speed_columns,
+)
 from tools.docs.evidence import COMPUTED, Row
 from tools.reproduce import throughput
 
@@ -385,8 +401,9 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "memory": memory,
     "memory-error": memory_error,
     "compile": lambda: plain(f"{BENCH}/compile.csv", speed_columns()),
-    "fsdp": lambda: plain(
+    "fsdp": lambda: of(
         f"{BENCH}/fsdp.csv",
+        newest(pick(f"{BENCH}/fsdp.csv"), "case", "gpus", "p2p", "micro_batch"),
         {"GPUs": column("gpus"), "NVLink": column("p2p")} | speed_columns() | {"at rest GiB": column("rest_gib", 1)},
     ),
     "checkpoint": lambda: plain(

@@ -27,3 +27,9 @@ def test_a_peer_has_its_name_and_ours_its_flags():
 def test_rows_that_are_not_there_are_refused():
     with pytest.raises(ValueError, match=r"step\.csv has no row for a published table"):
         cells.pick(f"{cells.BENCH}/step.csv", lambda row: False)
+
+
+def test_of_rows_alike_the_last_is_kept_in_its_place():
+    rows = [{"case": "a", "ms": "1"}, {"case": "b", "ms": "2"}, {"case": "a", "ms": "3"}, {"case": "c", "ms": "4"}]
+    assert [row["ms"] for row in cells.newest(rows, "case")] == ["2", "3", "4"]
+    assert cells.newest(rows, "case", "ms") == rows
