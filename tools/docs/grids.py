@@ -1,12 +1,14 @@
-"""The table of measured steps with tensor, context, pipeline and data parallelism."""
+"""Tables of measured steps on several cards: tensor, context, pipeline and data parallelism in the trainer, and FSDP2."""
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from tools.docs.cells import Table, case, column, kilo, newest, of, pick
+from tools.docs.cells import BENCH, Table, case, column, kilo, newest, of, pick, speed_columns
 from tools.docs.evidence import Row
 from tools.docs.tables import GRID, newer_o0
+
+FSDP = f"{BENCH}/fsdp.csv"
 
 
 def shape(row: Row) -> str:
@@ -37,4 +39,10 @@ def grid() -> Table:
     return replace(of(GRID, rows, columns), note=newer_o0(rows))
 
 
-TABLES: dict[str, Callable[[], Table]] = {"grids": grid}
+def sharded() -> Table:
+    """Steps of a plain model under FSDP2."""
+    columns = {"GPUs": column("gpus"), "NVLink": column("p2p")} | speed_columns() | {"at rest GiB": column("rest_gib", 1)}
+    return of(FSDP, newest(pick(FSDP), "case", "gpus", "p2p", "micro_batch"), columns)
+
+
+TABLES: dict[str, Callable[[], Table]] = {"grids": grid, "fsdp": sharded}

@@ -17,7 +17,6 @@ from tools.docs.cells import (
     code,
     column,
     kilo,
-    newest,
     of,
     pick,
     speed_columns,
@@ -401,11 +400,6 @@ TABLES: dict[str, Callable[[], Table | Listing]] = {
     "memory": memory,
     "memory-error": memory_error,
     "compile": lambda: plain(f"{BENCH}/compile.csv", speed_columns()),
-    "fsdp": lambda: of(
-        f"{BENCH}/fsdp.csv",
-        newest(pick(f"{BENCH}/fsdp.csv"), "case", "gpus", "p2p", "micro_batch"),
-        {"GPUs": column("gpus"), "NVLink": column("p2p")} | speed_columns() | {"at rest GiB": column("rest_gib", 1)},
-    ),
     "checkpoint": lambda: plain(
         f"{BENCH}/checkpoint.csv",
         {"case": code("case"), "bytes per parameter": column("bytes_param", 2), "save s": column("save_s", 0),
