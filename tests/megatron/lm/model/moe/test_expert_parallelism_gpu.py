@@ -8,20 +8,26 @@ import pytest
 import torch
 
 from helpers import dist, tiny
+from megatron.lm.config import Config
+from megatron.lm.config.rules.check import check
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 64, "swiglu": True, "disable_bias_linear": True, "hidden_size": 64}
 EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.1}
 EP2 = {"expert_model_parallel_size": 2}
 RUNS: dict[str, dict[str, Any]] = {
-    f"{level} {graph}": {"precision": level, "cuda_graph": graph} for level in ("O0", "O3") for graph in ("none", "step")
+    f"{level} {graph}": {"opt_level": level, "cuda_graph": graph} for level in ("O0", "O3") for graph in ("none", "step")
 } | {"fp32 none": {"precision": "fp32", "cuda_graph": "none"}}
 LIMITS = {"fp32": 1e-4, "O0": 1e-2, "O3": 2e-2}
 
 
+def settings_of(prefix: str, name: str, grid: dict[str, Any], micro_batch_size: int) -> Config:
+    shared = {"global_batch_size": 8, "train_iters": 12, "ddp_bucket_size": 5000, "num_layers": 2}
+    return tiny.config(prefix, micro_batch_size=micro_batch_size, **shared, **EXPERTS, **RUNS[name], **grid)
+
+
 def train(prefix: str, name: str, grid: dict[str, Any], micro_batch_size: int) -> tuple[list[float], list[torch.Tensor]]:
     """Losses (on rank 0) and the bits of this rank's weights after 12 steps of a global batch of 8."""
-    shared = {"global_batch_size": 8, "train_iters": 12, "ddp_bucket_size": 5000, "num_layers": 2}
-    settings = tiny.config(prefix, micro_batch_size=micro_batch_size, **shared, **EXPERTS, **RUNS[name], **grid)
+    settings = settings_of(prefix, name, grid, micro_batch_size)
     file = f"{prefix}.{name}.{len(grid)}.jsonl"
     settings = tiny.replace(settings, logging=tiny.replace(settings.logging, metrics_file=file))
     with tiny.trainer(settings) as made:
@@ -35,6 +41,14 @@ def train_all(prefix: str, grid: dict[str, Any], micro_batch_size: int) -> dict[
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
     return {name: train(prefix, name, grid, micro_batch_size) for name in RUNS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_runs_are_valid(name, tmp_path: Path):
+    """The rest requires GPUs, and an invalid flag ended its first run there."""
+    prefix = str(tiny.write_data(tmp_path))
+    check(settings_of(prefix, name, {}, 2), 1)
+    check(settings_of(prefix, name, EP2, 2), 2)
 
 
 @pytest.mark.multi_gpu
