@@ -5,6 +5,13 @@ from megatron.lm.config.megatron_flags.topics.row import accepted, dropped, refu
 MLA = "multi-latent attention is not supported: use multi-head or grouped-query attention (--group-query-attention)"
 HYBRID = "Mamba and linear attention are not supported: drop it, or use Megatron-LM"
 OTHER_MODELS = "this trainer builds only GPT, and BERT as RoBERTa trains it (--objective masked-lm): use Megatron-LM for this model"
+WINDOW = "sliding-window attention is not supported, every token attends to all before it: use Megatron-LM for this model"
+SINKS = (
+    "attention sinks and other additions to the softmax are not supported: give --softmax-type vanilla, or use Megatron-LM for this model"
+)
+CLAMPED = (
+    "gated activations with an offset or a clamp (gpt-oss) are not supported: use Megatron-LM for this model, or --swiglu without them"
+)
 LAYER = "this variant of a layer is not supported: drop it, or use Megatron-LM"
 
 FLAGS = (
@@ -114,13 +121,11 @@ FLAGS = (
     *refused("weights are drawn from a normal distribution: use --init-method-std", "--init-method-xavier-uniform"),
     *refused("embeddings are initialized like the other weights: use --init-method-std", "--embedding-init-method-std X"),
     *refused("it runs only in Transformer Engine: use --precision te-bf16", "--transformer-impl TEXT"),
+    *refused(WINDOW, "--window-size TEXT", "--window-attn-skip-freq TEXT"),
+    *refused(SINKS, "--softmax-type TEXT"),
+    *refused(CLAMPED, "--glu-linear-offset X", "--activation-func-clamp-value X"),
     *refused(
         LAYER,
-        "--window-size TEXT",
-        "--window-attn-skip-freq TEXT",
-        "--softmax-type TEXT",
-        "--glu-linear-offset X",
-        "--activation-func-clamp-value X",
         "--use-fused-weighted-squared-relu",
         "--fp32-residual-connection",
         "--apply-residual-connection-post-layernorm",
