@@ -87,6 +87,22 @@ def test_sixteen_bits_are_rounded_where_a_linear_layer_rounds(dtype):
         assert layer()(x, probs, choices).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_swiglu_probability_and_sum_are_in_fp32(dtype, monkeypatch):
+    monkeypatch.setattr(expert_layer, "_torch_multiplies", lambda rows, weight: False)  # the same products as below, to the bit
+    experts, (x, probs, choices) = layer(dtype), routed()
+    fc1, fc2 = experts.parameters()
+    rows = torch.zeros((*choices.shape, HIDDEN), dtype=dtype)
+    for e in range(EXPERTS):
+        token, choice = torch.where(choices == e)
+        gate, up = (x.to(dtype)[token] @ fc1[e].t()).float().chunk(2, 1)
+        rows[token, choice] = (F.silu(gate) * up * probs[token, choice, None]).to(dtype) @ fc2[e].t()
+    total = torch.zeros_like(x)
+    for chosen in rows.unbind(1):
+        total = total + chosen.float()
+    assert torch.equal(experts(x.to(dtype), probs, choices), total.to(dtype))
+
+
 def test_second_derivatives():
     experts, (x, probs, choices) = layer(), routed()
     (first,) = torch.autograd.grad(experts(x, probs, choices).square().sum(), x, create_graph=True)

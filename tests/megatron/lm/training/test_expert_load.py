@@ -75,6 +75,19 @@ def test_the_bias_moves_against_the_load_and_not_on_a_skipped_step():
 
 
 @pytest.mark.usefixtures("one_process")
+def test_the_bias_is_fp32_in_a_bf16_model():
+    """BF16 would lose every update of a bias near 1."""
+    made = training(moe_router_bias_update_rate=2.0**-12, precision="bf16")
+    for router in made.experts.routers:
+        router.expert_bias.fill_(1.0)
+    train_step(made, tiny.micro_batches(made.config))
+    directions = torch.sign(made.experts._counts.mean(1, keepdim=True) - made.experts._counts)
+    biases = torch.stack([router.expert_bias for router in made.experts.routers])
+    assert biases.dtype is torch.float32
+    assert torch.equal(biases, (1.0 + 2.0**-12 * directions).float())
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("micro_batches", "precision"), [(1, "fp32"), (2, "fp32"), pytest.param(2, "O3", marks=pytest.mark.nightly(4))])
 def test_graphs_have_the_gradients_of_eager_steps(micro_batches: int, precision: str):
     settings = {"global_batch_size": 4 * micro_batches, "precision": precision}
