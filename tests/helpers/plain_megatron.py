@@ -1,6 +1,6 @@
 """A program of plain megatron-core, without this repository: it writes checkpoints as Megatron-LM does, and loads them.
 
-    python plain_megatron.py write FOLDER '{"a": {"tp": 2, "swiglu": true}}'    # once per process, as torchrun does
+    python plain_megatron.py write FOLDER '{"a": {"tp": 2, "swiglu": true}}'    # forks into WORLD_SIZE ranks once all is imported
     python plain_megatron.py load FOLDER '{"a": {...}}'
 
 `write` trains a small GPT for three steps of random gradients, saves it under FOLDER/a/iter_0000010 with megatron-core's own
@@ -331,8 +331,32 @@ def one(what: str, folder: Path, s: dict[str, Any]) -> None:
             dist.destroy_process_group(group)
 
 
+def forked() -> list[int]:
+    """Where no RANK is set: import megatron-core, 4 s, once for all ranks, then be each of them; rank 0 gets the ids of the others.
+
+    After an import that asks CUDA what it has no fork can use it: with a GPU each rank is a program of its own, with RANK.
+    """
+    if "RANK" in os.environ:
+        return []
+    import megatron.core.dist_checkpointing
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer  # noqa: F401
+
+    others: list[int] = []
+    os.environ["RANK"] = "0"
+    for rank in range(1, int(os.environ["WORLD_SIZE"])):
+        others.append(os.fork())
+        if not others[-1]:
+            os.environ["RANK"] = str(rank)
+            return []
+    return others
+
+
 def main() -> None:
     what, folder, cases = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    others = forked()
     assert not any(name.split(".")[0] == "msamp" for name in sys.modules)
     if torch.cuda.is_available():
         torch.cuda.set_device(dist_rank := int(os.environ["RANK"]))
@@ -343,6 +367,7 @@ def main() -> None:
     for name, case in cases.items():
         one(what, folder / name, DEFAULTS | case)
     dist.destroy_process_group()
+    assert not any(os.waitpid(other, 0)[1] for other in others), "another rank failed"
 
 
 if __name__ == "__main__":
