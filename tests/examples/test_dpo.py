@@ -25,7 +25,7 @@ def run(made, save, **settings):
     return post_runs.example("rlhf/dpo.py").main(words)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O0", pytest.param("O2", marks=pytest.mark.nightly(3)), "O3"])
 def test_it_begins_at_log_two_and_learns_to_prefer(made, tmp_path, level, capsys):
     from transformers import AutoModelForCausalLM
 

@@ -55,9 +55,7 @@ def run(made: Path, **settings: Any) -> int:
     return refusals.code(post_runs.example("bert/finetune_boolq.py", wants_transformers=False).main, flags(made, **settings))
 
 
-@pytest.mark.parametrize(
-    "level", ["O0", "O3", pytest.param("O1", marks=pytest.mark.nightly(20)), pytest.param("O2", marks=pytest.mark.nightly(20))]
-)
+@pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly(20)) for level in ("O0", "O1", "O2"))])
 def test_it_beats_the_commoner_answer(made: Path, tmp_path: Path, level: str, capsys: pytest.CaptureFixture[str]):
     assert run(made, opt_level=level, output=tmp_path / "a/found.json") == 0
     found = json.loads((tmp_path / "a/found.json").read_text())

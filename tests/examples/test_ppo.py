@@ -60,7 +60,7 @@ def test_four_models_take_less_in_fp8_and_a_frozen_one_has_no_states(made, tmp_p
     assert len(re.findall(r"^(?:reference|reward_model) .* states +0.000, gradients +0.000$", told, re.MULTILINE)) == 4
 
 
-@pytest.mark.parametrize("level", ["O0", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.nightly(3)), "O3"])
 def test_it_goes_on_bit_for_bit(made, tmp_path, level):
     settings = {"opt_level": level, "save_interval": 2, "kl_target": 0.5, "train_iters": 4}
     assert by_model(made, tmp_path / "run", **settings) == 0

@@ -44,7 +44,7 @@ def run(made, save, **settings):
     return post_runs.example("sft/train.py").main(flags(made, save, **settings))
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", pytest.param("O1", marks=pytest.mark.nightly(20)), "O3"])
+@pytest.mark.parametrize("level", ["O0", *(pytest.param(level, marks=pytest.mark.nightly(20)) for level in ("O1", "O2")), "O3"])
 def test_it_learns_and_transformers_reads_the_model(made, tmp_path, level, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -74,7 +74,7 @@ def test_the_roundings_reach_the_optimizer(made, tmp_path):
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O0", pytest.param("O2", marks=pytest.mark.nightly(3)), "O3"])
 def test_a_bf16_export_that_loses_small_changes_is_told_and_fp32_keeps_them(made, tmp_path, level, capsys):
     """At a learning rate of 1e-6 most weights move by less than half a step of BF16."""
     exports = {}
@@ -128,7 +128,7 @@ def test_o0_is_a_plain_loop_of_torch_bit_for_bit(made, tmp_path):
     assert all(torch.equal(x, trained[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("level", ["O0", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.nightly(2)), "O3"])
 def test_it_goes_on_bit_for_bit(made, tmp_path, level, monkeypatch):
     assert run(made, tmp_path / "whole", opt_level=level) == 0
     write = saved.save

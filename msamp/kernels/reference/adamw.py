@@ -141,7 +141,7 @@ class Batch:
                 yield self._part(start, i)
                 start, elements = i, 0
             elements += g.numel()
-        yield self._part(start, len(self.grads))
+        yield self._part(start, len(self.grads)) if start else self
 
     def _part(self, start: int, end: int) -> Self:
         return self.each(lambda column: column[start:end])

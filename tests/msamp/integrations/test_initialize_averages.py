@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import msamp
 from helpers import dist
+from helpers.choices import each_once
 from helpers.numerics import make
 
 LOUD = 64.0
@@ -52,11 +53,10 @@ def error(model: nn.Module, exact: nn.Module) -> float:
 
 
 @pytest.mark.promise("Hosts", "torch's AveragedModel multiplies by the averaged weights, with `use_buffers` too.")
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "ema"])
+@each_once(1.0, average=["mean", "ema"], buffers=[False, True])
 def test_an_average_multiplies_by_the_averaged_weights(average, buffers):
     """Its buffers are means of scales of several moments, and would saturate."""
-    low, found, exact = averaged("O2", average, buffers)
+    low, found, exact = averaged("O2", get_ema_multi_avg_fn(0.9) if average == "ema" else None, buffers)
     assert error(low, exact) > 0.3
     assert error(found, exact) < 0.1
     assert error(copy.deepcopy(found), exact) < 0.1
@@ -70,8 +70,7 @@ def test_an_average_multiplies_by_the_averaged_weights(average, buffers):
     assert error(other, exact) < 0.1
 
 
-@pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@each_once(1.0, level=["O2", "O3"], moved=[False, True])
 def test_an_average_that_is_swapped_in_and_out_does_no_harm(level, moved):
     """As Lightning's WeightAveraging does it: parameters and buffers through `.data`, for which no version counts."""
     low, found, exact = averaged(level, None, True)

@@ -8,12 +8,10 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from helpers import hosts
 from helpers.definitions import grouped_mm
 from tools.bench import bench_moe_baselines as bench
 from tools.bench import rows
 
-hosts.need("transformers")
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 8}
 WORK = bench.Work(micro_batch=2, micro_batches=2, seq_length=16)
 CPU = torch.device("cpu")

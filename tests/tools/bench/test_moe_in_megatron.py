@@ -3,11 +3,9 @@ import itertools
 import pytest
 import torch
 
-from helpers import hosts
 from tools.bench import bench_moe_baselines as bench
 from tools.bench.moe_in_megatron import MegatronTrainer, started
 
-hosts.need("transformers")
 WORK = bench.Work(micro_batch=2, micro_batches=2, seq_length=16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 8}

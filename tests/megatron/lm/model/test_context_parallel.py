@@ -157,7 +157,7 @@ AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("core_attn"
     ("given", "way", "least"),
     [
         (FP8_ATTENTION, {}, 15),
-        (FP8_ATTENTION, HEADS, 45),
+        pytest.param(FP8_ATTENTION, HEADS, 45, marks=pytest.mark.nightly(3)),
         ({}, HEADS, 45),
         pytest.param(FP8_ATTENTION, HEADS | AGAIN, 45, marks=pytest.mark.nightly(3)),
         pytest.param({}, HEADS | AGAIN, 45, marks=pytest.mark.nightly(3)),

@@ -143,7 +143,13 @@ def _grid(prefix: Path, settings: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "grid", [{"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}], ids=["PP", "TP", "DP"]
+    "grid",
+    [
+        {"pipeline_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        pytest.param({}, marks=pytest.mark.nightly(2)),
+    ],
+    ids=["PP", "TP", "DP"],
 )
 def test_a_grid_trains_as_one_process(gloo_prefix: Path, grid: dict[str, Any]):
     alone = _grid(gloo_prefix, {})

@@ -40,7 +40,7 @@ def test_another_schedule_is_refused_unless_a_flag_says_which(prefix: Path, tmp_
 RAMP = {"train_samples": 120, "global_batch_size": 16, "micro_batch_size": 2, "rampup_batch_size": [4, 4, 40], "lr_warmup_samples": 20}
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.nightly(2)), "O2"])
 def test_a_run_resumes_in_mid_ramp_to_the_same_bits(prefix: Path, tmp_path: Path, level: str):
     shared = RAMP | {"opt_level": level, "micro_batch_size": 4, "hidden_dropout": 0.1 if level == "O0" else 0.0}
     straight = [row for row in tiny.run(tiny.config(prefix, **shared, eval_iters=1)) if row["kind"] == "train"]
@@ -137,7 +137,7 @@ def test_every_shape_trains_at_every_level(prefix: Path, shape: str, level: str)
 UNUSUAL = {"squared_relu": True, "disable_bias_linear": True, "add_qkv_bias": True, "use_rope_scaling": True, "rope_scaling_factor": 4.0}
 
 
-@pytest.mark.parametrize("level", ["O0", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.nightly(2)), "O3"])
 def test_an_unusual_model_resumes_to_the_same_bits_and_its_rotation_may_change_with_finetune(prefix: Path, tmp_path: Path, level: str):
     folder, shared = str(tmp_path / "saved"), UNUSUAL | {"opt_level": level}
     straight = tiny.losses(tiny.run(tiny.config(prefix, **shared)))

@@ -5,6 +5,7 @@ import torch
 
 import msamp
 from helpers import post_runs
+from helpers.choices import each_once
 from megatron.lm.post import models
 from megatron.lm.post.memory import stored
 from megatron.lm.post.ppo.rollout import generate, log_probs, scores, values
@@ -35,8 +36,7 @@ def trained(folder, level, steps=0):
     return model
 
 
-@pytest.mark.parametrize("steps", [0, 20])
-@pytest.mark.parametrize("level", LEVELS)
+@each_once(2.0, level=LEVELS, steps=[20, 0])
 def test_tokens_with_the_cache_are_those_without(folder, level, steps):
     model = trained(folder, level, steps)
     for temperature in (0.0, 1.0):
@@ -44,7 +44,7 @@ def test_tokens_with_the_cache_are_those_without(folder, level, steps):
         assert with_cache.tokens.equal(without.tokens)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("O2", marks=pytest.mark.nightly(3)), "O3"])
 def test_logits_of_the_cache_are_those_of_training(folder, level):
     """Before the windows of delayed scaling are filled, a cast's scale is taken over one token with the cache, and over the whole sequence
     without: a power of two either way, so that only the smallest values differ."""
