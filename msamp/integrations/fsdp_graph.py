@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from msamp.integrations.fsdp import ShardedOptimizer
-from msamp.kernels.cuda_graph import capturing
+from msamp.kernels.cuda_graph import capturing, unregistrable
 from msamp.nn.scaling_state import TensorScales
 from msamp.optim.states import is_scaled, payload, scale_inv
 
@@ -67,6 +67,8 @@ class GraphedStep:
     ) -> None:
         if not isinstance(model, FSDPModule):
             raise ValueError(f"the model is a {type(model).__name__} that is not sharded; call fully_shard(model) before GraphedStep")
+        if (reason := unregistrable()) is not None:
+            raise ValueError(f"a step cannot be captured in a CUDA graph: {reason}")
         known = {id(p) for p in model.parameters()}
         if not all(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("the optimizer has parameters that are not in this model; build it from model.parameters() after fully_shard")

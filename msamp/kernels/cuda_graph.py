@@ -1,12 +1,30 @@
 """Capture of a CUDA graph, which leaves nothing behind if it fails."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from msamp.kernels import scalar_pool
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def unregistrable() -> str | None:
+    """Return why collectives of this process cannot be captured in a CUDA graph, or None if they can.
+
+    NCCL registers the buffers of captured collectives with the other GPUs, which fails for memory of PyTorch's expandable segments. A run
+    on two H200s hung at its first graphs; megatron-core refuses the same.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" not in dist.get_backend():
+        return None
+    settings = [name for name in ALLOCATOR_SETTINGS if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")]
+    if not settings or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    return f"NCCL cannot register buffers with {settings[0]}=expandable_segments:True (set NCCL_GRAPH_REGISTER=0 too)"
 
 
 @contextlib.contextmanager

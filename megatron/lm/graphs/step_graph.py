@@ -19,6 +19,7 @@ from megatron.lm.model.moe.router import scale_losses
 from megatron.lm.processes import process_groups
 from megatron.lm.step import micro_batch_loss
 from megatron.lm.training.state import Batches, Training
+from msamp.kernels.cuda_graph import unregistrable
 from msamp.nn.expert_layer import has_grouped_kernel
 from msamp.nn.expert_matrices import one_cast_per_step
 
@@ -35,7 +36,7 @@ def obstacle(config: Config) -> str | None:
             _experts_in_a_loop(config)
         ),
     }
-    return next((reason for reason, holds in obstacles.items() if holds), None) or capture.obstacle(config)
+    return next((reason for reason, holds in obstacles.items() if holds), None) or capture.obstacle(config) or unregistrable()
 
 
 def _experts_in_a_loop(config: Config) -> bool:

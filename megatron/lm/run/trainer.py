@@ -45,7 +45,7 @@ from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.token_check import TokenCheck
-from megatron.lm.run.watchdog import READING, Watchdog
+from megatron.lm.run.watchdog import IN_STEP, READING, Watchdog
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.shell.terminal import wrapped
@@ -300,7 +300,7 @@ class Trainer:
 
     def _step(self, stream: Batches, iteration: int) -> StepResult:
         """Run the training step of an iteration, with recording and metrics."""
-        self.watchdog.at("in a step", iteration)
+        self.watchdog.at(IN_STEP, iteration)
         self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
         self.profiles.before(iteration)
         with self._recording(iteration), guarded(self.training, iteration):

@@ -22,7 +22,8 @@ from megatron.lm.shell.exit_codes import lacks_memory, leave_at_once
 BEAT_SECONDS = 5.0  # at most, between two reports of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to return the position of each rank
 FAILED_TOGETHER_SECONDS = 3.0  # how much later than this rank another may raise an error that all ranks raise
-READING = "reading data"
+LAUNCHER_GONE_SECONDS = 120.0  # how long a step may take once torchrun is dead
+READING, IN_STEP = "reading data", "in a step"
 LOW_LIMIT = 1024  # open files of a process; a lower limit may be why data workers send nothing
 OUR_THREADS = ("heartbeat", "watchdog", "save")  # besides training
 
@@ -51,6 +52,9 @@ class Watchdog:
     stuck rank, if this rank has not advanced for `timeout` seconds. The first to notice writes the line to the store, and the others print
     the same. A stopped or spinning process never joins a collective, so unwinding would hang.
 
+    Processes leave after the step in which their torchrun was killed (`signals.Requests`). A step that never ends, because its collectives
+    do not, would hold the GPU for the whole timeout: it ends after `LAUNCHER_GONE_SECONDS`.
+
     With NCCL the device waits in a collective, not the host: after an error on one rank nothing raises on the others, and even destroying
     the process group waits for the device. `failed_alone` notifies the others, which exit as above.
 
@@ -66,6 +70,7 @@ class Watchdog:
         self._moves, self._since = 0, time.monotonic()
         self._ended, self._stalled, self._reported = threading.Event(), threading.Event(), threading.Event()
         self._verdict = ""
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     @classmethod
     def of(cls, config: Config) -> "Watchdog":
@@ -159,7 +164,7 @@ class Watchdog:
                 return
             # Counts wake-ups instead of time, because a suspended job has not been waiting.
             still, moves = (still + self.beat, moves) if self._moves == moves else (0.0, self._moves)
-            if still >= self.timeout:
+            if still >= self._limit():
                 self._stalled.set()
                 if self.ranks > 1:
                     self._reported.wait(ANSWER_SECONDS)
@@ -178,8 +183,18 @@ class Watchdog:
         time.sleep(2 * self.beat if self.ranks > 1 else 0)
         os._exit(1)
 
+    def _orphaned(self) -> bool:
+        """Return whether the torchrun that started this process is gone."""
+        return self._launcher is not None and os.getppid() != self._launcher
+
+    def _limit(self) -> float:
+        """Return the seconds for which this rank may stay where it is."""
+        return min(self.timeout, LAUNCHER_GONE_SECONDS) if self.phase == IN_STEP and self._orphaned() else self.timeout
+
     def _cause(self) -> str:
         """Return who is stuck, as far as it is known."""
+        if self._orphaned():
+            return "torchrun, which started this, is gone"
         if self.ranks == 1:
             return "it is stuck, see the traceback"
         holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from helpers import dist
-from msamp.integrations import fsdp
+from msamp.integrations import fsdp, fsdp_graph
 from msamp.integrations.fsdp_graph import GraphedStep
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -124,7 +124,10 @@ def order_of_calls() -> list[str]:
 def on_the_cpu() -> dict[str, Any]:
     losses, step, model = graphed("cpu", 4)
     plain = torch.optim.AdamW(model.parameters())
+    with mock.patch.object(fsdp_graph, "unregistrable", return_value="NCCL cannot register buffers"):
+        unregistered = message(lambda: GraphedStep(model, plain, print))
     return {
+        "unregistered": unregistered,
         "calls": order_of_calls(),
         "same": losses == eagerly("cpu", 4),
         "captured": step.captured,
@@ -144,6 +147,7 @@ def test_without_a_gpu_steps_are_eager_and_what_cannot_be_captured_is_refused():
         assert found["calls"][8:] == ["replay", "eager", "eager", "refresh", "capture", "replay"]
         assert found["captured"] == 0
         assert "a Linear that is not sharded; call fully_shard(model) before GraphedStep" in found["whole"]
+        assert found["unregistered"] == "a step cannot be captured in a CUDA graph: NCCL cannot register buffers"
         assert "AdamW reads its learning rate 0.001 on the host; pass lr=torch.tensor(...) and capturable=True" in found["plain"]
         assert "inputs are float; pass tensors" in found["numbers"]
         assert "an optimizer of sharded parameters cannot be copied or pickled" in found["copy"]

@@ -3,9 +3,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from msamp.kernels import scalar_pool
-from msamp.kernels.cuda_graph import capturing
+from msamp.kernels.cuda_graph import capturing, unregistrable
 
 
 class Graph:
@@ -38,6 +39,35 @@ def test_a_failed_capture_resets_its_graph_and_ends_the_pool(monkeypatch):
         pass
     assert kept.resets == 0
     assert used[0] == ((failed,), {"pool": "a pool", "stream": "a stream", "capture_error_mode": "thread_local"})
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks", "backend", "captured"),
+    [
+        (EXPANDABLE, 2, "nccl", False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, 2, "cpu:gloo,cuda:nccl", False),
+        (EXPANDABLE | {"NCCL_GRAPH_REGISTER": "1"}, 2, "nccl", False),
+        (EXPANDABLE | {"NCCL_GRAPH_REGISTER": "0"}, 2, "nccl", True),
+        (EXPANDABLE, 1, "nccl", True),
+        (EXPANDABLE, 2, "gloo", True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, 2, "nccl", True),
+        ({}, 2, "nccl", True),
+    ],
+)
+def test_collectives_are_not_captured_with_expandable_segments(environment, ranks, backend, captured, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert unregistrable() is None  # without process groups
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    reason = None if captured else f"NCCL cannot register buffers with {next(iter(environment))}=expandable_segments:True"
+    assert (unregistrable() or "").partition(" (set NCCL_GRAPH_REGISTER=0 too)")[0] == (reason or "")
 
 
 @pytest.mark.gpu

@@ -66,9 +66,12 @@ def test_what_is_captured_is_told(monkeypatch):
     assert choose(tiny.config("corpus", **stages, cuda_graph="none")) == ("none", "--cuda-graph none")
 
 
-def test_without_a_gpu_there_is_none(monkeypatch):
+def test_without_a_gpu_or_buffers_that_nccl_can_register_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert obstacle(tiny.config("corpus")) == "there is no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megatron.lm.graphs.step_graph.unregistrable", lambda: "of NCCL")
+    assert choose(tiny.config("corpus")) == ("none", "of NCCL")
 
 
 def trained(mode: str, settings: dict[str, Any], bad: int | None = None, unseen: int | None = None) -> tuple[list[Any], list[Tensor], int]:

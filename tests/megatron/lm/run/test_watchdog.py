@@ -83,6 +83,35 @@ def test_one_process_is_watched_as_many():
     assert "in <module>" in done.stderr  # the traceback
 
 
+ORPHAN = """
+import os, sys, time
+from megatron.lm.run import watchdog
+os.environ["TORCHELASTIC_RUN_ID"] = "1"
+watchdog.LAUNCHER_GONE_SECONDS = 1.0
+watch = watchdog.Watchdog(16.0, 0, 1)
+with watch.watching():
+    watch.at(sys.argv[1], 4)
+    watchdog.os.getppid = lambda: 1
+    time.sleep(7)
+print("left in peace")
+"""
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("phase", ["in a step", "saving"])
+def test_a_step_that_does_not_end_is_left_soon_after_torchrun_was_killed(phase: str):
+    """It held the GPU for ten minutes, and all later runs on it ran out of memory. A save may take its time."""
+    line = [sys.executable, "-W", "ignore", "-c", ORPHAN, phase]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    if phase == "saving":
+        assert (done.returncode, done.stdout) == (0, "left in peace\n")
+        return
+    assert done.returncode == 1
+    assert re.search(
+        r"^error: the process ends after \d s at iteration 4, in a step \(.*\): torchrun, which started this, is gone", done.stderr
+    )
+
+
 @pytest.mark.parametrize(
     ("file", "name", "waits"), [("distributed_c10d.py", "main", True), ("step.py", "main", False), ("distributed_c10d.py", "save", False)]
 )
