@@ -181,9 +181,9 @@ def draw_bytes(numbers: Numbers, path: Path) -> None:
 
 
 def in_lines(name: str) -> str:
-    """Return a long name in two lines, the second with how it ran."""
+    """Return a long name in two lines, the second with how it ran; a name that has no such part stays in one."""
     first, _, last = name.rpartition(", ")
-    return f"{first},\n{last}" if len(name) > LONG_LABEL else name
+    return f"{first},\n{last}" if first and len(name) > LONG_LABEL else name
 
 
 def cycle(count: int) -> list[tuple[float, str]]:

@@ -146,7 +146,8 @@ def run(
 
 
 def outdated(entry: Entry, size: str, rows: Sequence[Row], folder: Path, commit: str | None = None) -> dict[str, list[Row]]:
-    """Recompute a size whose results are `computed`, and return the rows of each piece whose values or sources are no longer those on file.
+    """Recompute a size whose results are `computed`, and return the rows of each piece whose values or sources are no longer those on file;
+    none for a piece on file that the entry no longer has.
 
     Args:
         entry: an entry with results of this size.
@@ -155,7 +156,7 @@ def outdated(entry: Entry, size: str, rows: Sequence[Row], folder: Path, commit:
         folder: see `Task`.
         commit: hash to record if the tree is not a git checkout.
     """
-    changed = {}
+    changed: dict[str, list[Row]] = {row["piece"]: [] for row in rows if row["size"] == size and row["piece"] not in entry.pieces(size)}
     for piece in entry.pieces(size):
         on_file = [row for row in rows if (row["size"], row["piece"]) == (size, piece)]
         findings = list(entry.run(Task(size, piece, Path(), folder, commit)))

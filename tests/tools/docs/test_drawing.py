@@ -56,6 +56,14 @@ def test_every_axis_has_a_label_and_nothing_is_cut(name: str, drawn: list[Any], 
         assert smallest * PHONE / width >= LEGIBLE
 
 
+def test_a_long_name_is_in_two_lines_where_it_says_how_it_ran() -> None:
+    assert drawing.in_lines("a rather long name, in graphs") == "a rather long name,\nin graphs"
+    assert [drawing.in_lines(name) for name in ("O2, in graphs", "a rather long name alone")] == [
+        "O2, in graphs",
+        "a rather long name alone",
+    ]
+
+
 def test_panels_have_one_scale(drawn: list[Any], tmp_path: Path) -> None:
     panels = {"a": {"x": [[0, 10, 20], [9.0, 2.0, 1.0]]}, "b": {"x": [[0, 10, 20], [90.0, 3.0, 2.0]]}}
     drawing.draw_panels({"panels": panels, "x": "step", "y": "loss", "log": ""}, tmp_path / "figure.png")

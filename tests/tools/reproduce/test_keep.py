@@ -176,3 +176,7 @@ def test_computed_results_are_replaced_where_a_value_or_its_source_has_changed(t
         ("kept", "speed"): ("2", "new1234"),
         ("kept", "size"): ("3", "abc1234"),
     }
+    fewer = dataclasses.replace(one, pieces=lambda size: ["read"])
+    assert keep.outdated(fewer, "kept", keep.read(file), tmp_path) == {"shapes": []}
+    assert keep.recompute(fewer, tmp_path, "1111111") == ["kept, shapes"]
+    assert [(row["size"], row["piece"]) for row in keep.read(file)] == [("toy", "read"), ("toy", "shapes"), ("kept", "read")]

@@ -50,6 +50,13 @@ def test_every_kept_size_is_computed_and_none_that_trains_on_a_text_or_needs_a_g
     assert not [pair for pair in COMPUTED if sizes[pair].gpus or sizes[pair].text or pair[1] in ("small", "full")]
 
 
+def test_every_row_on_file_is_of_a_piece_that_its_entry_has():
+    for name, one in ENTRIES.items():
+        file = ROOT / keep.RESULTS / f"{name}.csv"
+        pieces = {(row["size"], row["piece"]) for row in (keep.read(file) if file.exists() else [])}
+        assert {(size, piece) for size, piece in pieces if size not in one.sizes or piece not in one.pieces(size)} == set(), name
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly(60)] if ENTRIES[name].slow else []) for name in TOYS])
 def test_a_toy_runs_on_a_cpu(name, tmp_path):
     one = ENTRIES[name]
