@@ -38,6 +38,7 @@ class TensorReader:
 
     def __init__(self, stored: Stored, vocab_size: int, requantised: set[str], steps: int = 0) -> None:
         self.stored, self.vocab_size, self.requantised, self.steps = stored, vocab_size, requantised, steps
+        self.kinds = {name.partition("/")[0] for name in stored.tensors}  # once: a mixture of experts has thousands of tensors
         self.weights: dict[str, Found] = {}  # by name, those read so far that have a separate master
 
     def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
@@ -115,7 +116,7 @@ class TensorReader:
             return {key: self._to(best, fmt)}
         if declared.remainder_of is not None:
             return {key: self.remainder(key, where, shape, fmt)}
-        if not any(name.startswith(f"{key}/") for name in self.stored.tensors):
+        if key not in self.kinds:
             raise ValueError(
                 f"{self.stored.folder} has no {key}, which this run's optimizer requires: it was saved with another update; initialize the "
                 "optimizer's states with --no-load-optim, or resume with the saved precision"
