@@ -97,8 +97,8 @@ mutants: $(READY) ## check that the tests notice each one-line fault of tools/mu
 test-gpu: $(READY) ## tests on one GPU with FP8
 	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)
 
-test-multi-gpu: $(READY) ## tests on two or more GPUs, four files at a time on the same cards: their models are small, and starting processes takes longest
-	OMP_NUM_THREADS=1 $(PYTEST) -n 4 --dist loadfile -m multi_gpu tests $(ARGS)
+test-multi-gpu: $(READY) ## tests on two or more GPUs, six at a time on the same cards: their models are small, and starting processes takes longest
+	OMP_NUM_THREADS=1 $(PYTEST) -n 6 --dist worksteal -m multi_gpu tests $(ARGS)
 
 soak: $(READY) ## kill small trainings 100 times at random moments, and see that nothing is lost (half an hour)
 	$(PYTHON) tools/soak.py $(ARGS)

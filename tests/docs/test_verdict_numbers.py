@@ -100,7 +100,7 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
      / (results("fp8lm-table2")["held-out text: bits per byte, O3 over O0, each read in its own precision"] - 1) < 0.65),
     ("fp8lm-table2", "FP8 layers cost a percent of the loss before any training", lambda: remaining("before training") == {1.0}),
     ("fp8lm-table2", "a little more than half of that remains", lambda: remaining("after it, each in its own layers") == {0.6}),
-    ("fp8lm-table2", "a fifth of a percent, at O1 as at O2", lambda: remaining("after it, both in BF16 layers") == {0.2}),
+    ("fp8lm-table2", "a fifth of a percent, at every level and with COAT", lambda: remaining("after it, both in BF16 layers") == {0.2}),
     ("fp8lm-table3", "this explains about half of the difference after training",
      lambda: 0.4 < results("fp8lm-table3")["O3: held-out loss from O0's before any step"]
      / results("fp8lm-table3")["O3: held-out loss from O0's, each read in its own precision"] < 0.6),
@@ -201,9 +201,17 @@ def test_words_of_verdicts_are_those_of_the_results(entry, text, true):
 
 def test_readme_says_of_the_longest_run_what_its_curve_says():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "expect O3 to cost a few tenths of a percent of loss" in readme
-    (cost,) = re.findall(r"and \+([\d.]+) % at O3", " ".join(losses.longest().markdown().split()))
-    assert 0.2 <= float(cost) <= 0.5
+    assert "The [longest run](docs/results/results.md#a-longer-run) has one seed" in readme
+    assert " ".join(losses.longest().text.split()) in readme
+    assert {line[0].split(",")[1] for line in losses.judged().cells} == {" seed 1234"}
+
+
+def test_the_longest_run_is_nearer_on_held_out_text_than_on_text_that_it_has_read():
+    """As its page says: the held-out distance falls, that of training grows."""
+    held_out, trained = ([float(value) for value in table.cells[1][1:]] for table in (losses.judged(), losses.longer_run()))
+    assert held_out == sorted(held_out, reverse=True)
+    assert trained == sorted(trained)
+    assert held_out[-1] < 0.2 < trained[-1]
 
 
 def test_readme_counts_its_answers():

@@ -9,6 +9,7 @@ MOE = f"{BENCH}/moe.csv"
 BASE = "O0"
 GRAPHED = ", mock data"  # end of a case whose timed steps were all CUDA graphs
 CARDS = {", two cards": 2}
+WHOLE = ("6a0c496c", "aaa504b9")  # trees of the whole OLMoE and of its baselines
 
 
 def graphed(row: Row) -> bool:
@@ -46,4 +47,14 @@ def steps() -> Table:
     return of(MOE, rows, columns)
 
 
-TABLES: dict[str, Callable[[], Table]] = {"moe-steps": steps}
+def baselines() -> Table:
+    """Steps of one card beside those of other libraries, by number of layers, with enwik8."""
+    rows = sorted(pick(MOE, lambda row: row["model"] == "OLMoE" and row["commit"] in WHOLE), key=lambda row: -int(row["layers"]))
+    columns: dict[str, Callable[[Row], str]] = {
+        "layers": column("layers"), "case": lambda row: row["case"] if " " in row["case"] else f"`{row['case']}`",
+        "tokens/s": kilo("tokens_s"), "peak GiB": column("peak_gib", 1), "commit": column("commit"),
+    }  # fmt: skip
+    return of(MOE, rows, columns)
+
+
+TABLES: dict[str, Callable[[], Table]] = {"moe-steps": steps, "moe-baselines": baselines}

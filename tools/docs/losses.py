@@ -1,8 +1,9 @@
 """Tables of losses: curves against BF16 of the same seeds, seeds against each other, and CUDA graphs against eager steps."""
 
+import functools
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron.lm.evaluation.paired_difference import Interval, PairedDifference, paired_difference
 from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Sentence, Table, column, of, pick
@@ -11,10 +12,11 @@ from tools.reproduce.compare_precisions import FIRST_SEED, folder_of
 
 CURVES = f"{REPRODUCE}/precisions/curves.csv"  # runs of PRECISIONS, whose rows name their commit
 OPTIONS, SUMS = f"{REPRODUCE}/fp8_options", f"{REPRODUCE}/fp8_sums"  # folders of FP8's options, their files in the same form
+REMEDIES = f"{REPRODUCE}/remedies_125m"  # likewise, of the remedies for outliers, where there are none
 LARGE, EXPERTS = f"{REPRODUCE}/precisions_1.3b", f"{REPRODUCE}/moe_107m"  # likewise, of GPT-1.3B and of a mixture of experts
 TWO_RANKS = f"{REPRODUCE}/dp2_125m"  # likewise, on two data-parallel ranks
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
-LONG = f"{REPRODUCE}/long_125m/curves.csv"
+LONG, LONGEST = f"{REPRODUCE}/long_125m/curves.csv", f"{REPRODUCE}/long_400m/curves.csv"
 GRAPHS = f"{BENCH}/graphs_125m.csv"
 BASE = "bf16"
 Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: mean, least and most
@@ -148,26 +150,38 @@ def two_seeds() -> Table:
 
 
 def longest() -> Sentence:
-    """How far the levels end from BF16 in the longest training run: the last column of `longer_run`, in words."""
-    table = longer_run()
-    others = table.cells[1:]
-    tokens = table.columns[-1].removeprefix("to ")
-    apart = [(line[0].replace("`", "").removesuffix(", % from it").split(", seed "), line[-1]) for line in others]
-    base = table.cells[0][0].split("`")[1]
-    levels = " and ".join(f"{value} % at {level}" for (level, _), value in apart if level != base)
-    seeds = " and ".join(f"{value} %" for (level, _), value in apart if level == base)
-    text = f"""Longest training run: GPT-125M, {tokens}, one seed. Over its last quarter the training loss is {levels} from BF16's on the
-        same batches; BF16 of another seed, with other batches, is {seeds} from it."""
+    """How far O3 ends from BF16 in the longest training run, in words."""
+    table = judged()
+    apart, trained = (line[-1] for one in (table, longer_run()) for line in one.cells if "`O3`" in line[0])
+    text = f"""Longest training run: GPT-125M, {table.columns[-1]} over two data-parallel ranks, one seed. It ends with a held-out loss
+        {apart} % from BF16's at O3, on the same batches; on the training text, which both have read four times, the distance is
+        {trained} % over the last quarter."""
     return Sentence(" ".join(text.split()), table.sources)
 
 
-def longer_run(parts: int = 4) -> Table:
-    """Training losses of the longest run relative to O0 on the same batches, mean of the logged steps of each part; O0 of another seed,
-    whose batches differ, shows how far apart two runs of one precision are. Only steps that every run logged count."""
-    rows = pick(LONG, lambda row: row["kind"] == "train")
+def _by_run(file: str, kind: str) -> tuple[list[Row], dict[tuple[str, str], dict[int, float]]]:
+    """Return the rows of a kind, and their losses by level and seed, then by tokens."""
+    rows = pick(file, lambda row: row["kind"] == kind)
     runs: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         runs.setdefault((row["level"], row["seed"]), {})[int(row["tokens"])] = float(row["loss"])
+    return rows, runs
+
+
+def judged(file: str = LONGEST) -> Table:
+    """Held-out losses of the longest run, and their distances from O0's, at each evaluation."""
+    rows, runs = _by_run(file, "valid")
+    (base_name, base), *others = runs.items()
+    cells = [["`{}`, seed {}, nats per token".format(*base_name), *(f"{loss:.4f}" for loss in base.values())]]
+    for name, losses in others:
+        cells.append(["`{}`, seed {}, % from it".format(*name), *(f"{100 * (losses[at] / base[at] - 1):+.2f}" for at in base)])
+    return Table(["", *(f"{at / 1e6:.0f}M tokens" for at in base)], cells, [(file, rows)])
+
+
+def longer_run(file: str = LONGEST, parts: int = 4) -> Table:
+    """Training losses of a long run relative to O0 on the same batches, mean of the logged steps of each part; O0 of another seed, whose
+    batches differ, shows how far apart two runs of one precision are. Only steps that every run logged count."""
+    rows, runs = _by_run(file, "train")
     (base_name, base), *others = runs.items()
     logged = sorted(set(base).intersection(*(losses for _, losses in others)))
     ends = [logged[-1] * part // parts for part in range(parts + 1)]
@@ -177,7 +191,7 @@ def longer_run(parts: int = 4) -> Table:
         apart = (100 * statistics.fmean(losses[at] / base[at] - 1 for at in part) for part in within)
         cells.append(["`{}`, seed {}, % from it".format(*name), *(f"{value:+.2f}" for value in apart)])
     columns = ["", *(f"to {last / 1e6:.0f}M tokens" for last in ends[1:])]
-    return Table(columns, cells, [(LONG, rows)])
+    return Table(columns, cells, [(file, rows)])
 
 
 def graphs() -> Table:
@@ -188,3 +202,16 @@ def graphs() -> Table:
     level: Cell = lambda row: f"`{row['level']}`"  # noqa: E731 - defined like the other columns
     columns = {"level": level, "start": column("run"), "with graphs": column("loss", 4), "eager": column("eager", 4)}
     return of(GRAPHS, used, columns)
+
+
+COMPARISONS = {"loss-options": OPTIONS, "loss-sums": SUMS, "loss-large": LARGE, "loss-experts": EXPERTS, "loss-two-ranks": TWO_RANKS,
+               "loss-remedies": REMEDIES}  # fmt: skip
+TABLES: dict[str, Callable[[], Table]] = {
+    "loss-curves": against_bf16,
+    **{name: functools.partial(options, folder) for name, folder in COMPARISONS.items()},
+    "loss-seeds": two_seeds,
+    "loss-long": longer_run,
+    "loss-long-judged": judged,
+    "loss-long-earlier": lambda: longer_run(LONG),
+    "loss-graphs": graphs,
+}

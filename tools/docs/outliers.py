@@ -26,16 +26,19 @@ def losses() -> Table:
 
 
 def times() -> Table:
-    """Steps of GPT-125M with SwiGLU: the guard's measured and unmeasured steps, and Smooth-SwiGLU."""
+    """Steps with SwiGLU: the guard's measured and unmeasured steps, and Smooth-SwiGLU. What was measured in turns has its mean."""
     rows = pick(TIMES)
-    plain = {row["case"]: float(row["ms"]) for row in rows if " " not in row["case"]}
-
-    def slower(row: Row) -> str:
-        level, _, flags = row["case"].partition(" ")
-        return f"{100 * (float(row['ms']) / plain[level] - 1):+.1f}" if flags else ""
-
-    columns = {"case": code("case"), "ms/step": column("ms", 1), "% from the level alone": slower, "peak GiB": column("peak_gib", 2)}
-    return of(TIMES, rows, columns)
+    measured: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        measured.setdefault((row["preset"].split()[0], row["case"]), []).append(row)
+    ms = {key: statistics.fmean(float(row["ms"]) for row in alike) for key, alike in measured.items()}
+    cells = []
+    for (preset, case), alike in measured.items():
+        level, _, flags = case.partition(" ")
+        slower = f"{100 * (ms[preset, case] / ms[preset, level] - 1):+.1f}" if flags else ""
+        peak = max(float(row["peak_gib"]) for row in alike)
+        cells.append([f"GPT-{preset.upper()}", f"`{case}`", f"{ms[preset, case]:.1f}", slower, f"{peak:.2f}"])
+    return Table(["model", "case", "ms/step", "% from the level alone", "peak GiB"], cells, [(TIMES, rows)])
 
 
 def continued() -> Table:

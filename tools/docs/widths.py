@@ -8,7 +8,7 @@ from tools.docs.cells import BENCH, REPRODUCE, Table, pick
 from tools.docs.evidence import Row
 from tools.docs.tables import H200, STEP, best_and_same_run
 
-TUNED, LONG, LOOPS = f"{BENCH}/sft.csv", f"{REPRODUCE}/long_125m/curves.csv", f"{BENCH}/compile.csv"
+TUNED, LONG, LOOPS = f"{BENCH}/sft.csv", f"{REPRODUCE}/long_400m/curves.csv", f"{BENCH}/compile.csv"
 BASE, ALIAS, FASTEST = "O0", "bf16", "O3"
 NARROWEST = 576  # hidden size of SmolLM2-135M, whose folder and not a preset defines it
 SEED = "1234"  # of the longer run: O3 has one

@@ -46,7 +46,12 @@ def test_runs_that_are_not_on_file_are_named():
 
 
 def test_the_longest_run_in_words_is_the_last_column():
-    table, text = losses.longer_run(), " ".join(losses.longest().markdown().split())
-    last = {line[0].split("`")[1] + line[0].split(",")[1].removeprefix(" seed"): line[-1] for line in table.cells[1:]}
-    assert f"{last['O2 1234']} % at O2 and {last['O3 1234']} % at O3 from BF16's" in text
-    assert f"is {last['O0 1235']} % from it" in text
+    table, text = losses.judged(), " ".join(losses.longest().markdown().split())
+    (apart,) = (line[-1] for line in table.cells if line[0].startswith("`O3`"))
+    assert f"a held-out loss {apart} % from BF16's at O3" in text
+    assert table.columns[-1] in text
+
+
+def test_a_long_run_is_compared_with_the_first_level_of_its_file():
+    assert [line[0].split("`")[1] for line in losses.longer_run(losses.LONG).cells] == ["O0", "O2", "O3", "O0"]
+    assert [line[0].split("`")[1] for line in losses.longer_run().cells] == ["O0", "O3"]
