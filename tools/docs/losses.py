@@ -153,9 +153,8 @@ def longest() -> Sentence:
     """How far O3 ends from BF16 in the longest training run, in words."""
     table = judged()
     apart, trained = (line[-1] for one in (table, longer_run()) for line in one.cells if "`O3`" in line[0])
-    text = f"""Longest training run: GPT-125M, {table.columns[-1]} over two data-parallel ranks, one seed. It ends with a held-out loss
-        {apart} % from BF16's at O3, on the same batches; on the training text, which both have read four times, the distance is
-        {trained} % over the last quarter."""
+    text = f"""Longest training run: GPT-125M, {table.columns[-1]} over two data-parallel ranks, one seed. At O3 the held-out
+        loss ends {apart} % from BF16's, that of the training text, read four times, {trained} % (last quarter)."""
     return Sentence(" ".join(text.split()), table.sources)
 
 

@@ -48,7 +48,7 @@ def test_runs_that_are_not_on_file_are_named():
 def test_the_longest_run_in_words_is_the_last_column():
     table, text = losses.judged(), " ".join(losses.longest().markdown().split())
     (apart,) = (line[-1] for line in table.cells if line[0].startswith("`O3`"))
-    assert f"a held-out loss {apart} % from BF16's at O3" in text
+    assert f"the held-out loss ends {apart} % from BF16's" in text
     assert table.columns[-1] in text
 
 
