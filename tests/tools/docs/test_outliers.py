@@ -13,6 +13,16 @@ def test_the_losses_are_those_of_the_rows():
     assert {line[0].removesuffix(" †") for line in table.cells} == {"from step 200", "from step 150 to 350"}
 
 
+def test_remedies_are_compared_with_bf16_of_the_same_seed():
+    cells = {line[0]: line for line in outliers.remedies().cells}
+    rows = {(row["case"], row["factor"] == "1", row["preset"]): float(row["loss"]) for row in pick(outliers.TOY)}
+    case = "O3 --grad-format bf16 --smooth-swiglu"
+    apart = [loss / rows["bf16", False, flags] - 1 for (name, _, flags), loss in rows.items() if name == case]
+    assert cells[f"`{case}`"][3].startswith(f"{100 * sum(apart) / len(apart):+.2f} (")
+    assert cells["`O3 --grad-format bf16`"][2] != cells["`O3 --grad-format bf16`, no outliers"][2]
+    assert cells["`bf16`"][3:] == ["", ""]
+
+
 def test_the_guards_cost_is_over_the_level_alone():
     cells = {(line[0], line[1].strip("`")): line for line in outliers.times().cells}
     ms = {row["case"]: float(row["ms"]) for row in pick(outliers.TIMES, lambda row: row["preset"].startswith("125m"))}
