@@ -30,7 +30,7 @@ import torch.distributed as dist
 from msamp.comm.bucket import as_bytes
 from msamp.comm.collectives import Peers, Pending
 from msamp.comm.counters import WireBytes, all_gather_sent, all_to_all_sent
-from msamp.kernels.cuda_graph import capturing
+from msamp.kernels.cuda_graph import capturing, unregistrable
 
 GATHER_WINDOWS = 3  # in backward, two gathers are pending while a GEMM still reads the one before
 SUM_WINDOWS = 2
@@ -48,7 +48,8 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
         group: the ranks.
         sent: the counter of sent bytes.
         transport: one of `TRANSPORTS`; "nccl" is the group's own backend, whatever it is.
-        measure: whether "auto" measures both transports if both are available; otherwise it chooses copies.
+        measure: whether "auto" measures both transports if both are available; otherwise it chooses copies. They are measured in CUDA
+            graphs: where NCCL's collectives cannot be captured, it chooses NCCL.
 
     Raises:
         ValueError: if copies are requested but not available, or fail `self_test`.
@@ -68,6 +69,8 @@ def choose_peers(group: dist.ProcessGroup, sent: WireBytes, transport: str, *, m
         return Peers(group, sent), f"by NCCL: {why}"
     if transport == "copies" or not measure:
         return copies, "by copies between the GPUs"
+    if (why := unregistrable()) is not None:
+        return Peers(group, sent), f"by NCCL: copies are not compared with it in a CUDA graph, since {why}"
     times = [_time_beside_a_gemm(peers) for peers in (Peers(group, WireBytes()), CopyPeers(group, WireBytes()))]
     slowest = torch.tensor(times, device="cuda", dtype=torch.float32)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)

@@ -19,9 +19,12 @@ def unregistrable() -> str | None:
     NCCL registers the buffers of captured collectives with the other GPUs, which fails for memory of PyTorch's expandable segments. A run
     on two H200s hung at its first graphs; megatron-core refuses the same.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" not in dist.get_backend():
+    # The backend of init_process_group() without a name is "undefined", which is NCCL for GPUs: only its config says so.
+    if not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" not in str(dist.get_backend_config()):
         return None
-    settings = [name for name in ALLOCATOR_SETTINGS if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")]
+    given = {name: os.environ.get(name, "") for name in ALLOCATOR_SETTINGS}
+    given["torch.cuda.memory._set_allocator_settings"] = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()
+    settings = [name for name, value in given.items() if "expandable_segments:true" in value.lower().replace(" ", "")]
     if not settings or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None
     return f"NCCL cannot register buffers with {settings[0]}=expandable_segments:True (set NCCL_GRAPH_REGISTER=0 too)"

@@ -324,6 +324,7 @@ class Trainer:
         if due.comparison:
             self.watchdog.at("comparing weights", due.iteration)
             check_replicas(self.training, due.iteration)
+        self.watchdog.at(IN_STEP, due.iteration)  # the host waits here for the device
         verdict = self.step_watch.look(result, due.iteration, now=due.verdict)
         saved = self.rollback.iteration
         if self.saver is not None and saved is not None and self.saver.doubt(saved):

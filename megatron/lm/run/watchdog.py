@@ -22,7 +22,7 @@ from megatron.lm.shell.exit_codes import lacks_memory, leave_at_once
 BEAT_SECONDS = 5.0  # at most, between two reports of a process
 ANSWER_SECONDS = 10.0  # how long the rendezvous store may take to return the position of each rank
 FAILED_TOGETHER_SECONDS = 3.0  # how much later than this rank another may raise an error that all ranks raise
-LAUNCHER_GONE_SECONDS = 120.0  # how long a step may take once torchrun is dead
+LAUNCHER_GONE_SECONDS = 120.0  # how long a step may still take once torchrun is dead
 READING, IN_STEP = "reading data", "in a step"
 LOW_LIMIT = 1024  # open files of a process; a lower limit may be why data workers send nothing
 OUR_THREADS = ("heartbeat", "watchdog", "save")  # besides training
@@ -158,13 +158,14 @@ class Watchdog:
             return  # the store is gone, with the process that hosts it: the watching thread reports it if this rank waits too long
 
     def _watch(self) -> None:
-        still, moves = 0.0, self._moves
+        still, orphaned, moves = 0.0, 0.0, self._moves
         while not self._reported.is_set():
             if self._ended.wait(self.beat):
                 return
             # Counts wake-ups instead of time, because a suspended job has not been waiting.
-            still, moves = (still + self.beat, moves) if self._moves == moves else (0.0, self._moves)
-            if still >= self._limit():
+            still, orphaned, moves = (still + self.beat, orphaned, moves) if self._moves == moves else (0.0, 0.0, self._moves)
+            orphaned += self.beat * (self.phase == IN_STEP and self._orphaned())
+            if still >= self.timeout or orphaned >= LAUNCHER_GONE_SECONDS:
                 self._stalled.set()
                 if self.ranks > 1:
                     self._reported.wait(ANSWER_SECONDS)
@@ -187,14 +188,10 @@ class Watchdog:
         """Return whether the torchrun that started this process is gone."""
         return self._launcher is not None and os.getppid() != self._launcher
 
-    def _limit(self) -> float:
-        """Return the seconds for which this rank may stay where it is."""
-        return min(self.timeout, LAUNCHER_GONE_SECONDS) if self.phase == IN_STEP and self._orphaned() else self.timeout
-
     def _cause(self) -> str:
         """Return who is stuck, as far as it is known."""
         if self._orphaned():
-            return "torchrun, which started this, is gone"
+            return "; ".join(filter(None, ("torchrun, which started this, is gone", self._verdict)))
         if self.ranks == 1:
             return "it is stuck, see the traceback"
         holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"

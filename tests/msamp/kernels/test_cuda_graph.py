@@ -62,12 +62,26 @@ def test_collectives_are_not_captured_with_expandable_segments(environment, rank
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", str, raising=False)  # torch reads variables once per process
     assert unregistrable() is None  # without process groups
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_backend", lambda: "undefined")  # as after init_process_group() without a name
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
     reason = None if captured else f"NCCL cannot register buffers with {next(iter(environment))}=expandable_segments:True"
     assert (unregistrable() or "").partition(" (set NCCL_GRAPH_REGISTER=0 too)")[0] == (reason or "")
+
+
+def test_nor_with_segments_that_the_program_itself_makes_expandable(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", str, raising=False)
+    assert unregistrable() is None
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "expandable_segments:True", raising=False)
+    assert "torch.cuda.memory._set_allocator_settings=expandable_segments:True" in (unregistrable() or "")
 
 
 @pytest.mark.gpu

@@ -15,7 +15,9 @@ from megatron.lm import step
 from megatron.lm.checkpoint import saving
 from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
+from megatron.lm.run.step_watch import StepWatch
 from megatron.lm.run.trainer import Trainer
+from megatron.lm.run.watchdog import IN_STEP
 from megatron.lm.training.state import Batches, StepResult, Training
 from msamp.comm import collectives
 
@@ -326,3 +328,12 @@ def test_a_rank_that_dies_in_a_save_is_named(gloo_prefix: Path, tmp_path: Path):
     said = (tmp_path / "said").read_text()
     assert said.startswith("saving at iteration 2, a connection to another rank failed: rank 1 does not answer (")
     assert "resume from the last checkpoint (" in said
+
+
+def test_where_the_host_waits_for_the_device_it_is_in_a_step(prefix: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step that never ends on the GPU is waited for there, and is left soon once torchrun is gone; a profile would not be."""
+    phases, look = [], StepWatch.look
+    with tiny.trainer(tiny.config(prefix, train_iters=2, eval_iters=1)) as made:
+        monkeypatch.setattr(StepWatch, "look", lambda *args, **named: phases.append(made.watchdog.phase) or look(*args, **named))
+        made.run()
+    assert phases == [IN_STEP] * 2

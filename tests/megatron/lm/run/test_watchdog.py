@@ -87,29 +87,40 @@ ORPHAN = """
 import os, sys, time
 from megatron.lm.run import watchdog
 os.environ["TORCHELASTIC_RUN_ID"] = "1"
-watchdog.LAUNCHER_GONE_SECONDS = 1.0
+watchdog.LAUNCHER_GONE_SECONDS = 3.0
 watch = watchdog.Watchdog(16.0, 0, 1)
 with watch.watching():
     watch.at(sys.argv[1], 4)
+    time.sleep(float(sys.argv[2]))
     watchdog.os.getppid = lambda: 1
-    time.sleep(7)
+    time.sleep(float(sys.argv[3]))
 print("left in peace")
 """
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("phase", ["in a step", "saving"])
-def test_a_step_that_does_not_end_is_left_soon_after_torchrun_was_killed(phase: str):
-    """It held the GPU for ten minutes, and all later runs on it ran out of memory. A save may take its time."""
-    line = [sys.executable, "-W", "ignore", "-c", ORPHAN, phase]
+@pytest.mark.parametrize(("phase", "before", "after"), [("in a step", 0.0, 8.0), ("in a step", 5.0, 1.5), ("saving", 0.0, 8.0)])
+def test_a_step_that_does_not_end_is_left_soon_after_torchrun_was_killed(phase: str, before: float, after: float):
+    """It held the GPU for ten minutes, and all later runs on it ran out of memory. A save may take its time, and a step that was long
+    before torchrun died ends, so that it can be saved."""
+    line = [sys.executable, "-W", "ignore", "-c", ORPHAN, phase, str(before), str(after)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
-    if phase == "saving":
+    if after < 8 or phase == "saving":
         assert (done.returncode, done.stdout) == (0, "left in peace\n")
         return
     assert done.returncode == 1
     assert re.search(
         r"^error: the process ends after \d s at iteration 4, in a step \(.*\): torchrun, which started this, is gone", done.stderr
     )
+
+
+def test_the_error_of_another_rank_is_told_where_torchrun_is_gone_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    watch = Watchdog(16.0, 0, 2)
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert watch._cause() == "torchrun, which started this, is gone"
+    watch._verdict = "rank 1 failed in a step at iteration 4: OutOfMemoryError: no memory"
+    assert watch._cause() == f"torchrun, which started this, is gone; {watch._verdict}"
 
 
 @pytest.mark.parametrize(
