@@ -19,7 +19,7 @@ def speeds() -> Table:
     cells, sources = [], []
     for width, model, ran, (file, base, other), per_second in (
         (NARROWEST, "SmolLM2-135M, fine-tuning", "eager", _pair(TUNED, _tuned), _logged),
-        (PRESETS["125m"]["hidden_size"], "GPT-125M", "CUDA graphs", _pair(LONG, _long), _logged),
+        (PRESETS["125m"]["hidden_size"], "GPT-125M", "CUDA graphs, two cards together", _pair(LONG, _long), _logged),
         (PRESETS["1.3b"]["hidden_size"], "12 layers, own loop", "eager", _pair(LOOPS, _loop), _timed),
         (PRESETS["1.3b"]["hidden_size"], "GPT-1.3B", "CUDA graphs", _summed_up(), _measured),
         (PRESETS["7b"]["hidden_size"], "GPT-7B", "CUDA graphs", _large(), _measured),

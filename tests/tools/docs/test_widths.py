@@ -24,3 +24,8 @@ def test_the_narrowest_model_is_of_the_rows_of_fine_tuning():
 def test_a_pair_is_of_one_card():
     for _, rows in widths.speeds().sources:
         assert len({row["gpu"] for row in rows}) == 1
+
+
+def test_what_two_cards_did_together_is_said():
+    """The longer run ran on two, and its rows count the tokens of both."""
+    assert [cells[2] for cells in widths.speeds().cells if cells[1] == "GPT-125M"] == ["CUDA graphs, two cards together"]
