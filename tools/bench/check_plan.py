@@ -197,7 +197,7 @@ def rows() -> Iterator[tuple[str, Row]]:
             if row["ms"] and not row["case"].startswith(peers) and int(row.get("gpus") or 1) <= 2 and row.get("p2p", "on") != NO_NVLINK:
                 yield file, row
     for row in read(MOE):
-        if row["commit"] not in EAGER_EXPERTS and not row["case"].startswith(peers):
+        if row["commit"] not in EAGER_EXPERTS and not row["case"].lower().startswith(peers):
             cards = 2 if "two cards" in row["case"] else 1
             tokens = cards * math.prod(int(row[key]) for key in ("micro_batch", "micro_batches", "seq_length"))
             ms = 1e3 * tokens / float(row["tokens_s"])

@@ -1,6 +1,6 @@
 """The comparison of predictions with rows: which rows it takes, what proves something, and that the limits hold."""
 
-from tools.bench import check_plan
+from tools.bench import bench_moe_baselines, check_plan
 from tools.bench.derive_rates import FITTED, GRID, MOE, STEP
 from tools.docs.evidence import read
 from tools.docs.planner import CAUSES
@@ -36,6 +36,13 @@ def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
     assert not any(one.row["case"].startswith(peers) for one in compared)
     steps = [row for row in read(STEP) if not row["case"].startswith(peers)]
     assert sum(one.file == STEP for one in compared) == len(steps)
+
+
+def test_steps_of_other_libraries_are_not_compared(monkeypatch):
+    ours = row(MOE, commit="aaa504b9", case="O3")
+    others = [ours | {"case": name} for name in bench_moe_baselines.CASES.values()]
+    monkeypatch.setattr(check_plan, "read", lambda file: [ours, *others] if file == MOE else [])
+    assert [found["case"] for _, found in check_plan.rows()] == ["O3"]
 
 
 def test_eleven_steps_with_experts_are_within_the_limit_and_one_of_them_gave_a_rate():
