@@ -3,7 +3,7 @@
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron.lm.evaluation.paired_difference import Interval, PairedDifference, paired_difference
 from tools.docs.cells import BENCH, PRECISIONS, REPRODUCE, Cell, Sentence, Table, column, of, pick
@@ -20,6 +20,7 @@ LONG, LONGEST = f"{REPRODUCE}/long_125m/curves.csv", f"{REPRODUCE}/long_400m/cur
 GRAPHS = f"{BENCH}/graphs_125m.csv"
 BASE = "bf16"
 Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: mean, least and most
+Runs = dict[tuple[str, str], dict[int, float]]  # losses by level and seed, then by tokens
 
 
 def evaluations(precisions: str = PRECISIONS, curves: str = CURVES) -> dict[str, dict[int, dict[str, float]]]:
@@ -158,39 +159,41 @@ def longest() -> Sentence:
     return Sentence(" ".join(text.split()), table.sources)
 
 
-def _by_run(file: str, kind: str) -> tuple[list[Row], dict[tuple[str, str], dict[int, float]]]:
-    """Return the rows of a kind, and their losses by level and seed, then by tokens."""
-    rows = pick(file, lambda row: row["kind"] == kind)
-    runs: dict[tuple[str, str], dict[int, float]] = {}
-    for row in rows:
-        runs.setdefault((row["level"], row["seed"]), {})[int(row["tokens"])] = float(row["loss"])
-    return rows, runs
-
-
-def judged(file: str = LONGEST) -> Table:
+def judged() -> Table:
     """Held-out losses of the longest run, and their distances from O0's, at each evaluation."""
-    rows, runs = _by_run(file, "valid")
-    (base_name, base), *others = runs.items()
-    cells = [["`{}`, seed {}, nats per token".format(*base_name), *(f"{loss:.4f}" for loss in base.values())]]
-    for name, losses in others:
-        cells.append(["`{}`, seed {}, % from it".format(*name), *(f"{100 * (losses[at] / base[at] - 1):+.2f}" for at in base)])
-    return Table(["", *(f"{at / 1e6:.0f}M tokens" for at in base)], cells, [(file, rows)])
+    rows, runs = _by_run(LONGEST, "valid")
+    evaluations = next(iter(runs.values()))
+    return _from_the_first(LONGEST, rows, runs, {f"{tokens / 1e6:.0f}M tokens": [tokens] for tokens in evaluations})
 
 
 def longer_run(file: str = LONGEST, parts: int = 4) -> Table:
     """Training losses of a long run relative to O0 on the same batches, mean of the logged steps of each part; O0 of another seed, whose
     batches differ, shows how far apart two runs of one precision are. Only steps that every run logged count."""
     rows, runs = _by_run(file, "train")
-    (base_name, base), *others = runs.items()
-    logged = sorted(set(base).intersection(*(losses for _, losses in others)))
+    logged = sorted(set.intersection(*map(set, runs.values())))
     ends = [logged[-1] * part // parts for part in range(parts + 1)]
-    within = [[tokens for tokens in logged if first < tokens <= last] for first, last in itertools.pairwise(ends)]
-    cells = [["`{}`, seed {}, nats per token".format(*base_name), *(f"{statistics.fmean(base[at] for at in part):.4f}" for part in within)]]
+    within = {f"to {last / 1e6:.0f}M tokens": [at for at in logged if first < at <= last] for first, last in itertools.pairwise(ends)}
+    return _from_the_first(file, rows, runs, within)
+
+
+def _by_run(file: str, kind: str) -> tuple[list[Row], Runs]:
+    """Return the rows of a kind, and their losses."""
+    rows, runs = pick(file, lambda row: row["kind"] == kind), Runs()
+    for row in rows:
+        runs.setdefault((row["level"], row["seed"]), {})[int(row["tokens"])] = float(row["loss"])
+    return rows, runs
+
+
+def _from_the_first(file: str, rows: Sequence[Row], runs: Runs, within: Mapping[str, Sequence[int]]) -> Table:
+    """Mean losses of the first run within parts of it, by column, and the mean relative differences of the others."""
+    (base_name, base), *others = runs.items()
+    cells = [
+        ["`{}`, seed {}, nats per token".format(*base_name), *(f"{statistics.fmean(base[at] for at in p):.4f}" for p in within.values())]
+    ]
     for name, losses in others:
-        apart = (100 * statistics.fmean(losses[at] / base[at] - 1 for at in part) for part in within)
+        apart = (100 * statistics.fmean(losses[at] / base[at] - 1 for at in part) for part in within.values())
         cells.append(["`{}`, seed {}, % from it".format(*name), *(f"{value:+.2f}" for value in apart)])
-    columns = ["", *(f"to {last / 1e6:.0f}M tokens" for last in ends[1:])]
-    return Table(columns, cells, [(file, rows)])
+    return Table(["", *within], cells, [(file, rows)])
 
 
 def graphs() -> Table:

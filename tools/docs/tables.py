@@ -5,22 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from tools.docs import gradient_sums, hardware, losses, shapes, state_formats
-from tools.docs.cells import (
-    BENCH,
-    PEERS,
-    PRECISIONS,
-    REPRODUCE,
-    Cell,
-    Listing,
-    Table,
-    case,
-    code,
-    column,
-    kilo,
-    of,
-    pick,
-    speed_columns,
-)
+from tools.docs.cells import BENCH, PEERS, PRECISIONS, REPRODUCE, Cell, Listing, Table, case, code, column, kilo, of, pick, speed_columns
 from tools.docs.evidence import COMPUTED, Row
 from tools.reproduce import throughput
 

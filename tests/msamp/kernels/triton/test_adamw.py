@@ -86,7 +86,7 @@ def amaxes_of(x: Batch, device) -> torch.Tensor:
 def run_both(
     name, device, decoupled=True, clip=0.3, usable=True, shapes=SHAPES, steps=2, rounding=NEAREST, wide=0, alone=False, **changed
 ) -> tuple[list, ...]:
-    """What stands in memory before, after the twin's steps and, unless it is `alone`, after the kernel's."""
+    """The bits in memory before, after the twin's steps and, unless it is `alone`, after the kernel's."""
     formats, weight = FORMATS[name]
     ours = batch(formats, weight, device, shapes, wide)
     theirs, tables, results = copy.deepcopy(ours), Tables(torch.device(device)), []

@@ -58,7 +58,7 @@ def everything(x: Batch) -> list[torch.Tensor]:
 
 
 def run_both(update, device, clip=0.3, usable=True, shapes=SHAPES, steps=2, **changed) -> tuple[list, list, list]:
-    """What stands in memory before, after the twin's steps and after the kernel's."""
+    """The bits in memory before, after the twin's steps and after the kernel's."""
     ours = batch(update, device, shapes)
     theirs, tables, before = copy.deepcopy(ours), Tables(torch.device(device)), everything(ours)
     hyper = torch.tensor(list({**HYPER, **changed}.values()), dtype=torch.float64, device=device)
