@@ -78,7 +78,8 @@ FLAGS = (
         "--disable-manual-gc-eval",
     ),
     *dropped(
-        "steps reuse the memory that PyTorch caches: against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "steps reuse the memory that PyTorch caches: against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and on "
+        "several GPUs NCCL_GRAPH_REGISTER=0",
         "--empty-unused-memory-level N",
     ),
     *dropped("it enables checks of Megatron-LM that this trainer does not have", "--test-mode"),
