@@ -59,7 +59,7 @@ from msamp.comm.exchange import FP32SumWire, Reduced, pack_scaled
 from msamp.comm.grad_scaling import GROWTH, MU_MAX, exceeds, next_mu, propose_scales, scales_of
 from msamp.comm.partition import Piece
 from msamp.kernels import ops
-from msamp.numerics.formats import E4M3
+from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from tools.bench import rows
 from tools.reproduce.sum_orders import CHAIN, ORDERS, OrderedWire
@@ -97,7 +97,7 @@ BISECTIONS = 14  # over at most 11 octaves: finer than one growth step of mu
 
 
 class Ranks:
-    """Train a model and take its gradients on N simulated ranks.
+    """Train a model and take its gradients on N ranks, which `peers` share; by default one process simulates them all.
 
     Attributes:
         blocks: for each transformer block, the gradients of its linear weights, one [N, rows, columns] per weight, in the GEMM's dtype.
@@ -105,17 +105,18 @@ class Ranks:
         loss: loss of the last training iteration, in nats per token.
     """
 
-    def __init__(self, config: Config, ranks: int) -> None:
-        settings, iterations = config.training, config.iterations(1)
+    def __init__(self, config: Config, ranks: int, peers: Peers | None = None) -> None:
+        peers = peers or Peers(None, WireBytes())
+        settings, iterations = config.training, config.iterations(peers.ranks)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        samples = config.samples_read(1) + 2 * ranks * settings.micro_batch_size
+        samples = config.samples_read(peers.ranks) + 2 * ranks * settings.micro_batch_size
         data, _, _ = build_datasets(config, tokenizer, (samples, 0, 0))
         assert data is not None
         stream = batches(
             data,
             micro_batch_size=settings.micro_batch_size,
-            data_parallel_rank=0,
-            data_parallel_size=1,
+            data_parallel_rank=peers.rank,
+            data_parallel_size=peers.ranks,
             num_workers=config.data.num_workers,
             device=process_groups.device(),
         )
@@ -126,22 +127,23 @@ class Ranks:
             if iteration in (1, iterations) or iteration % config.logging.log_interval == 0:
                 self.loss = float(result.loss_sum / result.tokens)
                 print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)
-        self.earlier, self.blocks = (_gradients(training.model, stream, ranks) for _ in range(2))
+        self.earlier, self.blocks = (_gradients(training.model, stream, ranks, peers) for _ in range(2))
 
 
-def _gradients(model: nn.Module, stream: Iterator[dict[str, Tensor]], ranks: int) -> list[list[Tensor]]:
+def _gradients(model: nn.Module, stream: Iterator[dict[str, Tensor]], ranks: int, peers: Peers) -> list[list[Tensor]]:
     layers = [[p for p in layer.parameters() if p.dim() == 2] for layer in model.decoder.layers]  # type: ignore[union-attr]
     weights = [p for layer in layers for p in layer]
     stacks: list[Tensor] = []
-    for rank in range(ranks):
+    for rank in range(ranks // peers.ranks):
         batch = next(stream)
         losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         loss, _ = mean_loss((losses * batch["loss_mask"]).sum(), batch["loss_mask"])
         gradients = torch.autograd.grad(loss, weights)  # not .backward(): the gradient synchronizer's hooks must not run
-        stacks = stacks or [g.new_empty(ranks, *g.shape) for g in gradients]
+        stacks = stacks or [g.new_empty(ranks // peers.ranks, *g.shape) for g in gradients]
         for stack, g in zip(stacks, gradients, strict=True):
             stack[rank] = g
-    remaining = iter(stacks)
+    every = [peers.all_gather(s.flatten(), [s.numel()] * peers.ranks, "gradients").view(ranks, *s.shape[1:]) for s in stacks]
+    remaining = iter(every)
     return [[next(remaining) for _ in layer] for layer in layers]
 
 
@@ -195,9 +197,9 @@ def adapted_mu(thresholds: Tensor, ranks: int, steps: int, rule: str = "halve") 
     return mu
 
 
-def shared_scales(gradients: Sequence[Tensor]) -> list[Tensor]:
+def shared_scales(gradients: Sequence[Tensor], fmt: Format = E4M3) -> list[Tensor]:
     """Return s_g of each weight of a block: the smallest scale that any rank proposes."""
-    return [scales_of(propose_scales(list(g), E4M3, g.device).amin()) for g in gradients]
+    return [scales_of(propose_scales(list(g), fmt, g.device).amin()) for g in gradients]
 
 
 def counted(values: Tensor, payload: Tensor) -> Tensor:
@@ -207,22 +209,30 @@ def counted(values: Tensor, payload: Tensor) -> Tensor:
     return row
 
 
-def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN) -> Tensor:
+def mu_thresholds(gradients: Sequence[Tensor], order: str = CHAIN, fmt: Format = E4M3) -> Tensor:
     """Return, for each weight of a block, the mu above which too many elements saturate in a sum of this order, FP64 [n]."""
     ranks = len(gradients[0])
 
     def threshold(g: Tensor, scale: Tensor) -> float:
         def exceeded(mu: float) -> bool:
-            reduced, payloads = exchange(OrderedWire(E4M3, order), g, scale * mu)
+            reduced, payloads = exchange(OrderedWire(fmt, order), g, scale * mu)
             counts = torch.stack([torch.stack([counted(q, q)[1] for q in payloads]).amax(), counted(reduced.own, reduced.own)[1]])
             return bool(exceeds(counts, torch.tensor(g[0].numel(), device=counts.device)).any())
 
         return mu_threshold(exceeded, ranks)
 
-    return torch.tensor([threshold(g, scale) for g, scale in zip(gradients, shared_scales(gradients), strict=True)], dtype=torch.float64)
+    scales = shared_scales(gradients, fmt)
+    return torch.tensor([threshold(g, scale) for g, scale in zip(gradients, scales, strict=True)], dtype=torch.float64)
 
 
-def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_steps: int, order: str = CHAIN) -> list[dict[str, Any]]:
+def measure_block(
+    gradients: Sequence[Tensor],
+    earlier: Sequence[Tensor],
+    mu_steps: int,
+    order: str = CHAIN,
+    fmt: Format = E4M3,
+    reduce: Callable[[FP32SumWire, Tensor, Tensor], tuple[Reduced, list[Tensor]]] = exchange,
+) -> list[dict[str, Any]]:
     """Return MEASURES of every strategy on one block; `fp32-sum`, which does not depend on the order, is measured with the chain only.
 
     Args:
@@ -230,21 +240,23 @@ def measure_block(gradients: Sequence[Tensor], earlier: Sequence[Tensor], mu_ste
         earlier: the same on other micro-batches, on which mu adapts.
         mu_steps: number of steps that mu adapts for.
         order: order of the additions, one of `sum_orders.ORDERS`.
+        fmt: of the payloads.
+        reduce: sums the gradients of a weight as `exchange` does; mu adapts on the sums of `exchange` in any case.
     """
     ranks = len(gradients[0])
-    scales = shared_scales(gradients)
+    scales = shared_scales(gradients, fmt)
     mean = torch.cat([g.mean(0, dtype=torch.float64).flatten() for g in gradients])
-    thresholds = {False: mu_thresholds(earlier, order), True: mu_thresholds(gradients, order)}
+    thresholds = {False: mu_thresholds(earlier, order, fmt), True: mu_thresholds(gradients, order, fmt)}
     mus = {name: adapted_mu(thresholds[name == IN_SAMPLE], ranks, mu_steps, rule).tolist() for name, rule in RULES.items()}
     factors = {"pre": [scale / ranks for scale in scales], "post": scales}
     factors |= {name: [scale * m for scale, m in zip(scales, mu, strict=True)] for name, mu in mus.items()}
     factors |= {"fp32-sum": scales} if order == CHAIN else {}
     measured = []
     for strategy, multipliers in factors.items():
-        wire = FP32SumWire(E4M3) if strategy == "fp32-sum" else OrderedWire(E4M3, order)
+        wire = FP32SumWire(fmt) if strategy == "fp32-sum" else OrderedWire(fmt, order)
         values, counts = [], torch.zeros(4, dtype=torch.int64, device=mean.device)
         for g, factor in zip(gradients, multipliers, strict=True):
-            reduced, payloads = exchange(wire, g, factor)
+            reduced, payloads = reduce(wire, g, factor)
             assert reduced.scale_inv is not None
             values.append(reduced.own.float() * reduced.scale_inv)
             for x, q in zip(g, payloads, strict=True):
