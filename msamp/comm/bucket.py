@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from msamp.comm.guessed_pack import GuessedPack
 from msamp.comm.partition import Piece
-from msamp.kernels import ops
-from msamp.kernels.reference.pack import TALLY
-from msamp.kernels.tables import Tables
-from msamp.numerics.formats import E4M3, Format
-from msamp.numerics.tensor import Tally
+from msamp.numerics.formats import Format
 
 
 @dataclass(eq=False)
@@ -51,7 +48,7 @@ class Bucket:
         cut: whether any parameter has more than one piece.
         own: this rank's slice of the flat buffer.
         spans: for each segment its parameter, its first element there, its number of elements, and its first element in the flat buffer.
-        tables, sum_tables: of the launches over this bucket's gradients, and over the pieces of their sum.
+        tables: of the launches over this bucket's gradients.
         gradients: this rank's gradients, by index in `params`; None until backward has produced one.
         waiting: number of gradients that are still missing.
         sent: whether the bucket was sent in this step.
@@ -81,10 +78,10 @@ class Bucket:
             for segment in self.segments
         ]
         device = self.params[0].device
-        self.tables, self.sum_tables = Tables(device), Tables(device)
-        # The last step's factors, always in the same memory, since CUDA graphs read and write them.
-        self._guess = torch.ones(len(self.params), device=device, dtype=torch.float32)
-        self._run_params = torch.tensor([segment.index for segment in self.segments], device=device)
+        self._packed = GuessedPack(self.spans, len(self.params), device, tallied=True)
+        own_spans = [(s.index, s.start - self.own.start, s.elements, s.start - self.own.start) for s in self.owned]
+        self._averaged = GuessedPack(own_spans, len(self.params), device, tallied=False)
+        self.tables = self._packed.tables
         self.clear()
 
     def clear(self) -> None:
@@ -93,8 +90,7 @@ class Bucket:
         self.waiting = len(self.params)
         self.sent = False
         self.absent: set[int] = set()
-        self._tally: Tally | None = None
-        self._guessed: _Guessed | None = None
+        self.forget()
         for segment in self.owned:
             segment.grad = None
 
@@ -107,28 +103,9 @@ class Bucket:
         return own[start : start + segment.elements]
 
     def measure(self, gradients: Sequence[torch.Tensor], fmt: Format) -> torch.Tensor:
-        """Return the amax of each gradient, FP32 [parameters], +inf for a non-finite one. `gradients` and `fmt` are those of `flatten`.
-
-        The same read also packs the gradients with the last step's factors as a guess. `flatten`, which gets the right factors, then packs
-        only the gradients for which the guess was wrong. The result does not depend on the guess.
-        """
-        flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
-        amaxes = torch.zeros(len(gradients), device=flat.device, dtype=torch.float32)
-        tallies = torch.zeros(2, len(self.spans), TALLY, dtype=torch.int64, device=flat.device) if fmt == E4M3 else None
-        ops.pack(self.tables, gradients, self.spans, flat, self._guess, amaxes=amaxes, tallies=None if tallies is None else tallies[0])
-        self._guessed = _Guessed(tuple(gradients), versions_of(gradients), fmt, flat, tallies)
-        return amaxes
-
-    def forget(self) -> None:
-        """Drop what `measure` packed and `flatten` did not use, and the tallies."""
-        self._guessed = self._tally = None
-
-    def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """Return the tallies of `ops.pack` for each segment of the buffer that `flatten` returned last, int64 [segments, 3].
-
-        None if there are none, if `flat` is another buffer, or if it has changed since.
-        """
-        return None if self._tally is None else self._tally.of(flat)
+        """Return the amax of each gradient, FP32 [parameters], +inf for a non-finite one; see `GuessedPack.measure`. `gradients` and `fmt`
+        are those of `flatten`."""
+        return self._packed.measure(gradients, fmt)
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:
         """Return the flat buffer with `cast(g * factor)` of each parameter's gradient.
@@ -138,19 +115,30 @@ class Bucket:
             fmt: of the buffer.
             factor: FP32 [parameters]; None casts without one.
         """
-        guessed, self._guessed, self._tally = self._guessed, None, None
-        if guessed is None or factor is None or not guessed.of(gradients, fmt):
-            flat = torch.empty(sum(self.sizes), dtype=fmt.dtype, device=gradients[0].device)
-            ops.pack(self.tables, gradients, self.spans, flat, factor)
-            return flat
-        flat, tallies = guessed.flat, guessed.tallies
-        again = None if tallies is None else tallies[1]
-        ops.pack(self.tables, gradients, self.spans, flat, factor, tallies=again, unless=self._guess)
-        if tallies is not None:
-            right = (factor == self._guess)[self._run_params]
-            self._tally = Tally(torch.where(right.unsqueeze(1), tallies[0], tallies[1]), flat)
-        self._guess.copy_(factor)
-        return flat
+        return self._packed.pack(gradients, fmt, factor)
+
+    def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """Return the tallies of each segment of the buffer that `flatten` returned last, int64 [segments, 3]; see `GuessedPack.tallies`."""
+        return self._packed.tallies(flat)
+
+    def measure_mean(self, payloads: torch.Tensor, fmt: Format) -> torch.Tensor:
+        """Return the amax of each parameter's mean over the ranks, FP32 [parameters], of the rows that this rank owns; 0 if it owns none.
+
+        Args:
+            payloads: [ranks, own elements], contiguous: this rank's slice of each rank's flat buffer.
+            fmt: that of `round_mean`.
+        """
+        return self._averaged.measure([payloads] * len(self.params), fmt, ranks=len(payloads))
+
+    def round_mean(self, payloads: torch.Tensor, fmt: Format, factor: torch.Tensor) -> torch.Tensor:
+        """Return `cast(mean * factor)` of this rank's slice, [own elements]; `factor` FP32 [parameters]. The mean over the ranks is summed
+        in FP32, in the order of the ranks, and exists in registers only."""
+        return self._averaged.pack([payloads] * len(self.params), fmt, factor, ranks=len(payloads))
+
+    def forget(self) -> None:
+        """Drop what was measured and not packed, and the tallies."""
+        self._packed.forget()
+        self._averaged.forget()
 
     def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return one payload per parameter from the flat buffer, in the parameter's shape: a view if the parameter is not cut."""
@@ -163,26 +151,6 @@ class Bucket:
             whole = ordered[0] if len(ordered) == 1 else torch.cat([as_bytes(piece) for piece in ordered]).view(flat.dtype)
             payloads.append(whole.view(p.shape))
         return payloads
-
-
-@dataclass(frozen=True)
-class _Guessed:
-    """What `Bucket.measure` packed: the gradients and their versions, the format, the buffer, and tallies of both passes."""
-
-    gradients: tuple[torch.Tensor, ...]
-    versions: list[int]
-    format: Format
-    flat: torch.Tensor
-    tallies: torch.Tensor | None
-
-    def of(self, gradients: Sequence[torch.Tensor], fmt: Format) -> bool:
-        same = len(gradients) == len(self.gradients) and all(a is b for a, b in zip(gradients, self.gradients, strict=True))
-        return same and fmt == self.format and versions_of(gradients) == self.versions
-
-
-def versions_of(xs: Sequence[torch.Tensor]) -> list[int]:
-    """Return the version counters of tensors; -1 for inference tensors, which have none."""
-    return [-1 if x.is_inference() else x._version for x in xs]
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,8 @@ class Reduced:
         own: flat payload of this rank's slice, in the format of the bucket.
         flat: the payload of the whole bucket if every rank already has it, else None.
         scale_inv: FP32 [parameters], of the payload; None for a format without scales. Only valid where this rank has the payload.
-        before: flat, like `own`: reference values for counting underflow. The FP32 mean times `factor` if the exchange sums in FP32, else
-            this rank's own payload.
+        before: flat, like `own`: reference values for counting underflow, this rank's own payload. If the exchange sums in FP32, [rows,
+            own elements] instead, of which `reference` computes the mean.
         tallies: int64 [segments, 3], the counts that packing took of `own` (`Bucket.tallies`) if `own` is what was packed: on one rank.
             With them the gradient norm needs no further read. None if there are none.
     """
@@ -48,6 +48,10 @@ class Reduced:
     scale_inv: torch.Tensor | None
     before: torch.Tensor
     tallies: torch.Tensor | None = None
+
+    def reference(self) -> torch.Tensor:
+        """Return `before`, flat; where it has rows, their FP32 mean, which is `factor` times too large."""
+        return self.before if self.before.ndim == 1 else _mean(self.before)
 
 
 class Wire(Protocol):
@@ -87,7 +91,7 @@ class PlainWire:
 
     def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
         """See `msamp.comm.owner_sums.SummingWire`."""
-        return sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")) / peers.ranks
+        return _mean(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}"))
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         """See `msamp.comm.owner_sums.SummingWire`; there is no factor to divide by."""
@@ -110,27 +114,25 @@ class FP32SumWire:
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
             return Reduced(flat, flat, inverse(factor), flat, bucket.tallies(flat))
-        return self.store(bucket, self.mean(bucket, flat, peers), factor, peers, shard)
+        return self._round(bucket, peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}"), factor, peers, shard)
 
     def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
         """See `msamp.comm.owner_sums.SummingWire`."""
-        # The factor is a power of two, so multiplying and dividing by it is exact; only 1 / N may round.
-        return sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")).div_(peers.ranks)
+        return _mean(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}"))
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         """See `msamp.comm.owner_sums.SummingWire`."""
-        parts = list(mean.split([segment.elements for segment in bucket.owned]))
-        amax = torch.zeros_like(factor)
-        places = bucket.sum_tables.send("owned", [segment.index for segment in bucket.owned])
-        if parts:
-            amax.scatter_reduce_(0, places, ops.grad_stats(bucket.sum_tables, parts, squares=False)[0][0], "amax").div_(factor)
+        return self._round(bucket, mean.unsqueeze(0), factor, peers, shard)
+
+    def _round(self, bucket: Bucket, payloads: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
+        """Round the mean over the rows of `payloads` [rows, own elements], `factor` times too large, with a scale from its amax."""
+        amax = bucket.measure_mean(payloads, self.format).div_(factor)
         if bucket.cut or not shard:  # one scale for all pieces of a tensor, and for all ranks that will have it
             peers.all_reduce(amax, dist.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.format.max)
-        own = torch.empty_like(mean, dtype=self.format.dtype)
-        spans = [(i, 0, segment.elements, segment.start - bucket.own.start) for i, segment in enumerate(bucket.owned)]
-        ops.pack(bucket.sum_tables, parts, spans, own, (scale / factor)[places])
-        return Reduced(own, None, inverse(scale), mean)
+        # The factor is a power of two, so multiplying and dividing by it is exact; only 1 / N may round.
+        own = bucket.round_mean(payloads, self.format, scale / factor)
+        return Reduced(own, None, inverse(scale), payloads)
 
 
 class NCCLWire(FP32SumWire):
@@ -176,6 +178,10 @@ def pack_scaled(g: torch.Tensor, factor: torch.Tensor, fmt: Format) -> torch.Ten
 def sum_in_rank_order(payloads: torch.Tensor) -> torch.Tensor:
     """Sum the ranks' payloads [ranks, n] of any format in FP32, always in the same order; returns [n]."""
     return ops.sum_payloads(payloads, None, torch.float32)
+
+
+def _mean(payloads: torch.Tensor) -> torch.Tensor:
+    return sum_in_rank_order(payloads).div_(len(payloads))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,11 +82,11 @@ class Statistics:
             return
         if ranks == 1 and reduced.before is reduced.own:
             self.count_same(slice(first, first + len(bucket.params)))
-        else:
-            self.count_reduced(first, bucket, reduced.own, reduced.before)
+            return
+        before = reduced.reference()
+        self.count_reduced(first, bucket, reduced.own, before)
         if self.recording and ranks > 1 and reduced.scale_inv is not None:
-            before = reduced.before if fp32_sum else None
-            self.record_reduced(first, bucket, reduced.own, reduced.scale_inv, before, factor)
+            self.record_reduced(first, bucket, reduced.own, reduced.scale_inv, before if fp32_sum else None, factor)
 
     def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor]) -> None:
         """Count one bucket's payloads before the exchange; `first`: index of its first tensor."""

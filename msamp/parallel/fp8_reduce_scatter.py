@@ -150,10 +150,8 @@ class FP8ReduceScatter:
         ]
         ops.pack(self._table("cast", output.device), rows, spans, message, scales.repeat(peers.ranks))
         received = peers.all_to_all(message, [width] * peers.ranks, f"the gradients of {self.module or 'the model'}")
-        summed = ops.sum_payloads(received, None, torch.float32)
-        sums = [summed[start : start + part.elements] for start, part in zip(starts, parts, strict=True)]
-        targets = [(i, 0, part.elements, part.start) for i, part in enumerate(parts)]
-        ops.pack(self._table("round", output.device), sums, targets, output, scale_invs * factor)
+        targets = [(i, start, part.elements, part.start) for i, (start, part) in enumerate(zip(starts, parts, strict=True))]
+        ops.pack(self._table("round", output.device), [received] * len(parts), targets, output, scale_invs * factor, ranks=peers.ranks)
 
     def _table(self, which: str, device: torch.device) -> Tables:
         if which not in self._tables or self._tables[which].device != device:

@@ -4,6 +4,9 @@ The scale of a gradient follows from its amax, which normally takes a separate r
 usually that of the previous step. So gradients are packed with that scale as a guess while their amaxes are measured, and packed again only
 if the guess was wrong (`msamp.comm.bucket`): one read instead of two, with the same bits. The statistics for the gradient norm, the largest
 code and the sum of squares, are measured in the same read.
+
+The same kernel averages what ranks sent: each tensor then holds a payload per rank, which are summed in FP32 while they are read. The sum
+itself never exists in memory, so an average costs one byte read per rank and one written.
 """
 
 from collections.abc import Sequence
@@ -28,6 +31,8 @@ def check_spans(
     amaxes: torch.Tensor | None = None,
     tallies: torch.Tensor | None = None,
     unless: torch.Tensor | None = None,
+    ranks: int = 1,
+    divisor: int = 1,
 ) -> None:
     """Raise a ValueError for a run outside its tensor or `out`, or for factors, tallies or devices that do not match. Arguments as in
     `pack`, without its tables."""
@@ -42,7 +47,12 @@ def check_spans(
         )
     if not all(x.device == out.device for x in xs):
         raise ValueError(f"tensors are not all on {out.device}, where the buffer is; pass tensors of one device")
-    sizes, room = [x.numel() for x in xs], out.numel()
+    if min(ranks, divisor) < 1:
+        raise ValueError(f"ranks is {ranks} and divisor {divisor}; both must be at least 1")
+    uneven = next((x for x in xs if ranks > 1 and (x.ndim != 2 or len(x) != ranks)), None)
+    if uneven is not None:
+        raise ValueError(f"a tensor is {list(uneven.shape)}; with ranks={ranks} each must be [{ranks}, n], the payload of a rank in a row")
+    sizes, room = [x.numel() // ranks for x in xs], out.numel()
     for i, first, elements, start in spans:
         if min(first, elements, start) < 0 or first + elements > sizes[i] or start + elements > room:
             raise ValueError(
@@ -61,12 +71,14 @@ def pack(
     amaxes: torch.Tensor | None = None,
     tallies: torch.Tensor | None = None,
     unless: torch.Tensor | None = None,
+    ranks: int = 1,
+    divisor: int = 1,
 ) -> None:
     """Write `cast(x * factor)` for runs of tensors to `out`: one read, one write.
 
     Args:
         tables: stores the kernel's table of addresses; the twin needs none.
-        xs: contiguous; FP32, BF16 or FP16.
+        xs: contiguous, in any format; [ranks, n] with several `ranks`.
         spans: for each run the index in `xs`, its first element there, its number of elements, and its first element in `out`.
         out: flat, in any format, changed in place.
         factors: FP32 [len(xs)]; None: 1.
@@ -75,12 +87,17 @@ def pack(
             FP32; the sum of their squares in 1 / `PAYLOAD_UNITS`, as whole units and 2^-30 units, not yet `carried`. With a NaN among the
             values the largest is infinity and the others are meaningless. None: not measured.
         unless: FP32 [len(xs)], the factors with which `out` was written before: a tensor whose factor did not change is skipped.
+        ranks: rows of each x. Its values are the sum of the rows in FP32, always in their order; runs are of a row.
+        divisor: by which the values are divided in FP32, before anything else.
     """
     fmt = of_dtype(out.dtype)
     for run, (i, first, elements, start) in enumerate(spans):
         if unless is not None and factors is not None and unless[i] == factors[i]:
             continue
-        x = xs[i].reshape(-1)[first : first + elements].float()
+        x, *others = xs[i].reshape(ranks, -1)[:, first : first + elements].float()
+        for other in others:
+            x = x + other
+        x = x / divisor
         part = cast(x, fmt) if factors is None else quantize(x, factors[i], fmt)
         out[start : start + elements] = part
         if not elements:

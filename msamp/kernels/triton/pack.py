@@ -1,4 +1,4 @@
-"""Cast many tensors to one flat buffer in one launch: one read, one write. Twin: `msamp.kernels.reference.pack`.
+"""Cast many tensors, or their sums over ranks, to one flat buffer in one launch: one read, one write. Twin: `msamp.kernels.reference.pack`.
 
 This file also contains the functions with which kernels over many tensors read and write any format. Mantissa bits identify a format.
 """
@@ -27,11 +27,13 @@ class Head(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A run of a tensor: its number of elements, source and destination addresses, the index of its tensor, and its own index."""
+    """A run of a tensor: its number of elements, source and destination addresses, bytes between the rows of its tensor, the index of the
+    tensor, and its own index."""
 
     numel: int
     source: int
     target: int
+    stride: int
     tensor: int
     run: int
 
@@ -148,7 +150,7 @@ def _amax_of_bits(largest):
 def _pack_kernel(
     table, owners, skipped, factors, unless, amaxes, tallies,
     FROM: tl.constexpr, TO: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, DIVISOR: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, first, left = _span(table, owners, skipped, COLUMNS, CHUNK, ALIGNED)
     tensor = tl.load(row + ROW.value.tensor)
@@ -158,7 +160,9 @@ def _pack_kernel(
     if unless is not None:  # noqa: SIM102 - Triton evaluates both sides of an `and`
         if tl.load(unless + tensor) == factor:
             return
-    x = _pointer(tl.load(row + ROW.value.source), FROM, ALIGNED) + first
+    source = tl.load(row + ROW.value.source)
+    stride = tl.load(row + ROW.value.stride)
+    x = _pointer(source, FROM, ALIGNED) + first
     y = _pointer(tl.load(row + ROW.value.target), TO, ALIGNED) + first
     largest = tl.zeros((BLOCK,), tl.int32)
     largest_code = tl.zeros((BLOCK,), tl.int32)
@@ -166,6 +170,11 @@ def _pack_kernel(
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = _value(tl.load(x + at, mask=at < left, other=0), FROM, HARDWARE)
+        for rank in tl.static_range(1, RANKS):
+            part = _pointer(source + rank * stride, FROM, ALIGNED) + first
+            v += _value(tl.load(part + at, mask=at < left, other=0), FROM, HARDWARE)
+        if DIVISOR > 1:
+            v = tl.div_rn(v, DIVISOR * 1.0)
         if amaxes is not None:
             largest = tl.maximum(largest, _bits(v))
         code = _payload(v * factor, TO, HARDWARE)
@@ -194,23 +203,27 @@ def pack(
     amaxes: torch.Tensor | None = None,
     tallies: torch.Tensor | None = None,
     unless: torch.Tensor | None = None,
+    ranks: int = 1,
+    divisor: int = 1,
 ) -> None:
     """See the reference twin."""
     base, size = out.data_ptr(), out.element_size()
     addresses, dtypes = [x.data_ptr() for x in xs], [x.dtype for x in xs]
+    strides = [x.nbytes // ranks if ranks > 1 else 0 for x in xs]
     block, warps = (BLOCK, WARPS) if tallies is None else (MEASURED_BLOCK, MEASURED_WARPS)
     for dtype in set(dtypes):
         rows = [
-            Row(elements, addresses[i] + first * dtype.itemsize, base + start * size, i, run)
+            Row(elements, addresses[i] + first * dtype.itemsize, base + start * size, strides[i], i, run)
             for run, (i, first, elements, start) in enumerate(spans)
             if dtypes[i] == dtype
         ]
-        table, parts = tables.lay_out(("pack", dtype), rows, 2, CHUNK, again=unless is not None)
+        table, parts = tables.lay_out(("pack", dtype), rows, 3, CHUNK, again=unless is not None)
         skipped = 0
         for owners, aligned in parts:
             _pack_kernel[(owners.numel(),)](
                 table, owners, skipped, owners if factors is None else factors, unless, amaxes, tallies,
                 FROM=of_dtype(dtype).mantissa_bits, TO=of_dtype(out.dtype).mantissa_bits, SCALED=factors is not None,
-                ALIGNED=aligned, HARDWARE=out.is_cuda, BLOCK=block, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=warps,
+                ALIGNED=aligned, HARDWARE=out.is_cuda, RANKS=ranks, DIVISOR=divisor,
+                BLOCK=block, CHUNK=CHUNK, COLUMNS=COLUMNS, num_warps=warps,
             )  # fmt: skip
             skipped += owners.numel()

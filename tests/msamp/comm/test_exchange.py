@@ -95,14 +95,14 @@ def exchange(wire, fmt: Format, grads: list[Tensor], factor: Tensor, peers: Peer
     flat = wire.pack(bucket, grads, factor.to(device))
     payloads = bucket.unflatten(flat.clone())
     reduced = wire.reduce(bucket, flat, factor.to(device), peers, shard)
-    pieces = {}
+    pieces, reference = {}, reduced.reference()
     for segment in bucket.owned:
         start = segment.start - bucket.own.start
         place = slice(start, start + segment.elements)
-        pieces[segment.index, segment.row] = (bits(reduced.own[place]), bits(reduced.before[place]))
+        pieces[segment.index, segment.row] = (bits(reduced.own[place]), bits(reference[place]))
     return {
         "pieces": pieces,
-        "dtypes": (reduced.own.dtype, reduced.before.dtype),
+        "dtypes": (reduced.own.dtype, reference.dtype),
         "scale_inv": None if reduced.scale_inv is None else reduced.scale_inv.cpu(),
         "cut": bucket.cut,
         "flat": None if reduced.flat is None else bits(reduced.flat),

@@ -360,4 +360,4 @@ def test_a_wire_that_changes_or_makes_its_payload_is_told_nothing_of(wire, monke
         back(p, make("normal", (4, 8), seed=step).bfloat16())
         sync.finish()
         assert p.main_grad.tally is None
-        assert all(bucket._guessed is None for bucket in sync.buckets)
+        assert all(bucket._packed._guessed is None for bucket in sync.buckets)

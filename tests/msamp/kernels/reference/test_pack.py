@@ -57,3 +57,34 @@ def test_what_does_not_fit_is_refused(flags, message):
     dtype, factors = flags.pop("dtype", E4M3.dtype), flags.pop("factors", None)
     with pytest.raises(ValueError, match=message):
         check_spans([torch.zeros(4)], [(0, 0, 4, 0)], torch.empty(4, dtype=dtype), factors, **flags)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.parametrize("fmt", ALL, ids=str)
+def test_ranks_are_summed_in_fp32_in_their_order_and_rounded_once(fmt, ranks, divide):
+    x = torch.stack([make("log-normal", (40,), rank) for rank in range(ranks)]).to(E4M3.dtype if fmt.bytes == 1 else torch.float32)
+    factors = torch.tensor([0.37]) if fmt.scaled else None
+    out, amaxes, divisor = torch.zeros(30).to(fmt.dtype), torch.zeros(1), ranks if divide else 1
+    pack(None, [x], [(0, 10, 30, 0)], out, factors, amaxes=amaxes, ranks=ranks, divisor=divisor)
+    total = x[0].float()
+    for row in x[1:]:
+        total = total + row.float()
+    mean = (total / divisor)[10:]
+    assert bits(out).equal(bits(quantize(mean, 1.0 if factors is None else factors[0], fmt)))
+    assert amaxes.item() == mean.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "message"),
+    [
+        ((4,), {"ranks": 2}, r"a tensor is \[4\]; with ranks=2 each must be \[2, n\]"),
+        ((3, 4), {"ranks": 2}, r"a tensor is \[3, 4\]; with ranks=2"),
+        ((2, 3), {"ranks": 2}, "a run of 4 elements from 0, written at 0, exceeds tensor 0 of 3 elements"),
+        ((4,), {"ranks": 0}, "ranks is 0 and divisor 1"),
+        ((4,), {"divisor": 0}, "ranks is 1 and divisor 0"),
+    ],
+)
+def test_rows_that_do_not_fit_the_ranks_are_refused(shape, flags, message):
+    with pytest.raises(ValueError, match=message):
+        check_spans([torch.zeros(shape)], [(0, 0, 4, 0)], torch.empty(4), None, **flags)

@@ -56,6 +56,44 @@ def test_nan_stays_nan(fmt, triton_device):  # of what sign and payload may depe
     assert out.float().isnan().all()
 
 
+def assert_summed_the_same(xs: list[torch.Tensor], fmt, divisor: int, right: list[bool], shift: int = 0) -> None:
+    """What ranks sent, summed on the way: a guess, then the factors; buffer and amaxes after each."""
+    device, ranks = xs[0].device, len(xs[0])
+    spans, start = [], shift
+    for i, x in enumerate(xs):
+        spans.append((i, 0, x.shape[1], start))
+        start += x.shape[1]
+    factors = torch.tensor([0.5 * 4.0 ** (1 - i) for i in range(len(xs))], device=device)
+    guess = torch.where(torch.tensor(right, device=device), factors, factors * 2.0)
+    found = []
+    for run, tables in ((kernel, Tables(device)), (twin, None)):
+        out = torch.zeros(start * fmt.bytes, dtype=torch.uint8, device=device).view(fmt.dtype)
+        amaxes = torch.zeros(len(xs), device=device)
+        run(tables, xs, spans, out, guess, amaxes=amaxes, ranks=ranks, divisor=divisor)
+        first = out.clone()
+        run(tables, xs, spans, out, factors, unless=guess, ranks=ranks, divisor=divisor)
+        found.append((first, out, amaxes))
+    for got, want in zip(*found, strict=True):
+        assert bits(got).equal(bits(want))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "divisor"), [(1, 1), (2, 2), (3, 3), (3, 1), (8, 8)])
+def test_the_sums_over_ranks_have_the_twin_s_bits(ranks, divisor, kind, triton_device):
+    for fmt in ALL[-3:]:
+        payloads = [make(kind, (ranks, n), n, triton_device).clamp(-400, 400).to(fmt.dtype) for n in (4096, 33, 5000)]
+        assert_summed_the_same(payloads, fmt, divisor, [True, False, True])
+        assert_summed_the_same(payloads[:1], fmt, divisor, [False], shift=1)
+    assert_summed_the_same([make(kind, (ranks, 500), 0, triton_device)], E4M3, divisor, [True])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_large_sums_over_ranks_on_the_gpu(ranks):
+    payloads = [make("log-normal", (ranks, n), n, "cuda").clamp(-400, 400).to(E4M3.dtype) for n in (2048 * 8192, 4096 * 3001, 77)]
+    assert_summed_the_same(payloads, E4M3, ranks, [True, False, True])
+
+
 def test_runs_that_begin_at_any_byte(triton_device):
     xs = [make("normal", (64, 32), device=triton_device)]
     for shift in (0, 1, 8, 16):
