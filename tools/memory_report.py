@@ -41,7 +41,7 @@ from megatron.lm.model.gpt import build_model
 from megatron.lm.planning import memory
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, output_file
+from megatron.lm.shell.arguments import Parser
 from megatron.lm.step import train_step
 from megatron.lm.training.state import Training
 from msamp.numerics.tensor import ScalingTensor
@@ -214,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print one table and append its rows."""
     parser = Parser(description=__doc__)
     parser.add_argument("--levels", nargs="+", default=OPT_LEVELS, type=legal_precision)
-    parser.add_argument("--csv", type=output_file, help="append the rows to this file, such as tools/bench/results/memory.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, None, help="append the rows to this file, such as tools/bench/results/memory.csv")
     options, flags = parser.parse_known_args(argv)
     configs = {level: configuration(level, flags) for level in options.levels}
     where = rows.machine(options.commit)

@@ -22,7 +22,6 @@ REFUSALS = [
     ("bench.bench_kernels", "--repeats 1", "argument --repeats: 1 is out of range: give 2"),
     ("bench.bench_kernels", "--only sort", "invalid choice: 'sort'"),
     ("bench.bench_kernels", "", "no GPU is available"),
-    ("bench.bench_lost_updates", "--steps 0", "argument --steps: 0 is out of range"),
     ("bench.bench_optimizer", "--repeats 1", "argument --repeats: 1 is out of range: give 2"),
     ("bench.bench_optimizer", "--levels O9", "precision 'O9' is unknown"),
     ("bench.bench_optimizer", "--levels O3+--optimizer-states+coat", "unknown flag --optimizer-states"),

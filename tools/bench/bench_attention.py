@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm.model.attention import BACKENDS
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from msamp.kernels import ops
 from msamp.kernels.reference.fp8_attention import AttentionScales
 from msamp.nn.attention_block import split_heads
@@ -198,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=shape, default=[shape(text) for text in SHAPES], metavar="SHAPE")
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=["normal"])
     parser.add_argument("--repeats", type=count(2), default=20)
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/attention.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "attention.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; attention is measured on a GPU")

@@ -29,7 +29,7 @@ from megatron.lm.config.presets import PRESETS
 from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file, path
+from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.step import train_step
 from tools.bench import bench_step, rows
 from tools.precisions import legal_precision
@@ -118,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=count(1), default=10, help="measured steps without a save")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
     parser.add_argument("--folder", type=path, help="where to save; derived: the system's temporary folder")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/checkpoint.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "checkpoint.csv")
     options = parser.parse_args(argv)
     where = rows.machine(options.commit)
     process_groups.initialize(bench_step.configuration(options.levels[0], options))

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import msamp
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from msamp.numerics import recipe
 from tools.bench import rows
 
@@ -105,8 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=count(1), default=20, help="steps that are not measured, at least 1")
     parser.add_argument("--steps", type=count(2), default=10, help="measured steps, at least 2")
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/compile.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "compile.csv")
     options = parser.parse_args(argv)
     if "reduce-overhead" in options.ways and options.backend != "inductor":
         raise ValueError(f"--backend {options.backend} --ways reduce-overhead: only inductor creates CUDA graphs; drop one of the two")

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.lm.model.attention import BACKENDS
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.nn.fp8_attention import AttentionScaling
@@ -226,8 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", type=shape, default=[shape(text) for text in SHAPES], metavar="SHAPE")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=count(2), default=5)
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/context.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "context.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; attention is measured on GPUs")

@@ -41,7 +41,7 @@ from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports.metrics import least_and_most
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
 from megatron.lm.training.state import StepResult, Training
 from msamp.comm.collectives import Peers
@@ -302,8 +302,7 @@ def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.
     flags.add_argument("--steps", type=count(2), default=10, help="measured steps")
     flags.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
     flags.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="also measure a baseline; can be repeated")
-    flags.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results" / csv)
-    flags.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(flags, csv)
     return flags
 
 

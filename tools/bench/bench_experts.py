@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from msamp.kernels import ops
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.experts import ExpertSettings, ExpertsFunction, ExpertWeights
@@ -191,8 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", choices=list(TOP_K), default=list(TOP_K))
     parser.add_argument("--seconds", type=count(1), default=300, help="after which no model is begun")
     parser.add_argument("--repeats", type=count(2), default=15)
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/experts.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "experts.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; layers are measured on a GPU")

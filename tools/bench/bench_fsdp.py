@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from msamp.integrations import fsdp
 from msamp.integrations.fsdp_graph import GraphedStep
 from msamp.nn.transformer_block import TransformerBlock
@@ -222,8 +222,7 @@ def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__)
     flags.add_argument("--cases", nargs="*", type=case, default=list(DEFAULT_CASES))
     add_model_flags(flags, warm_up=10, steps=30)
-    flags.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/fsdp.csv")
-    flags.add_argument("--commit", help="name of the measured tree, if git is not available")
+    rows.add_flags(flags, "fsdp.csv")
     return flags
 
 

@@ -35,7 +35,7 @@ from megatron.lm.model.gpt import build_model
 from megatron.lm.model.initial import take_initial_weights
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, hf_tensors
 from tools.bench import rows
 from tools.precisions import legal_precision, precision_flags
@@ -167,8 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab-size", type=count(2), default=50257, help="(default: %(default)s)")
     parser.add_argument("--repeats", type=count(1), default=3, help="of which the last is recorded (default: %(default)s)")
     parser.add_argument("--flags", default="", help="more flags of the trainer")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/generate.csv", help="(default: %(default)s)")
-    parser.add_argument("--commit", help="hash of the tree, if git is not available")
+    rows.add_flags(parser, "generate.csv")
     options = parser.parse_args(argv)
     process_groups.initialize(configuration("O0", options))
     try:

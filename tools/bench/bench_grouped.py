@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from msamp.kernels import ops
 from msamp.kernels.reference.group_tokens import row_capacity
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
@@ -301,8 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true", help="try tilings first, on OLMoE and Qwen3-30B-A3B, and measure the fastest ones")
     parser.add_argument("--seconds", type=count(1), default=60, help="of the sweep")
     parser.add_argument("--repeats", type=count(2), default=15)
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/grouped.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "grouped.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; kernels are measured on a GPU")

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm.model.attention import BACKENDS
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from msamp.kernels import ops
 from msamp.kernels.reference.adamw import Batch, Hyper, hyper_numbers
 from msamp.kernels.tables import Tables
@@ -344,8 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     parser.add_argument("--only", nargs="*", choices=list(groups), default=list(groups))
     parser.add_argument("--repeats", type=count(2), default=30)
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/kernels.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "kernels.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; kernels are measured on a GPU")

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from megatron.lm.config.presets import PRESETS, VOCABULARIES
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from tools.bench import rows
 from tools.bench.bench_experts import FP8_ALIGNMENT, GroupedMM, grouped_layer, torchao_fp8
 from tools.bench.bench_grouped import BF16, failure
@@ -260,8 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro-batches", type=count(1), default=8, help="per step")
     parser.add_argument("--steps", type=count(2), default=8, help=f"that are measured, after {WARM_UP}")
     parser.add_argument("--data-path", help="prefix of an indexed dataset (default: random tokens)")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/moe.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "moe.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; training steps are measured on a GPU")

@@ -27,7 +27,7 @@ from megatron.lm.config.presets import PRESETS
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.training.optimizer import build_loss_scaler
 from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.recipe import KINDS, Recipe, StateFormats
@@ -196,8 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=count(1), default=50304)
     parser.add_argument("--repeats", type=count(2), default=30)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/optimizer.csv")
-    parser.add_argument("--commit", help="name of the measured tree, if git is not available")
+    rows.add_flags(parser, "optimizer.csv")
     parser.set_defaults(micro_batch_size=1)
     options = parser.parse_args(arguments)
     configurations = [configuration(level, options) for level in options.levels]

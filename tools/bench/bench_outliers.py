@@ -214,9 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--factor", type=float, default=2.0**16, help="by which they grow")
     parser.add_argument("--rate", type=float, default=4.0, help="multiple of the preset's learning rate")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/outliers.csv")
     parser.add_argument("--curves", type=output_file, help="JSONL file for the loss of every step")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "outliers.csv")
     options = parser.parse_args(argv)
     if not 1 <= options.factor < 2.0**40:
         parser.error(f"--factor is {options.factor:g}; it must be from 1 to 2^40: 1 for no outliers")

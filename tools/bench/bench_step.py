@@ -45,7 +45,7 @@ from megatron.lm.processes.grid import Grid
 from megatron.lm.run.reports.metrics import mfu, peak_tflops
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
 from tools.bench import rows
@@ -183,8 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=count(2), default=10, help="measured steps")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
     parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="also measure a baseline; can be repeated")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/step.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "step.csv")
     options = parser.parse_args(argv)
     vocabulary = f"--vocab-size {options.vocab_size}" if options.vocab_size != VOCABULARY else ""
     common = {

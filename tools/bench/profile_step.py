@@ -21,7 +21,7 @@ from megatron.lm.build import build_training
 from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
 from tools.bench import rows
 from tools.bench.bench_step import WARM_UP, configuration, random_batches
@@ -107,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=count(0), default=WARM_UP)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
     parser.add_argument("--top", type=count(1), default=25, help="kernels listed by name")
-    parser.add_argument("--csv", type=output_file, help="append one row per kind to this file")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, None, help="append one row per kind to this file")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; a profile of kernels needs one")

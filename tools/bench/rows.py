@@ -1,6 +1,7 @@
 """One CSV row per measurement: every speed or memory number of the project is in `tools/bench/results/`, with the machine it was measured
 on."""
 
+import argparse
 import csv
 import datetime
 import statistics
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron.lm.shell.arguments import output_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +47,13 @@ def machine(tree: str | None = None) -> dict[str, str]:
         "driver": driver(),
         "torch": torch.__version__,
     }
+
+
+def add_flags(parser: argparse.ArgumentParser, file: str | None, **csv: Any) -> None:
+    """Add --csv, by default `file` among the results or none, and --commit; `csv` is passed on to argparse."""
+    default = None if file is None else ROOT / "tools/bench/results" / file
+    parser.add_argument("--csv", type=output_file, default=default, **({"help": "(default: %(default)s)"} | csv))
+    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:

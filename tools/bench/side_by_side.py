@@ -37,7 +37,7 @@ from megatron.lm.config.presets import PRESETS
 from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, name, output_file
+from megatron.lm.shell.arguments import Parser, count, name
 from megatron.lm.step import train_step
 from tools.bench import bench_step, rows
 
@@ -243,8 +243,7 @@ def flags() -> Parser:
     parser.add_argument("--rounds", type=count(1), default=8)
     parser.add_argument("--steps", type=count(2), default=10, help="of each case in a round")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")
-    parser.add_argument("--csv", type=output_file, default=rows.ROOT / "tools/bench/results/side_by_side.csv")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "side_by_side.csv")
     parser.add_argument("--serve", metavar="CASE", help="run as the process of a case; started by other processes")
     return parser
 
