@@ -13,32 +13,16 @@ import torch
 def edq(update: torch.Tensor, effective: torch.Tensor) -> float:
     """Effective descent quality, <update / |update|, effective> in FP64 [Collage, definition 3.3, equation 3].
 
-    Its best value is the norm of the update. For a zero update it is 0. `descent` compares with the update of another optimizer instead.
+    Its best value is the norm of the update. For a zero update it is 0.
 
     Args:
-        update: the update that the optimizer computed in its own arithmetic, before it is added (the paper's equation 1); any shape.
+        update: the update that the optimizer computed in its own arithmetic, before it is added (the paper's equation 1); any shape. Along
+            the update in FP32 from the same states, the result includes what the optimizer loses while it computes its update.
         effective: the actual change of the parameters (equation 2), same shape.
     """
-    return _projection(update, effective)
-
-
-def descent(wanted: torch.Tensor, effective: torch.Tensor) -> float:
-    """<wanted / |wanted|, effective> in FP64: how far the parameters moved along an update that was computed in FP32 from the same states.
-
-    It includes what an optimizer loses while it computes the update; `edq`, along the optimizer's own direction, only includes what the
-    addition loses. For a zero update it is 0.
-
-    Args:
-        wanted: the update in FP32, any shape.
-        effective: the actual change of the parameters, same shape.
-    """
-    return _projection(wanted, effective)
-
-
-def _projection(direction: torch.Tensor, effective: torch.Tensor) -> float:
-    direction, effective = direction.double().flatten(), effective.double().flatten()
-    norm = float(direction.norm())
-    return float(torch.dot(direction, effective)) / norm if norm else 0.0
+    update, effective = update.double().flatten(), effective.double().flatten()
+    norm = float(update.norm())
+    return float(torch.dot(update, effective)) / norm if norm else 0.0
 
 
 def lost_frac(update: torch.Tensor, effective: torch.Tensor) -> float:

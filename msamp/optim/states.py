@@ -75,32 +75,19 @@ class PlainFormat:
         return {}
 
 
-class ScaledFormat:
+class ScaledFormat(PlainFormat):
     """ScalingTensors whose scale follows from a bound on their values."""
 
-    def __init__(self, fmt: Format) -> None:
-        self.format = fmt
-
     def init(self, like: torch.Tensor) -> torch.Tensor:
-        payload = torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
-        return ScalingTensor(payload, torch.ones((), device=like.device, dtype=torch.float32), torch.float32)
-
-    def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {}
+        return ScalingTensor(super().init(like), torch.ones((), device=like.device, dtype=torch.float32), torch.float32)
 
 
-class CoatFormat:
+class CoatFormat(PlainFormat):
     """E4M3 or E5M2 with dynamic range expansion.
 
     For a weight [.., n], the state `exp_avg` is the payload in the weight's shape, and `exp_avg_max` and `exp_avg_k` are FP32
     [.., ceil(n / 128)]. So a slice of the weight's rows corresponds to the same rows of all three.
     """
-
-    def __init__(self, fmt: Format) -> None:
-        self.format = fmt
-
-    def init(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
 
     def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
         largest = torch.zeros(STATE_GROUP.groups(like.shape), device=like.device, dtype=torch.float32)

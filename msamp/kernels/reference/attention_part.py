@@ -27,7 +27,7 @@ def attention_part(
     check_parts(query, key, value, causal=causal)
     scores = _scores(query, key, softmax_scale, causal=causal)
     lse = scores.logsumexp(-1)
-    o = (scores - lse[..., None]).exp() @ _by_head(value, query.shape[2])
+    o = (scores - lse[..., None]).exp() @ by_head(value, query.shape[2])
     return o.permute(2, 0, 1, 3).to(query.dtype).contiguous(), lse
 
 
@@ -57,10 +57,10 @@ def attention_part_backward(
     """
     check_parts(query, key, value, causal=causal)
     heads, groups = query.shape[2], key.shape[2]
-    q, k, v, grad, out = (_by_head(x, heads) for x in (query, key, value, grad_o, o))
+    q, k, v, grad, out = (by_head(x, heads) for x in (query, key, value, grad_o, o))
     p = (_scores(query, key, softmax_scale, causal=causal) - lse[..., None]).exp()
     ds = p * (grad @ v.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)) * softmax_scale
-    dv, dk = (_over_groups(x.transpose(2, 3) @ y, groups) for x, y in ((p, grad), (ds, q)))
+    dv, dk = (over_groups(x.transpose(2, 3) @ y, groups) for x, y in ((p, grad), (ds, q)))
     dq, dk, dv = (x.permute(2, 0, 1, 3).to(query.dtype).contiguous() for x in (ds @ k, dk, dv))
     return dq, dk, dv
 
@@ -78,12 +78,12 @@ def check_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, 
         )
 
 
-def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[s, b, n, d] -> [b, heads, s, d] FP32, repeating each group for its heads."""
     return x.float().permute(1, 2, 0, 3).repeat_interleave(heads // x.shape[2], 1)
 
 
-def _over_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
+def over_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
     """[b, heads, s, d] -> [b, groups, s, d], summed over the heads of a group."""
     b, heads, s, d = x.shape
     return x.view(b, groups, heads // groups, s, d).sum(2)
@@ -91,7 +91,7 @@ def _over_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _scores(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, *, causal: bool) -> torch.Tensor:
     """Scores [b, heads, s, keys] FP32."""
-    scores = _by_head(query, query.shape[2]) @ _by_head(key, query.shape[2]).transpose(2, 3) * softmax_scale
+    scores = by_head(query, query.shape[2]) @ by_head(key, query.shape[2]).transpose(2, 3) * softmax_scale
     if not causal:
         return scores
     s = scores.shape[-1]

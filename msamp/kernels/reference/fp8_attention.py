@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from msamp.kernels.reference.amax import amax
+from msamp.kernels.reference.attention_part import by_head, over_groups
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import quantize
 
@@ -77,7 +78,7 @@ def attention_forward(
         ValueError: if shapes do not match.
     """
     check_heads(query, key, value, causal=causal)
-    q, k, v = (_by_head(x, query.shape[2]) for x in (query, key, value))
+    q, k, v = (by_head(x, query.shape[2]) for x in (query, key, value))
     scores = _scores(q, k, scale_invs, softmax_scale, causal)
     top = scores.amax(-1, keepdim=True)
     p = (scores - top).exp()
@@ -116,34 +117,23 @@ def attention_backward(
     """
     check_heads(query, key, value, causal=causal)
     groups = key.shape[2]
-    q, k, v, out, grad = (_by_head(x, query.shape[2]) for x in (query, key, value, o, grad_o))
+    q, k, v, out, grad = (by_head(x, query.shape[2]) for x in (query, key, value, o, grad_o))
     of_q, of_k, of_v = scales.qkv
     p = (_scores(q, k, scales.qkv, softmax_scale, causal) - stats).exp()
     p8 = quantize(p, p.new_tensor(SOFTMAX_SCALE), E4M3).float()
-    dv = _over_groups(p8.transpose(2, 3) @ grad, groups) * (scales.grad_o / SOFTMAX_SCALE)
+    dv = over_groups(p8.transpose(2, 3) @ grad, groups) * (scales.grad_o / SOFTMAX_SCALE)
     row = (grad * out).sum(-1, keepdim=True) * (scales.grad_o * scales.o)
     dp = p * ((grad @ v.transpose(2, 3)) * (scales.grad_o * of_v) - row) * softmax_scale
     dp8 = quantize(dp, scales.gradients[0], E5M2).float()
     dq = (dp8 @ k) * (scales.dp_scale_inv * of_k)
-    dk = _over_groups(dp8.transpose(2, 3) @ q, groups) * (scales.dp_scale_inv * of_q)
+    dk = over_groups(dp8.transpose(2, 3) @ q, groups) * (scales.dp_scale_inv * of_q)
     made = [quantize(_by_token(x), scale, E5M2).contiguous() for x, scale in zip((dq, dk, dv), scales.gradients[1:], strict=True)]
     return made[0], made[1], made[2], torch.stack([amax(x) for x in (dp, dq, dk, dv)])
-
-
-def _by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[s, b, n, d] FP8 -> [b, heads, s, d] FP32, repeating each group for its heads."""
-    return x.float().permute(1, 2, 0, 3).repeat_interleave(heads // x.shape[2], 1)
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
     """[b, n, s, d] -> [s, b, n, d]."""
     return x.permute(2, 0, 1, 3)
-
-
-def _over_groups(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[b, heads, s, d] -> [b, groups, s, d], summed over the heads of a group."""
-    b, heads, s, d = x.shape
-    return x.view(b, groups, heads // groups, s, d).sum(2)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale_invs: torch.Tensor, softmax_scale: float, causal: bool) -> torch.Tensor:

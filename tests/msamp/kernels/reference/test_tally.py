@@ -8,7 +8,7 @@ import torch
 from helpers.numerics import make
 from msamp.kernels.reference import tally
 from msamp.kernels.reference.tally import count_, tally_, tally_update_
-from msamp.numerics.descent_quality import descent, lost_frac, undelivered_frac, undelivered_share
+from msamp.numerics.descent_quality import edq, lost_frac, undelivered_frac, undelivered_share
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.metrics import TALLY, add_tallies, judge, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
@@ -81,7 +81,7 @@ def test_an_update_s_sums_are_the_definitions(monkeypatch):
         assert squares == pytest.approx(float(after.double().square().sum()), rel=1e-12)
         assert norm == pytest.approx(float((wanted.double() - before.double()).square().sum()), rel=1e-12)
         assert product / math.sqrt(norm) == pytest.approx(
-            descent(wanted.double() - before.double(), after.double() - before.double()), rel=1e-9
+            edq(wanted.double() - before.double(), after.double() - before.double()), rel=1e-9
         )
         assert lost / elements == lost_frac(wanted - before, after - before)
         assert distance == pytest.approx(float((wanted.double() - before.double()).abs().sum()), rel=1e-12)

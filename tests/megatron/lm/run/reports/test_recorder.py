@@ -25,7 +25,7 @@ from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling
-from msamp.numerics.descent_quality import descent, lost_frac, undelivered_frac
+from msamp.numerics.descent_quality import edq, lost_frac, undelivered_frac
 from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
@@ -105,7 +105,7 @@ def by_hand(made: Training, recorder: Recorder, steps: int) -> tuple[dict[str, d
     want |= {"m": stored(state["exp_avg"], m), "v": stored(state["exp_avg_sq"], v), "master": stored(layer.weight, after)}
     update, effective = after - weight.double(), fp32_values(layer.weight).double() - weight.double()
     shares = [lost_frac(update, effective), undelivered_frac(update, effective)]
-    return want, [float(fp32_values(layer.weight).norm()), float(update.norm()), descent(update, effective), *shares]
+    return want, [float(fp32_values(layer.weight).norm()), float(update.norm()), edq(update, effective), *shares]
 
 
 @pytest.mark.parametrize("steps", [2, tiny.WINDOW + 1], ids=["just in time", "delayed"])
