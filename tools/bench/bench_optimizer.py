@@ -4,6 +4,7 @@
     python tools/bench/bench_optimizer.py --preset 7b --levels bf16 collage-plus O3
     python tools/bench/bench_optimizer.py --levels O3 'O3 --optimizer-state coat'     a level with its own flags
     python tools/bench/bench_optimizer.py --levels bf16 O3 --flags '--optimizer-state coat'
+    python tools/bench/bench_optimizer.py --levels bf16-d --by-torch  also torch's AdamW on FP32 masters of BF16 weights, which is option D
 
 A step reads gradient, moments, master and the additional states of a BF16 update, and writes all but the gradient. It also writes a weight
 that has a master, and reads the gradient once more for its norm, unless quantization has computed it (E4M3). Quantization reads a gradient
@@ -29,7 +30,7 @@ from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.training.optimizer import build_loss_scaler
-from msamp.numerics.formats import E4M3, Format
+from msamp.numerics.formats import BF16, E4M3, FP32, Format
 from msamp.numerics.recipe import KINDS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
@@ -39,6 +40,12 @@ from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from tools.bench import bench_step, rows
 from tools.precisions import legal_case
+
+TORCH: dict[str, dict[str, bool]] = {
+    "one tensor at a time": {"foreach": False},
+    "lists of tensors": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 class Weights(nn.Module):
@@ -167,6 +174,51 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     return [_row(level, what, seconds, size, parameters, bandwidth, options) for what, (seconds, size) in cases.items()]
 
 
+def by_torch(config: Config, options: argparse.Namespace, bandwidth: float, device: str = "cuda") -> list[dict[str, Any]]:
+    """Measure the update of BF16 weights with FP32 masters and states by torch: one tensor at a time, by lists of tensors, and fused.
+
+    Each step copies the gradients to FP32, clips them, updates the masters and copies these to the weights. Bytes are those that the update
+    must move, as in `measure`, so that `share` says how many more it does.
+    """
+    recipe, optim = build_recipe(config.precision), config.optimizer
+    size, *_ = (model := Weights(config.model, recipe, options.vocab_size, device)).bytes()
+    weights: list[torch.Tensor] = list(model.parameters())
+    masters: list[torch.Tensor] = [nn.Parameter(p.detach().float()) for p in weights]
+    gradients = [torch.randn_like(p) * 1e-4 for p in weights]
+    wide = [torch.zeros_like(master) for master in masters]
+    for master, gradient in zip(masters, wide, strict=True):
+        master.grad = gradient
+    found = []
+    for name, chosen in TORCH.items():
+        foreach = chosen != TORCH["one tensor at a time"]
+        update = torch.optim.AdamW(masters, optim.lr, (optim.adam_beta1, optim.adam_beta2), optim.adam_eps, optim.weight_decay, **chosen)
+
+        def step(update: torch.optim.Optimizer = update, foreach: bool = foreach) -> None:
+            _copy(wide, gradients, foreach)
+            nn.utils.clip_grad_norm_(masters, optim.clip_grad, foreach=foreach)
+            update.step()
+            _copy(weights, masters, foreach)
+
+        with torch.no_grad():
+            seconds = times(lambda: None, step, options.repeats)
+        parameters = sum(p.numel() for p in weights)
+        found.append(_row(f"{config.precision.name} by torch", f"step, {name}", seconds, size, parameters, bandwidth, options))
+    return found
+
+
+def _is_d(recipe: Recipe) -> bool:
+    states = recipe.formats_of("linear")
+    return recipe.weight == states.grad == BF16 and states.master == states.m == states.v == FP32
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], foreach: bool) -> None:
+    if foreach:
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def _row(
     level: str, what: str, seconds: Sequence[float], size: int, parameters: int, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -194,12 +246,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="1.3b")
     parser.add_argument("--levels", nargs="+", type=legal_case, default=["O1", "O2", "O3"], help="levels and precisions, with flags")
     parser.add_argument("--vocab-size", type=count(1), default=50304)
+    parser.add_argument("--by-torch", action="store_true", help="also torch's AdamW, for levels of BF16 weights with FP32 states")
     parser.add_argument("--repeats", type=count(2), default=30)
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, such as --optimizer-state coat")
     rows.add_flags(parser, "optimizer.csv")
     parser.set_defaults(micro_batch_size=1)
     options = parser.parse_args(arguments)
     configurations = [configuration(level, options) for level in options.levels]
+    other = [level for level, config in zip(options.levels, configurations, strict=True) if not _is_d(build_recipe(config.precision))]
+    if options.by_torch and other:
+        raise ValueError(f"--by-torch: {', '.join(other)} is not BF16 weights with FP32 masters and moments: give --levels bf16-d")
     if not torch.cuda.is_available():
         print("bench_optimizer requires a GPU, and none is available", file=sys.stderr)
         return 1
@@ -207,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.cuda.empty_cache()
     for level, config in zip(options.levels, configurations, strict=True):
         measured = measure(config, options, bandwidth, flags=level.partition(" ")[2])
+        torch.cuda.empty_cache()
+        measured += by_torch(config, options, bandwidth) if options.by_torch else []
         torch.cuda.empty_cache()
         for row in measured:
             print(row, flush=True)

@@ -97,6 +97,28 @@ def test_a_level_may_have_flags_of_its_own(monkeypatch):
     assert found[-1]["bytes_per_param"] == round(step / (LINEAR + MATRIX + VECTOR), 3)
 
 
+def test_torch_takes_the_same_step(monkeypatch):
+    """Each implementation in turn, with a clock that says 1, 2 and 4 milliseconds, and the bytes of option D's own update."""
+
+    def pretend(prepare, run, repeats):
+        run()
+        return [1.0, 2.0, 4.0]
+
+    monkeypatch.setattr(bench_optimizer, "times", pretend)
+    given = options()
+    found = bench_optimizer.by_torch(bench_optimizer.configuration("bf16-d", given), given, 1e9, "cpu")
+    assert [row["case"] for row in found] == [f"step, {name}" for name in bench_optimizer.TORCH]
+    assert {row["level"] for row in found} == {"bf16-d by torch"}
+    step, *_ = weights("bf16-d").bytes()
+    assert {row["bytes_per_param"] for row in found} == {round(step / (LINEAR + MATRIX + VECTOR), 3)}
+
+
+@pytest.mark.parametrize("level", ["O2", "bf16-a", "bf16-dmw", "fp32"])
+def test_torch_is_compared_with_option_d_only(level, capsys):
+    assert bench_optimizer.main(["--levels", "bf16-d", level, "--by-torch", f"--flags={TINY}"]) == 2
+    assert f"--by-torch: {level} is not BF16 weights with FP32 masters and moments: give --levels bf16-d" in capsys.readouterr().err
+
+
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_optimizer.main([]) == 1
