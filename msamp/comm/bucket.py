@@ -103,8 +103,8 @@ class Bucket:
         return own[start : start + segment.elements]
 
     def measure(self, gradients: Sequence[torch.Tensor], fmt: Format) -> torch.Tensor:
-        """Return the amax of each gradient, FP32 [parameters], +inf for a non-finite one; see `GuessedPack.measure`. `gradients` and `fmt`
-        are those of `flatten`."""
+        """Return the amax of each gradient, FP32 [parameters], +inf for a non-finite one; see `GuessedPack.measure`. `gradients` and `fmt`:
+        as for `flatten`."""
         return self._packed.measure(gradients, fmt)
 
     def flatten(self, gradients: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None) -> torch.Tensor:

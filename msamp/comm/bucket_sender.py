@@ -1,6 +1,6 @@
 """Send one bucket of gradients: agree on scales, pack, reduce, deliver the averages (FP8-LM section 2.1).
 
-`GradSync` decides when to send a bucket. `BucketSender` does the rest in four steps, each a method of its own:
+`GradSync` decides when to send a bucket. `BucketSender` does the rest in four steps, each in its own method:
 
     agree     proposals [tensors]   each rank's scales, then the minimum over all ranks: one small MIN all-reduce (equation 4)
     pack      flat [elements]       the gradients times `factor`, cast into one buffer
@@ -158,7 +158,7 @@ class BucketSender:
             for p, g in zip(bucket.params, gradients, strict=True)
         ]
         wire = self.wires[bucket.format]
-        # Payloads without a scale get the weight here, in the kernel that packs them; that of the others goes to their scale, in `reduce`.
+        # Payloads without a scale get the weight here, in the kernel that packs them. For scaled ones, `reduce` puts it into the scale.
         weight = 1.0 if wire.format.scaled else self.weight_of(bucket)
         return wire.pack(bucket, filled, factor if weight == 1.0 else factor * weight)
 

@@ -13,7 +13,7 @@ same on every rank; `Window.take` raises for a window that was not released. It 
 tensor.
 
 This library computes the sums itself: each rank has the other ranks' partial sums in its memory and sums them in FP32 in rank order, in one
-kernel (`ops.sum_payloads`). So the bits are those of an FP32 sum over any backend, while NCCL's sum of BF16 rounds after each rank.
+kernel (`ops.sum_payloads`). So the result equals an FP32 sum over any backend bit for bit, while NCCL's sum of BF16 rounds after each rank.
 
 These collectives are ordered by their stream, and a CUDA graph can capture them once their windows exist, which an eager step creates. If a
 rank is lost, the others wait in a barrier until the run's watchdog finds them, as in NCCL's kernels. Symmetric memory is a private API of
@@ -219,7 +219,7 @@ class CopyPeers(Peers):
 
     The result of a started collective is in a window until `Pending.done`; at most `GATHER_WINDOWS` gathers and `SUM_WINDOWS` all-to-alls
     of one size can be pending. The result of `start_all_to_all` lacks this rank's own slice, which the caller already has. `all_gather`
-    returns memory of its own, and `all_to_all` is NCCL's.
+    returns new memory, and `all_to_all` is NCCL's.
 
     Args:
         group: ranks of one host for which `obstacle` is None.

@@ -65,7 +65,7 @@ class GradSync:
     Args:
         model: its parameters are synchronized, except those with `requires_grad=False`.
         formats: gradient format of every parameter that requires a gradient.
-        plan: buckets of pieces, over those parameters in reverse order (`msamp.parallel.data_parallel` makes it).
+        plan: buckets of pieces, over those parameters in reverse order (built by `msamp.parallel.data_parallel`).
         group: the data-parallel ranks; None for one process.
         shard: only the owner of a piece needs its average (ZeRO).
         exchange: how gradients are sent: an `Exchange` or the name of a registered one, see `msamp.comm.exchange`.

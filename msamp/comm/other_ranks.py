@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged over other ranks than those of the rest of the model: the experts under expert parallelism.
+"""Parameters whose gradients are averaged over a different group of ranks than the rest of the model: the experts under expert parallelism.
 
 N ranks share the experts of a layer, and each computes its experts for the tokens of all N. So the same expert has fewer copies than the
 rest of the model, C instead of D data-parallel ones, and each copy's gradient already contains the tokens of N ranks. The gradient of the

@@ -20,7 +20,7 @@ class Statistics:
         numel: elements of each scaled gradient, in the order of the buckets.
         device: of the gradients.
         always: count in every step (mu needs it); else only in steps that `watch` selects, since counting reads every payload again.
-        owned: elements of the sums that this rank owns; None: those of a single rank, all.
+        owned: elements of the sums that this rank owns; None on a single rank, which owns all.
 
     Attributes:
         active: whether this step is counted.

@@ -1,5 +1,5 @@
-"""The loss scale c: gradients of c L are in the range of FP16, and dividing by c gives those of L (Micikevicius et al. 2017, section
-3.2)."""
+"""The loss scale c: gradients of c L are in the range of FP16, and dividing them by c gives the gradients of L (Micikevicius et al. 2017,
+section 3.2)."""
 
 from typing import Any
 

@@ -160,7 +160,7 @@ class ShardedOptimizer(LoopOptimizer):
         self.shard.replayed()
 
     def clip(self, params: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip this rank's rows of some parameters' gradients in place; the norm is that of the gradients after the step's quantization."""
+        """Clip this rank's rows of some parameters' gradients in place; the norm is computed after the step's quantization."""
         chosen = set(params)
         ready = [holding for holding in self.shard.ready(self._whole()) if holding.param in chosen]
         norm = self.norm_of(ready)
@@ -189,8 +189,8 @@ def optimizer(
 ) -> ShardedOptimizer:
     """Return the optimizer of a recipe for a model after `prepare` and torch's `fully_shard`. Collective.
 
-    Each rank stores master and moments of its rows; scales and the norm are those of whole tensors. `step` rolls the scales of the casts.
-    The given optimizer's `step` raises from then on, and a scheduler bound to it sets the learning rates of the returned one.
+    Each rank stores master and moments of its rows; scales and the norm are computed for whole tensors. `step` rolls the scales of the
+    casts. The given optimizer's `step` raises from then on, and a scheduler bound to it sets the learning rates of the returned one.
 
     Args:
         model: sharded along dim 0 over a mesh of one dimension.
@@ -204,7 +204,7 @@ def optimizer(
             the least rounding; over NVLink, where the wire is not the limit, that is also the fastest.
 
     Raises:
-        ValueError: if the recipe is not that of `prepare`, a parameter is not sharded or is sharded differently, the optimizer was built
+        ValueError: if the recipe differs from `prepare`'s, a parameter is not sharded or is sharded differently, the optimizer was built
             before `fully_shard`, the ranks' models have different weights, the reduce format is unknown, or this torch cannot replace
             FSDP2's reduce-scatter.
     """

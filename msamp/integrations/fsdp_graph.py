@@ -105,7 +105,7 @@ class GraphedStep:
         if self._graph is None and not self._ready(inputs):
             return self._eager(*inputs)
         if self._own is not None:
-            self._own.refresh()  # before a capture too: a learning rate that is sent inside it would be that of every replay
+            self._own.refresh()  # before a capture too: a learning rate sent inside it would be used in every replay
         if self._graph is None:
             self._capture(inputs)
         self._fill(inputs)

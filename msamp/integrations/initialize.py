@@ -352,7 +352,7 @@ def initialize(
     gradients, finds the average in `p.grad` only after `optimizer.synchronize()`.
 
     Experts (`msamp.Experts`, and those of transformers' Mixtral, OLMoE and Qwen3-MoE) become FP8 too. Each expert's matrix is then a
-    parameter of its own (`msamp.nn.expert_matrices`), and the optimizer's groups, names and states are divided accordingly.
+    separate parameter (`msamp.nn.expert_matrices`), and the optimizer's groups, names and states are divided accordingly.
 
     A model that was already initialized keeps its layers. The new optimizer takes the masters of the former one, whose `step` then raises.
     A recipe that stores or casts weights differently is rejected.

@@ -37,7 +37,7 @@ class Strategy(DDPStrategy):
     `gradient_clip_val` clips the average over the processes; under ZeRO (O3) use `msamp.initialize(..., clip_grad=1.0)` instead.
 
     Args:
-        settings: DDPStrategy's own, except those of DistributedDataParallel.
+        settings: DDPStrategy's own, without DistributedDataParallel's.
 
     Raises:
         ValueError: at `fit`, if there is not exactly one optimizer from `msamp.initialize`, it lacks a parameter of the module that

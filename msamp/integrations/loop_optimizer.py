@@ -357,7 +357,7 @@ class LoopOptimizer(FP8AdamW):
         return replace(decision, usable=decision.usable & (found_inf == 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Like FP8AdamW's; COAT's payloads have keys of their own (`msamp.optim.foreign_states`)."""
+        """Like FP8AdamW's; COAT's payloads have separate keys (`msamp.optim.foreign_states`)."""
         packed = super().state_dict()
         elsewhere = {_ON_FIRST_RANK: True} if any(self.state.values()) and not packed["state"] else {}
         return {**packed, **elsewhere, "state": packed_names(packed["state"])}

@@ -75,7 +75,7 @@ def _on_cuda(twin: Callable[..., Any]) -> Callable[..., Any]:
         device = x[0].device if isinstance(x, list) else x.device
         if device.index == torch.cuda.current_device():
             return _implementation(twin, "cuda")(x, *args, **flags)
-        with torch.cuda.device(device):  # Triton launches on the current device, not on that of its arguments
+        with torch.cuda.device(device):  # Triton launches on the current device, not on the device of its arguments
             return _implementation(twin, "cuda")(x, *args, **flags)
 
     return run

@@ -41,7 +41,7 @@ class ScalarPool:
             except IndexError:
                 with torch.inference_mode(False):  # training must be able to use what evaluation leaves over
                     zeros = torch.zeros(self._count, ALIGNED, device=self._device, dtype=torch.float32)[:, 0].unbind()
-                    # Detached for a version counter of its own: writes to neighbors must not invalidate tensors saved for backward.
+                    # Detached to get its own version counter: writes to neighbors must not invalidate tensors saved for backward.
                     self._left = [zero.data for zero in zeros]
 
 

@@ -212,7 +212,7 @@ def emulated_block_mm(
     hardware differ in the order of the sum within a span, in the roughly 13 bits that tensor cores keep there, and with FP32 scales in the
     rounding of code * scale_inv, 2^-24. Together this is about 1e-3 of the norm of an FP32 result, as in tensorwise GEMMs, plus one
     rounding for a BF16 result. With E8M0 scales and a BF16 result, on devices with BF16 GEMMs, the values are multiplied in BF16, which
-    represents them exactly down to 2^-133, and the order of the sum is that of torch's GEMM.
+    represents them exactly down to 2^-133, and the sum is in the order of torch's GEMM.
     """
     exact = a_scale_inv.dtype == b_scale_inv.dtype == torch.uint8
     wide = torch.bfloat16 if exact and out_dtype == torch.bfloat16 and native_bf16(a.device) else torch.float32

@@ -8,7 +8,7 @@ if the stream is saved unrounded. This reads 2 bytes per element in backward ins
 With FP8 attention (`msamp.nn.fp8_attention`), the rotary embedding writes FP8 queries, keys and values, and the attention's FP8 output is
 already the projection's operand. These four are saved instead of the 16-bit ones, and the rotary embedding's backward reads FP8 gradients.
 
-If ranks that share the sequences divide the heads between them (`HeadSharing`), attention is that of this rank's heads of whole sequences.
+If ranks that share the sequences divide the heads between them (`HeadSharing`), attention covers this rank's heads over whole sequences.
 Then its queries, keys, values and output are saved by heads, and by tokens only the projection's operand, in FP8.
 
 With norms of queries and keys (`msamp.nn.head_norms`), the queries and keys before them are saved too, and one more pass casts QKV's
@@ -74,7 +74,7 @@ class AttentionSettings(NamedTuple):
         saved: how the norm's input is saved for backward.
         ends: the communication of tensor parallelism at the block's input and output.
         fp8: FP8 attention, used instead of `core`.
-        sharing: the ranks between which the heads of `core` are divided: it gets those of this rank, of whole sequences. None: each
+        sharing: the ranks between which the heads of `core` are divided: it gets this rank's heads of whole sequences. None: each
             rank has whole sequences.
     """
 
@@ -243,7 +243,7 @@ class _Wide:
         self.parts, self.attended = self._attend()
 
     def _attend(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Return query, key and value, and the attention output with a graph of its own."""
+        """Return query, key and value, and the attention output with a separate autograd graph."""
         settings = self.settings
         with torch.set_grad_enabled(settings.keep):
             # A separate graph works with any attention kernel, and returns dq, dk and dv instead of one zero-filled QKV gradient.
@@ -306,7 +306,7 @@ class _Shared:
         self.payload: torch.Tensor | None = None
 
     def _attend(self) -> torch.Tensor:
-        """Return the output of this rank's heads, with a graph of its own."""
+        """Return the output of this rank's heads, with a separate autograd graph."""
         with torch.set_grad_enabled(self.settings.keep):
             return self.settings.core(*self.parts)
 

@@ -54,7 +54,7 @@ def check_device(gemm: Gemms, device: torch.device) -> None:
 
 
 def wire_cast(wire: Format, operands: tuple[Cast, Cast]) -> Cast:
-    """Return the cast of partial sums that are sent in `wire`: that of the operand with this format."""
+    """Return the cast of partial sums that are sent in `wire`: the cast of the operand with this format."""
     cast = next((cast for cast in operands if cast.format == wire), None)
     if cast is None:
         formats = " or ".join(str(cast.format) for cast in operands)

@@ -18,7 +18,7 @@ the maxima of its channels as a by-product. At the end of a step each channel's 
     peak = max(this step's amax, DECAY peak)
 
 and s raises small channels: it is the largest power of two, from 1 to MOST, with  peak S s <= max / HEADROOM. The largest channels have
-s = 1, so that the tensor's scale S, its history and its rule are those of a layer without channel scales. Two choices come from E4M3, whose
+s = 1, so that the tensor's scale S, its history and its rule are the same as without channel scales. Two choices come from E4M3, whose
 codes keep their relative precision over 15 powers of two:
 
 - HEADROOM. A channel is raised only if its peak is more than 64 times smaller than the largest code, and then may grow 64-fold in one step
@@ -26,16 +26,16 @@ codes keep their relative precision over 15 powers of two:
   ordinary layer nearly all s are 1.
 - MOST bounds what is asked of the weight. A weight with normally distributed elements has its standard deviation at 2^6.5 of 2^8.8, and the
   smallest normal code is 2^-6. Divided by at most 2^10, the elements that lose bits to subnormals are those below 2^-2.5 of the standard
-  deviation, and the loss is 12 dB below that of rounding to E4M3.
+  deviation, and the loss is 12 dB below the rounding error of E4M3.
 
 The weight. The stored W2 does not change: neither the optimizer nor a checkpoint nor an export knows s, and nothing has to be folded when
 a model is exported. Each forward divides the columns in the cast to FP8, which O1 and O2 run anyway; for an FP8 weight (O3) it is one more
 pass over the weight. Dividing a code by a power of two is exact but for results that are subnormal (above).
 
 Backward. grad_input = g W2 is the gradient of a, without s: it reads the stored weight as always. grad_weight = g^T (a s) has every
-column multiplied by s, and is divided by it, exactly, in the gradient's dtype. The codes of a s are those of forward.
+column multiplied by s, and is divided by it, exactly, in the gradient's dtype. The codes of a s are the same as in forward.
 
-With tensor parallelism the channels are split as the weight's columns are, and each rank has the scales of its own. Ranks with the same
+With tensor parallelism the channels are split like the weight's columns, and each rank has the scales of its channels. Ranks with the same
 channels combine their maxima.
 """
 
@@ -72,7 +72,7 @@ class ChannelSlots(NamedTuple):
 
         Args:
             x: [M, F] BF16, FP16 or FP32.
-            slot: of the tensor; its amax receives that of `x`.
+            slot: of the tensor; the amax of `x` is recorded in it.
 
         Returns:
             FP32 [M, F] (`x` itself without scales), and the slot for its cast.

@@ -35,7 +35,7 @@ _SHOWN = 3  # names listed per reason
 
 
 class Holder(NamedTuple):
-    """A module with weight matrices of its own.
+    """A module that owns weight matrices.
 
     Attributes:
         name: dotted.
@@ -53,7 +53,7 @@ class Survey:
     """The modules of a model that are in FP8, or will be, and why the others are not; `str` prints a summary.
 
     Attributes:
-        holders: every module with weight matrices of its own.
+        holders: every module that owns weight matrices.
         parameters: number of elements of all parameters, including embeddings, norms and biases.
     """
 

@@ -34,14 +34,14 @@ class PendingRows(Protocol):
         """Wait for the rows and return their product; rows that are there already may be multiplied before."""
 
     def keep(self) -> torch.Tensor:
-        """Return the rows in memory of their own, as saving them for backward requires; `done` then does nothing."""
+        """Return the rows in separate memory, as saving them for backward requires; `done` then does nothing."""
 
     def done(self) -> None:
         """Release the rows: every kernel that reads them is in the current stream, and the next collective may overwrite their memory."""
 
 
 class ReadyRows:
-    """A `PendingRows` for a tensor that is already available, in memory of its own."""
+    """A `PendingRows` for a tensor that is already available, in separate memory."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
@@ -82,7 +82,7 @@ class Ends(Protocol):
         before its forward or backward returns."""
 
     def sum_output(self, product: RowProduct, codes: torch.Tensor, layer: LayerGemm) -> torch.Tensor:
-        """Compute this rank's partial sums [M, N], the product of `codes` [M, K], and sum those of all ranks; return this rank's rows if
+        """Compute this rank's partial sums [M, N], the product of `codes` [M, K], and sum them over all ranks; return this rank's rows if
         `spread`."""
 
     def start_sum_grad(self, partial: torch.Tensor, layer: LayerGemm) -> Callable[[], torch.Tensor]:

@@ -35,7 +35,7 @@ class Experts(nn.Module):
     The name is the field's for the module between router and sum; an `ExpertLinear` would be only one of its two products.
 
     Args:
-        num_experts: E, those of this rank, at least 1.
+        num_experts: E, the number of experts on this rank, at least 1.
         hidden_size: H.
         ffn_hidden_size: F, the width of one expert's activation.
         device, dtype: of the weights: torch.float32, torch.bfloat16 or torch.float16.
@@ -253,5 +253,5 @@ def _reads_sizes(rows: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _capturing(rows: torch.Tensor) -> bool:
-    # Compiled code must not ask: it would be cut in two here.
+    # Compiled code skips this check, which would break the graph here.
     return rows.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()

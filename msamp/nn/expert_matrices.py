@@ -1,6 +1,6 @@
-"""The weights of all experts for one product, each expert's matrix a low-precision parameter of its own in one common payload.
+"""The weights of all experts for one product, each expert's matrix a separate low-precision parameter in one common payload.
 
-An expert sees its own tokens only, and its weights, gradients and moments have a magnitude of their own. So whatever has one scale per
+An expert sees its own tokens only, and its weights, gradients and moments have their own magnitudes. So whatever has one scale per
 tensor must have one per expert, and FP8-LM's Algorithm 1 (ZeRO) gains many whole tensors to distribute. Both follow from storing the
 experts of [E, N, K] as E parameters [N, K]: optimizer, gradient synchronization, ZeRO, clipping, statistics and checkpoints treat them like
 any other weight, and the optimizer updates them all in one launch.
@@ -108,7 +108,7 @@ class ExpertMatrices(Loading):
 
     def drop_cast(self) -> None:
         """Free the operands that the last forward outside of graphs kept for the next one, which casts again. For code that replays graphs,
-        which have operands of their own: as many bytes as the weights have elements, twice that if they are not stored in FP8."""
+        which keep their own operands: as many bytes as the weights have elements, twice that if they are not stored in FP8."""
         self._cast = None
 
     def _made(self, payload: torch.Tensor) -> ExpertWeights:

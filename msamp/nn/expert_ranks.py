@@ -47,8 +47,8 @@ class ExpertRanks(Protocol):
         self, partial: torch.Tensor, label: str, scale_inv: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Callable[[], torch.Tensor]:
         """Start the sum of the ranks' `partial` [N T, ...], codes with the shared `scale_inv` (FP32 0-dim) if it is given; the returned
-        function waits for this rank's rows of the sum, [T, ...] in `dtype` (by default that of `partial`), added in FP32 in rank order and
-        rounded once."""
+        function waits for this rank's rows of the sum, [T, ...] in `dtype` (default: the dtype of `partial`), added in FP32 in rank order
+        and rounded once."""
 
 
 def gathered_routing(
@@ -64,7 +64,7 @@ def gathered_routing(
 
     Returns:
         Probabilities FP32 [N T, top-k], whose gradient returns to their rank, and int32 [N T, top-k]: this rank's experts counted from 0,
-        and -1 for those of others.
+        and -1 for the experts of others.
     """
     gathered, chosen = _Routing.apply(probs, experts, ranks)
     own = chosen - first

@@ -6,8 +6,8 @@ A token x of a mixture of experts goes to top-k experts, each a SwiGLU MLP, and 
 
 Around the grouped GEMMs nothing is read twice. The function casts a token once, before its row is copied to its experts: the copies move
 one byte per element. SwiGLU, the probability, the cast and the amax are one kernel, and the rows of a token are added in FP32 while they
-are brought back. Backward is alike: grad_output is cast once per token, and the gradient of FC1's output is cast by the kernel that
-computes it. So there are two casts forward and two backward, each with one scale per tensor:
+are brought back. Backward works the same way: grad_output is cast once per token, and the gradient of FC1's output is cast by the kernel
+that computes it. So there are two casts forward and two backward, each with one scale per tensor:
 
     tensor                    rows              operand    scale      saved for backward
     x                         tokens            E4M3       delayed    1 byte per element of a token, not of a row
@@ -186,7 +186,7 @@ class ExpertsFunction(torch.autograd.Function):
     x is [tokens, hidden] BF16, FP16 or FP32, probs FP32 and experts integers [tokens, top-k], W1 [E, 2F, hidden] and W2 [E, hidden, F]. A
     choice of a negative expert, one of another rank, adds nothing and has no gradient. The weights are arguments for their gradients, which
     have their dtype; `settings` holds their FP8 operands. y has the dtype of x. With `settings.ranks`, x and y are this rank's tokens, and
-    probs and experts those of all ranks.
+    probs and experts cover all ranks.
     """
 
     @staticmethod

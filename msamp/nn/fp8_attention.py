@@ -9,10 +9,10 @@ Attention has two FP8 GEMMs in forward and five in backward. Their tensors, form
     dP, the scores' gradient E5M2    stays inside the kernel, which returns its amax
     dQ, dK, dV               E5M2    cast in the kernel, which returns their amaxes; the rotary embedding's backward reads them
 
-All scales but that of S are delayed, in nine rows of one `TensorScales` per layer. They are saved with the model, rolled once per step and
-reduced over ranks like those of linear layers. Attention uses delayed scales with every recipe, since a kernel must know the scale of its
-output before it computes it. The rule is the recipe's if that is delayed, otherwise the default with 16 steps. If a delayed scale is too
-large for a step, the cast saturates.
+All scales except the scale of S are delayed, in nine rows of one `TensorScales` per layer. They are saved with the model, rolled once per
+step and reduced over ranks like the scales of linear layers. Attention uses delayed scales with every recipe, since a kernel must know the
+scale of its output before it computes it. The rule is the recipe's if that is delayed, otherwise the default with 16 steps. If a delayed
+scale is too large for a step, the cast saturates.
 
 Until the window is filled, the scales are just-in-time, as in linear layers. Queries, keys, values and dO use the scale of their own amax.
 O uses the scale of the values, since a mean of values is no larger than the largest of them. Backward runs twice: first with an upper

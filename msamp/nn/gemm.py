@@ -273,7 +273,7 @@ def cast_operand(
         slot: the scale, where the amax goes, and an optional watch, which is called with the result.
         cast: format, rule and granularity.
         row, col: whether to return the payload and its transpose.
-        combine: turns a just-in-time amax (FP32, 0-dim) into that of all ranks that share the scale; a scale in `slot` is shared already.
+        combine: turns a just-in-time amax (FP32, 0-dim) into the amax of all ranks that share it; a scale in `slot` is shared already.
 
     Returns:
         The operand. Each scale_inv is a copy, and is NaN where the values that it scales are not finite.
@@ -404,8 +404,8 @@ class LayerGemm(NamedTuple):
         return multiply(g, w, None, dtype, self.gemm.grad_input)
 
     def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype, channel_scale: torch.Tensor | None = None) -> torch.Tensor:
-        """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]. `channel_scale` is that of forward, by
-        which the input's channels were multiplied; the product is divided by it, exactly."""
+        """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]. `channel_scale` is the one used in forward,
+        by which the input's channels were multiplied; the product is divided by it, exactly."""
         product = multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
         return product if channel_scale is None else ops.cast_columns(product, None, channel_scale, dtype)
 

@@ -62,7 +62,7 @@ class HeadNorms:
         return wide * (heads + groups) * head_size
 
     def backward(self, grad: torch.Tensor, weights: HeadNormWeights) -> list[torch.Tensor | None]:
-        """Turn the gradient of the normalized projection into that of the projection, in place.
+        """Turn the gradient of the normalized projection into the gradient of the projection, in place.
 
         Args:
             grad: like `qkv`.

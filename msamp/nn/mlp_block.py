@@ -148,7 +148,7 @@ def _inner(
     grad_output: torch.Tensor,
     fc2_dtype: torch.dtype,
 ) -> Inner:
-    """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then those of FC1's output; `channels` are the
+    """Backward through FC2 and the activation. `parts` are the saved parts of the stream, then of FC1's output; `channels` are the
     scales of the activation's channels in forward."""
     fc1, fc2, ends, device, dtype = settings.fc1, settings.fc2, settings.ends, grad_output.device, grad_output.dtype
     stream = parts if settings.recompute else parts[: len(parts) // 2]

@@ -10,7 +10,7 @@ conversion swaps the contents of two tensors and keeps the objects, as `torch.ut
 - It rejects weak references, which stay valid here, and graphs of an earlier forward. Such a graph keeps the former contents, and its
   backward raises.
 
-A view (`p.view(-1)`, `p[0]`) and an autograd node with hooks of its own cannot follow the swap. `check_swappable` finds both before
+A view (`p.view(-1)`, `p[0]`) and an autograd node with its own hooks cannot follow the swap. `check_swappable` finds both before
 anything changes, and names who holds them. A detached copy (`p.detach()`, `p.data`, `model.state_dict()`) cannot be found: it keeps the
 former values.
 """
@@ -84,7 +84,7 @@ def swap_contents_(p: torch.Tensor, new: torch.Tensor, *, transposed: bool = Fal
 
     Args:
         p: a leaf that `check_swappable` accepts.
-        new: a Parameter that nothing else holds; its own attributes override those of `p`.
+        new: a Parameter that nothing else holds; its own attributes override the attributes of `p`.
         transposed: whether `new` is the transpose of `p`; then the gradient is transposed too.
     """
     gradient, p.grad = p.grad, None

@@ -169,7 +169,7 @@ def linear_layers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[st
 class LayerGuard:
     """Measures the FP8 linear layers of a model and raises them; the module's docstring explains it.
 
-    `arm` before a step and `check` after it; `due` says for which. `msamp.PrecisionGuard` does both in a loop of one's own.
+    `arm` before a step and `check` after it; `due` says for which. `msamp.PrecisionGuard` does both in your own loop.
 
     Args:
         layers: this rank's layers by name.
@@ -177,7 +177,7 @@ class LayerGuard:
         every: steps from one check to the next.
         raise_after, return_after: checks in a row for a change.
         group: the ranks that decide together; None for one rank.
-        names: of all layers of all ranks of `group`, in an order that they share; None: those of `layers`, which all ranks have.
+        names: of all layers of all ranks of `group`, in the same order on each; None: the names of `layers`, which all ranks have.
         device: of the sums; None: of the layers, of which there is at least one.
 
     Attributes:
@@ -304,7 +304,7 @@ class LayerGuard:
         return {"layers": {name: asdict(state) for name, state in self.states.items() if state != LayerState()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`, also from that of another grid.
+        """Continue from `state_dict`, which another grid may have saved.
 
         Raises:
             ValueError: for a state that no guard returns, or a layer that is not guarded here. Nothing has changed then.
@@ -342,7 +342,7 @@ def check_state(state: Any) -> None:
 
 
 def is_state(state: Any) -> bool:
-    """Return whether `LayerGuard.state_dict` can have returned this; keys beside "layers" are not looked at."""
+    """Return whether `LayerGuard.state_dict` can have returned this; other keys than "layers" are ignored."""
     layers = state.get("layers") if isinstance(state, Mapping) else None
     return isinstance(layers, Mapping) and all(isinstance(name, str) and _is_layer(one) for name, one in layers.items())
 

@@ -165,7 +165,7 @@ class LinearScaling(TensorScales):
         device: of the buffers.
         wire: the format in which tensor-parallel ranks send partial sums of this layer, the input's or the grad_output's. The sums follow
             that format's rule and get row 2. None: there are two rows.
-        channels: number of the input's channels that get scales of their own (`msamp.nn.channel_scales`); 0: none.
+        channels: number of the input's channels that get separate scales (`msamp.nn.channel_scales`); 0: none.
 
     Attributes:
         channels: their scales, or None.
@@ -204,7 +204,7 @@ class LinearScaling(TensorScales):
             self.channels.reset()
 
     def add_channels(self, features: int) -> None:
-        """Give the input's `features` channels scales of their own, if they have none. ValueError if the casts do not support them."""
+        """Give each of the input's `features` channels its own scale, if they have none. ValueError if the casts do not support them."""
         check_smooth(self.gemm)
         if self.channels is None:
             self.channels = ChannelScales(features, self.amax.device)

@@ -6,9 +6,9 @@ logits [T, V] and their FP32 copy. (For 8,192 tokens, a vocabulary of 50,304 and
 2.47 GB.)
 
 The head has three GEMMs, and `PRECISIONS` selects which run in FP8. With "fp8" it is the one that computes the logits, a third of the work:
-input and weight in E4M3 with one just-in-time scale each. The gradients are those of these logits, by 16-bit GEMMs with the unrounded input
-and weight. With "fp8-all" it is all three; the gradients of the logits are saved instead of the weight gradient, which backward computes
-from them (`_AllInFP8`).
+input and weight in E4M3 with one just-in-time scale each. The gradients are computed from these logits, by 16-bit GEMMs with the unrounded
+input and weight. With "fp8-all" it is all three; the gradients of the logits are saved instead of the weight gradient, which backward
+computes from them (`_AllInFP8`).
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ FP16_FACTOR = 2.0**12  # scales up the gradients of the logits, which the loss m
 ROWS = 128  # a chunk is a multiple of this number of tokens, a GEMM tile
 CODES = 2  # bytes of a logit's gradient in E5M2, in both layouts
 
-# The GEMMs that run in FP8: none, that of the logits, all three.
+# The GEMMs that run in FP8: none, only the logits', all three.
 PRECISIONS = COMPUTE, LOGITS, ALL = ("bf16", "fp8", "fp8-all")
 
 _CAST = Cast(E4M3, Current())
@@ -141,10 +141,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _AllInFP8(torch.autograd.Function):
     """All three GEMMs in FP8: input and weight in E4M3, the gradient of the logits in E5M2.
 
-    That gradient, weights * (softmax - onehot), is bounded by the loss mask, so its scale is known in advance: that of the largest weight.
-    E5M2 reaches down to 2^-31 of the largest value, while equal logits over a vocabulary of 100,000 have a softmax of 2^-17. The gradient
-    of a logit about 21 nats below its row's largest becomes zero, which is negligible against the rest of the row. Tokens with a small
-    weight have less range. Forward saves the transposed gradient, T V bytes, for the GEMM of the weight gradient. That GEMM runs in
+    That gradient, weights * (softmax - onehot), is bounded by the loss mask, so its scale is known in advance: it follows from the largest
+    weight. E5M2 reaches down to 2^-31 of the largest value, while equal logits over a vocabulary of 100,000 have a softmax of 2^-17. The
+    gradient of a logit about 21 nats below its row's largest becomes zero, which is negligible against the rest of the row. Tokens with a
+    small weight have less range. Forward saves the transposed gradient, T V bytes, for the GEMM of the weight gradient. That GEMM runs in
     backward over all tokens at once, and its scale includes the gradient of the sum. So no FP32 gradient [V, h] is kept between forward and
     backward.
     """

@@ -240,7 +240,7 @@ def _values(x: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _own(held: torch.Tensor) -> torch.Tensor:
-    """Return a copy with memory of its own, since the payloads of several gradients share one buffer."""
+    """Return a copy in separate memory, since the payloads of several gradients share one buffer."""
     if isinstance(held, ScalingTensor):
         return ScalingTensor(held.payload.clone(), held.scale_inv.clone(), held.dtype)
     return held.detach().clone()

@@ -36,7 +36,7 @@ def loading() -> Iterator[None]:
 
 
 def warn_if_copy_lost(operation: str, fmt: Format, before: torch.Tensor, given: torch.Tensor, after: torch.Tensor) -> None:
-    """Warn if copying plain values that were computed from the stored ones made less than half of the change that it should have made.
+    """Warn if copying plain values that were computed from the stored ones changed these by less than half of what it should.
 
     Args:
         operation: the operation, for the message.

@@ -13,7 +13,7 @@ Eager torch does that with BF16 tensors: it computes one operation in FP32 and r
 two roundings of +, -, *, / and sqrt to equal one. `torch.compile` may keep FP32 between operations, and then the error terms below are
 wrong: keep these functions out of compiled regions.
 
-A remainder may be stored in E4M3, the 8 bits that Collage's abstract mentions. It needs no scale of its own: its unit is the power of two
+A remainder may be stored in E4M3, the 8 bits that Collage's abstract mentions. It needs no separate scale: its unit is the power of two
 that makes half a unit in x's last place 256, which follows from x. That leaves 17 binades below, and 4 significant bits where BF16 has 8.
 Remainders are uniform within half a unit in the last place, which does not use E4M3's exponent range well.
 """
@@ -105,8 +105,8 @@ def remainder_payload(pair: Pair, dtype: torch.dtype) -> Tensor:
     """Return the stored remainder y of a pair (x, y): y rounded to BF16, or to E4M3 without a scale, in a unit that follows from x.
 
     E4M3 rounds to nearest even and saturates where x would no longer be BF16(x + y): at half a unit in x's last place if x is even, which
-    wins the tie, and at 15/16 of it if x is odd. NaN stays NaN. Below |x| = 2^-110 the unit is that of 2^-110: FP32 can just represent its
-    inverse, and every BF16 remainder there is still above E4M3's smallest number.
+    wins the tie, and at 15/16 of it if x is odd. NaN stays NaN. Below |x| = 2^-110 the unit stays that of 2^-110: FP32 can just represent
+    its inverse, and every BF16 remainder there is still above E4M3's smallest number.
 
     Args:
         pair: x, BF16; y, BF16 or FP32.
@@ -122,12 +122,12 @@ def remainder_payload(pair: Pair, dtype: torch.dtype) -> Tensor:
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """int32: the biased exponent of a BF16 tensor; 17 is that of 2^-110."""
+    """int32: the biased exponent of a BF16 tensor; 17 is the exponent of 2^-110."""
     return (x.view(torch.int16).int() >> 7) & 0xFF
 
 
 def _power(biased: Tensor) -> Tensor:
-    """FP32 powers of two with these biased exponents; 135 is that of 256."""
+    """FP32 powers of two with these biased exponents; 135 is the exponent of 256."""
     return (biased << 23).view(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Error metrics of casts: SQNR, underflow and saturation, and their tallies. `descent_quality` has those of updates.
+"""Error metrics of casts: SQNR, underflow and saturation, and their tallies. `descent_quality` has metrics of updates.
 
 SQNR hardly shows elements that underflow to zero, so read the first three together.
 """

@@ -1,7 +1,7 @@
 """FP8 in groups [COAT]: dynamic range expansion for optimizer states, and group scaling.
 
 A group of Adam's moments covers little of E4M3's dynamic range of 2.3e5. f(x) = sign(x) |x|^k stretches, or compresses, the range of each
-group to that of the format, so that all codes are used and no non-zero element becomes zero.
+group to the range of the format, so that all codes are used and no non-zero element becomes zero.
 
 For x in groups of 128 elements of a row, with max and min the largest and smallest non-zero magnitudes of a group:
 

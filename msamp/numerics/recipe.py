@@ -39,7 +39,7 @@ from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.scaling import Current, Delayed, Exact, Scaling, SharedExponent
 from msamp.numerics.stochastic_rounding import ROUNDINGS
 
-KINDS = ("linear", "matrix", "vector")  # kinds of parameters, which have formats of their own
+KINDS = ("linear", "matrix", "vector")  # kinds of parameters, each with its own formats
 COLLAGE_UPDATES = ("a", "kahan", "light", "plus", "fp8")  # in BF16 arithmetic
 LARGE = 4096  # rows and columns of a large operand
 
@@ -217,9 +217,9 @@ class Recipe:
         weight: format in which a linear weight is stored between steps. Where it equals `states.master`, the weight is the master.
         states: optimizer formats of linear weights.
         matrices: optimizer formats of other matrices: embeddings, the LM head, linear layers that stay in 16 bits, kernels of convolutions.
-            None: those of linear weights, with BF16 gradients where the recipe has FP8 GEMMs.
+            None: as for linear weights, with BF16 gradients where the recipe has FP8 GEMMs.
         vectors: optimizer formats of norms and biases.
-        fp8_wire: whether tensor-parallel ranks send the partial sums of grad_input in FP8, and with `--tp-wire fp8` those of the output;
+        fp8_wire: whether tensor-parallel ranks send the partial sums of grad_input in FP8, and with `--tp-wire fp8` also of the output;
             otherwise they send `compute`. Operands are gathered in FP8 by every recipe with one scale per tensor, see `gathers_fp8`.
         shards_optimizer: whether the optimizer states are sharded over the data-parallel ranks by default (ZeRO).
         accumulator: default dtype for gradient accumulation over micro-batches: "bf16" or "fp32".

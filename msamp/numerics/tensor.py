@@ -90,7 +90,7 @@ class ScalingTensor(torch.Tensor):
             fmt: E4M3, E5M2 or FP16.
             scale: FP32, 0-dim power of two. If it is None and `x` contains non-finite values, the result is poisoned: its `scale_inv` is
                 NaN, so that readers see them although the payload saturates.
-            dtype: the outer dtype; that of `x` by default.
+            dtype: the outer dtype; default: the dtype of `x`.
         """
         x = x.detach()
         if scale is not None:
@@ -168,7 +168,7 @@ class ScalingTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalingTensor:
         """A copy that shares no memory with this tensor. A parameter's has no gradient, as the copy of any torch.nn.Parameter: otherwise
-        the copy of a model would have the gradients of its FP8 weights and not those of its biases."""
+        the copy of a model would have the gradients of its FP8 weights but not of its biases."""
         g, known = self.grad, id(self.grad) in memo
         copied: ScalingTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         if g is not None and isinstance(self, torch.nn.Parameter):

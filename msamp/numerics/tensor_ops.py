@@ -192,7 +192,7 @@ def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*_plain(args, None), **{name: _plain(value, None) for name, value in kwargs.items()})
 
 
-# Operations that read values and are not elementwise. Results have memory of their own: a write to a view of a part would be lost.
+# Operations that read values and are not elementwise. Results are in new memory: a write to a view of a part would be lost.
 _READING = (
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "any", "all", "prod", "var", "std", "var_mean", "std_mean", "median"),
     *("nanmedian", "nansum", "mode", "kthvalue", "topk", "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logsumexp"),

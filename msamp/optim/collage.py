@@ -48,7 +48,7 @@ def collage_adamw(
     """Return AdamW for BF16 parameters and gradients with an option of Collage.
 
     Args:
-        params: BF16 parameters or groups; a group may have a `variant` of its own.
+        params: BF16 parameters or groups; a group may have its own `variant`.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         variant: a row of the table above.
         settings: other arguments of `FP8AdamW`, such as `clip_grad` and `shard`.

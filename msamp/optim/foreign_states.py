@@ -1,7 +1,7 @@
 """Convert optimizer states that another optimizer saved (torch's AdamW, Adam, SGD and Muon, and other recipes) to this optimizer's formats.
 
 A moment is dequantized to FP32 and rounded to nearest in this optimizer's format. A master that was not saved keeps its values, or is
-initialized from the weight. COAT's payloads are not plain values, so a user loop's `state_dict` stores them under keys of their own:
+initialized from the weight. COAT's payloads are not plain values, so a user loop's `state_dict` stores them under separate keys:
 torch's optimizers, which would read `exp_avg` as values, then fail with a missing key.
 """
 

@@ -102,7 +102,7 @@ def _scale(last: torch.Tensor, whole: torch.Tensor, largest: float) -> torch.Ten
 
 
 def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return version numbers that change with every write, except through `.data` of a plain tensor, which has a counter of its own."""
+    """Return version numbers that change with every write, except through `.data` of a plain tensor, which has its own counter."""
     versions: list[int] = []
     for x in tensors:
         if type(x) is ScalingTensor:  # comparisons of types are faster, and a step makes ten per parameter
@@ -121,7 +121,7 @@ def with_values(
 
     Args:
         wholes: a holding of every parameter of the optimizer.
-        holdings: those of this process.
+        holdings: of this process.
         initial: pairs of a parameter and its values.
 
     Raises:

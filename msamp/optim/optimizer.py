@@ -1,4 +1,4 @@
-"""The optimizer: AdamW whose master weight, gradient and moments are each stored in a format of their own (FP8-LM section 2.2, Table 6).
+"""The optimizer: AdamW whose master weight, gradient and moments each have their own storage format (FP8-LM section 2.2, Table 6).
 
 The arithmetic is AdamW's in FP32. Only what is stored between steps has fewer bits (`msamp.optim.updates` has SGD, Muon and Collage too):
 
@@ -59,7 +59,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     The gradient is `p.main_grad` if a synchronizer has set it (in any format), else `p.grad`.
 
-    Scales follow from bounds: m's from beta1 amax_m + (1 - beta1) amax_g, v's likewise with squares, those of master and weight from twice
+    Scales follow from bounds: m's from beta1 amax_m + (1 - beta1) amax_g, v's likewise with squares, the master's and weight's from twice
     the master's amax. COAT's moments (`formats.COAT_E4M3`, `COAT_E5M2`) store the exact maximum and range of each group. A weight that has
     a separate master is cast from the stored master. A step with a non-finite gradient is skipped, counted in `skipped_steps`, and does not
     advance the bias correction.
@@ -77,7 +77,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     (`msamp.optim.masters`), so model and optimizer can be loaded in either order. `reload_model_params` also finds writes through `.data`.
 
     A plain FP16 parameter has a separate FP32 master and requires a loss scale. The optimizer divides the loss scale out of the gradients
-    together with the clipping; norms and amaxes are those of the unscaled gradients.
+    together with the clipping; norms and amaxes are taken from the unscaled gradients.
 
     Args:
         params: parameters or groups. A group may have its own `formats` (StateFormats, or a list of one per parameter) and `decoupled`.
@@ -389,7 +389,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load copies of states in the precision in which they were saved (torch's own would cast them to the parameter's dtype).
 
-        Rounding modes and the keys of stochastic rounding are loaded like learning rates, so the next step is that of the saved run, bit
+        Rounding modes and the keys of stochastic rounding are loaded like learning rates, so the next step equals the saved run's, bit
         for bit. States saved before stochastic rounding existed keep nearest rounding.
 
         Raises:

@@ -86,7 +86,7 @@ class Shard(Protocol):
         """Return the holdings that have a gradient in this step, with that gradient."""
 
     def largest(self, table: torch.Tensor) -> torch.Tensor:
-        """Combine FP32 [.., parameters] maxima of this process's holdings into those of whole parameters."""
+        """Combine FP32 [.., parameters] maxima of this process's holdings into the maxima of whole parameters."""
 
     def total(self, table: torch.Tensor) -> torch.Tensor:
         """Combine int64 [parameters, 2] sums over this process's holdings into those over whole parameters."""

@@ -6,7 +6,7 @@ A format defines how a state is initialized; the update loads and stores it (`ms
 - a ScalingTensor, E4M3, E5M2 or FP16 with one scale per tensor, which follows from a bound on its values (FP8-LM section 2.2);
 - `Expanded`, E4M3 or E5M2 with a maximum and an exponent for each group of 128 elements of a row [COAT, part 1].
 
-`optimizer.state[p]` contains only tensors, so the maxima and exponents of an `Expanded` state have keys of their own: `begun` and `by_key`
+`optimizer.state[p]` contains only tensors, so the maxima and exponents of an `Expanded` state have separate keys: `begun` and `by_key`
 split a state into its tensors, `as_stored` combines them.
 
 The master weight is the parameter itself if that is stored in the master's format, otherwise a copy in the optimizer state.

@@ -70,8 +70,8 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
     nothing; on a GPU, where the host does not wait to know, it yields an update that changes nothing.
 
     The step's own kernels compute both the stored and the wanted values, the latter with FP32 states. Parameters without states, before
-    their first update, are left out. The collectives are those of a step. At most `ROWS` elements are copied at a time, as stored and in
-    FP32, about 12 bytes each; an update that requires whole parameters copies at least one parameter.
+    their first update, are left out. The collectives are the same as in a step. At most `ROWS` elements are copied at a time, as stored and
+    in FP32, about 12 bytes each; an update that requires whole parameters copies at least one parameter.
     """
     for both in rehearse_batches(optimizer):
         yield from _by_holding(both)
@@ -84,8 +84,8 @@ def rehearse_batches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator
     Args:
         optimizer: as for `rehearse`.
         sample: update only about this many elements of each matrix, in evenly spaced rows, and all elements of vectors. Gradients are
-            still read completely, so the clip coefficient and the scales are those of the step. None, or an update that requires whole
-            parameters: all elements.
+            still read completely, so the clip coefficient and the scales are the same as in the step. None, or an update that requires
+            whole parameters: all elements.
     """
     ready = [holding for holding in optimizer.ready() if optimizer.state.get(holding.weight)]
     decision = optimizer.decide(ready)
@@ -216,7 +216,7 @@ def _copies(xs: Sequence[Any], rows: Sequence[slice]) -> list[Any]:
 
 
 def _values(xs: Sequence[Any]) -> list[torch.Tensor]:
-    """Apply `own_values` to tensors of one kind, together for those of the same shape."""
+    """Apply `own_values` to tensors of one kind; tensors of the same shape are processed together."""
     if len(xs) == 1 or len({payload(x).shape for x in xs}) > 1:
         return [own_values(x) for x in xs]
     if isinstance(xs[0], ScalingTensor):

@@ -33,10 +33,10 @@ def grad_sync(
         model: the model whose gradients are synchronized.
         formats: gradient format of every parameter that requires a gradient.
         group: the data-parallel ranks; None for one process.
-        bucket_elements: elements per bucket; a larger parameter has a bucket of its own.
-        whole: parameters that are never split, however uneven the load: those of an update that requires whole matrices (Muon).
+        bucket_elements: elements per bucket; a larger parameter gets a separate bucket.
+        whole: parameters that are never split, however uneven the load: for an update that requires whole matrices (Muon).
         sums: as in GradSync; entries without parameters or other ranks have no effect.
-        others: as in GradSync; its parameters have buckets of their own, whose rows its ranks own.
+        others: as in GradSync; its parameters get separate buckets, whose rows its ranks own.
         options: other arguments of GradSync.
     """
     params = [p for p in model.parameters() if p.requires_grad and p in formats]

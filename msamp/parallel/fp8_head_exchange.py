@@ -9,11 +9,11 @@ would not round:
                gradient of the output    E5M2    cast by the rank of its tokens
                gradients of q, k, v      E5M2    cast in the kernel
 
-The scales are those of one process as well. Delayed scales are the same on all ranks. Just-in-time scales, of the first steps, follow from
+The scales are the same as on one process. Delayed scales are the same on all ranks. Just-in-time scales, of the first steps, follow from
 the largest amax of all ranks: the ranks agree on amaxes before a cast, and between the two runs of the backward kernel. Two ranks' scales
-would not do: the kernels take one scale per tensor. A rank whose tensor is all zero has no scale, and follows that of the others.
+would not do: the kernels take one scale per tensor. A rank whose tensor is all zero has no scale, and uses the others'.
 
-Given the same rotated queries, keys and values, output and gradients are therefore those of one process, bit for bit where the kernels are
+Given the same rotated queries, keys and values, output and gradients therefore equal one process's, bit for bit where the kernels are
 deterministic. For a query, a key and its value a rank sends half of the bytes of `HeadExchange` in BF16, and the output once more.
 
 A scale_inv that is NaN, since a tensor is not finite, travels with the codes and is NaN on all ranks.
@@ -64,7 +64,7 @@ class FP8HeadExchange(FP8Attention):
         return Operands(query, key, value, scale_invs.amax(0))
 
     def attend(self, of: Operands) -> Attended:
-        """Compute the output of this rank's heads; `o` of the result is that of this rank's tokens, `stats` those of its heads."""
+        """Compute the output of this rank's heads; `o` of the result covers this rank's tokens, `stats` its heads."""
         attended = self.attend_part(of, causal=self.causal)
         (o,), _ = to_tokens(self.peers, [attended.o])
         return attended._replace(o=o)
@@ -80,6 +80,6 @@ class FP8HeadExchange(FP8Attention):
     def backward(
         self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales, *, causal: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Run the backward kernel; the amaxes, from which scales may follow, are those of all ranks until the scales are delayed."""
+        """Run the backward kernel; the amaxes, from which scales may follow, are over all ranks until the scales are delayed."""
         *made, amaxes = super().backward(of, attended, grad, scales, causal=causal)
         return *made, amaxes if self.scaling.delayed else self._agree(amaxes)

@@ -87,7 +87,7 @@ class FP8ReduceScatter:
 
         Raises:
             ValueError: for another `op`, or buffers in FP16, whose range the sum could leave.
-            RuntimeError: if the buffer is not that of all parameters that require a gradient.
+            RuntimeError: if the buffer does not contain all parameters that require a gradient.
         """
         if input_tensor.dtype not in _OUTPUTS:
             raise ValueError(
@@ -122,7 +122,7 @@ class FP8ReduceScatter:
         return parts
 
     def _reduce_wide(self, output: torch.Tensor, chunks: torch.Tensor, parts: Sequence[Part], group: dist.ProcessGroup, op: Any) -> None:
-        """Reduce gradients as FSDP2 does, from a buffer of their own unless they are all."""
+        """Reduce gradients as FSDP2 does, from a separate buffer unless they are all of them."""
         sizes = [part.elements for part in parts]
         if sum(sizes) == chunks.shape[1]:
             self.replaced(output_tensor=output, input_tensor=chunks.view(-1), group=group, op=op)
@@ -177,7 +177,7 @@ def use_fp8_reduce_scatter(model: nn.Module, narrow: Mapping[torch.Tensor, bool]
 
     Args:
         model: after `fully_shard`.
-        narrow: for each parameter whether its gradient is sent in FP8; one that is missing is not.
+        narrow: for each parameter whether its gradient is sent in FP8; default: not.
         fmt: of the payloads; None is FSDP2's own reduce-scatter.
 
     Returns:

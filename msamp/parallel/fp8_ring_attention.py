@@ -8,8 +8,8 @@ on all ranks, just-in-time scales are not.
                merged output is cast to E4M3 for the projection. Parts and merged output share the delayed scale of O, which follows from
                the amax of the parts: a mean of them is no larger.
     backward   From the merged output and the merged statistics the kernel returns each part's dQ, dK and dV in E5M2. A rank sums dQ of its
-               queries in FP32. The codes of dK and dV go straight to the rank whose keys they belong to, which sums those of all ranks in
-               FP32. They are only of keys that the sender's queries attend to: with a causal mask, of three quarters on average.
+               queries in FP32. The codes of dK and dV go straight to the rank that owns the keys, which sums the contributions of all ranks
+               in FP32. They are only of keys that the sender's queries attend to: with a causal mask, of three quarters on average.
 
 For a key and its value, a rank sends 5.5 bytes per channel and other rank, on average with a causal mask, where the ring in BF16 sends 12.
 
@@ -119,7 +119,7 @@ class _Arriving:
         self._keys = slice(None)
 
     def exchange(self, number: int, packed: torch.Tensor) -> None:
-        """Start to send the packed gradients of step `number` to their rank, and to receive those of another for this rank's keys."""
+        """Start to send the packed gradients of step `number` to their rank, and to receive another rank's for this rank's keys."""
         peers = self._ring.peers
         other = (peers.rank + number) % peers.ranks  # which has this rank's keys in this step
         self._keys = step_of(other, peers.rank, self._shape[0], causal=self._ring.causal).keys
@@ -129,7 +129,7 @@ class _Arriving:
         self._pending = peers.start_shift(packed, received, -number, what, KIND, label)
 
     def add_to(self, sums: list[torch.Tensor]) -> None:
-        """Wait for gradients that were requested before, and add them to those of keys and values, FP32."""
+        """Wait for gradients that were requested before, and add them to the gradients of keys and values, FP32."""
         if self._pending is None:
             return
         *made, scale_invs = unpack_codes(self._pending.wait(), self._arrived(), self._ring.scaling.casts[DK].format.dtype)

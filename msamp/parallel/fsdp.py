@@ -228,7 +228,7 @@ class FSDP:
         return whole_states
 
     def whole(self, rows: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor on every rank, from each rank's rows, which are those of `p`; collective."""
+        """Return the whole tensor on every rank, from each rank's rows of `p`; collective."""
         assert isinstance(p, DTensor)
         held, scale = payload(rows).contiguous(), scale_inv(rows)
         width = p.shape[1:].numel()

@@ -18,7 +18,7 @@ owners of such a tensor agree on its amax, and its pieces keep one scale. `tools
 A step of a rank:
 
     averaged gradients of its pieces        from `GradSync(shard=True)`, which uses the same partition
-    -> norm and amaxes                      two small all-reduces, so that all ranks clip and scale alike
+    -> norm and amaxes                      two small all-reduces, so that all ranks clip and scale equally
     -> update of its pieces                 `msamp.optim.optimizer`; this class is its `Shard`
     -> all-gather of the new weights        bucket by bucket, in the order in which the next forward reads them, on a separate stream
 

@@ -9,7 +9,7 @@ of all tokens. Any attention of one process then computes them, and a second all
 Backward runs the same two in the opposite order. A rank's tokens are two of 2 N equal chunks, r and 2 N - 1 - r ("zigzag",
 `msamp.parallel.ring_attention`).
 
-Compared with the ring, the kernels run once, over whole sequences; the bytes are those of queries, keys, values and output, each sent once,
+Compared with the ring, the kernels run once, over whole sequences; queries, keys, values and output are each sent once,
 instead of keys and values sent N - 1 times. But nothing is computed while they travel, and N must divide the number of heads of keys.
 
 With the wire "fp8", queries, keys and values travel in E4M3, a byte per element, with one just-in-time scale per tensor and rank. The rank

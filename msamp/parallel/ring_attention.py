@@ -8,7 +8,7 @@ computes with the ones it has, the next ones arrive:
     source < r  an earlier rank's  queries of both chunks over the keys of the first chunk; the second is in the future
     source > r  a later rank's     queries of the second chunk over the keys of both chunks; the first is in the past
 
-A step's output o and the logarithm l of the sum of each row's exponentials are merged with those of the steps before it (FP32):
+A step's output o and the logarithm l of the sum of each row's exponentials are merged with the results of the steps before it (FP32):
 
     o <- o + sigmoid(l' - l) (o' - o)        l <- log(exp(l) + exp(l'))
 
@@ -21,7 +21,7 @@ With the wire "fp8", keys and values travel in E4M3, a byte per element, in forw
 own values, with one just-in-time scale each, which travel with them, so no rank rounds again what it passes on. A rank that receives them
 computes with the dequantized values; with its own keys and values it computes unrounded. The gradients travel in the compute dtype.
 
-Source: Ring Attention (arXiv:2310.01889); the zigzag order is that of megatron-core's `get_batch_on_this_cp_rank`.
+Source: Ring Attention (arXiv:2310.01889); the zigzag order is the same as in megatron-core's `get_batch_on_this_cp_rank`.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def step_of(rank: int, source: int, length: int, *, causal: bool) -> Step:
 
 
 def steps_of(peers: Peers, length: int, *, causal: bool) -> Iterator[Step]:
-    """Return what this rank computes in each step, with `length` tokens: first with its own keys, then with those of the rank before it,
+    """Return what this rank computes in each step, with `length` tokens: first with its own keys, then with the keys of the rank before it,
     and so on.
 
     Raises:
@@ -235,7 +235,7 @@ class Travelling(Generic[Held]):
         self._pending: Pending | None = None
 
     def next(self) -> Held:
-        """Return the keys and values of the next step, and start to receive those of the step after it."""
+        """Return the keys and values of the next step, and start to receive the following step's."""
         if self._pending is not None:
             self._packed = self._pending.wait()
             self._here = self._unpack(self._packed)

@@ -99,7 +99,7 @@ class ShardedWeight(ScalingTensor):
     """The weight of an FP8Linear that `fully_shard` can shard along dim 0: a ScalingTensor, whose rows are ScalingTensors with its scale.
 
     Only the optimizer, or a copy from another ScalingTensor, can write it. Writing plain values raises, since each rank would quantize its
-    rows with a scale of its own.
+    rows with its own scale.
     """
 
     _sent: Sent | None = None

@@ -25,7 +25,7 @@ adds the T payloads in FP32, in rank order; a sum in FP8 at each hop would round
 
 A tensor is cast before it is gathered, and the gathered payload is the GEMM's operand. So all ranks of the group must cast it with one
 scale. Delayed scaling gives them one for free, because the histories are rolled over the group. Just-in-time scaling costs an all-reduce of
-one number per cast. Partial sums have a row of their own in the layer's `LinearScaling`. Weights are not communicated, so each rank has its
+one number per cast. Partial sums have their own row in the layer's `LinearScaling`. Weights are not communicated, so each rank has its
 own scale for its shard. NaN or Inf on one rank makes that rank's results NaN, and may not show on the others: the gradient norm is
 therefore combined over the group before the optimizer decides anything.
 

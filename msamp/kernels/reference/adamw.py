@@ -188,7 +188,7 @@ def adamw(
         hyper: FP64 [5 or more], a `Hyper` first.
         amaxes: FP32 [4 or more, parameters]: stored amaxes of gradient, m, v and master, of whole tensors.
         kept: FP32 [3 or more, pieces], changed in place: amaxes of m, v and master as this call stores them; rows of plain moments are
-            0, and so is that of a plain master unless its weight is scaled or the decay is Adam's.
+            0, and so is the amax of a plain master unless its weight is scaled or the decay is Adam's.
         coefficient: FP32 0-dim, the factor of the gradients; None: 1.
         usable: bool 0-dim, whether to take the step.
         decoupled: False adds weight decay to the gradient, as in Adam.

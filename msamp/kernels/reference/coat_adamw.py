@@ -1,4 +1,4 @@
-"""AdamW with one or both moments in COAT's format, FP8 groups with range expansion [COAT, part 1]. The arithmetic is that of `adamw`."""
+"""AdamW with one or both moments in COAT's format, FP8 groups with range expansion [COAT, part 1]. The arithmetic is `adamw`'s."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def coat_adamw(
 
     Args:
         batch: `ms` or `vs`, or both, are `Expanded`.
-        The others are those of `adamw`.
+        The others: as for `adamw`.
     """
     if not bool(usable):
         return

@@ -48,7 +48,7 @@ def group_decode(payload: torch.Tensor, exponents: torch.Tensor, size: int, dtyp
     Args:
         payload, exponents: as returned by `group_cast`.
         size: as in `group_cast`.
-        dtype: FP32, BF16 or FP16. FP32 represents every value exactly, BF16 those of at least 2^-133.
+        dtype: FP32, BF16 or FP16. FP32 represents every value exactly, BF16 every value of at least 2^-133.
 
     Returns:
         [M, N] of `dtype`.

@@ -1,7 +1,7 @@
 """Momentum updates in FP32: SGD with momentum [Sutskever et al. 2013], and Muon, which orthogonalizes a matrix's momentum [Jordan et al.
 2024].
 
-The order of operations is that of torch.optim, so that FP32 states are equal bit for bit. Hyperparameters are Python floats, or on a GPU
+Operations are in torch.optim's order, so that FP32 states are equal bit for bit. Hyperparameters are Python floats, or on a GPU
 FP64 0-dim tensors, so that the host never waits.
 """
 

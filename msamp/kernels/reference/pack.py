@@ -1,7 +1,7 @@
 """Pack many gradients into one flat buffer and measure them in the same read.
 
 The scale of a gradient follows from its amax, which normally takes a separate read before the cast. But the scale, a power of two, is
-usually that of the previous step. So gradients are packed with that scale as a guess while their amaxes are measured, and packed again only
+usually the previous step's. So gradients are packed with that scale as a guess while their amaxes are measured, and packed again only
 if the guess was wrong (`msamp.comm.bucket`): one read instead of two, with the same bits. The statistics for the gradient norm, the largest
 code and the sum of squares, are measured in the same read.
 

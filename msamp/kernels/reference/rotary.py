@@ -99,7 +99,7 @@ def rotary_cast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate queries and keys of a packed projection, and cast queries, keys and values to FP8 for FP8 attention.
 
-    The cast values are those of `rotary_`, rounded to the dtype of `qkv`.
+    The values that are cast equal `rotary_`'s, rounded to the dtype of `qkv`.
 
     Args:
         qkv, cos, sin, heads, groups: as in `rotary_`; `qkv` is only read.
@@ -150,7 +150,7 @@ def rotary_backward(
     scale_inv_slot: torch.Tensor | None = None,
     scale_invs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradient of the packed projection from those of attention's inputs: rotate back, pack, and cast for the GEMMs.
+    """Compute the gradient of the packed projection from the gradients of attention's inputs: rotate back, pack, and cast for the GEMMs.
 
     Args:
         dq: [s, b, heads, d] BF16, FP16, FP32 or E5M2, of any strides.

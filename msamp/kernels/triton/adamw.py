@@ -75,7 +75,7 @@ def _step_assembly(pack: int) -> str:
     ]
     for i in range(pack):
         body += [
-            f"mov.b32 u, ${v[i]}; add.u32 u, u, 0xf3000000; max.u32 most, most, u;",  # bits of v minus those of 2^-101
+            f"mov.b32 u, ${v[i]}; add.u32 u, u, 0xf3000000; max.u32 most, most, u;",  # bits of v minus the bits of 2^-101
             f"mov.b32 u, ${m[i]}; shl.b32 u, u, 1; add.u32 u, u, 0xffffffff; min.u32 least, least, u;",  # without sign; 0 is largest
         ]
     body += ["setp.gt.u32 slow, most, 0x64800000; setp.lt.or.u32 slow, least, 0x3effffff, slow; @slow bra SLOW;"]

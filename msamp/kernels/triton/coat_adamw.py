@@ -34,7 +34,7 @@ from msamp.numerics.tensor import ScalingTensor
 GROUP = STATE_GROUP.size
 TILE, CHUNK = 2, 32  # groups per iteration and per program
 WARPS = 1  # a single warp never waits for another
-SHORTEST = tl.constexpr(2.0**-24)  # lower limit of log2(max / min) of a group: that of two adjacent FP32 numbers
+SHORTEST = tl.constexpr(2.0**-24)  # lower limit of log2(max / min) of a group: the value for two adjacent FP32 numbers
 
 
 class Groups(NamedTuple):
@@ -99,7 +99,7 @@ def _expanded(x, no_gradient, log2_beta1, MANTISSA: tl.constexpr, SIGNED: tl.con
     LOG2_MAX: tl.constexpr = 8.807354922057604 if MANTISSA == 3 else 15.807354922057604
     SMALLEST: tl.constexpr = 0.001953125 if MANTISSA == 3 else 0.0000152587890625
     LOG2_RANGE: tl.constexpr = 17.807354922057604 if MANTISSA == 3 else 31.807354922057604
-    # The bits of magnitudes have the order of the magnitudes, with NaN above infinity; minus 1, those of 0 are above all others.
+    # The bits of magnitudes have the order of the magnitudes, with NaN above infinity; minus 1, the bits of 0 are above all others.
     bits = _bits(x) & 0x7FFFFFFF if SIGNED else _bits(x)
     top = tl.max(bits, 1)
     low = tl.min(bits - 1, 1) + 1

@@ -18,7 +18,7 @@ twice from memory: the L2 cache must hold what neighbouring tiles share.
 How a launch is divided. Programs are persistent, one per multiprocessor, and step through the tiles of the output. For output and
 grad_input, `grouped_tiles` first lists the tiles of all experts (expert, first row, end), and a program looks its tile up in that list. An
 expert whose rows do not fill its last tile costs a partly empty tile, and an expert without rows costs nothing. Rows beyond the last
-expert's are listed as an expert of their own, which has no products and writes zeros. For grad_weight every expert has the same number of
+expert's are listed as one more expert, which has no products and writes zeros. For grad_weight every expert has the same number of
 tiles, and the sum over its rows has another length. `group` rows of tiles are passed through column by column, so that the programs that
 run at the same time share operands.
 
@@ -26,7 +26,7 @@ Which layout the operands have. Hopper multiplies FP8 only if the summed dimensi
 outputs and needs each weight transposed, [E, K, N]; grad_weight sums over rows and needs both operands transposed, [N, M] and [K, M]. The
 kernels that write FP8 write these copies in the same pass. In the transposed operands a group begins at a column. The copy engine loads
 only from columns whose address is a multiple of 16 bytes, so groups are padded to `GROUP_ALIGNMENT` rows of zeros (`aligned=True`). Padding
-is made on the device, by `group_tokens`. Without it the kernel masks single bytes and is slow, but right.
+is built on the device, by `group_tokens`. Without it the kernel masks single bytes and is slow, but right.
 
 Why full accumulation is harder. Hopper's tensor cores add FP8 products with about 13 bits of mantissa. With fast accumulation, a tile's sum
 stays in the tensor cores. With full accumulation they sum one block of 128 elements, which is then added to an FP32 total, and meanwhile
@@ -61,7 +61,7 @@ class Tiling(NamedTuple):
         group: tiles along M that are computed before the next column of tiles, so that they share operands in the L2 cache.
         tma: load by the copy engine, where the operands' alignment allows; otherwise by pointers.
         halves_m, halves_n: 2 sums two halves of a tile's rows or columns one after the other: full accumulation needs registers for one
-            block's sums beside the total, and for half a tile there are enough.
+            block's sums next to the total, and for half a tile there are enough.
         programs: per multiprocessor.
         flatten: fuse the loops over tiles and over K.
         maxnreg: registers per thread at most; None leaves the number to the compiler.

@@ -70,7 +70,7 @@ def _with_sign(magnitude, x):
 
 @triton.jit
 def _or_nan(y, x):
-    """`y`, or NaN if `x` is not finite: its bits could have become those of a number."""
+    """`y`, or NaN if `x` is not finite: its bits could have become a finite number."""
     return tl.fma(x, tl.full((), 0.0, tl.float32), y)
 
 

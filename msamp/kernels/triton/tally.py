@@ -14,7 +14,7 @@ BLOCK, CHUNK = 2048, 65536  # elements per iteration and per program
 COUNT_CHUNK = 8192  # with 65,536 the matrix of an expert, 2 to 4 million elements, occupied half of the multiprocessors
 TALLY_SUMS, UPDATE_SUMS = 6, 7
 FINISH = 1024
-# A captured step must find every variant compiled, although its scales have other addresses than those of the eager step before.
+# A captured step must find every variant compiled, although its scales have other addresses than in the eager step before.
 EVERYWHERE = ["row", "scale_inv", "programs"]
 
 

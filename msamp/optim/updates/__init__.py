@@ -16,7 +16,7 @@ group maxima and exponents of a format (COAT). The step count, FP32 0-dim under 
 
 **Scales.** A scaled state is stored in one pass, so its scale must be known before its values. It follows from a bound, and the bound from
 the amax of the stored state over the whole parameter. An update lists the states whose amax it requires in `kept`. The optimizer remembers
-these amaxes, combines them over ranks, and passes them to `run` as rows of one table: row 0 is the gradient's (`GRAD`), then those of
+these amaxes, combines them over ranks, and passes them to `run` as rows of one table: row 0 is the gradient's (`GRAD`), then the rows of
 `kept` in order, then the master's.
 """
 

@@ -140,7 +140,7 @@ class SGD(_Momentum):
 
 class Muon(_Momentum):
     """torch.optim.Muon: the momentum of whole matrices, orthogonalized in BF16 [Jordan et al. 2024]. `adjust_lr_fn="match_rms_adamw"`
-    scales as in [Liu et al. 2025, section 2.2]. Vectors, embeddings and the LM head require AdamW, in a group of their own."""
+    scales as in [Liu et al. 2025, section 2.2]. Vectors, embeddings and the LM head require AdamW, in a separate group."""
 
     def options(self) -> dict[str, Any]:
         return {

@@ -97,7 +97,7 @@ class UpdateBatch(Batch):
         formats: of the tensors in the batch.
         hyper: FP64 on the device, the group's `Update.numbers`.
         by_rows: whether all tensors are row-major, as the kernels require.
-        The others are those of `msamp.kernels.reference.adamw.Batch`.
+        The others: as in `msamp.kernels.reference.adamw.Batch`.
     """
 
     update: "Update"
