@@ -29,7 +29,7 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
     Args:
         config: if it does not define which linear layers are FP8, this function decides, and `Training.config` has the result.
         vocab_size: of the tokenizer (the model pads it).
-        around: wraps the model in a module with parameters of its own, such as a classifier. They are trained too, but checkpoints do not
+        around: wraps the model in a module with additional parameters, such as a classifier. They are trained too, but checkpoints do not
             contain them. The module must have the model's `config`.
 
     Raises:

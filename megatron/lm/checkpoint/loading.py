@@ -73,13 +73,13 @@ class _Taken:
 
 
 def load(training: Training) -> None:
-    """Resume from `--load`: the marked checkpoint there, a newer one of `--non-persistent-save-interval`, or that of `--ckpt-step`; with
+    """Resume from `--load`: the marked checkpoint there, a newer one of `--non-persistent-save-interval`, or the one of `--ckpt-step`; with
     `--finetune` only the weights, at iteration 0. Collective.
 
     If a checkpoint is damaged, unhealthy or has invalid values, an older one of the same run is loaded and a line reports it, unless
     `--ckpt-step` names the checkpoint.
 
-    Grid, ZeRO and recipe may differ from those of the save; `values` describes which bits are kept. Casts that the saved run did not have
+    Grid, ZeRO and recipe may differ from the saved run's; `values` describes which bits are kept. Casts that the saved run did not have
     start with just-in-time scales.
 
     Raises:
@@ -409,7 +409,7 @@ def saved_precision(config: Config) -> PrecisionConfig | None:
 
 
 def saved_config(config: Config) -> Config | None:
-    """Return the settings of the run that `config` resumes, or None; for Megatron-LM those of `foreign.megatron.configuration`. Raise a
+    """Return the settings of the run that `config` resumes, or None; for Megatron-LM from `foreign.megatron.configuration`. Raise a
     ValueError for a damaged checkpoint."""
     saved = _resumed(config)
     if saved is None or not is_foreign(saved):

@@ -1,4 +1,4 @@
-"""Convert stored tensors to those of this run, with other shards and other formats.
+"""Convert stored tensors to the shards and formats of this run.
 
 A pair (Collage) is the sum of its components: `find_whole` adds the remainder of a weight or second moment. An E4M3 remainder has no scale
 and is only meaningful with its first component (`mcf.load_pair`).

@@ -18,7 +18,7 @@ def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) 
     Args:
         saved: of any grid and precision.
         root: an empty folder.
-        states: also write the optimizer's states, as FP32 masters and moments, if they are those of AdamW.
+        states: also write the optimizer's states, as FP32 masters and moments, if the optimizer is AdamW.
 
     Raises:
         ValueError: if a tensor of the checkpoint is damaged, or Megatron-LM's format does not have the model's parts.

@@ -1,4 +1,4 @@
-"""Apply the cleaning rules to a corpus: workers examine documents in parallel, and duplicates are found in input order.
+"""Apply the cleaning rules to a corpus: workers examine documents in parallel, and duplicates are detected in input order.
 
 The first pass writes the workers' results to parts, `OUTPUT.parts/00000.jsonl` and so on, each atomically, so a restart after a kill reuses
 finished parts. The second pass reads them in order, drops duplicates, and writes the output atomically. So neither a kill nor the number of

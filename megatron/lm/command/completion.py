@@ -3,7 +3,7 @@
     msamp completion bash > ~/.local/share/bash-completion/completions/msamp
     msamp completion zsh > "${fpath[1]}/_msamp"
 
-It completes commands, the flags of each, and otherwise files. The flags are those of this version: print it again after an update.
+It completes commands, the flags of each, and otherwise files. The flags belong to this version: print it again after an update.
 """
 
 import re

@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
 
 
 def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig], Saved | None] | None = None) -> Parsed:
-    """Parse flags (default: those of the process). A usage error exits with code 2 and a message on stderr.
+    """Parse flags (default: the process's). A usage error exits with code 2 and a message on stderr.
 
     Values are only parsed here; `check.check` validates them.
 
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
 
 
 def _with_yaml(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Put the words of the file of `--yaml-cfg` before a command line; flags of the command line replace those of the file.
+    """Put the words of the file of `--yaml-cfg` before a command line; flags of the command line override the file's.
 
     Returns:
         The words, and log lines.
@@ -126,7 +126,7 @@ def _with_yaml(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_blends(values: dict[str, Any]) -> None:
-    """Replace the files of `--data-args-path` and `--per-split-data-args-path` by the flags that they stand for.
+    """Replace the files of `--data-args-path` and `--per-split-data-args-path` by the equivalent flags.
 
     Raises:
         ValueError: a file that cannot be read, or one in addition to such a flag.

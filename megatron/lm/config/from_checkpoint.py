@@ -1,6 +1,6 @@
 """Take flags of the model from a checkpoint (`--use-checkpoint-args`), and override the command line with some of them.
 
-Megatron-LM overrides most model flags with the checkpoint's, but not those of the model's size; a wrong size is refused when the checkpoint
+Megatron-LM overrides most model flags with the checkpoint's, but not the model's size; a wrong size is refused when the checkpoint
 is read. The attention backend and the standard deviation of initial weights do not describe a checkpoint and are not taken.
 """
 

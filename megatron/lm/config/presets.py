@@ -5,12 +5,12 @@ shapes with GPT-3's learning rates and batches. All train as in section 3.1.2 of
 0.95, weight decay 0.1, 1,000 iterations of warm-up, cosine decay to a tenth of the learning rate.
 
 olmoe-1b-7b, qwen3-30b-a3b and mixtral-8x7b are mixtures of experts with the shapes published with the weights. OLMoE's learning rate and
-losses of the router are those of its paper (arXiv:2409.02060). Mixtral's and Qwen3's learning rates were not published, so they are those
-of llama3-8b, and the coefficients of their auxiliary losses are those of the published configurations.
+losses of the router are from its paper (arXiv:2409.02060). Mixtral's and Qwen3's learning rates were not published, so they are the same
+as llama3-8b's, and the coefficients of their auxiliary losses are from the published configurations.
 
 llama2-7b, llama3-8b, llama3-70b and qwen3-8b have the shapes published with the weights, and the sequence length of their pre-training.
-The learning rates of the Llama models are those of their papers (table 1 of arXiv:2307.09288, table 3 of arXiv:2407.21783); Qwen3's was
-not published, so qwen3-8b has that of llama3-8b. The other settings equal those of the paper's sizes: batches of 4M tokens and 100B tokens
+The learning rates of the Llama models are from their papers (table 1 of arXiv:2307.09288, table 3 of arXiv:2407.21783); Qwen3's was
+not published, so qwen3-8b has llama3-8b's. The other settings equal the settings of the paper's sizes: batches of 4M tokens and 100B tokens
 in total, although the authors trained on 2T to 36T. The vocabulary comes from the tokenizer; a dry run without a tokenizer uses the
 published size in `VOCABULARIES`.
 """

@@ -1,4 +1,4 @@
-"""Compare the schedule of a checkpoint with that of the run that resumes it, as Megatron-LM does.
+"""Compare a checkpoint's schedule with the schedule of the run that resumes it, as Megatron-LM does.
 
 A resume continues the learning rate and the weight decay of the saved run. If its flags define another schedule (a longer `--train-iters`
 without `--lr-decay-iters` is the usual case), it is refused unless `--override-opt-param-scheduler` uses the new one from here on, or
@@ -39,7 +39,7 @@ def differing_schedule(config: Config, saved: Config) -> list[str]:
 
 
 def take_schedule(config: Config, saved: Config | None) -> Config:
-    """Return the settings of a resume: with `--use-checkpoint-opt-param-scheduler`, the checkpoint's schedule replaces that of the flags.
+    """Return the settings of a resume: with `--use-checkpoint-opt-param-scheduler`, the checkpoint's schedule replaces the flags'.
 
     Args:
         config: of the run that resumes.

@@ -87,7 +87,7 @@ class Config:
 
     @property
     def recomputes_fc1_of_experts(self) -> bool:
-        """Whether recomputation of the MLP in a layer with FP8 experts is that of FC1's output (`megatron.lm.model.moe.fp8_experts`)."""
+        """Whether recomputing the MLP in a layer with FP8 experts means recomputing FC1's output (`megatron.lm.model.moe.fp8_experts`)."""
         return "mlp" in self.training.recomputed_modules and self.model.moe_shared_expert_intermediate_size is None
 
     def of_layer(self, layer: int) -> "Config":

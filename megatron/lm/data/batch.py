@@ -110,7 +110,7 @@ def batches(
 
 def own_part(batch: dict[str, Tensor], context: Ranks) -> dict[str, Tensor]:
     """Return this rank's part of whole sequences: of 2 N equal chunks, rank r of N has chunks r and 2 N - 1 - r, in this order, so that
-    causal attention is the same work for all. The documents' numbers stay whole, since attention's mask is that of whole sequences.
+    causal attention is the same work for all. The documents' numbers stay whole, since attention's mask covers whole sequences.
 
     Args:
         batch: [b, s, ..] each; 2 N divides s.

@@ -176,7 +176,7 @@ class Decoder:
         """Append tokens [b] int64, one to each sequence, and return the logits after them, FP32 [b, vocabulary].
 
         Raises:
-            ValueError: if a sequence has reached the capacity, or the number of tokens is not that of the sequences.
+            ValueError: if a sequence has reached the capacity, or the number of tokens differs from the number of sequences.
         """
         if tokens.shape != self.lengths.shape:
             raise ValueError(f"tokens have shape {list(tokens.shape)}, expected [{len(self.lengths)}]: one for each sequence of prefill")

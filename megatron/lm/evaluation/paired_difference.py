@@ -73,7 +73,7 @@ class PairedDifference:
         return DOES_NOT_HOLD if low > effect or high < -effect or math.isnan(low) else TOO_SMALL
 
     def sentence(self, base: str, other: str, effect: float = EFFECT, unit: str = "nats per token") -> str:
-        """Return a sentence with the difference, its interval, the number of seeds and the verdict; `unit` is that of the losses."""
+        """Return a sentence with the difference, its interval, the number of seeds and the verdict; `unit`: of the losses."""
         if not math.isfinite(self.absolute.mean):
             return f"{other} against {base}: a loss is non-finite, so one of the two has diverged"
         difference = f"{other} against {base}: {self.absolute.mean:+.4f} {unit}, {100 * self.relative.mean:+.2f} %"

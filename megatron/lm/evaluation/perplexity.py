@@ -2,7 +2,7 @@
 
 A document's tokens follow its beginning-of-document token. The first window scores all its tokens. Each later window advances by the stride
 and scores as many tokens, which have at least `window - stride + 1` tokens of context. A smaller stride gives tokens more context and takes
-longer. Bytes are those of the text in UTF-8, so that models with different tokenizers are comparable:
+longer. Bytes are counted in the UTF-8 text, so that models with different tokenizers are comparable:
 
     bits per byte = nats of all tokens / ln 2 / bytes
 """

@@ -131,7 +131,7 @@ class Replays:
         """Begin a step whose first graph is `first`: free what eager code left behind that no graph reads.
 
         In every step that is the cast of the experts' weights of an eager forward: of the last eager step, or of an evaluation, which would
-        keep it beside the graphs' own (3 GiB of 8 layers of OLMoE at O3). Before the first capture it is also what `_free` frees.
+        keep it in addition to the graphs' own (3 GiB of 8 layers of OLMoE at O3). Before the first capture it is also what `_free` frees.
         """
         for weight in self._experts:
             weight.drop_cast()

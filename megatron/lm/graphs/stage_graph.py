@@ -19,14 +19,14 @@ Forward and backward are both captured at the first request for the forward: a c
 sees the memory of the slot's pool as in every replay. Gradient hooks see micro-batches in the order of their forwards, which within a chunk
 is the order of their backwards.
 
-Gradients are sent after the pipeline has drained, by a graph of their own (`FINISH`), not during the last backward as in eager steps. A
+Gradients are sent after the pipeline has drained, by a separate graph (`FINISH`), not during the last backward as in eager steps. A
 graph completes as a whole: an all-reduce inside the last backward would delay the gradient that the previous stage waits for, and a
 collective with other stages would deadlock. Stages that finish early exchange gradients while others still compute.
 
 Unlike `torch.cuda.graph`, capture does not synchronize the device: with interleaved stages a receive may be pending whose sender waits for
 this rank.
 
-The bits are those of eager steps: the same work in the same order.
+The results equal eager steps bit for bit: the same work in the same order.
 """
 
 import contextlib

@@ -20,10 +20,10 @@ _RUN = re.compile("_?(attn|experts)_implementation|fusion_config|use_kernels|_na
 
 
 def read_config(folder: Path, **settings: Any) -> Any:
-    """Return the transformers configuration in a folder's `config.json`, with `settings` in place of its own.
+    """Return the transformers configuration in a folder's `config.json`, with `settings` overriding it.
 
     Raises:
-        ValueError: a missing or damaged file, code of its own, a model type that transformers does not have, or numbers of layers or labels
+        ValueError: a missing or damaged file, custom code, a model type that transformers does not have, or numbers of layers or labels
             that no model has.
     """
     import transformers

@@ -44,7 +44,7 @@ def load_model(
     Args:
         folder: as `save_pretrained` writes it, or a snapshot of a hub cache, whose files are links.
         kind: the class of transformers, such as "AutoModelForCausalLM".
-        dtype: of its parameters; "auto" is that of config.json, or of the tensors.
+        dtype: of its parameters; "auto" takes it from config.json, or from the tensors.
         fresh: a module that may be missing in the folder and is then initialized.
         quantized: `quant_method`s that may be loaded. Weights in blocks ("fp8", DeepSeek's layout) are dequantized, and activations then
             stay in 16 bits.

@@ -14,7 +14,7 @@ _FILES = ("vocab", "merges", "init_inputs", "vocab_file", "merges_file", "tokeni
 
 
 def load_tokenizer(folder: Path, **settings: Any) -> Any:
-    """Load the tokenizer in a model's folder, with `settings` in place of its own.
+    """Load the tokenizer in a model's folder, with `settings` overriding its own.
 
     Raises:
         ValueError: if there is none, it requires code of the folder, names files elsewhere, or its steps multiply a text.

@@ -209,7 +209,7 @@ class SDPAttention(MegatronModule):
 
         attention_mask: broadcast to [b, heads, s, s], bool, True where a query (third dimension) does not attend to a key (fourth), or
             additive (`document_mask`); [b, 1, 1, s] for padding. It replaces the causal mask, and so must contain it. Each query must
-            attend to at least one key. With context parallelism it is that of whole sequences, and the same for all heads.
+            attend to at least one key. With context parallelism it covers whole sequences, and is the same for all heads.
 
         Raises:
             ValueError: if there is a bias, packed sequences, a mask of padding in addition to the causal one, or a mask that the backend
@@ -308,10 +308,10 @@ class FP8CoreAttention(SDPAttention):
 
     Args:
         gemm: the casts of the model's linear layers, which define the scaling rule.
-        The others are those of SDPAttention.
+        The others: as for SDPAttention.
 
     Attributes:
-        scaling: the scales, saved and rolled with those of the linear layers.
+        scaling: the scales, saved and rolled with the linear layers' scales.
 
     Raises:
         ValueError: as SDPAttention, with dropout, or if no kernel supports the head size.

@@ -237,8 +237,8 @@ def _frontend_version() -> str:
 
 
 def attention_shape(config: Config) -> AttentionShape:
-    """Return the shape of the attention core on one rank for one micro-batch. With a ring of context-parallel ranks it is that of a rank's
-    own tokens; with an all-to-all, that of a rank's heads of whole sequences."""
+    """Return the shape of the attention core on one rank for one micro-batch. With a ring of context-parallel ranks it covers a rank's
+    own tokens; with an all-to-all, a rank's heads of whole sequences."""
     model, parallel = config.model, config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     ranks, parts = (tp * cp, 1) if parallel.shares_heads else (tp, cp)

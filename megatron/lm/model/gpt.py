@@ -48,7 +48,7 @@ class GPT(GPTModel):
         output_linear: class of the output layer (LM head), constructed as megatron-core's `ColumnParallelLinear`.
         causal: whether a token attends to earlier tokens only, as the layers do.
         head_precision: of the LM head's GEMMs for a masked loss (`vocabulary_loss.PRECISIONS`); returned logits never use FP8.
-        The others are those of GPTModel.
+        The others: as for GPTModel.
     """
 
     output_layer: ColumnParallelLinear

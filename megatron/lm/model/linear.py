@@ -101,7 +101,7 @@ class FP8Gemm(Counted):
 
     Attributes:
         recipe: set by the subclass.
-        smooth: set by the subclass: whether the channels of the input have scales of their own (`msamp.nn.channel_scales`).
+        smooth: set by the subclass: whether each channel of the input has its own scale (`msamp.nn.channel_scales`).
         scaling: scales of input, grad_output and weight, and of the activations that a tensor-parallel layer sends.
         converter: set by `connect`.
     """
@@ -260,7 +260,7 @@ def row_linear(recipe: Recipe, *, smooth: bool = False) -> type[nn.Module]:
 
 def layer_linears(recipe: Recipe, bf16: Collection[str] = (), *, smooth: bool = False) -> dict[str, type[nn.Module]]:
     """Return the linear-layer classes of a transformer layer by slot; those in `bf16` have the GEMMs of O0. With `smooth`, the channels of
-    the MLP's activation have scales of their own in FP8."""
+    the MLP's activation have their own scales in FP8."""
     fc2 = functools.partial(row_linear, smooth=smooth)
     classes: dict[str, Callable[[Recipe], type[nn.Module]]]
     classes = {"linear_qkv": column_linear, "linear_proj": row_linear, "linear_fc1": column_linear, "linear_fc2": fc2}

@@ -1,4 +1,4 @@
-"""The layers of a baseline's recipe: megatron-core's modules with those of Transformer Engine, from its own spec provider."""
+"""The layers of a baseline's recipe: megatron-core's modules with Transformer Engine's layers, from its own spec provider."""
 
 import functools
 from typing import TYPE_CHECKING, Any

@@ -47,7 +47,7 @@ def layer_spec(
         causal: whether a token attends to earlier tokens only, or to its whole sequence.
         fp8_attention: the casts of the linear layers, if the core attention is in FP8 too.
         fused: whether the fused blocks of `msamp.nn` compute the layer (`Config.fuses`), which requires `FP8Gemm` linear layers.
-        experts: whether a mixture of experts replaces the MLP, and the layer is not fused; `linears` and activation are then those of
+        experts: whether a mixture of experts replaces the MLP, and the layer is not fused; `linears` and activation then belong to
             its shared expert.
         qk_scope: `--qk-layernorm-scope`, for a `config` with `qk_layernorm`.
         cp_wire: `--cp-wire`.

@@ -69,11 +69,11 @@ class Parameter(NamedTuple):
 
 
 def vocabulary(config: Config) -> int:
-    """Return the padded rows of the embedding, from `--vocab-size` or else GPT-2's (`with_vocabulary` sets that of other tokenizers)."""
+    """Return the padded rows of the embedding, from `--vocab-size` or else GPT-2's (`with_vocabulary` sets it for other tokenizers)."""
     return config.padded_vocab_size(config.model.vocab_size or GPT2_VOCABULARY)
 
 
-@functools.lru_cache(maxsize=64)  # times and bytes of one configuration ask for them several times
+@functools.lru_cache(maxsize=64)  # times and bytes of one configuration need them several times
 def stage_parameters(config: Config, stage: int) -> tuple[Parameter, ...]:
     """Return the parameters of one tensor-parallel rank of a pipeline stage, in the order of `model.parameters()`."""
     model, tp, stages = config.model, config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size

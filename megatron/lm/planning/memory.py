@@ -274,7 +274,7 @@ def _mlp_of_modules(config: Config) -> float:
 
 
 def _recomputed_at_once(config: Config) -> int:
-    """Return the bytes that selective recomputation needs while backward is in a layer: those of its attention or of its MLP."""
+    """Return the bytes that selective recomputation needs while backward is in a layer, for its attention or its MLP."""
     everything = replace(config, training=replace(config.training, recompute_granularity=None, recompute_modules=()))
     kept = activation_parts(config)
     return max(size - kept[name] for name, size in activation_parts(everything).items())

@@ -132,7 +132,7 @@ def _rows() -> tuple[Rate, ...]:
 
 
 def rates_of(gpu: str) -> Rates:
-    """Return the rates of a GPU of `GPUS`: its own rows if there are any, else those of the H200, scaled.
+    """Return the rates of a GPU of `GPUS`: its own rows if there are any, else the H200's, scaled.
 
     Raises:
         ValueError: if the GPU is unknown.

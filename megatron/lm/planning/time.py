@@ -116,7 +116,7 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
 
 def _context(config: Config, cluster: Cluster, layers: int, attention: float) -> float:
     """Return the exposed seconds of attention's communication between context-parallel ranks: of an all-to-all everything; of a ring what
-    takes longer than the attention meanwhile, which is that of all its steps but one. No rate was fitted to it."""
+    takes longer than the attention meanwhile, which covers all its steps but one. No rate was fitted to it."""
     ranks, sent = config.parallel.context_parallel_size, wire.context_parallel(config, layers)
     seconds = sent.size / cluster.context_link(config) + sent.calls * cluster.latency
     return seconds if config.parallel.cp_comm_type == "a2a" else max(0.0, seconds - attention * (ranks - 1) / ranks)
@@ -131,7 +131,7 @@ def _host_rate(config: Config) -> str:
 
 
 def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of one layer by kind, and those of its forward."""
+    """Return the seconds of one layer by kind, and of its forward."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     tokens = config.tokens
     gemm, width = config.precision.recipe.gemm, model.hidden_size / tp
@@ -141,7 +141,7 @@ def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, fl
         rate = "bf16 gemm" if gemm is None or slot in bf16 else "fp8 gemm" if gemm.tensorwise else "block gemm"
         linear += 6 * tokens * outputs * inputs / rates(rate, model.hidden_size if rate == "bf16 gemm" else width)
     queries = model.num_attention_heads * model.head_size / tp
-    # FP8 attention has no rate of its own; BF16's time is an upper bound.
+    # FP8 attention has no separate rate; BF16's time is an upper bound.
     core = "attention flash" if config.training.deterministic or model.attention_backend == "flash" else "attention"
     attention = 7 * tokens * model.seq_length * queries / rates(core, model.seq_length)
     elements = _fused_elements(config, rates) if config.fuses_layers else _unfused_elements(config, rates)
@@ -238,7 +238,7 @@ def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> floa
 
 
 def _accumulation(config: Config, parameters: Sequence[Parameter], micro_batches: int, rates: Rates) -> float:
-    """Return the mean seconds per micro-batch to add each parameter's gradient to its sum, in a launch of its own. The first gradient is
+    """Return the mean seconds per micro-batch to add each parameter's gradient to its sum, in a separate launch. The first gradient is
     the sum, or is cast to its format."""
     wide, per_element = config.precision.recipe.compute.bytes, {}
     for kind, (_, formats) in state_formats(config).items():
@@ -251,7 +251,7 @@ def _accumulation(config: Config, parameters: Sequence[Parameter], micro_batches
 def _head(config: Config, rates: Rates) -> dict[str, float]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     tokens, rows = config.tokens, vocabulary(config) / tp
-    # One FP8 GEMM of three has no rate of its own: it saves little more than its casts take.
+    # One FP8 GEMM of three has no separate rate: it saves little more than its casts take.
     whole = config.precision.output_layer_precision == ALL
     gemm = 6 * tokens * rows * model.hidden_size / rates("fp8 gemm" if whole else "bf16 gemm", model.hidden_size)
     if whole:

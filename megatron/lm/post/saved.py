@@ -140,7 +140,7 @@ def export_state(args: argparse.Namespace, model: Any, optimizer: LowPrecisionOp
 
 
 def delivered(start: Path, model: Any, optimizer: LowPrecisionOptimizer, *, loaded: torch.dtype, dtype: torch.dtype) -> float | None:
-    """Return the share of what training changed in the weights that is left when they are rounded to `dtype`, 0 to 1.
+    """Return the share of training's change to the weights that survives rounding them to `dtype`, 0 to 1.
 
     It is sum sign(change) rounded / sum abs(change), where `change` is the difference of the masters from the weights in the folder
     `start`, which training read as `loaded`, and `rounded` that of the rounded masters

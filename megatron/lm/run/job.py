@@ -17,7 +17,7 @@ MOST_PROCESSES = 2**20
 
 @command
 def job(argv: Sequence[str] | None = None) -> int:
-    """Run training with these flags and return the exit code of `entry`, or `--exit-code-unfinished` if the run was told to stop early."""
+    """Run training with these flags and return the exit code of `entry`, or `--exit-code-unfinished` if the run was stopped early."""
     with LeavingAtOnce():
         config = _judged(argv)
         if config is None:

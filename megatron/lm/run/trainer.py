@@ -206,7 +206,7 @@ class Trainer:
             yield batch
 
     def run(self) -> str | None:
-        """Train to the end, with evaluations and checkpoints, and evaluate at the end; if told to leave early, return the reason.
+        """Train to the end, with evaluations and checkpoints, and evaluate at the end; if stopped early, return the reason.
 
         Raises:
             RunStopped: on every rank, if continuing makes no sense, or if the torchrun of one rank is gone.

@@ -1,4 +1,4 @@
-"""Identify the rank that blocks the others: each process reports its position, and one that waits too long reads those of the others."""
+"""Identify the rank that blocks the others: each process reports its position, and one that waits too long reads the others'."""
 
 import contextlib
 import faulthandler

@@ -19,7 +19,7 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
     """Yield a stream to a temporary file that is renamed to `path` when it is on disk; if the block fails, it is deleted.
 
     Several processes and threads may write the same path: each has its own temporary file, and the last to finish wins. Temporary files of
-    killed processes are deleted: the file system has released their locks, unlike those of processes that still write.
+    killed processes are deleted: the file system has released their locks, unlike the locks of processes that still write.
     """
     _clear(path)
     partial, stream = _locked(path)

@@ -101,7 +101,7 @@ class LogFile:
     """An append-only file with unbuffered writes that are complete or undone.
 
     Args:
-        path: of the file; its folder is created. A line that a kill cut off stays as a line of its own.
+        path: of the file; its folder is created. A line that a kill cut off stays, as a separate line.
         where: its name in messages.
         unwritten: counts failed writes.
 

@@ -267,7 +267,7 @@ class Summed:
 
 
 def add_up(device: torch.device, store: dist.Store, group: Sequence[int], rank: int, seconds: float) -> Summed:
-    """All-reduce known integers over a group of ranks, in a process group of its own."""
+    """All-reduce known integers over a group of ranks, in a separate process group."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
     place, ranks = list(group).index(rank), len(group)
@@ -345,7 +345,7 @@ def _judge_sums(
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--timeout-seconds", type=arguments.count(1, 3600), default=120, help="longest wait (default: %(default)s)")
     parser.add_argument("--min-free-gib", type=arguments.count(0, 2**20), help="free memory required (default: 90 %% of a GPU's memory)")

@@ -4,7 +4,7 @@
     python -m megatron.lm.tools.clean_data --input python.parquet --json-key content --output code.jsonl --code --near-duplicates 0.8
     then megatron.lm.tools.preprocess_data --input clean.jsonl ...
 
-- --code applies the rules of FP8-LM, appendix A.3; --quality those of Gopher. Without flags, only exact duplicates are dropped.
+- --code applies the rules of FP8-LM, appendix A.3; --quality applies Gopher's. Without flags, only exact duplicates are dropped.
 - Other members of a document are unchanged. Of several duplicates, the first in the order of the input is kept.
 - The same command resumes where a killed one stopped. The output does not depend on the number of workers, and appears only when complete.
 - --languages and --near-duplicates need py3langid and datasketch, parquet needs pyarrow: pip install -e '.[data]'.
@@ -21,7 +21,7 @@ from megatron.lm.shell.progress import Progress
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, type=arguments.path, metavar="FILE", help=rows.KINDS)
     parser.add_argument("--output", required=True, type=arguments.output_file, metavar="FILE", help="JSON lines; must not exist yet")

@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     args = _parser().parse_args(argv)
     args.run(args)
 

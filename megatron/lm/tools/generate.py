@@ -75,7 +75,7 @@ def _prompts(given: Sequence[str] | None, file: Path | None) -> list[str]:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--load", required=True, type=arguments.path, help="folder of the trainer's checkpoints (its --save)")
     parser.add_argument("--prompt", action="append", help="text to continue; can be repeated (default: the beginning of a document)")

@@ -216,7 +216,7 @@ def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "dict[str, F
     panels, fp8 = [], {layer for layer, tensor in steps[-1]["series"] if tensor == "input"}
     for tensor in tensors:
         known = {layer for step in steps for (layer, t), row in step["series"].items() if t == tensor and row.get(quantity) is not None}
-        known = known & fp8 or known  # the weights of norms and biases would hide those of the linear layers
+        known = known & fp8 or known  # the weights of norms and biases would hide the linear layers'
         if known:
             panels.append((tensor, sorted(known, key=_order)))
     scale = _shared_scale(steps, panels, quantity, factor) if quantity in SHARED else {}
@@ -343,7 +343,7 @@ def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("file", type=arguments.path, help="the file that --record-precision wrote")
     parser.add_argument("--out", type=arguments.path, help="folder for the page and its plots")

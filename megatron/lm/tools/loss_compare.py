@@ -26,7 +26,7 @@ from megatron.lm.tools.report import Run, differences, named_path, read_run, rel
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Relative differences are (other - base) / base; those of training are of the smoothed loss over the common iterations."""
+    """Relative differences are (other - base) / base; in training the loss is smoothed, over the common iterations."""
 
     base_final: float
     other_final: float
@@ -114,7 +114,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; exit code 1 if --max-rel is exceeded or a loss is not finite, else those of `megatron.lm.shell.exit_codes`."""
+    """Run the tool; exit code 1 if --max-rel is exceeded or a loss is not finite, otherwise as in `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument(
         "--base", type=named_path, required=True, nargs="+", metavar="NAME=METRICS", help="the run, or group of runs, to compare with"

@@ -4,7 +4,7 @@
     python -m megatron.lm.tools.plan --model 175b --gpus 32 --gpu h100 --precision O3 --sequence-length 4096 --top 3
     python -m megatron.lm.tools.plan --model 13b --gpus 16 --gpu h200 --tensor-model-parallel-size 2 --micro-batch-size 2 --json
 
-Further flags are those of megatron.lm.pretrain, and override the model's. A flag for the grid, the micro-batch or recomputation fixes it;
+Further flags are passed to megatron.lm.pretrain, and override the model's. A flag for the grid, the micro-batch or recomputation fixes it;
 the rest is searched, and the grids that fit are listed, the fastest first. Times are predicted from measured rates
 (`megatron/lm/planning`); `docs/guide/planner.md` compares predictions with measurements.
 """
@@ -196,7 +196,7 @@ def details(grid: dict[str, Any]) -> list[str]:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     options, rest = parser().parse_known_args(argv)
     config = configuration(options, rest)
     fixed = [field for flag, field in SEARCHED.items() if any(word.partition("=")[0] == flag for word in rest)]

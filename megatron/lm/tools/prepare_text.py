@@ -408,7 +408,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @exit_codes.command
 def main(argv: list[str] | None = None) -> None:
-    """Run the tool; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Run the tool; for its exit codes see `megatron.lm.shell.exit_codes`."""
     arguments = _parser().parse_args(argv)
     if not 0 < arguments.valid_share < 1:
         raise ValueError(f"--valid-share {arguments.valid_share} must be between 0 and 1")

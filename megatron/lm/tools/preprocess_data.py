@@ -38,7 +38,7 @@ example:
 
 @exit_codes.command
 def main(argv: list[str] | None = None) -> None:
-    """Run the tool; its exit codes are those of `megatron.lm.shell.exit_codes`, and nothing is written if it refuses its input."""
+    """Run the tool; for its exit codes see `megatron.lm.shell.exit_codes`, and nothing is written if it refuses its input."""
     _preprocess(_parser().parse_args(argv))
 
 

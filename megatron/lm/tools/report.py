@@ -59,7 +59,7 @@ blockquote { margin: .6rem 0; padding: .5rem 1rem; border-left: 3px solid #d1d5d
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Content of a metrics file: its lines by kind, each list ordered by iteration; and `steps`, those of the precision recorder."""
+    """Content of a metrics file: its lines by kind, each list ordered by iteration; and `steps`, from the precision recorder."""
 
     name: str
     train: list[dict[str, Any]]
@@ -421,7 +421,7 @@ def _cell(value: float | None, digits: int) -> str:
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--run", type=named_path, action="append", required=True, metavar="NAME=METRICS", help="a run; repeat the flag")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """The load of the experts over a step: counted on the device, reported in the log, and balanced by the expert bias.
 
 Each router counts its tokens during the micro-batches of a step (`megatron.lm.model.moe.router`). At the end of the step the counts of all
-ranks are summed, the bias of an expert with fewer tokens than the mean rises by `--moe-router-bias-update-rate`, and that of one with more
-falls (arXiv:2408.15664). A skipped step changes no bias, but its load is reported. Nothing waits for the device, so a CUDA graph can
+ranks are summed, the bias of an expert with fewer tokens than the mean rises by `--moe-router-bias-update-rate`, and the bias of one with
+more falls (arXiv:2408.15664). A skipped step changes no bias, but its load is reported. Nothing waits for the device, so a CUDA graph can
 contain the end of a step.
 """
 

@@ -24,7 +24,7 @@ def chunks(model: nn.Module) -> list[GPTModel]:
 
 
 def build_grad_sync(model: nn.Module, config: Config, recipe: Recipe, sent: WireBytes | None = None, grid: Grid | None = None) -> GradSync:
-    """Build this rank's gradient synchronizer. megatron-core's schedule tells it which micro-batch is the last.
+    """Build this rank's gradient synchronizer. megatron-core's schedule signals which micro-batch is the last.
 
     Args:
         model: of this rank.

@@ -56,7 +56,7 @@ def decouple(groups: Sequence[dict[str, Any]], optim: OptimizerConfig) -> list[d
 
 def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
     """Return each parameter's key for the thresholds of stochastic rounding, from its name in the whole model and, for a shard of a
-    tensor-parallel layer or of the experts, its rank. Copies of a parameter share a key: those of data-parallel ranks, norms under tensor
+    tensor-parallel layer or of the experts, its rank. Copies of a parameter share a key: copies on data-parallel ranks, norms under tensor
     parallelism, and a tied embedding on the first and last stage."""
     grid = Grid.current()
 
@@ -90,7 +90,8 @@ def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
 def build_optimizer(
     model: nn.Module, config: Config, recipe: Recipe, grad_sync: GradSync, loss_scaler: LossScaler | None = None
 ) -> FP8AdamW:
-    """Build this rank's optimizer, with all states, or under ZeRO those of the tensors it owns; `loss_scaler` from `build_loss_scaler`."""
+    """Build this rank's optimizer, with all states, or under ZeRO the states of the tensors it owns; `loss_scaler` from
+    `build_loss_scaler`."""
     optim = config.optimizer
     settings: dict[str, Any] = {
         "lr": optim.lr,

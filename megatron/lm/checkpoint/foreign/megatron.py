@@ -21,7 +21,7 @@ _BATCH = "global_batch_size"
 def read_megatron(folder: Path, config: Config, vocab_size: int) -> tuple[dict[str, Any], TorchDist]:
     """Return the equivalent of our `checkpoint.json` for a checkpoint of Megatron-LM, and its tensors.
 
-    The vocabulary is assumed to be that of this run's tokenizer: Megatron-LM only stores the number of embedding rows.
+    The checkpoint is assumed to have the vocabulary of this run's tokenizer: Megatron-LM only stores the number of embedding rows.
 
     Raises:
         ValueError: if the checkpoint cannot be read, or has no iteration from which to resume.

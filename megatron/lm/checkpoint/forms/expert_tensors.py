@@ -25,7 +25,7 @@ Plan = dict[str, Entry]
 
 
 def as_wanted(stored: Stored, names: Collection[str]) -> Stored:
-    """Return `stored` with experts in the form of `names`, those of a run's tensors in the whole model; itself if it has that form.
+    """Return `stored` with experts in the form of `names`, the names of a run's tensors in the whole model; itself if it has that form.
 
     Raises:
         ValueError: experts of a checkpoint that are not of one shape and dtype, or differ in their number of steps.
@@ -64,7 +64,7 @@ def _converted(stored: Stored, divide: Collection[str], join: Collection[str]) -
 
 
 def _keys_beside(stored: Stored, key: str, entry: Entry) -> Iterator[str]:
-    """Iterate over the keys of what the chunks of a tensor have beside them."""
+    """Iterate over the keys of the additional tensors of a tensor's chunks."""
     yield from (name for chunk in entry.chunks for kind in _BESIDE if (name := at(key + kind, chunk.offset)) in stored.tensors)
 
 
@@ -102,7 +102,7 @@ def _slice(chunk: Chunk, number: int, offset: Sequence[int], dtype: torch.dtype)
 
 
 def _whole(stored: Stored, whole: str, keys: Sequence[str]) -> Plan:
-    """Return the entries of a tensor of all experts, from those of each: `keys`, by expert."""
+    """Return the entries of a tensor of all experts, from each expert's entries: `keys`, by expert."""
     entries = [stored.tensors[key] for key in keys]
     first = entries[0]
     if keys != [f"{whole}.{e}" for e in range(len(keys))] or any((x.dtype, x.shape) != (first.dtype, first.shape) for x in entries):
@@ -127,7 +127,7 @@ def _whole(stored: Stored, whole: str, keys: Sequence[str]) -> Plan:
 
 
 def _unsqueezed(entry: Entry) -> Entry:
-    """Return a tensor with a first dimension of 1; a number as it is."""
+    """Return a tensor with a first dimension of 1; a number is returned unchanged."""
     if not entry.shape:
         return entry
     return Entry(entry.dtype, torch.Size([1, *entry.shape]), tuple(_stacked(chunk, 0) for chunk in entry.chunks))

@@ -1,6 +1,6 @@
 """Judge what a run is about to save by the rules of a load, so that `--keep-last` never deletes a loadable checkpoint for one that is not.
 
-The tensors are judged where they are, on the device: nothing is read back from the file, whose digests are of what was judged.
+The tensors are judged where they are, on the device: nothing is read back from the file, whose digests cover the judged tensors.
 """
 
 from collections import defaultdict
@@ -102,7 +102,7 @@ def _of_numbers(training: Training, items: Sequence[Item]) -> Iterator[str]:
 
 
 def _of_scaling(training: Training) -> Iterator[str]:
-    """Yield the problems of the scales of casts; those of this rank's model, since ranks share the writing of one layer's."""
+    """Yield the problems of the scales of casts in this rank's model, since ranks share the writing of one layer's."""
     for name, layer in training.model.named_modules():
         if isinstance(layer, TensorScales):
             try:

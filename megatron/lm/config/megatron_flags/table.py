@@ -36,7 +36,7 @@ def _by_flag() -> Mapping[str, tuple[Row, ...]]:
 
 @functools.cache
 def lines_about(flag: str) -> tuple[Row, ...]:
-    """Return the lines of a flag (with hyphens): those for one value first, then those of its families; empty if it is unknown."""
+    """Return the lines of a flag (with hyphens): first the lines for one value, then the lines of its families; empty if it is unknown."""
     rows = _by_flag()
     families = sorted((name for name in rows if name.endswith("*") and flag.startswith(name[:-1])), key=len, reverse=True)
     return tuple(row for name in (flag, *families) for row in rows.get(name, ()))

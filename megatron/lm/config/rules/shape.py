@@ -70,7 +70,7 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
         served = [n for n in range(tp, model.hidden_size + 1, tp) if model.kv_channels or model.hidden_size % n == 0]
         choice = _nearest(heads, served) or nearest_multiples(heads, tp)
         yield f"--num-attention-heads {heads} is not divisible by {size_flag}: choose {choice}"
-    if heads % tp == 0 or model.kv_channels:  # else its multiples would be those of a number of heads that must change
+    if heads % tp == 0 or model.kv_channels:  # else the suggested multiples would follow from a number of heads that must change
         cut.append(("hidden_size", model.hidden_size, tp if model.kv_channels else math.lcm(tp, heads)))
     if heads % tp == 0 and model.group_query_attention and heads % model.query_groups == 0 and model.query_groups % tp:
         legal = [groups for groups in _divisors(heads) if groups % tp == 0]

@@ -2,7 +2,7 @@
 
 A baseline differs from `bf16` (O0) only in its transformer layers: weights, master weights, gradients, moments, optimizer, gradient
 exchange and embeddings are the same. It differs from `te-bf16` only in the FP8 of its GEMMs. Each recipe lists the fields of
-megatron-core's TransformerConfig that select its layers; the modules are those of megatron-core's `TESpecProvider`
+megatron-core's TransformerConfig that select its layers; the modules come from megatron-core's `TESpecProvider`
 (`megatron.lm.model.peer`).
 """
 
@@ -42,7 +42,7 @@ def _peer(name: str, keeps_history: bool = False, **core: Any) -> PeerRecipe:
     )
 
 
-# Windows and formats are those of Transformer Engine's own recipes: DelayedScaling's history of 1,024 and its maximum, E4M3 forward and
+# Windows and formats as in Transformer Engine's own recipes: DelayedScaling's history of 1,024 and its maximum, E4M3 forward and
 # E5M2 backward; Float8BlockScaling's E4M3 in all operands, with scales that are powers of two.
 _ALL = (
     _peer("te-bf16"),

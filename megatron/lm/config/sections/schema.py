@@ -33,7 +33,7 @@ class Interval:
         return f"{opening}{self.low:.10g}, {self.high:.10g}{closing}"
 
 
-# Counts fit 32 bits, like data indices and those of torch's kernels; numbers fit FP32 with headroom for a product.
+# Counts fit 32 bits, like the indices of data and of torch's kernels; numbers fit FP32 with headroom for a product.
 LARGEST_COUNT, LARGEST = 2**31 - 1, 1e30
 COUNT = Interval(1, LARGEST_COUNT)
 COUNT_OR_ZERO = Interval(0, LARGEST_COUNT)

@@ -2,7 +2,7 @@
 
 An epoch reads every document of the split once. Its documents are shuffled, concatenated and cut into sequences, and the sequences are
 shuffled; a sequence across the end of an epoch belongs to the next one. Each epoch has its own generator, seeded with the seed and the
-epoch's number. The first epochs of a long run therefore equal those of a short one: a run that is extended with `--train-iters` continues
+epoch's number. A long run therefore begins with the same epochs as a short one: a run that is extended with `--train-iters` continues
 in the same order, also past the end of an epoch. megatron-core shuffles all epochs of a run together, so each number of epochs has a
 different order; for a run of one epoch its order equals this one. A blend draws from each dataset by its weight, sample by sample, and
 does not depend on the length of the run either.

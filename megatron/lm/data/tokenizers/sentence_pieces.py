@@ -1,6 +1,6 @@
 """SentencePiece models for `--tokenizer-type SentencePieceTokenizer`, `GPTSentencePieceTokenizer` and `Llama2Tokenizer`.
 
-megatron-core treats all three in the same way: the ids are those of the model, and its `eos` ends a document. `--legacy-tokenizer` restores
+megatron-core treats all three in the same way: the ids come from the model, and its `eos` ends a document. `--legacy-tokenizer` restores
 the behavior of Megatron-LM before megatron-core had tokenizers, which older data and checkpoints need: SentencePieceTokenizer adds special
 tokens after the model's ids, including `<EOD>`, which ends a document; Llama2Tokenizer begins each text with `bos`.
 """

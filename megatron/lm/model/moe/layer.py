@@ -3,8 +3,8 @@
     y = sum over a token's experts e of p_e MLP_e(x)  +  MLP_shared(x)
 
 Without expert parallelism every rank has all experts, and no token is sent. Under tensor parallelism attention is split and experts are
-not: with sequence parallelism a rank computes its own part of the sequence, and `Grid.sums` adds the gradients of the experts as those of
-the norms. With expert parallelism the ranks of `Grid.experts` have different experts and send each other their tokens
+not: with sequence parallelism a rank computes its own part of the sequence, and `Grid.sums` adds the gradients of the experts like the
+gradients of the norms. With expert parallelism the ranks of `Grid.experts` have different experts and send each other their tokens
 (`msamp.parallel.expert_parallel`). Their weights have other replicas than the rest of the model (`grid.is_expert`).
 """
 

@@ -11,7 +11,7 @@ to compute a token's choices again. This one returns the choices. Its scores, gr
     z loss                   c mean of logsumexp(logits)^2 (ST-MoE, equation 5)
 
 The losses are not added to the model's loss, which only the last pipeline stage has. `MoEAuxLossAutoScaler` passes the probabilities
-through and starts their gradient in backward, where it has to be scaled as the model's loss is: by the loss scale of FP16 and 1 / the
+through and starts their gradient in backward, where it must be scaled like the model's loss: by the loss scale of FP16 and 1 / the
 number of micro-batches. A rank that routes a part of a sequence has its part of the losses. Gradients are summed over tensor-parallel ranks
 but averaged over context-parallel ones, so their number is a factor of the scale too. megatron-core's schedules set this scale; the graphs
 of a step, which have no schedule, call `scale_losses`.
@@ -136,7 +136,7 @@ class Router(CoreRouter):
     def _with_aux_loss(self, probs: Tensor, logits: Tensor, batch: int) -> Tensor:
         """Attach the auxiliary loss to `probs`. Balanced experts have a loss of 1, before the coefficient.
 
-        As in megatron-core, the choices of this loss are those of the scores alone, without groups and expert bias.
+        As in megatron-core, this loss takes its choices from the scores alone, without groups and expert bias.
         """
         config, kind = self.config, self.config.moe_router_load_balancing_type
         coefficient, top_k = config.moe_aux_loss_coeff, config.moe_router_topk

@@ -11,7 +11,7 @@ the experts it computes the tokens of all N, and has 1 / N of their choices. Per
     exchange     bytes and latency of the collectives (`megatron.lm.planning.wire.expert_parallel`), bytes of the sums of N processes
 
 and per step the casts of the FP8 weights to operands, 3 E F H * rate. The rates of products are a fit to the four models of
-`bench_grouped`, those of rows come from the layers of `bench_experts` and from a step at O0.
+`bench_grouped`, rates of rows come from the layers of `bench_experts` and from a step at O0.
 
 Loads were balanced in the benchmarks. How much slower an uneven load is is not known in general: products with Zipf's load take 5 to 9 %
 longer, and with N processes all wait for the one with most rows. Nor are the FP32 products of the router counted. Eager steps, in which the
@@ -77,7 +77,7 @@ def _router(config: Config, rates: Rates, tokens: float) -> float:
 
 
 def _sums(config: Config, rates: Rates, tokens: float) -> float:
-    """Return the seconds of the kernels beside the collectives of processes that share experts: a process writes the sums of all N
+    """Return the seconds of the kernels that accompany the collectives of processes that share experts: a process writes the sums of all N
     processes' tokens, which each adds up for its own, forward and backward; in FP8 the sums are measured and cast too."""
     ranks, wide = config.parallel.expert_model_parallel_size, config.precision.recipe.compute.bytes
     narrow = wire.bytes_of_expert_sums(config)
@@ -108,7 +108,7 @@ def casts_of_weights(config: Config, rates: Rates) -> float:
 
 
 def linears(config: Config) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of the linear layers of a transformer layer: with experts, those of attention and the shared expert."""
+    """Return (outputs, inputs) of the linear layers of a transformer layer: with experts, only attention's and the shared expert's."""
     shapes = linear_shapes(config)
     if not config.model.moe_layers:
         return shapes

@@ -1,7 +1,7 @@
-"""Memory of a mixture of experts on one process: the tensors that its layers keep for backward, and what backward needs beside them.
+"""Memory of a mixture of experts on one process: the tensors that its layers keep for backward, and what backward needs in addition.
 
-With H the width of the residual stream, F that of one expert, k experts per token, E experts, a the bytes of the compute dtype, a layer
-keeps these bytes per token:
+With H the width of the residual stream, F the width of one expert, k experts per token, E experts, a the bytes of the compute dtype, a
+layer keeps these bytes per token:
 
     router       a H              its input, which in BF16 the experts' products read through copies
                  4 E each         scores before top-k or of sigmoid, scores of the auxiliary loss, logits of the z loss
@@ -28,7 +28,7 @@ ORDER, CHOICE = 16, 16  # bytes per choice: offsets, source and places of its ro
 
 
 def in_fp8(config: Config) -> bool:
-    """Return whether the experts of a model whose layers are all alike (`of_layers`) are in FP8."""
+    """Return whether the experts of a model with identical layers (`of_layers`) are in FP8."""
     return bool(config.fp8_experts)
 
 
@@ -89,7 +89,8 @@ def _shared(config: Config, cast: float) -> float:
 
 
 def weights_by_columns(config: Config) -> int:
-    """Return the bytes of a layer's expert weights as operands of the products, beside the stored weights; 0 without FP8 experts."""
+    """Return the bytes of a layer's expert weights as operands of the products, in addition to the stored weights; 0 without FP8
+    experts."""
     if not in_fp8(config):
         return 0
     layouts = 1 if config.precision.recipe.weight.bytes == 1 else 2

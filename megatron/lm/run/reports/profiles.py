@@ -69,7 +69,7 @@ class _Traced:
     """
 
     def __init__(self, warmup: int, active: int, write: Callable[[torch.profiler.profile], None]) -> None:
-        # CUPTI must not be shut down beside CUDA graphs; torch knows only of those that inductor captures.
+        # CUPTI must not be shut down while CUDA graphs exist; torch knows only of those that inductor captures.
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
         with warnings.catch_warnings():

@@ -80,7 +80,7 @@ class Recorder:
         file: to append to.
         interval: records iterations that are multiples of it, and the first of a process, which prepares buffers for graphs.
         scalars: called on every rank with the `summary` of each line, None on ranks other than 0, and its iteration.
-        unwritten: counts failed writes; default: a counter of its own.
+        unwritten: counts failed writes; default: a new counter.
 
     Raises:
         OSError: if the file cannot be opened.

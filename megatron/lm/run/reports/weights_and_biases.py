@@ -83,7 +83,7 @@ class WandbRun:
             self._run.define_metric(ITERATION)
             self._run.define_metric("*", step_metric=ITERATION)
             self._last = self._run.step - 1
-        except Exception as error:  # wandb's own, pydantic's and those of its service: the other ranks are waiting
+        except Exception as error:  # wandb's own, pydantic's and its service's: the other ranks are waiting
             raise ValueError(
                 f"{self._where}: Weights & Biases cannot start ({error}): run `wandb login` or set WANDB_API_KEY, or set WANDB_MODE=offline"
             ) from error

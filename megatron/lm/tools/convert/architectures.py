@@ -262,7 +262,7 @@ _GATE_UP_DOWN = {
 _ATTENTION = {name: module for name, module in LLAMA.modules.items() if not name.startswith("mlp.")}
 _KEYS = {key: name for key, name in LLAMA.keys.items() if key not in ("head_dim", "intermediate_size")}
 
-# Llama with experts, whose probabilities sum to 1. In transformers 5 the names are those of its files, not of its modules.
+# Llama with experts, whose probabilities sum to 1. In transformers 5 the names follow its files, not its modules.
 MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",

@@ -127,7 +127,7 @@ def to_hf(
 
 
 def unpadded(rule: Rule, x: Tensor) -> Tensor:
-    """Return `x` without padding rows of the vocabulary; ValueError if its shape is not that of `rule`."""
+    """Return `x` without padding rows of the vocabulary; ValueError if its shape does not match `rule`."""
     part = x[: rule.shape[0]] if rule.ours in (EMBEDDING, HEAD) and x.dim() else x
     if tuple(part.shape) != rule.shape:
         raise ValueError(f"{rule.ours} has shape {tuple(x.shape)}, the configuration expects {rule.shape}: the checkpoint is damaged")
@@ -250,7 +250,7 @@ def _scaling_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model_fields(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ModelConfig except the vocabulary."""
-    # Without dense layers there is one width, which our experts have too if they have none of their own.
+    # Without dense layers there is one width, which our experts use unless they have a different one.
     names = _FIELDS | {"expert_size": "moe_ffn_hidden_size" if "ffn_size" in kind.keys.values() else "ffn_hidden_size"}
     fields = dict(kind.wants) | {names.get(name, name): settings[key] for key, name in kind.keys.items() if settings[key] is not None}
     if kind.top_k_normalized is not None:

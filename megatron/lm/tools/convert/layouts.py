@@ -1,7 +1,7 @@
 """How the tensors of an architecture of Hugging Face correspond to ours: names, layouts, and which settings of our model it supports.
 
 megatron-core's `linear_qkv` contains, for each query group, its query heads, then key, then value, and its `linear_fc1` under SwiGLU is
-[gate; up]. An expert's `fc1_weight` is too. Each expert's matrix is a tensor of its own here, as in FP8 checkpoints.
+[gate; up]. An expert's `fc1_weight` is too. Each expert's matrix is a separate tensor here, as in FP8 checkpoints.
 """
 
 import math

@@ -27,7 +27,7 @@ CLEAR = "\x1b[H\x1b[2J"
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("run", type=arguments.path, help="folder of one or several runs, or a file of --metrics-file")
     parser.add_argument("--page", type=arguments.output_file, metavar="FILE", help="HTML file to write each time")
@@ -79,7 +79,7 @@ class Watch:
         return goes_on
 
     def _newest(self) -> tuple[list[WatchedRun], int]:
-        """Return the runs to show, those of earlier looks with what they have read, and the number of older ones that are left out."""
+        """Return the runs to show, which keep what earlier calls have read of them, and the number of older runs that are left out."""
         found = runs_below(self.path)
         for run in found:
             kept = self._runs.setdefault(run.metrics, run)

@@ -35,7 +35,7 @@ def write_page(path: Path, runs: Sequence[WatchedRun], statuses: Sequence[Status
 
     Args:
         written: the time of day, to show.
-        seconds: after which the browser reloads it; None if it stays as it is.
+        seconds: after which the browser reloads it; None: never.
 
     Raises:
         OSError: it cannot be written.

@@ -1,6 +1,6 @@
 """Show runs on a terminal: for each its status, loss, speed and the layers with the most underflow, with a line of blocks as its curve.
 
-The curves of several runs share one scale, and the worst layers are those of the last recorded step.
+The curves of several runs share one scale, and the worst layers are taken from the last recorded step.
 """
 
 import math
