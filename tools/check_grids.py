@@ -114,7 +114,7 @@ def launch(flags: str, folder: Path, *, processes: int, gpus: int, limit: float,
     """Train in new processes, for at most `limit` seconds; their log and metrics stay in `folder`.
 
     Args:
-        flags: of the trainer, after those of `MODEL`.
+        flags: of the trainer, after `MODEL`'s.
         gpus: 0 trains on the CPU.
         fault: the phase of `put_in`; None injects no fault.
     """

@@ -27,7 +27,7 @@ REDIRECT = (
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line; its exit codes are those of `megatron.lm.shell.exit_codes`."""
+    """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = Parser(description=__doc__)
     parser.add_argument("tags", nargs="*", help="tags to build besides this tree")
     parser.add_argument("--out", type=path, default=ROOT / "docs/_build/versions", help="folder to write into (default: %(default)s)")

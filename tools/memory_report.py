@@ -196,7 +196,7 @@ def states(config: Config) -> Iterator[Row]:
     ).skipped:  # the loss scale of FP16 may start too high; states exist only after a step that is not skipped
         pass
     if cuda:
-        # Before the graphs are captured: a replayed one allocates nothing, and its peak is that of its capture.
+        # Before the graphs are captured: a replayed one allocates nothing, and its peak is the peak of its capture.
         torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM_UP):
             train_step(training, batches, graphs)

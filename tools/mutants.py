@@ -39,7 +39,7 @@ class Mutant:
 
     Attributes:
         kind: the part of the project: numerics, exchange, optimizer ...
-        fault: what goes wrong with it, in a few words.
+        fault: what the mutant breaks, in a few words.
         under: the folder, or the file, that contains `old`.
         old: a piece of one line that occurs nowhere else below `under`.
         new: its replacement.

@@ -5,7 +5,7 @@
 A job saves every second iteration into the folder that it resumes from, and keeps the last two, or the last one. It builds the index
 caches of its data itself. Every run of it is ended by SIGKILL of all its processes, at a random moment, in the middle of a save or while
 the index caches are written, until N runs have been killed. Each run must resume from the newest complete checkpoint, and the final
-checkpoint of a job must equal that of an undisturbed job, bit for bit. Exits with 1 if not, and keeps the folder.
+checkpoint of a job must equal an undisturbed job's, bit for bit. Exits with 1 if not, and keeps the folder.
 """
 
 import os
@@ -129,7 +129,7 @@ def kill(process: subprocess.Popen) -> None:
     """Send SIGKILL to a process and all its descendants; return when they are gone."""
     try:
         parent = psutil.Process(process.pid)
-        family = [parent, *parent.children(recursive=True)]  # torchrun's workers lead process groups of their own
+        family = [parent, *parent.children(recursive=True)]  # each of torchrun's workers leads its own process group
     except psutil.NoSuchProcess:
         family = []
     for member in family:
@@ -243,7 +243,7 @@ def finish(job: Job, data: Path, folder: Path, moments: Sequence[Moment], tally:
 
 
 def check_end(folder: Path, reference: Path) -> None:
-    """Raise a RuntimeError unless a finished job left exactly the last checkpoints, equal to those of an undisturbed job."""
+    """Raise a RuntimeError unless a finished job left exactly the last checkpoints, equal to an undisturbed job's."""
     expected = {iteration_folder(folder, ITERATIONS - INTERVAL * back).name for back in range(KEPT)}
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     if names != expected or newest_whole(folder) != ITERATIONS:

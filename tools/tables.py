@@ -124,7 +124,7 @@ def stale_figures(root: Path) -> list[str]:
 
 
 def stored(figure: Figure) -> dict[str, Any]:
-    """Return what is kept next to a figure: its numbers, and by what it was drawn."""
+    """Return the sidecar of a figure: its numbers, and the version of what drew it."""
     return {"drawing": DRAWING} | figure.numbers
 
 

@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 4 tools/bench/bench_context.py --shapes 1x32x32768x128/8        batch x heads x tokens x channels / groups
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 2 tools/bench/bench_context.py --cases "ring, FP8" torch
 
-Attention is causal, and tokens are those of all GPUs together. A run is eager, forward alone or forward and backward, without projections
+Attention is causal, and tokens are counted over all GPUs. A run is eager, forward alone or forward and backward, without projections
 and rotary embedding; FP8 attention casts its operands and has delayed scales. `torch` is `context_parallel` of
 `torch.distributed.tensor.experimental` with keys repeated for their queries, since its ring does not share them, and splits sequences
 before the first run; it runs the kernel that PyTorch prefers, or cuDNN's, which one GPU's runs and ours prefer. Times are rank 0's. MiB
 are what a rank sends per run, mean over the ranks, of ours. SQNR in dB is relative to one GPU's BF16 attention on the same inputs, the
-lowest of the ranks. Measurements are appended to --csv, those of a case that fails as well: its error is in the column `error`. A case
+lowest of the ranks. Measurements are appended to --csv. A case that fails has a row too, with its error in the column `error`. A case
 whose output or gradients are further from one GPU's than its precision explains (`LEAST_SQNR`) fails: it gets no time.
 """
 
@@ -146,7 +146,7 @@ class WrongResult(RuntimeError):
 
 
 def losses(case: str, run: Run, exact: Sequence[Tensor]) -> dict[str, float]:
-    """Return the SQNR in dB of output and gradients against `exact`, those of this rank's tokens by attention of one process.
+    """Return the SQNR in dB of output and gradients against `exact`, this rank's part of the attention on one process.
 
     Returns:
         The lowest of all ranks; -inf if one has a non-finite value.

@@ -5,7 +5,7 @@
     NCCL_P2P_DISABLE=1 torchrun ...                                             without the link between GPUs, like a slow network
     ... --peer 'torchrun --standalone --nproc-per-node 2 bench_megatron.py --cases bf16 --overlap'
 
-A case is a level and further flags of megatron.lm.pretrain. Every rank has the same random tokens, so the loss is that of one GPU. There is
+A case is a level and further flags of megatron.lm.pretrain. Every rank has the same random tokens, so the loss equals one GPU's. There is
 no host synchronization between steps, so that weights are gathered while the next forward runs. Baselines (--peer), as in bench_step.py,
 run after our processes have left the GPUs; the memory that they print is their rank 0's and is recorded under `_max`. Measurements are
 appended to --csv.
@@ -223,7 +223,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     batches = bench_step.random_batches(config, options.vocab_size, device)
     step = functools.partial(train_step, training, batches, step_graph.build(training))
     for number in range(options.warm_up):
-        if number == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
+        if number == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is the peak of the step that captured it
             torch.cuda.reset_peak_memory_stats()
         step()
     sync.sent.take()
@@ -307,7 +307,7 @@ def parser(description: str | None, cases: Sequence[str], csv: str) -> argparse.
 
 
 def peer_rows(commands: Sequence[str], processes: int) -> Iterator[dict[str, Any]]:
-    """Yield the results of all baselines, after our other ranks have left the GPUs; their memory counts as that of the fullest rank."""
+    """Yield the results of all baselines, after our other ranks have left the GPUs; their memory counts as the fullest rank's."""
     if commands and processes > 1 and torch.cuda.is_available():
         time.sleep(LEAVING_SECONDS)
     for row in itertools.chain.from_iterable(map(bench_step.peer_rows, commands)):

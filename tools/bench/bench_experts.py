@@ -8,8 +8,8 @@ A layer goes from the router to the weighted sum, forward and backward.
 BF16 is torch's `grouped_mm` under torch.compile, with groups padded to 8 rows, which its backward requires. torchao (pip install torchao)
 is the same layer with its `_quantize_then_scaled_grouped_mm`: FP8 with a scale per row, groups padded to 16 rows; without the package the
 case is left out. Tokens, router and choices are the same for all. Each is a CUDA graph, to exclude the host. Our FP8 weights are cast once
-per step, which has a row of its own; torchao casts them in every forward and backward. Peak memory is that of one run, without weights and
-inputs. Measurements are appended to --csv.
+per step, which has a separate row; torchao casts them in every forward and backward. Peak memory is measured in one run, without weights
+and inputs. Measurements are appended to --csv.
 """
 
 import argparse
@@ -131,7 +131,7 @@ class Experts:
         if importlib.util.find_spec("torchao"):
             try:
                 torchao = self.compiled(FP8_ALIGNMENT, torchao_fp8())
-            except Exception as error:  # it does not load beside some versions of Triton
+            except Exception as error:  # it does not load together with some versions of Triton
                 torchao = functools.partial(_fail, error)
             yield "torchao FP8, forward and backward", torchao
 

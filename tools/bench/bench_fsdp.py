@@ -98,7 +98,7 @@ def case(text: str) -> str:
 
 
 def build(text: str, options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Any]]:
-    """Return the sharded model of a case, its optimizer, and that optimizer's step with what the case does after it.
+    """Return the sharded model of a case, its optimizer, and a function that runs the optimizer's step and what the case does after it.
 
     Raises:
         ImportError: for `torchao` if it is not installed.

@@ -140,7 +140,7 @@ class Operands:
         yield from self.own_cases(chosen)
 
     def own_cases(self, chosen: dict[tuple[str, bool], Any] | None = None) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        """Yield ours: forward with fast accumulation, gradients with full, as the recipes ask; with tilings that a sweep has `chosen`."""
+        """Yield ours: forward with fast accumulation, gradients with full, as the recipes do; with tilings that a sweep has `chosen`."""
         for product in PRODUCTS:
             fast, tiling = product == "forward", (chosen or {}).get((product, short(self.layer, product)))
             run: Callable[[], Tensor] = functools.partial(self.ours, product, fast)
@@ -239,7 +239,7 @@ def sweep(layers: Sequence[Layer], seconds: float, repeats: int) -> dict[tuple[s
     until, held = time.monotonic() + seconds, [Operands(layer, "balanced") for layer in layers]
     print("sweep on", ", ".join(f"{layer.model} {layer.name}" for layer in layers), flush=True)
     for product, fast in (("forward", True), ("grad_input", False), ("grad_weight", False)):
-        spent: dict[bool, dict[Any, float]] = {}  # by whether the sum is short: microseconds of a tiling in all layers that are alike
+        spent: dict[bool, dict[Any, float]] = {}  # by whether the sum is short: microseconds of a tiling in all layers of this kind
         for tiling in tilings(product, fast):
             if time.monotonic() > until:
                 print(f"{product}: out of time", flush=True)

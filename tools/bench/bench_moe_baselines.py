@@ -14,8 +14,8 @@ AdamW:
     megatron       plain megatron-core in BF16 with FP32 masters, its experts one after another (`tools.bench.moe_in_megatron`)
 
 FP32 weights under autocast are no case: autocast does not reach `grouped_mm`, and transformers multiplies FP32 experts one by one in FP32.
-The router's losses, which ours computes too, are left out. Tokens are random, or those of --data-path. A row with a case's speed and its
-peak memory, without that of building the model, is appended to --csv; a case that fails is printed, and has no row.
+The router's losses, which ours computes too, are left out. Tokens are random, or from --data-path. A row with a case's speed and its
+peak memory, without the peak of building the model, is appended to --csv; a case that fails is printed, and has no row.
 """
 
 import argparse

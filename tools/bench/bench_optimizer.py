@@ -121,7 +121,7 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def configuration(level: str, options: argparse.Namespace) -> Config:
-    """Return the trainer's configuration of a precision with its own flags (`tools.precisions`) and those of all levels.
+    """Return the trainer's configuration of a precision with its own flags (`tools.precisions`) and the flags of all levels.
 
     Raises:
         ValueError: if the trainer refuses them.
@@ -137,7 +137,7 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     Args:
         config, options, bandwidth: from `configuration`, the command line and `copy_bandwidth`.
         device: device to run on.
-        flags: those of this level only, for the row's `level`.
+        flags: of this level only, for the row's `level`.
     """
     recipe, optim = build_recipe(config.precision), config.optimizer
     model = Weights(config.model, recipe, options.vocab_size, device)

@@ -114,7 +114,7 @@ def measure(level: str, options: argparse.Namespace) -> dict[str, Any]:
     recorder = Recorder(training, recorded, config.logging.record_interval, lambda *_: None) if recorded else None
     times = []
     for step in range(options.warm_up + options.steps):
-        if step == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
+        if step == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is the peak of the step that captured it
             torch.cuda.reset_peak_memory_stats()
         _synchronize(device)
         start = time.perf_counter()

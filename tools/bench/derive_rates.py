@@ -4,7 +4,7 @@
     python tools/bench/derive_rates.py --check    # writes nothing; exit code 1 if the file does not match the measurements
 
 FITTED lists the measurements of whole steps that a rate is derived from; `tools/bench/check_plan.py` judges the planner on all others.
-Numbers without such a measurement are in PROBED: probes made outside the repository, and numbers from `tools/bench/LOG.md`.
+Numbers without such a measurement are in PROBED: probes run outside the repository, and numbers from `tools/bench/LOG.md`.
 """
 
 import csv

@@ -121,7 +121,7 @@ def phases(step: Steps, steps: int) -> dict[str, tuple[float, float]]:
 
 
 def _spans(ends: Sequence[float]) -> list[float]:
-    """Return the length of each phase and of all, from the times after each, the first of which is 0."""
+    """Return the length of each phase and of the whole, from the time at each boundary, beginning with 0."""
     return [after - before for before, after in itertools.pairwise(ends)] + [ends[-1]]
 
 

@@ -1,4 +1,4 @@
-"""Show where the time of a training step goes on a GPU: the kernels of one step by kind, from torch's profiler.
+"""Show where a training step spends its time on a GPU: the kernels of one step by kind, from torch's profiler.
 
     python tools/bench/profile_step.py --level O3                     GPT-1.3B, micro-batch 4
     python tools/bench/profile_step.py --level O2 --preset 7b --micro-batch-size 2 --csv profile.csv

@@ -44,7 +44,7 @@ TRAINER = "--preset 1.3b --micro-batch-size 4 --flags='--num-layers=12 --fp8-min
 
 
 class Case(NamedTuple):
-    """One ratio: what it is called, and the contestants as `serve` reads them, a kind and its own words."""
+    """One ratio: its name, and the contestants as `serve` reads them, a kind and its own words."""
 
     name: str
     ours: str

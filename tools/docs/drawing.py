@@ -15,14 +15,14 @@ Numbers = dict[str, Any]
 WIDTH = 5.0  # inches; letters of 9 to 10 points are then readable on a phone
 STYLES = ((2.6, "solid"), (1.4, "solid"), (1.4, "dashed"), (1.2, "dotted"), (1.2, "dashdot"))  # so that curves that coincide are all seen
 STATES = {"weight": "#1e3a8a", "gradient": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
-LONG_LABEL = 17  # characters beside a bar
+LONG_LABEL = 17  # characters next to a bar
 LINE = 48  # characters of a bold title
-LONG_NAME = 30  # characters of a curve's name, of which two do not fit beside each other
+LONG_NAME = 30  # characters of a curve's name, two of which do not fit next to each other
 DRAWING = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
 def axes_of(rows: int, height: float, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    """Return a figure and its axes, [rows] or [rows, columns]; `options` are those of `subplots`."""
+    """Return a figure and its axes, [rows] or [rows, columns]; `options` are passed to `subplots`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -181,7 +181,7 @@ def draw_bytes(numbers: Numbers, path: Path) -> None:
 
 
 def in_lines(name: str) -> str:
-    """Return a long name in two lines, the second with how it ran; a name that has no such part stays in one."""
+    """Return a long name in two lines, the second saying how it ran; a name without that part stays on one line."""
     first, _, last = name.rpartition(", ")
     return f"{first},\n{last}" if first and len(name) > LONG_LABEL else name
 

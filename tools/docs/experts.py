@@ -48,7 +48,7 @@ def steps() -> Table:
 
 
 def baselines() -> Table:
-    """Steps of one card beside those of other libraries, by number of layers, with enwik8."""
+    """Steps of one card next to other libraries', by number of layers, with enwik8."""
     rows = sorted(pick(MOE, lambda row: row["model"] == "OLMoE" and row["commit"] in WHOLE), key=lambda row: -int(row["layers"]))
     columns: dict[str, Callable[[Row], str]] = {
         "layers": column("layers"), "case": lambda row: row["case"] if " " in row["case"] else f"`{row['case']}`",

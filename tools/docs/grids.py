@@ -28,7 +28,7 @@ def last_of_each() -> list[Row]:
 
 
 def grid() -> Table:
-    """Steps of several cards, and those of one card in the same calls."""
+    """Steps of several cards, and of one card in the same calls."""
     columns = {
         "model": column("preset"), "case": case, "TP x CP x PP x DP": shape, "cards": cards, "commit": column("commit"),
         "micro-batch": column("micro_batch"), "ms/step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),

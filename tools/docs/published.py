@@ -1,4 +1,4 @@
-"""Sentences for README: a step of ours beside a figure that others have published, and beside the baselines of the same run."""
+"""Sentences for README: a step of ours compared with a figure that others have published, and with the baselines of the same run."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ NVIDIA_PAGE = "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-s
 
 
 def llama() -> Sentence:
-    """Llama-3-8B on one card, beside NVIDIA's highest published figure for Hopper."""
+    """Llama-3-8B on one card, compared with NVIDIA's highest published figure for Hopper."""
     row = pick(STEP, lambda row: (row["case"], row["preset"]) == (CASE, MODEL))[-1]
     card, gib = row["gpu"].removeprefix("NVIDIA "), f"{float(row['peak_gib']):.0f} GiB"
     text = f"""Llama-3-8B at sequence 8,192 trains at {int(row["tokens_s_gpu"]):,} tokens/s on one {card} (`{CASE}`,
@@ -38,7 +38,7 @@ def faster(commit: str, case: str) -> float:
 
 
 def ratios() -> Sentence:
-    """O3's step over those of baselines, each measured back to back with it."""
+    """O3's step relative to baselines, each measured back to back with it."""
     runs = ((COMPILED, ("torchao bf16", "torchao ao-tensorwise")), (EAGER, ("megatron bf16", "megatron te-delayed")))
     (bf16, ao), (core, te) = ([faster(commit, case) for case in cases] for commit, cases in runs)
     text = f"""A step of GPT-1.3B at O3 (nearest rounding) on one H200, in CUDA graphs, is {bf16:.2f} times as fast as BF16 and

@@ -33,7 +33,7 @@ def speeds() -> Table:
 
 
 def _pair(file: str, level: Callable[[Row], str]) -> tuple[str, list[Row], list[Row]]:
-    """Return a file, its rows of O0 and those of O3; `level` returns the level of a row, or nothing if the row is not meant."""
+    """Return a file, its rows of O0 and its rows of O3; `level` returns the level of a row, or nothing if the row is not meant."""
     rows = pick(file)
     return file, [row for row in rows if level(row) == BASE], [row for row in rows if level(row) == FASTEST]
 

@@ -8,7 +8,7 @@ With --load the model reads the beginning of FILE. Its layers' norm inputs and a
 with every 32nd channel 50 times as large and with every 64th token 100,000 times as large, are saved in E4M3 with one power-of-two scale
 per group of 16, 32 or 64 channels, per tensor, or per group of 16 tokens, which COAT warns against at a norm's input:
 
-- bytes: bytes per element, scale included (2 for BF16). sqnr_db, underflow, saturation: of what is saved. worst_token_db: the smallest
+- bytes: bytes per element, scale included (2 for BF16). sqnr_db, underflow, saturation: of the saved values. worst_token_db: the smallest
   SQNR over one token's channels, which large tokens do not hide.
 - weight_kept_db, weight_again_db: SQNR of the gradient of the next linear layer's weight, for a random grad_output in E5M2: with the
   layer's FP8 input saved as well (one byte per element more), and with it recomputed from what is saved here, as the fused blocks do.

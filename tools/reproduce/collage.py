@@ -73,7 +73,7 @@ def _kept_perplexities(model: str) -> Iterator[Finding]:
 
 
 def table6(task: Task) -> Iterator[Finding]:
-    """Report all options at one beta2: perplexity over D's; for runs made here, also lost arithmetic and the share of the update that
+    """Report all options at one beta2: perplexity over D's; for our own runs, also lost arithmetic and the share of the update that
     arrives."""
     if task.size == "full":
         yield from _table6_at_125m(task)

@@ -5,7 +5,7 @@
     python tools/reproduce/fig7.py --rows tools/reproduce/results/fig7/fig7.csv     table and figure once more, nothing measured
 
 Flags that --help does not list are passed to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
-model, then simulates N ranks: each rank's gradients are those of the linear weights on a micro-batch of its own, as the GEMM returns them.
+model, then simulates N ranks: each rank has the gradients of the linear weights on its own micro-batch, as the GEMM returns them.
 Scales, payloads and sums come from `msamp.comm`. `fp32-sum` is our default gradient reduction. All other strategies sum in FP8 hop by hop,
 as NCCL does, in rank order unless --orders names other orders (`sum_orders.py`); NCCL may use any of them. Orders other than the chain are
 measured at the largest data-parallel size only.

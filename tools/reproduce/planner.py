@@ -5,7 +5,7 @@
 what = scale       the fastest grid for the paper's models on 8 to 1,024 GPUs, at the batch sizes of its Table 1, in BF16 and at O3
 what = table5      the grids of its Table 5: memory and samples/s
 what = context     whether GPT-175B fits on 32 GPUs of 80 GB, by sequence length (section 3.3), without recomputation, on the grid of one
-                   replica (TP x PP = 32) that takes least memory; TE's states are those of BF16
+                   replica (TP x PP = 32) that takes least memory; TE has BF16's states
 
 Takes some minutes and no GPU.
 """

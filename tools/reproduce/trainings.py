@@ -35,7 +35,8 @@ def byte_symbols() -> dict[str, int]:
 
 
 def byte_data(text: Path, folder: Path) -> Path:
-    """Return a folder like those of `megatron.lm.tools.prepare_text`, of a text's bytes; the last twentieth is for validation."""
+    """Return a folder as written by `megatron.lm.tools.prepare_text`, with a text's bytes as tokens; the last twentieth is for
+    validation."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
@@ -86,7 +87,7 @@ def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Pa
 
 @dataclass(frozen=True)
 class Loop:
-    """Size of a training run in a loop of its own, on bytes."""
+    """Size of a training run in its own loop, on bytes."""
 
     width: int
     layers: int

@@ -1,4 +1,4 @@
-"""Compare the two versions of FP8-LM: the numbers of its Table 5 that changed, and ours beside the first version's.
+"""Compare the two versions of FP8-LM: the numbers of its Table 5 that changed, and ours next to the first version's.
 
 The seeds of this project hold a translation of the first version (October 2023). Other pages compare the second version.
 """
@@ -57,7 +57,7 @@ WEIGHTS_IN_WORDS = {"first": -46.0, "second": -32.0}  # what each version's intr
 
 
 def compared(task: Task) -> Iterator[Finding]:
-    """Yield how far the versions are apart, and ours beside the first."""
+    """Yield how far the versions are apart, and ours next to the first."""
     pairs = [
         (name, first, second)
         for model, rows in FIRST.items()
@@ -79,7 +79,7 @@ def compared(task: Task) -> Iterator[Finding]:
 
 
 def _gains(version: str, model: str, rows: Rows) -> Iterator[Finding]:
-    """Yield what FP8 gains in a version's rows of a model, beside the dry run's memory and the planner's speed."""
+    """Yield what FP8 gains in a version's rows of a model, next to the dry run's memory and the planner's speed."""
     (_, same), base = next(iter(rows)), next(iter(rows.values()))
     te, fp8, largest = rows["TE", same], rows["FP8", same], rows["FP8", 4]
     memory = {name: grids.fullest(grids.configuration(model, level), grids.GRIDS[model]) for name, level in grids.LEVELS.items()}
