@@ -86,7 +86,7 @@ class Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs), counts=False)
@@ -98,13 +98,13 @@ class Alive(TorchDispatchMode):
         for x in tree_leaves(values):
             if isinstance(x, Tensor) and not isinstance(x, ScalingTensor):
                 storage = x.untyped_storage()
-                known = self.found.get(storage._cdata)
+                known = self.storages.get(storage._cdata)
                 if known is None or known[0].expired():  # an address may be reused
-                    self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() if counts else 0)
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() if counts else 0)
 
     def size(self) -> int:
         """Return the bytes that are still alive."""
-        return sum(size for storage, size in self.found.values() if not storage.expired())
+        return sum(size for storage, size in self.storages.values() if not storage.expired())
 
 
 class _Keep(torch.autograd.Function):

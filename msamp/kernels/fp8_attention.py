@@ -235,9 +235,9 @@ class _Drawing:
         self.tensors[name] = self.graph.tensor(dim=kind[0], stride=kind[1], data_type=kind[2], name=name)
         return self.tensors[name]
 
-    def writes(self, name: str, made: Any, kind: tuple[list[int], list[int], Any]) -> None:
+    def writes(self, name: str, output: Any, kind: tuple[list[int], list[int], Any]) -> None:
         """Add an output."""
-        self.tensors[name] = made.set_output(True).set_dim(kind[0]).set_stride(kind[1]).set_data_type(kind[2])
+        self.tensors[name] = output.set_output(True).set_dim(kind[0]).set_stride(kind[1]).set_data_type(kind[2])
 
     def build(self) -> _Built:
         """Build the graph; ValueError with cuDNN's own message if it has no kernel."""
@@ -286,10 +286,10 @@ def _backward_graph(shape: Shape) -> _Built:
         descales = [f"descale_{name}" for name in ("q", "k", "v", "o", "dO", "s", "dP")]
         scales = [f"scale_{name}" for name in ("s", "dQ", "dK", "dV", "dP")]
         arguments |= {name: drawing.reads(name, scalar) for name in (*descales, *scales)}
-        made = drawing.graph.sdpa_fp8_backward(**arguments, attn_scale=shape.softmax_scale, use_causal_mask=shape.causal)
-        for name, gradient in zip(("dQ", "dK", "dV"), made[:3], strict=True):
+        outputs = drawing.graph.sdpa_fp8_backward(**arguments, attn_scale=shape.softmax_scale, use_causal_mask=shape.causal)
+        for name, gradient in zip(("dQ", "dK", "dV"), outputs[:3], strict=True):
             drawing.writes(name, gradient, drawing.heads_of(name, e5m2))
-        for name, tensor in zip(("dQ", "dK", "dV", "dP"), made[3:], strict=True):
+        for name, tensor in zip(("dQ", "dK", "dV", "dP"), outputs[3:], strict=True):
             drawing.writes(f"amax_{name}", tensor, scalar)
         return drawing.build()
 

@@ -34,8 +34,8 @@ class ActivationFunction(torch.autograd.Function):
         unscaled = y2d.new_empty(0, dtype=torch.float32)  # the result was not cast to an FP8 operand
         g2d = grad_a.reshape(-1, grad_a.shape[-1])
         options: dict[str, Any] = {"a_scale_inv": unscaled, "a_dtype": dtype, "scale": None, "amax_slot": None, "dtype": dtype}
-        made = ActivationGradient(*ops.activate_backward(g2d, y2d, ctx.kind, **options))
-        return made.payload.view(ctx.shape), None, None
+        gradient = ActivationGradient(*ops.activate_backward(g2d, y2d, ctx.kind, **options))
+        return gradient.payload.view(ctx.shape), None, None
 
 
 class Activation(nn.Module):

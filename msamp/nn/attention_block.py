@@ -224,8 +224,8 @@ def _inner(
         packed = rotated_back(scale=None, amax_slot=None, dtype=dtype).payload
         of_heads += heads.backward(packed.view(*dq.shape[:2], -1), HeadNormWeights(*head_norms))
         run = functools.partial(cast_packed, packed)
-    grad, made = first_grad_output(qkv, run, colsum=kept.first_bias is not None, device=device)
-    return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
+    grad, outputs = first_grad_output(qkv, run, colsum=kept.first_bias is not None, device=device)
+    return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
 
 
 def _attention(qkv: torch.Tensor, settings: AttentionSettings) -> "_Wide | _Shared | _Narrow":
@@ -338,9 +338,9 @@ class _Shared:
         assert self.attended is not None
         _, b, _, d = self.parts[0].shape
         of_heads = self.sharing.to_heads(grad_o.view(-1, b, self.settings.heads, d))
-        made = torch.autograd.grad(self.attended, self.parts, of_heads.view(self.attended.shape))
+        of_parts = torch.autograd.grad(self.attended, self.parts, of_heads.view(self.attended.shape))
         self.parts, self.attended = (), None
-        dq, dk, dv = self.sharing.to_tokens(*made)
+        dq, dk, dv = self.sharing.to_tokens(*of_parts)
         return dq, dk, dv, None
 
 

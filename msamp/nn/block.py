@@ -87,13 +87,13 @@ class NormWeights(NamedTuple):
             return amax_slot
 
         scale, amax_slot, shared = _scale(slot, cast, ends, amax)
-        made = run(scale, amax_slot, scale_inv)
+        normed = run(scale, amax_slot, scale_inv)
         if shared is not None:
             scale_inv.add_(shared, alpha=0)
-        made = made if residual is not None else made._replace(total=x)
+        normed = normed if residual is not None else normed._replace(total=x)
         if slot.watch is not None:
-            slot.watch(self.wide(made.total), made.y, scale_inv)
-        return made
+            slot.watch(self.wide(normed.total), normed.y, scale_inv)
+        return normed
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> "Normalized":
         """Call `ops.normalize` on `x + residual`; `options` are its other arguments."""
@@ -273,7 +273,7 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
     scale, amax_slot, shared = _scale(layer.grad, layer.gemm.grad_output, ends, lambda: ops.amax(rows) if maxima is None else maxima.max())
     layouts = {"row": True, "col": not ends.spread, "colsum": colsum}
     maxima = maxima if shared is None else None
-    made = CastTransposed(
+    cast = CastTransposed(
         *ops.cast_transpose(
             rows, scale=scale, amax_slot=amax_slot, dtype=layer.grad_dtype, scale_inv_slot=scale_inv, maxima=maxima, **layouts
         )
@@ -281,15 +281,15 @@ def start_grad_output(layer: LayerGemm, grad: torch.Tensor, scale_inv: torch.Ten
     if shared is not None:
         scale_inv.add_(shared, alpha=0)
     if layer.grad.watch is not None:
-        layer.grad.watch(rows, made.payload, scale_inv)
-    gathered = ends.start_gather(made.payload, "grad_output all-gather")
+        layer.grad.watch(rows, cast.payload, scale_inv)
+    gathered = ends.start_gather(cast.payload, "grad_output all-gather")
 
     def transposed() -> Operand:
-        codes_t = ops.transpose(gathered()) if ends.spread else made.payload_t
+        codes_t = ops.transpose(gathered()) if ends.spread else cast.payload_t
         gathered.done()
         return Operand.tensorwise(scale_inv=scale_inv, payload_t=codes_t)
 
-    return GradOutput(gathered, transposed, scale_inv, made.sums)
+    return GradOutput(gathered, transposed, scale_inv, cast.sums)
 
 
 def start_input_again(
@@ -318,10 +318,10 @@ def first_grad_output(layer: LayerGemm, run: Callable[..., _Cast], *, colsum: bo
         The operand in both layouts, and all results of the operator.
     """
     slot, scale_inv = layer.grad, scalar_pool.take(device)
-    made = run(dtype=layer.grad_dtype, scale=slot.scale, amax_slot=slot.amax, colsum=colsum, scale_inv_slot=scale_inv)
+    outputs = run(dtype=layer.grad_dtype, scale=slot.scale, amax_slot=slot.amax, colsum=colsum, scale_inv_slot=scale_inv)
     if slot.watch is not None:
-        slot.watch(run(dtype=torch.float32, scale=None, amax_slot=None).payload, made.payload, scale_inv)
-    return Operand.tensorwise(made.payload, scale_inv=scale_inv, payload_t=made.payload_t), made
+        slot.watch(run(dtype=torch.float32, scale=None, amax_slot=None).payload, outputs.payload, scale_inv)
+    return Operand.tensorwise(outputs.payload, scale_inv=scale_inv, payload_t=outputs.payload_t), outputs
 
 
 def finish_backward(
@@ -362,15 +362,18 @@ def finish_backward(
     grad_first = first.grad_weight(grad, Operand.tensorwise(scale_inv=kept.input_scale_inv, payload_t=n8_t), weight_dtypes[0])
     del grad, n8_t, again
     rows = residual.reshape(-1, residual.shape[-1])
-    made = NormGradients(
+    gradients = NormGradients(
         *ops.normalize_backward(
             grad_n(), total, kept.mean, kept.rstd, kept.norm_weight, rows, rms=settings.norm.rms, maxima=settings.last.grad_just_in_time
         )
     )
     norm_weight, norm_bias, first_bias, last_bias = vector_gradients(
-        (made.weight_sums, kept.norm_weight), (made.bias_sums, kept.norm_bias), (first_sums, kept.first_bias), (last_sums, kept.last_bias)
+        (gradients.weight_sums, kept.norm_weight),
+        (gradients.bias_sums, kept.norm_bias),
+        (first_sums, kept.first_bias),
+        (last_sums, kept.last_bias),
     )
-    x = leave_maxima(made.x.view(residual.shape), made.maxima)
+    x = leave_maxima(gradients.x.view(residual.shape), gradients.maxima)
     return BlockGradients(x, norm_weight, norm_bias, grad_first, first_bias, grad_last, last_bias)
 
 

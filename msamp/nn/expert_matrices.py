@@ -95,15 +95,15 @@ class ExpertMatrices(Loading):
         payload = self._join()
         if _capturing(payload):
             if not self._shares:
-                return self._made(payload)
+                return self._operands_of(payload)
             if self._step_cast is None:
-                self._step_cast = self._made(payload)
+                self._step_cast = self._operands_of(payload)
             return self._step_cast
         if payload.is_inference():  # which has no version counter
-            return self._made(payload)
+            return self._operands_of(payload)
         if self._cast is None or self._cast_version != payload._version:
             self._cast = None  # frees the former operands first
-            self._cast, self._cast_version = self._made(payload), payload._version
+            self._cast, self._cast_version = self._operands_of(payload), payload._version
         return self._cast
 
     def drop_cast(self) -> None:
@@ -111,7 +111,7 @@ class ExpertMatrices(Loading):
         which keep their own operands: as many bytes as the weights have elements, twice that if they are not stored in FP8."""
         self._cast = None
 
-    def _made(self, payload: torch.Tensor) -> ExpertWeights:
+    def _operands_of(self, payload: torch.Tensor) -> ExpertWeights:
         """Cast the weights."""
         with torch.inference_mode(False), torch.no_grad():
             stored = torch.stack([p.scale_inv for p in self.matrices])  # type: ignore[attr-defined]

@@ -163,8 +163,8 @@ class FP8Attention:
 
     def cast(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:
         """Cast queries, keys and values from the compute dtype to the operands."""
-        made = [self.cast_one(x, row) for x, row in ((query, Q), (key, K), (value, V))]
-        (q, of_q), (k, of_k), (v, of_v) = made
+        casts = [self.cast_one(x, row) for x, row in ((query, Q), (key, K), (value, V))]
+        (q, of_q), (k, of_k), (v, of_v) = casts
         return Operands(q, k, v, torch.stack([of_q, of_k, of_v]))
 
     def cast_one(self, x: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,18 +213,18 @@ class FP8Attention:
         scaling = self.scaling
         if scaling.delayed:
             given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scaling.scale[DP:], scaling.scale_inv[DP])
-            *made, amaxes = self.backward(of, attended, grad, given, causal=causal)
+            *gradients, amaxes = self.backward(of, attended, grad, given, causal=causal)
             scale_invs = scaling.scale_inv[DQ:]
         else:
             scales = self._bounds(of, attended, of_grad)
             for _ in range(2):  # first to measure the amaxes, then with their scales
                 given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scales, inverse(scales[0]))
-                *made, amaxes = self.backward(of, attended, grad, given, causal=causal)
+                *gradients, amaxes = self.backward(of, attended, grad, given, causal=causal)
                 used, scales = scales, ops.scale_from_amax(amaxes, E5M2.max, None, 1.0)
             scale_invs = inverse(used[1:])
         if self.record:
             raise_amax(scaling.amax[DP:], amaxes)
-        dq, dk, dv = made
+        dq, dk, dv = gradients
         return Gradients(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN if an amax is infinite
 
     def backward(
@@ -265,7 +265,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *made, scale_invs = ctx.attention.gradients(*ctx.kept, grad_o.contiguous())
+        *gradients, scale_invs = ctx.attention.gradients(*ctx.kept, grad_o.contiguous())
         if scale_invs is not None:
-            made = [dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(made, scale_invs, strict=True)]
-        return *made, None
+            gradients = [dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(gradients, scale_invs, strict=True)]
+        return *gradients, None

@@ -123,10 +123,10 @@ class _Tensorwise:
                 amax_slot.copy_(torch.maximum(amax_slot, amax))
             scale, amax_slot = just_in_time_scale(cast, amax), None
         place = scalar_pool.try_take(x.device)
-        payload, payload_t, made, _ = ops.cast_transpose(
+        payload, payload_t, new_scale_inv, _ = ops.cast_transpose(
             x, scale=scale, amax_slot=amax_slot, dtype=cast.format.dtype, row=row, col=col, scale_inv_slot=place
         )
-        scale_inv = made if place is None else place
+        scale_inv = new_scale_inv if place is None else place
         if amax is not None:
             scale_inv = torch.add(scale_inv, amax, alpha=0)  # NaN on every rank if any rank's share is not finite
         return Operand(payload if row else None, payload_t if col else None, scale_inv, scale_inv, TENSORWISE)
@@ -139,8 +139,8 @@ class _Tensorwise:
         if not transpose:
             return Operand(ops.cast(payload, multiplier, dtype), None, scale_inv, scale_inv, TENSORWISE)
         place = scalar_pool.try_take(payload.device)  # unused; it saves the launch that would allocate the kernel's own
-        made = ops.cast_transpose(payload, scale=multiplier, amax_slot=None, dtype=dtype, col=True, scale_inv_slot=place)
-        return Operand(made[1], None, scale_inv, scale_inv, TENSORWISE)
+        cast_weight = ops.cast_transpose(payload, scale=multiplier, amax_slot=None, dtype=dtype, col=True, scale_inv_slot=place)
+        return Operand(cast_weight[1], None, scale_inv, scale_inv, TENSORWISE)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         left, right = a.payload, b.payload
@@ -164,8 +164,8 @@ class _ByDefinition:
 
     def weight(self, payload: torch.Tensor, scales: Scales, cast: Cast, transpose: bool) -> Operand:
         values = dequantize(payload, scales[0])
-        made, scale_inv = _quantized(values.t() if transpose else values, cast)
-        return Operand(made, None, scale_inv, scale_inv, cast.granularity)
+        codes, scale_inv = _quantized(values.t() if transpose else values, cast)
+        return Operand(codes, None, scale_inv, scale_inv, cast.granularity)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:
         _say_once(str(a.granularity), str(b.granularity))
@@ -221,7 +221,7 @@ class _Blocks:
             return Operand(stored, None, table, table, block)
         if rule is None or not has_kernel(block.rows, block.columns):
             return _DEFINITION.weight(payload, scales, cast, transpose)
-        made = ops.block_cast(
+        blocks = ops.block_cast(
             payload,
             scales[0],
             None,
@@ -232,7 +232,7 @@ class _Blocks:
             row=not transpose,
             col=transpose,
         )
-        stored, table = made[2:] if transpose else made[:2]
+        stored, table = blocks[2:] if transpose else blocks[:2]
         return Operand(stored, None, table, table, block)
 
     def multiply(self, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast: bool) -> torch.Tensor:

@@ -52,9 +52,9 @@ class HeadNorms:
 
     def _normalize(self, part: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Kept:
         rows = part.clone(memory_format=torch.contiguous_format).view(-1, part.shape[-1])
-        made = NormWeights(self.norm, weight, bias).run(rows, scale=None, amax_slot=None, dtype=rows.dtype)
-        part.copy_(made.y.view(part.shape))
-        return _Kept(rows, made.mean, made.rstd)
+        normed = NormWeights(self.norm, weight, bias).run(rows, scale=None, amax_slot=None, dtype=rows.dtype)
+        part.copy_(normed.y.view(part.shape))
+        return _Kept(rows, normed.mean, normed.rstd)
 
     @staticmethod
     def saved_bytes(heads: float, groups: float, head_size: int, wide: int) -> float:
@@ -75,11 +75,11 @@ class HeadNorms:
         pairs = ((weights.query_weight, weights.query_bias), (weights.key_weight, weights.key_bias))
         for part, kept, (weight, bias) in zip(self._parts(grad), self.kept, pairs, strict=True):
             rows = part.clone(memory_format=torch.contiguous_format).view(-1, part.shape[-1])
-            made = NormGradients(
+            gradients = NormGradients(
                 *ops.normalize_backward(rows, kept.rows, kept.mean, kept.rstd, weight, grad_residual=None, rms=self.norm.rms)
             )
-            part.copy_(made.x.view(part.shape))
-            sums += [(made.weight_sums, weight), (made.bias_sums, bias)]
+            part.copy_(gradients.x.view(part.shape))
+            sums += [(gradients.weight_sums, weight), (gradients.bias_sums, bias)]
         self.kept = []
         return vector_gradients(*sums)
 

@@ -51,10 +51,10 @@ class InferenceGemm:
     def _taken(self, weight: ScalingTensor) -> tuple[Operand, tuple[bool, bool]]:
         """Return the operand, and whether its payload and its scales are copies."""
         cast, scales = self._weight_cast, (weight.scale_inv, weight.scale_inv)
-        made = kernels_of(cast.granularity).weight(weight.payload, scales, cast, False)
-        pairs = ((made.codes, weight.payload), (made.scale_inv, weight.scale_inv))
+        operand = kernels_of(cast.granularity).weight(weight.payload, scales, cast, False)
+        pairs = ((operand.codes, weight.payload), (operand.scale_inv, weight.scale_inv))
         copied, copied_scales = (current.data_ptr() != stored.data_ptr() for current, stored in pairs)
-        return made, (copied, copied_scales)
+        return operand, (copied, copied_scales)
 
     @torch.no_grad()
     def renew(self, weight: ScalingTensor) -> None:
@@ -63,13 +63,13 @@ class InferenceGemm:
         A payload that was copied keeps its address, so that a CUDA graph reads the new values; one that was not copied has the address of
         the weight's current payload.
         """
-        made, copied = self._taken(weight)
+        operand, copied = self._taken(weight)
         before = (self.weight.codes, self.weight.scale_inv)
         payload, scale_inv = (
             old.copy_(new) if own and owned and _alike(old, new) else new
-            for old, new, own, owned in zip(before, (made.codes, made.scale_inv), self._copied, copied, strict=True)
+            for old, new, own, owned in zip(before, (operand.codes, operand.scale_inv), self._copied, copied, strict=True)
         )
-        self.weight, self._copied = made._replace(payload=payload, scale_inv=scale_inv, scale_inv_t=scale_inv), copied
+        self.weight, self._copied = operand._replace(payload=payload, scale_inv=scale_inv, scale_inv_t=scale_inv), copied
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -167,10 +167,10 @@ def _inner(
         a: dict[str, Any] = {"kind": settings.activation, "a_scale_inv": kept.last_scale_inv, "a_dtype": fc2.x_dtype}
         return ActivationGradient(*ops.activate_backward(grad_a, y, channel_scale=channels, **a, **options))
 
-    grad, made = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
-    activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=made.activated_t)
+    grad, outputs = first_grad_output(fc1, through_activation, colsum=kept.first_bias is not None, device=device)
+    activated = Operand.tensorwise(scale_inv=kept.last_scale_inv, payload_t=outputs.activated_t)
 
     def grad_fc2() -> torch.Tensor:
         return fc2.grad_weight(g, activated, fc2_dtype, channels)
 
-    return Inner(grad, first_sums=made.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)
+    return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=grad_fc2, again=again)

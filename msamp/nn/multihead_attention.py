@@ -48,7 +48,7 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
     def _projected(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Project query, key and value [B, .., E] by their thirds of the weight; neighbors that are the same tensor share a GEMM."""
         size, start = self.embed_dim, 0
-        made: list[torch.Tensor] = []
+        projections: list[torch.Tensor] = []
         while start < 3:
             stop = start + 1
             while stop < 3 and inputs[stop] is inputs[start]:
@@ -57,9 +57,9 @@ class FP8MultiheadAttention(Loading, nn.MultiheadAttention):
             rows = slice(start * size, stop * size)
             weight = self.in_proj_weight if whole else _Rows.apply(self.in_proj_weight, rows.start, rows.stop)
             bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-            made += linear(inputs[start], weight, bias, self.scaling).chunk(stop - start, dim=-1)
+            projections += linear(inputs[start], weight, bias, self.scaling).chunk(stop - start, dim=-1)
             start = stop
-        return made
+        return projections
 
     def forward(  # type: ignore[override]
         self,

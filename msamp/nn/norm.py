@@ -19,10 +19,10 @@ class NormFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool, saved: Saved
     ) -> torch.Tensor:
         x2d = x.reshape(-1, x.shape[-1])
-        made = NormWeights(Norm(eps, rms), weight, bias).run(x2d, scale=None, amax_slot=None, dtype=x.dtype)
-        ctx.save_for_backward(*saved.keep(x2d), weight, bias, made.mean, made.rstd)
+        normed = NormWeights(Norm(eps, rms), weight, bias).run(x2d, scale=None, amax_slot=None, dtype=x.dtype)
+        ctx.save_for_backward(*saved.keep(x2d), weight, bias, normed.mean, normed.rstd)
         ctx.rms, ctx.saved = rms, saved
-        return unviewed(made.y, x.shape)
+        return unviewed(normed.y, x.shape)
 
     @staticmethod
     def saved_bytes(hidden: float, wide: int, saved: Saved) -> float:
@@ -35,9 +35,9 @@ class NormFunction(torch.autograd.Function):
         *kept, weight, bias, mean, rstd = ctx.saved_tensors
         g2d = grad_y.reshape(-1, grad_y.shape[-1])
         x2d = ctx.saved.restore(kept, grad_y.dtype)
-        made = NormGradients(*ops.normalize_backward(g2d, x2d, mean, rstd, weight, grad_residual=None, rms=ctx.rms))
-        of_vectors = vector_gradients((made.weight_sums, weight), (made.bias_sums, bias))
-        return made.x.view(grad_y.shape), *of_vectors, None, None, None
+        gradients = NormGradients(*ops.normalize_backward(g2d, x2d, mean, rstd, weight, grad_residual=None, rms=ctx.rms))
+        of_vectors = vector_gradients((gradients.weight_sums, weight), (gradients.bias_sums, bias))
+        return gradients.x.view(grad_y.shape), *of_vectors, None, None, None
 
 
 class LayerNorm(nn.LayerNorm):

@@ -39,5 +39,5 @@ class RotaryFunction(torch.autograd.Function):
         ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        made = CastTransposed(*ops.rotary_backward(dq, dk, dv, cos, sin, scale=None, amax_slot=None, dtype=dq.dtype))
-        return made.payload.view(*dq.shape[:2], -1), None, None, None, None
+        cast = CastTransposed(*ops.rotary_backward(dq, dk, dv, cos, sin, scale=None, amax_slot=None, dtype=dq.dtype))
+        return cast.payload.view(*dq.shape[:2], -1), None, None, None, None

@@ -85,16 +85,16 @@ class FP8Gradient(torch.Tensor):
     @staticmethod
     def __new__(cls, narrow: ScalingTensor) -> FP8Gradient:
         payload = narrow.payload
-        made = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=narrow.dtype, device=payload.device)
-        made._cell, made._views = _Cell(narrow), ()
-        return made  # type: ignore[no-any-return]
+        gradient = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=narrow.dtype, device=payload.device)
+        gradient._cell, gradient._views = _Cell(narrow), ()
+        return gradient  # type: ignore[no-any-return]
 
     @classmethod
     def _alias(cls, cell: _Cell, like: torch.Tensor, views: tuple[View, ...]) -> FP8Gradient:
         """An alias of a cell in the shape, strides and dtype of `like`."""
-        made = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=cell.held.device)
-        made._cell, made._views = cell, views
-        return made  # type: ignore[no-any-return]
+        alias = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=cell.held.device)
+        alias._cell, alias._views = cell, views
+        return alias  # type: ignore[no-any-return]
 
     @property
     def held(self) -> torch.Tensor:

@@ -68,18 +68,18 @@ class ScalingTensor(torch.Tensor):
             raise ValueError(f"a payload of {payload.dtype} has no scale; use torch.float8_e4m3fn, torch.float8_e5m2 or torch.float16")
         if scale_inv.dtype != torch.float32 or scale_inv.numel() != 1:
             raise ValueError(f"scale_inv is {scale_inv.dtype} of shape {tuple(scale_inv.shape)}; it must be one torch.float32 value")
-        made: ScalingTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: ScalingTensor = torch.Tensor._make_wrapper_subclass(
             cls, payload.shape, strides=payload.stride(), dtype=dtype, device=payload.device, requires_grad=False
         )
-        made.payload, made.scale_inv, made._tally = payload, scale_inv, None if tally is None else Tally(tally, payload)
-        return made
+        tensor.payload, tensor.scale_inv, tensor._tally = payload, scale_inv, None if tally is None else Tally(tally, payload)
+        return tensor
 
     @classmethod
     def of(cls, payload: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> ScalingTensor:
         """Return what the constructor does for a contiguous payload in a scaled format, without its checks: for casts of many tensors."""
-        made: ScalingTensor = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)
-        made.payload, made.scale_inv, made._tally = payload, scale_inv, None
-        return made
+        tensor: ScalingTensor = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)
+        tensor.payload, tensor.scale_inv, tensor._tally = payload, scale_inv, None
+        return tensor
 
     @classmethod
     def quantize(cls, x: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> ScalingTensor:

@@ -47,10 +47,10 @@ def _overloads(*names: str) -> Iterator[Any]:
 
 
 def _like(x: "ScalingTensor", payload: torch.Tensor, scale_inv: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
-    made = type(x)(payload, x.scale_inv if scale_inv is None else scale_inv, dtype or x.dtype)
+    like = type(x)(payload, x.scale_inv if scale_inv is None else scale_inv, dtype or x.dtype)
     if x.label:
-        made.label = x.label
-    return made
+        like.label = x.label
+    return like
 
 
 def _is_scaling(x: Any) -> bool:

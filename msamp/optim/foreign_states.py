@@ -46,7 +46,7 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
     saved_groups, groups, names = state_dict["param_groups"], optimizer.param_groups, iter(parameter_names(optimizer))
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
         return dict(state_dict)  # `load_state_dict` will reject it
-    state, made = dict(state_dict["state"]), []
+    state, converted = dict(state_dict["state"]), []
     # Recipes with the same state formats may differ in whether the weight is its own master.
     keeps = any(state.copy for group in groups for p, own in _with_formats(group) for state, _ in kept_states(p, own))
     same_masters = not state or keeps == any(MASTER.key in own for own in state.values())
@@ -54,7 +54,7 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
         own_names = [next(names) for _ in group["params"]]
         theirs = None if saved.get("formats") is None else named_formats(saved["formats"], len(saved["params"]))
         if same_masters and without_rounding(theirs) == without_rounding(group["formats"]):
-            made.append(saved)
+            converted.append(saved)
             continue
         for option in ("amsgrad", "maximize"):
             if saved.get(option):
@@ -64,12 +64,12 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
         options = {key: saved.get(key, value) for key, value in group.items() if key not in _OWN_OPTIONS}
         kept = {key: group[key] for key in _OWN_OPTIONS if key in group}
         decoupled = saved.get("decoupled", saved.get("decoupled_weight_decay", group["decoupled"]))
-        made.append({**kept, **options, "decoupled": decoupled, "params": saved["params"]})
+        converted.append({**kept, **options, "decoupled": decoupled, "params": saved["params"]})
         for index, name, p, formats in zip(saved["params"], own_names, group["params"], formats_of(group), strict=True):
             if state.get(index):
                 turned = theirs is None and getattr(p, TURNED, False)
                 state[index] = _in_own_formats(name, p, kept_states(p, formats), state[index], optimizer.state.get(p, {}), turned)
-    return {**state_dict, "state": state, "param_groups": made}
+    return {**state_dict, "state": state, "param_groups": converted}
 
 
 def _with_formats(group: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Formats]]:
@@ -107,7 +107,7 @@ def _encoded(state: State, fmt: Format, values: torch.Tensor) -> dict[str, torch
     """Store FP32 values as an update does, rounded to nearest."""
     if fmt.group:
         return by_key(state.key, quantize_expanded(values, fmt))
-    made = begun(state.key, fmt, values)
+    tensors = begun(state.key, fmt, values)
     bounds = TENSORWISE.amax(values).reshape(1) if fmt.scaled else None
-    store_([made[state.key]], [values], bounds, positive=state.non_negative and fmt.scaled)
-    return made
+    store_([tensors[state.key]], [values], bounds, positive=state.non_negative and fmt.scaled)
+    return tensors

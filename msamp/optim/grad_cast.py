@@ -50,15 +50,15 @@ class GradCast:
             tables = self._tables[fmt] = Tables(gs[0].device)
         if not fmt.scaled:
             others = [i for i, g in enumerate(gs) if g.dtype != fmt.dtype]
-            for i, made in zip(others, _packed(tables, [gs[i] for i in others], fmt, None), strict=True):
-                gs[i] = made
+            for i, packed in zip(others, _packed(tables, [gs[i] for i in others], fmt, None), strict=True):
+                gs[i] = packed
             return gs
         if amaxes is None:
             amaxes = ops.grad_stats(tables, gs, squares=False)[0][0]
         scales = ops.scale_from_amax(amaxes, fmt.max, None, 1.0)
         scale_invs = inverse(scales).add_(amaxes, alpha=0.0).unbind()  # 0 times Inf or NaN is NaN: one launch instead of seven
         payloads = _packed(tables, gs, fmt, scales)
-        return [ScalingTensor.of(made, scale_inv, g.dtype) for made, scale_inv, g in zip(payloads, scale_invs, gs, strict=True)]
+        return [ScalingTensor.of(packed, scale_inv, g.dtype) for packed, scale_inv, g in zip(payloads, scale_invs, gs, strict=True)]
 
 
 def _packed(tables: Tables, gs: Sequence[torch.Tensor], fmt: Format, scales: torch.Tensor | None) -> list[torch.Tensor]:

@@ -81,5 +81,5 @@ class FP8HeadExchange(FP8Attention):
         self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales, *, causal: bool
     ) -> tuple[torch.Tensor, ...]:
         """Run the backward kernel; the amaxes, from which scales may follow, are over all ranks until the scales are delayed."""
-        *made, amaxes = super().backward(of, attended, grad, scales, causal=causal)
-        return *made, amaxes if self.scaling.delayed else self._agree(amaxes)
+        *gradients, amaxes = super().backward(of, attended, grad, scales, causal=causal)
+        return *gradients, amaxes if self.scaling.delayed else self._agree(amaxes)

@@ -191,7 +191,7 @@ def use_fp8_reduce_scatter(model: nn.Module, narrow: Mapping[torch.Tensor, bool]
             f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which an FP8 reduce-scatter requires; upgrade torch "
             "(2.11 has it), or pass reduce_format=None"
         )
-    made = []
+    reducers = []
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -200,23 +200,23 @@ def use_fp8_reduce_scatter(model: nn.Module, narrow: Mapping[torch.Tensor, bool]
             own = former.replaced if isinstance(former, FP8ReduceScatter) else former
             params = {each.sharded_param: narrow.get(each.sharded_param, False) for each in group.fsdp_params}
             if fmt is not None and any(params.values()):
-                made.append(FP8ReduceScatter(name, params, fmt, own))
-                module.set_custom_reduce_scatter(made[-1])  # type: ignore[arg-type]
+                reducers.append(FP8ReduceScatter(name, params, fmt, own))
+                module.set_custom_reduce_scatter(reducers[-1])  # type: ignore[arg-type]
             elif own is not former:
                 module.set_custom_reduce_scatter(own)  # type: ignore[arg-type]
-    return made
+    return reducers
 
 
 def _groups(module: FSDPModule, required: bool) -> list[Any]:
     """Return FSDP2's groups of a module's parameters, for which it has no public name."""
     state = module._get_fsdp_state()  # type: ignore[attr-defined]
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
         one = getattr(state, "_fsdp_param_group", None)
-        found = [] if one is None else [one]
+        groups = [] if one is None else [one]
         if required and not hasattr(state, "_fsdp_param_group"):
             raise ValueError(
                 f"FSDP2 of torch {torch.__version__} stores its parameters elsewhere than in 2.11 to 2.13, so an FP8 reduce-scatter cannot "
                 "find its layout; use one of these versions, or pass reduce_format=None"
             )
-    return [group for group in found if hasattr(group, "fsdp_params")]
+    return [group for group in groups if hasattr(group, "fsdp_params")]

@@ -30,12 +30,12 @@ from msamp.parallel.ring_attention import KIND, Merged, Step, Travelling, pack_c
 
 def shapes(length: int, ranks: int, *, causal: bool) -> set[tuple[int, int, bool]]:
     """Return the shapes of the parts that kernels compute, with `length` tokens per rank: queries, keys, whether the mask is causal."""
-    found = set()
+    shapes = set()
     for source in range(ranks):
         step = step_of(min(1, ranks - 1), source, length, causal=causal)
         queries, keys = (len(range(length)[part]) for part in step[:2])
-        found.add((queries, keys, step.causal))
-    return found | {(length // 2, length, False)} if causal and ranks > 1 else found
+        shapes.add((queries, keys, step.causal))
+    return shapes | {(length // 2, length, False)} if causal and ranks > 1 else shapes
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class FP8RingAttention(FP8Attention):
         for number, step in enumerate(steps_of(self.peers, of.query.shape[0], causal=self.causal)):
             seen = attended._replace(o=attended.o[step.queries], stats=attended.stats[:, :, step.queries])
             operands = _part(of, travelling.next(), step)
-            *made, scale_invs = self.part_gradients(operands, seen, grad[step.queries], of_grad, causal=step.causal)
+            *codes, scale_invs = self.part_gradients(operands, seen, grad[step.queries], of_grad, causal=step.causal)
             assert scale_invs is not None
             if sums is None:
-                sums = [dequantize(x, scale_invs[n]) for n, x in enumerate(made)]
+                sums = [dequantize(x, scale_invs[n]) for n, x in enumerate(codes)]
                 continue
-            sums[0][step.queries] += dequantize(made[0], scale_invs[0])
+            sums[0][step.queries] += dequantize(codes[0], scale_invs[0])
             arriving.add_to(sums[1:])
-            arriving.exchange(number, pack_codes(made[1], made[2], scale_invs[1:]))
+            arriving.exchange(number, pack_codes(codes[1], codes[2], scale_invs[1:]))
         assert sums is not None
         arriving.add_to(sums[1:])
         dq, dk, dv = (x.to(grad_o.dtype) for x in sums)
@@ -132,8 +132,8 @@ class _Arriving:
         """Wait for gradients that were requested before, and add them to the gradients of keys and values, FP32."""
         if self._pending is None:
             return
-        *made, scale_invs = unpack_codes(self._pending.wait(), self._arrived(), self._ring.scaling.casts[DK].format.dtype)
-        for n, (whole, part) in enumerate(zip(sums, made, strict=True)):
+        *codes, scale_invs = unpack_codes(self._pending.wait(), self._arrived(), self._ring.scaling.casts[DK].format.dtype)
+        for n, (whole, part) in enumerate(zip(sums, codes, strict=True)):
             whole[self._keys] += dequantize(part, scale_invs[n])
         self._pending = None
 

@@ -117,8 +117,8 @@ def to_tokens(
     """The opposite of `to_heads`: [ranks * s, b, n / ranks, d] each -> all heads of this rank's tokens, [s, b, n, d]."""
     chunks = [_words(x).unflatten(0, (2, peers.ranks, -1)) for x in tensors]
     parts, of_ranks = _exchange(peers, [(early, late.flip(0)) for early, late in chunks], scalars)
-    made = [part.flatten(1, 2).permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts]
-    return tuple(part.view(x.dtype) for part, x in zip(made, tensors, strict=True)), of_ranks
+    merged = [part.flatten(1, 2).permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts]
+    return tuple(part.view(x.dtype) for part, x in zip(merged, tensors, strict=True)), of_ranks
 
 
 def _heads_by_source(

@@ -203,9 +203,9 @@ class GatheredCodes:
 
 
 def _same_scale(func: Any, x: ShardedWeight, *args: Any, **kwargs: Any) -> Any:
-    made = func(x.payload, *args, **kwargs)
-    parts = [ShardedWeight(part, x.scale_inv, x.dtype) for part in (made if isinstance(made, list | tuple) else [made])]
-    return parts if isinstance(made, list | tuple) else parts[0]
+    result = func(x.payload, *args, **kwargs)
+    parts = [ShardedWeight(part, x.scale_inv, x.dtype) for part in (result if isinstance(result, list | tuple) else [result])]
+    return parts if isinstance(result, list | tuple) else parts[0]
 
 
 def _new(func: Any, x: ShardedWeight, size: Any, **kwargs: Any) -> ShardedWeight:

@@ -9,7 +9,7 @@ from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.values import Found
+from megatron.lm.checkpoint.values import StoredTensor
 from msamp.numerics.formats import Format
 from msamp.numerics.quantize import quantize
 from msamp.numerics.tensor import ScalingTensor
@@ -39,8 +39,8 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def one(x: ScalingTensor | Tensor) -> Found:
+def one(x: ScalingTensor | Tensor) -> StoredTensor:
     """The whole of a tensor as found in one chunk."""
     if isinstance(x, ScalingTensor):
-        return Found("model/w", x.payload, [((slice(None),) * x.dim(), x.scale_inv)])
-    return Found("model/w", x, [])
+        return StoredTensor("model/w", x.payload, [((slice(None),) * x.dim(), x.scale_inv)])
+    return StoredTensor("model/w", x, [])

@@ -127,8 +127,8 @@ def theirs(case: str, peers: Peers, size: Shape, tensors: Sequence[Tensor], stac
         q, k, v = (x.detach().requires_grad_(backward) for x in buffers[:3])
         with torch.set_grad_enabled(backward):
             o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found = [o.detach(), *(torch.autograd.grad(o, (q, k, v), buffers[3]) if backward else ())]
-        by_token = [x.permute(2, 0, 1, 3) for x in found]
+        outputs = [o.detach(), *(torch.autograd.grad(o, (q, k, v), buffers[3]) if backward else ())]
+        by_token = [x.permute(2, 0, 1, 3) for x in outputs]
         for n in (2, 3) if backward else ():  # sums over the queries that share a key
             by_token[n] = by_token[n].unflatten(2, (size.groups, repeated)).sum(3)
         return [by_token[0].flatten(2), *by_token[1:]]
@@ -167,7 +167,7 @@ def losses(case: str, run: Run, exact: Sequence[Tensor]) -> dict[str, float]:
 
 def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
     """Return the seconds of each of `repeats` runs, which all ranks start together, after three that are not counted."""
-    found = []
+    times = []
     for number in range(repeats + 3):
         dist.barrier()
         if device.type == "cuda":
@@ -177,8 +177,8 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> list[
         if device.type == "cuda":
             torch.cuda.synchronize()
         if number >= 3:
-            found.append(time.perf_counter() - start)
-    return found
+            times.append(time.perf_counter() - start)
+    return times
 
 
 def measured(case: str, size: Shape, device: torch.device, repeats: int) -> list[dict[str, Any]]:
@@ -194,14 +194,14 @@ def timed(
     case: str, size: Shape, run: Run, lost: dict[str, float], peers: Peers, device: torch.device, repeats: int
 ) -> list[dict[str, Any]]:
     """Return the rows of `measured` for the function that runs the case."""
-    found = []
+    measured = []
     for passes in PASSES:
         peers.sent.take()
         run(backward=passes == PASSES[1])
         sent = torch.tensor(float(sum(peers.sent.take().values())), device=device)
         dist.all_reduce(sent)
         low, median, high = rows.percentiles(seconds(functools.partial(run, backward=passes == PASSES[1]), device, repeats))
-        found.append(
+        measured.append(
             {"case": case, "pass": passes}
             | {name: round(value * 1e3, 3) for name, value in (("ms_p20", low), ("ms", median), ("ms_p80", high))}
             | {"tflops": round(flops(size, passes) / peers.ranks / median / 1e12)}
@@ -209,7 +209,7 @@ def timed(
             | (lost if passes == PASSES[1] else dict.fromkeys(lost, ""))
             | {"error": ""}
         )
-    return found
+    return measured
 
 
 def failed(case: str, error: Exception) -> dict[str, Any]:
@@ -237,10 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for size in options.shapes:
         for case in options.cases:
             try:
-                found = measured(case, size, device, options.repeats)
+                measurements = measured(case, size, device, options.repeats)
             except (RuntimeError, ValueError, TypeError, ImportError) as error:  # the same on every rank: a kernel or PyTorch refuses
-                found = [failed(case, error)]
-            for row in found if dist.get_rank() == 0 else ():
+                measurements = [failed(case, error)]
+            for row in measurements if dist.get_rank() == 0 else ():
                 print(json.dumps(size._asdict() | row), flush=True)
                 rows.append(options.csv, [where | size._asdict() | row])
             torch.cuda.empty_cache()

@@ -106,9 +106,9 @@ def measure_peer(options: argparse.Namespace) -> tuple[dict[str, Any], list[list
         start = time.perf_counter()
         out = model.generate(given, max_new_tokens=options.tokens, logits_processor=[watch], **asked)
         _synchronize()
-        read, made = seen[0] - start, time.perf_counter() - seen[0]
+        read, generating = seen[0] - start, time.perf_counter() - seen[0]
     tokens = out[:, options.prompt :].tolist()
-    return _row(PEER, options, read, made, tokens), tokens
+    return _row(PEER, options, read, generating, tokens), tokens
 
 
 def export(folder: Path, options: argparse.Namespace) -> None:
@@ -120,7 +120,7 @@ def export(folder: Path, options: argparse.Namespace) -> None:
     write_tensors(folder, hf_tensors(rules, {name: x.detach().float().cpu() for name, x in weights.items()}, torch.bfloat16))
 
 
-def _row(case: str, options: argparse.Namespace, read: float, made: float, tokens: list[list[int]]) -> dict[str, Any]:
+def _row(case: str, options: argparse.Namespace, read: float, generating: float, tokens: list[list[int]]) -> dict[str, Any]:
     appended = sum(map(len, tokens))
     return {
         "case": case,
@@ -129,8 +129,8 @@ def _row(case: str, options: argparse.Namespace, read: float, made: float, token
         "prompt": options.prompt,
         "tokens": options.tokens,
         "prefill_tokens_s": round(options.batch_size * options.prompt / read),
-        "tokens_s": round(appended / made, 1),
-        "ms_token": round(made / options.tokens * 1e3, 2),
+        "tokens_s": round(appended / generating, 1),
+        "ms_token": round(generating / options.tokens * 1e3, 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else "",
     }
 

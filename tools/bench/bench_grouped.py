@@ -183,14 +183,14 @@ def check(device: str = "cuda") -> None:
                 if product == "grad_weight":
                     grad_t, x_t = grad.t().contiguous(), x.t().contiguous()
                     exact = torch.stack([grad_t[:, a:b].double() @ x_t[:, a:b].double().t() for a, b in spans])
-                    found = ops.grouped_mm_grad_weight(grad_t, x_t, offsets, one, one, torch.float32, fast_accum=fast, aligned=aligned)
+                    result = ops.grouped_mm_grad_weight(grad_t, x_t, offsets, one, one, torch.float32, fast_accum=fast, aligned=aligned)
                 else:
                     a, w = (x, weight) if product == "forward" else (grad, weight.transpose(1, 2).contiguous())
                     exact = torch.zeros((M, w.shape[1]), dtype=torch.float64, device=device)
                     for e, (start, end) in enumerate(spans):
                         exact[start:end] = a[start:end].double() @ w[e].double().t()
-                    found = ops.grouped_mm(a, w, offsets, one, ones, torch.float32, fast_accum=fast)
-                print(f"{words}: SQNR {sqnr_db(exact, found.double()):.1f} dB", flush=True)
+                    result = ops.grouped_mm(a, w, offsets, one, ones, torch.float32, fast_accum=fast)
+                print(f"{words}: SQNR {sqnr_db(exact, result.double()):.1f} dB", flush=True)
             except Exception as error:
                 print(f"{words}: {failure(error)}", flush=True)
 
@@ -223,11 +223,11 @@ def tilings(product: str, fast: bool) -> list[Any]:
     shared = T(128, 128, 128, stages=3, programs=2)
     four = shared._replace(warps=4)  # one warpgroup per program
     if fast:
-        found = [T(stages=4), shared, four, four._replace(flatten=True), T(stages=3, flatten=True)]
-        return [*found, shared._replace(stages=2, flatten=True), T(stages=4, halves_n=2), T(256, 128, 128, stages=4)]
+        candidates = [T(stages=4), shared, four, four._replace(flatten=True), T(stages=3, flatten=True)]
+        return [*candidates, shared._replace(stages=2, flatten=True), T(stages=4, halves_n=2), T(256, 128, 128, stages=4)]
     shared = shared._replace(halves_n=2, maxnreg=128)
-    found = [shared, four._replace(halves_m=2), shared._replace(group=8), shared._replace(group=4), T(stages=4, halves_n=2)]
-    return found if product == "grad_weight" else [*found, shared._replace(flatten=True), T(stages=4, halves_n=2, flatten=True)]
+    candidates = [shared, four._replace(halves_m=2), shared._replace(group=8), shared._replace(group=4), T(stages=4, halves_n=2)]
+    return candidates if product == "grad_weight" else [*candidates, shared._replace(flatten=True), T(stages=4, halves_n=2, flatten=True)]
 
 
 def sweep(layers: Sequence[Layer], seconds: float, repeats: int) -> dict[tuple[str, bool], Any]:

@@ -116,9 +116,9 @@ def _write(p: nn.Parameter, values: Tensor) -> None:
     if not isinstance(p, ScalingTensor):
         p.copy_(values)
         return
-    made = ScalingTensor.quantize(values, p.format)
-    p.payload.copy_(made.payload)
-    p.scale_inv.copy_(made.scale_inv)
+    quantized = ScalingTensor.quantize(values, p.format)
+    p.payload.copy_(quantized.payload)
+    p.scale_inv.copy_(quantized.scale_inv)
 
 
 def chain(config: Config, vocab_size: int, followers: int, device: torch.device) -> Iterator[dict[str, Tensor]]:

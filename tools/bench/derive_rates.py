@@ -181,16 +181,16 @@ def elements() -> Iterator[Rate]:
 
 def grouped() -> Iterator[Rate]:
     """Yield the rates of experts: their products, and in FP8 everything else in the layer."""
-    found: dict[str, tuple[float, float]] = {}
+    kinds: dict[str, tuple[float, float]] = {}
     for name, kernels in (("grouped fp8", ("ours fast", "ours full")), ("grouped bf16", ("torch BF16",))):
-        flops, weight = found[name] = products(kernels)
+        flops, weight = kinds[name] = products(kernels)
         source = f"{GROUPED}: {kernels[0].split()[0]}, balanced, a fit to {len(MODELS)} models"
         yield Rate(name, None, 1e-12 / flops, "TFLOP/s", source, EXPERTS_AT)
         yield Rate(f"{name}, weights", None, weight * 1e12, "ps", source, EXPERTS_AT)
     fc1, fc2 = MODELS["olmoe"]
     for name, value, *_ in OF_ROWS:
         yield Rate(name, None, value, "ps", *_)
-    (flops, weight), padded = found["grouped fp8"], fc1.rows + 64 * fc1.experts  # random choices, each expert's rows padded to 128
+    (flops, weight), padded = kinds["grouped fp8"], fc1.rows + 64 * fc1.experts  # random choices, each expert's rows padded to 128
     known = flops * 6 * padded * 3 * fc2.inputs * fc1.inputs + weight * elements_of(fc1, fc2)
     known += 1e-12 * padded * sum(value * width for (_, value, *_), width in zip(OF_ROWS, (fc1.inputs, fc2.inputs), strict=True))
     layer = float(one(LAYER, commit=EXPERTS_AT, model=fc1.model, case="FP8, forward and backward")["us"])

@@ -272,10 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for worker in workers:
             worker.close()
     where = rows.machine(options.commit) | {"preset": f"{options.preset} {options.flags}".strip(), "micro_batch": options.micro_batch_size}
-    made = [where | row for row in table(times)]
-    for row in made:
+    results = [where | row for row in table(times)]
+    for row in results:
         print({key: value for key, value in row.items() if key not in where}, flush=True)
-    rows.append(options.csv, made)
+    rows.append(options.csv, results)
     return 0
 
 

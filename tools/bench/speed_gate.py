@@ -155,7 +155,7 @@ def measure(
     cases: Sequence[Case],
     options: argparse.Namespace,
     start: Callable[[str, argparse.Namespace], Any],
-    keep: Callable[[str, Measured], None] = lambda name, found: None,
+    keep: Callable[[str, Measured], None] = lambda name, ratios: None,
 ) -> dict[str, Measured]:
     """Measure each case, and print it. A contestant lives for as long as a later case needs it.
 
@@ -223,11 +223,11 @@ def committed(path: Path, gpu: str, names: Iterable[str]) -> dict[str, float]:
 def judge(measured: Mapping[str, Measured], expected: Mapping[str, float], tolerance: float = TOLERANCE) -> list[str]:
     """Return a line for each case whose ratio grew by more than `tolerance`; an empty list if none did."""
     lines = []
-    for name, found in measured.items():
-        change = found.ratio / expected[name] - 1
+    for name, ratios in measured.items():
+        change = ratios.ratio / expected[name] - 1
         if not change <= tolerance:  # a ratio that is NaN fails too
             lines.append(
-                f"{name}: ratio {found.ratio:.4f} ({found.least:.4f} to {found.most:.4f}), committed {expected[name]:.4f}: "
+                f"{name}: ratio {ratios.ratio:.4f} ({ratios.least:.4f} to {ratios.most:.4f}), committed {expected[name]:.4f}: "
                 f"{100 * change:+.1f} %, more than {100 * tolerance:g} %"
             )
     return lines
@@ -235,12 +235,12 @@ def judge(measured: Mapping[str, Measured], expected: Mapping[str, float], toler
 
 def table(measured: Mapping[str, Measured], where: Mapping[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows to write; `where`: machine and tree."""
-    made = []
-    for name, found in measured.items():
-        figures = {key: round(value, 4) for key, value in found._asdict().items()}
+    lines = []
+    for name, ratios in measured.items():
+        figures = {key: round(value, 4) for key, value in ratios._asdict().items()}
         row = dict(where) | {"case": name, "ours": CASES[name].ours, "baseline": CASES[name].baseline, "rounds": options.rounds} | figures
-        made.append({column: row[column] for column in COLUMNS})
-    return made
+        lines.append({column: row[column] for column in COLUMNS})
+    return lines
 
 
 def require(cases: Iterable[Case]) -> None:
@@ -279,14 +279,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(cases)
     if options.write:
         where = rows.machine(options.commit)  # once: the first row changes a tree that has the file
-        written = measure(cases, options, Contestant, lambda name, found: rows.append(options.csv, table({name: found}, where, options)))
+        written = measure(cases, options, Contestant, lambda name, ratios: rows.append(options.csv, table({name: ratios}, where, options)))
         print(f"{len(written)} ratios written to {options.csv}: commit it")
         return 0
     expected = committed(options.csv, torch.cuda.get_device_name(), [case.name for case in cases])
     measured = measure(cases, options, Contestant)
     lost = judge(measured, expected, TOLERANCE)
-    for name, found in measured.items():
-        print(f"{name}: {100 * (found.ratio / expected[name] - 1):+.1f} % of the committed ratio {expected[name]:.4f}")
+    for name, ratios in measured.items():
+        print(f"{name}: {100 * (ratios.ratio / expected[name] - 1):+.1f} % of the committed ratio {expected[name]:.4f}")
     print("\n".join(f"LOST {line}" for line in lost) or f"no case lost more than {100 * TOLERANCE:g} %", flush=True)
     return 1 if lost else 0
 

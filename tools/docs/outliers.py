@@ -71,11 +71,11 @@ def times() -> Table:
 def continued() -> Table:
     """A trained model continued at several precisions: its loss before and after, in the layers of the case and in BF16, from BF16's."""
     rows = read(CONTINUED)
-    found = {(row["case"], row["seed"]): row for row in rows}
+    by_run = {(row["case"], row["seed"]): row for row in rows}
     cases = list(dict.fromkeys(row["case"] for row in rows))
 
     def losses(case: str, measure: str) -> dict[int, float]:
-        return {int(seed): float(row[measure]) for (name, seed), row in found.items() if name == case}
+        return {int(seed): float(row[measure]) for (name, seed), row in by_run.items() if name == case}
 
     def apart(case: str, measure: str) -> str:
         if case == cases[0]:

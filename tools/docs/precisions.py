@@ -96,11 +96,11 @@ ALL = (
 def bytes_by_state() -> dict[str, dict[str, float]]:
     """Return the bytes per parameter of a linear weight, its gradient and its states, by recipe."""
     table = shapes.bytes_per_parameter()
-    found = {}
+    by_case = {}
     for cells in table.cells:
         weight, master, m, v, gradient = (_sum(cell) for cell in cells[1:6])
-        found[cells[0].strip("`")] = dict(zip(STATES, (weight, gradient, master, m, v), strict=True))
-    return found
+        by_case[cells[0].strip("`")] = dict(zip(STATES, (weight, gradient, master, m, v), strict=True))
+    return by_case
 
 
 def _sum(cell: str) -> float:
@@ -120,11 +120,11 @@ FIGURES: dict[str, Callable[[], Figure]] = {f"precision-{one.name}": functools.p
 def steps(one: Page) -> list[Row]:
     """Return the fastest measured step of GPT-1.3B in BF16 and in this precision, on one H200 with micro-batch 4."""
     rows = [row for row in read(STEP) if whole_step(row)]
-    found = []
+    fastest = []
     for name in dict.fromkeys(("O0", one.recipe)):
         some = [row for row in rows if same_case(row["case"]) == same_case(name)]
-        found += [min(some, key=lambda row: float(row["ms"]))] if some else []
-    return found
+        fastest += [min(some, key=lambda row: float(row["ms"]))] if some else []
+    return fastest
 
 
 def losses(one: Page) -> Table:

@@ -63,9 +63,9 @@ def records() -> Table:
         groups.setdefault((str(model(row)), cards(row)), []).append((name, row))
     cells, used = [], []
     order = list(MODELS.values())
-    for (of_model, (count, card)), found in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
-        ours = [one for one in found if one[1]["case"].split()[0] != BASE]
-        bf16 = [one for one in found if one not in ours]
+    for (of_model, (count, card)), entries in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+        ours = [one for one in entries if one[1]["case"].split()[0] != BASE]
+        bf16 = [one for one in entries if one not in ours]
         best: dict[str, tuple[str, Row]] = {}
         if ours:
             best["fastest"] = max(ours, key=lambda one: float(one[1]["tokens_s_gpu"]))

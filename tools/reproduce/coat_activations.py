@@ -278,12 +278,12 @@ def watch(model: Any, tokens: Tensor, seen: Callable[[str, int, Tensor], None]) 
         halves: dict[str, Tensor] = {}
 
         def half(name: str, layer: int = layer, halves: dict[str, Tensor] = halves) -> Callable[..., None]:
-            def made(_: Any, args: Any, output: Tensor) -> None:
+            def keep(_: Any, args: Any, output: Tensor) -> None:
                 halves[name] = output.flatten(0, 1)
                 if len(halves) == 2:
                     seen(SWIGLU, layer, torch.cat([halves.pop("gate"), halves.pop("up")], 1))
 
-            return made
+            return keep
 
         handles += [part["gate and up input"].register_forward_hook(half("gate")), ups[layer].register_forward_hook(half("up"))]
     try:

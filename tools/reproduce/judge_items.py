@@ -63,10 +63,10 @@ def pairs(model: Model, examples: Sequence[Mapping[str, Any]]) -> Items:
         for example in examples
         for answer in sorted(example["target_scores"], key=lambda answer: -example["target_scores"][answer])
     ]
-    found = iter([float(score.logprobs.double().sum()) for score in _continued(model, asked)])
+    scores = iter([float(score.logprobs.double().sum()) for score in _continued(model, asked)])
     correct = []
     for example in examples:
-        right, *others = (next(found) for _ in example["target_scores"])
+        right, *others = (next(scores) for _ in example["target_scores"])
         correct.append(float(all(right > other for other in others)))
     return _share(correct)
 
@@ -91,10 +91,10 @@ def judged(
     model: Model, texts: Sequence[str], passages: Sequence[Mapping[str, str]], sets: Mapping[str, Sequence[Any]]
 ) -> dict[str, Items]:
     """Return what a model scored, by kind of item; kinds that were not given are absent."""
-    found = {DOCUMENTS: documents(model, texts)} if texts else {}
+    items = {DOCUMENTS: documents(model, texts)} if texts else {}
     if passages:
-        found[LAST_WORDS] = last_words(model, passages)
-    return found | {f"{name}, share correct": pairs(model, examples) for name, examples in sets.items()}
+        items[LAST_WORDS] = last_words(model, passages)
+    return items | {f"{name}, share correct": pairs(model, examples) for name, examples in sets.items()}
 
 
 def compared(models: Mapping[str, Mapping[str, Items]], about: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -106,8 +106,8 @@ def compared(models: Mapping[str, Mapping[str, Items]], about: Mapping[str, Mapp
     """
     base = next(iter(models.values()))
     for kind, of_base in base.items():
-        for name, found in models.items():
-            items = found[kind]
+        for name, of_model in models.items():
+            items = of_model[kind]
             above = interval([ours - theirs for ours, theirs in zip(items.each, of_base.each, strict=True)])
             yield {
                 "kind": kind,
@@ -133,12 +133,12 @@ def _read(args: argparse.Namespace) -> tuple[list[str], list[Any], dict[str, lis
 
 def _examples(file: Path) -> list[Any]:
     try:
-        found = json.loads(read_text(file, "a file in BIG-bench's form"))
+        content = json.loads(read_text(file, "a file in BIG-bench's form"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON ({error.msg}): was the file cut?") from None
-    if not isinstance(found, dict) or not isinstance(found.get("examples"), list):
+    if not isinstance(content, dict) or not isinstance(content.get("examples"), list):
         raise ValueError(f"{file} has no list of examples: give a task in BIG-bench's form")
-    return found["examples"]
+    return content["examples"]
 
 
 @exit_codes.command

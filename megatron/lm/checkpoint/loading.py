@@ -291,10 +291,10 @@ def _expert_biases(model: nn.Module, stored: Stored, where: dict[str, list[Place
     biases = {name: x for name, x in model.named_buffers() if name.endswith(".router.expert_bias") and name in where}
     for name, own in biases.items():
         key = f"model/{where[name][0].name}"
-        found = stored.tensor(key) if key in stored.tensors else None
-        if found is None or found.dtype != own.dtype or found.shape != own.shape or not found.isfinite().all():
+        bias = stored.tensor(key) if key in stored.tensors else None
+        if bias is None or bias.dtype != own.dtype or bias.shape != own.shape or not bias.isfinite().all():
             raise ValueError(f"{stored.folder} is damaged: {key} is not {tuple(own.shape)} finite FP32 values; load an older checkpoint")
-        biases[name] = found
+        biases[name] = bias
     return biases
 
 

@@ -15,7 +15,7 @@ from megatron.lm.checkpoint.forms.expert_tensors import separate
 from megatron.lm.checkpoint.loading import judge, open_stored, take_model
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.tensor_reader import check_number
-from megatron.lm.checkpoint.values import Found, check_agree, find, find_whole
+from megatron.lm.checkpoint.values import StoredTensor, check_agree, find, find_whole
 from megatron.lm.config import Config, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.rules.check import single_values
@@ -108,7 +108,7 @@ class CheckpointReader:
             return tensor.payload
         return tensor.values() if tensor.scale_inv is None else tensor.to(of_dtype(tensor.payload.dtype), torch.bfloat16)
 
-    def _find(self, prefix: str, name: str, find: Callable[..., Found] = find) -> Found:
+    def _find(self, prefix: str, name: str, find: Callable[..., StoredTensor] = find) -> StoredTensor:
         size = self.stored.tensors[f"{prefix}/{name}"].shape
         if not size.numel():
             raise ValueError(f"{self.folder} is damaged: {prefix}/{name} is {tuple(size)}, which is empty; load an older checkpoint")

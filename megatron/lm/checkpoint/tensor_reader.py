@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.checkpoint.judging.tensors import number_problem
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.values import Found, check_agree, check_remainder, find, find_whole, firsts, scalar
+from megatron.lm.checkpoint.values import StoredTensor, check_agree, check_remainder, find, find_whole, firsts, scalar
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format
@@ -39,15 +39,15 @@ class TensorReader:
     def __init__(self, stored: Stored, vocab_size: int, requantised: set[str], steps: int = 0) -> None:
         self.stored, self.vocab_size, self.requantised, self.steps = stored, vocab_size, requantised, steps
         self.kinds = {name.partition("/")[0] for name in stored.tensors}  # once: a mixture of experts has thousands of tensors
-        self.weights: dict[str, Found] = {}  # by name, those read so far that have a separate master
+        self.weights: dict[str, StoredTensor] = {}  # by name, those read so far that have a separate master
 
-    def find(self, prefix: str, where: list[Place], shape: torch.Size) -> Found:
+    def find(self, prefix: str, where: list[Place], shape: torch.Size) -> StoredTensor:
         """Read and check a tensor of `shape` at these places."""
         tensor = find(self.stored, prefix, where, shape, self.vocab_size)
         tensor.check(self.stored.folder)
         return tensor
 
-    def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
+    def value(self, prefix: str, where: list[Place], shape: torch.Size, fmt: Format) -> StoredTensor:
         """Read the source of a tensor in `fmt`: the tensor with its remainder; for BF16 only the first component, to which the pair
         rounds."""
         if fmt == BF16:
@@ -56,7 +56,7 @@ class TensorReader:
         tensor.check(self.stored.folder)
         return tensor
 
-    def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> Found:
+    def best(self, where: list[Place], shape: torch.Size, fmt: Format) -> StoredTensor:
         """Read the master if there is one, else the weight; see `value`."""
         return self.value(MASTER.key if f"{MASTER.key}/{where[0].name}" in self.stored.tensors else "model", where, shape, fmt)
 
@@ -132,7 +132,7 @@ class TensorReader:
         kept = [(state, fmt) for state, fmt in kept_states(holding.param, holding.formats) if state.remainder_of == WEIGHT]
         return {state.key: holding.copy_of(self.remainder(state.key, where, holding.param.shape, fmt)) for state, fmt in kept}
 
-    def _to(self, tensor: Found, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _to(self, tensor: StoredTensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
         if not tensor.keeps_bits(fmt):
             self.requantised.add(tensor.key)
         return tensor.to(fmt, dtype)
@@ -145,7 +145,7 @@ def saved_scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]
     for name, layer in model.named_modules():
         if not isinstance(layer, TensorScales):
             continue
-        found: dict[str, Place] = {}
+        places: dict[str, Place] = {}
         for of_channels in (False, True):
             buffers = [f"{name}.{key}" for key in layer.state_dict() if key.startswith("channels.") == of_channels]
             named = {local: where[local][0] for local in buffers}
@@ -153,11 +153,11 @@ def saved_scaling(model: nn.Module, stored: Stored, where: dict[str, list[Place]
                 local: stored.tensors[key].shape for local, place in named.items() if (key := f"model/{place.name}") in stored.tensors
             }
             if all(shapes.get(local) == place.shape for local, place in named.items()):
-                found |= named
+                places |= named
             elif not of_channels:
                 break
-        if found:
-            saved = {local: _own_part(stored, place) for local, place in found.items()}
+        if places:
+            saved = {local: _own_part(stored, place) for local, place in places.items()}
             try:
                 layer.check_state({local.removeprefix(f"{name}."): x for local, x in saved.items()})
             except ValueError as problem:

@@ -42,7 +42,7 @@ def firsts() -> dict[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class StoredTensor:
     """A local tensor as stored: `payload`, and the `scale_inv` of each part (slices) with its own scale; in COAT's format `groups`, FP32,
     the maximum and exponent of each element's group. Its first `rows` rows were stored, and the others were filled in (None: all stored).
     """
@@ -108,7 +108,7 @@ class Found:
                 raise ValueError(f"{folder}: {self.key}{problem}; load an older checkpoint")
 
 
-def check_agree(weight: Found, master: Found, folder: object) -> None:
+def check_agree(weight: StoredTensor, master: StoredTensor, folder: object) -> None:
     """Raise a ValueError if a weight is not its master rounded to the weight's format.
 
     A weight is cast from its stored master, and saturates at the maximum of its format. The cast changes a value by at most half a step:
@@ -140,7 +140,7 @@ def check_agree(weight: Found, master: Found, folder: object) -> None:
             )
 
 
-def _is_cast_of(weight: Found, master: Found) -> bool:
+def _is_cast_of(weight: StoredTensor, master: StoredTensor) -> bool:
     """Return whether a weight has the bits that a cast of its master gives, as after every step; in blocks of rows, since a save has no
     memory for FP32 copies of a whole embedding."""
     weight_inv, theirs = (x.scale_inv if x.scales else torch.ones(()) for x in (weight, master))
@@ -163,7 +163,7 @@ def _firsts(x: Tensor) -> Tensor:
     return x[..., :: STATE_GROUP.size].contiguous()
 
 
-def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
+def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> StoredTensor:
     """Read a local tensor of `shape` at the places `where`.
 
     A vocabulary with other padding is truncated, or extended by copies of its last padding row; without one, by the mean of its last
@@ -200,7 +200,7 @@ def find(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[in
                     target[part] = _of_elements(_fp32_beside(stored, name, STATE_GROUP.groups(chunk.shape)), place, chunk, part)
             elif part is not None and (scale_key(key, chunk.offset) in stored.tensors or needs_scale):
                 scales.append((part, _fp32_beside(stored, scale_key(key, chunk.offset), ())))
-    return Found(f"{prefix}/{where[0].name}", payload, scales, groups, there)
+    return StoredTensor(f"{prefix}/{where[0].name}", payload, scales, groups, there)
 
 
 def _fp32_beside(stored: Stored, key: str, shape: Sequence[int]) -> Tensor:
@@ -220,14 +220,14 @@ def _of_elements(numbers: Tensor, place: Place, chunk: Chunk, part: tuple[slice,
     return STATE_GROUP.spread(numbers, chunk.shape)[rows][(slice(None), *others)]
 
 
-def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> Found:
+def find_whole(stored: Stored, prefix: str, where: Sequence[Place], shape: Sequence[int], vocab_size: int) -> StoredTensor:
     """Like `find`, but add the remainder if there is one: the sum of both in FP32."""
     tensor = find(stored, prefix, where, shape, vocab_size)
     for key, first in firsts().items():
         if first == prefix and f"{key}/{where[0].name}" in stored.tensors:
             check_remainder(stored, key, where)
             x, y = mcf.load_pair(tensor.payload, find(stored, key, where, shape, vocab_size).payload)
-            return Found(tensor.key, x.float() + y.float(), [], rows=tensor.rows)
+            return StoredTensor(tensor.key, x.float() + y.float(), [], rows=tensor.rows)
     return tensor
 
 

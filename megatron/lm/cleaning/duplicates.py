@@ -31,9 +31,9 @@ def signature(text: str) -> list[int]:
 
     words = _words(text)
     grams = {" ".join(words[i : i + GRAM]) for i in range(max(1, len(words) - GRAM + 1))}
-    made = MinHash(num_perm=PERMUTATIONS, seed=SEED, scheme=SCHEME)
-    made.update_batch([gram.encode() for gram in sorted(grams)])
-    return [int(value) for value in made.hashvalues]
+    minhash = MinHash(num_perm=PERMUTATIONS, seed=SEED, scheme=SCHEME)
+    minhash.update_batch([gram.encode() for gram in sorted(grams)])
+    return [int(value) for value in minhash.hashvalues]
 
 
 class Seen:
@@ -66,11 +66,11 @@ class Seen:
             from datasketch import MinHash
 
             values = np.array(minhash, dtype=np.uint64)
-            made = MinHash(num_perm=PERMUTATIONS, seed=SEED, scheme=SCHEME, hashvalues=values)
+            entry = MinHash(num_perm=PERMUTATIONS, seed=SEED, scheme=SCHEME, hashvalues=values)
             # Documents that share a band are candidates; the whole signatures decide.
-            if any(np.mean(self._signatures[other] == values) >= self._threshold for other in self._near.query(made)):
+            if any(np.mean(self._signatures[other] == values) >= self._threshold for other in self._near.query(entry)):
                 return "duplicate: near"
-            self._near.insert(len(self._signatures), made)
+            self._near.insert(len(self._signatures), entry)
             self._signatures.append(values)
         self._keys.add(key)
         return None

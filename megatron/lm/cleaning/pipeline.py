@@ -136,8 +136,8 @@ def clean(
     with parents(parts):
         _begin(parts, plan)
         try:
-            made = _first_pass(inputs, parts, rules, workers, part_bytes, say)
-            counts = _second_pass(parts, made, output, rules)
+            examined = _first_pass(inputs, parts, rules, workers, part_bytes, say)
+            counts = _second_pass(parts, examined, output, rules)
         except BrokenProcessPool:
             raise ValueError(
                 f"one of {workers} workers was killed, possibly for lack of memory: use fewer; finished parts are kept"
@@ -164,18 +164,18 @@ def _begin(parts: Path, plan: dict[str, Any]) -> None:
 
 
 def _first_pass(inputs: Sequence[Path], parts: Path, rules: Rules, workers: int, part_bytes: int, say: Callable[[str], None]) -> list[Path]:
-    made: list[Path] = []
+    files: list[Path] = []
 
     def todo() -> Iterator[tuple[Path, list[dict[str, Any]]]]:
         for number, batch in enumerate(_batches(inputs, part_bytes)):
-            made.append(parts / f"{number:05d}.jsonl")
-            if not made[-1].is_file():
-                yield made[-1], batch
+            files.append(parts / f"{number:05d}.jsonl")
+            if not files[-1].is_file():
+                yield files[-1], batch
 
     work = functools.partial(_write_part, rules=rules)
     for count, part in enumerate(_each(work, todo(), workers), start=1):
         say(f"{count} parts examined ({part.name})")
-    return made
+    return files
 
 
 def _each(work: Callable[[tuple[Path, list[dict[str, Any]]]], Path], todo: Iterable[Any], workers: int) -> Iterator[Path]:
@@ -218,11 +218,11 @@ def _write_part(entry: tuple[Path, list[dict[str, Any]]], rules: Rules) -> Path:
     return part
 
 
-def _second_pass(parts: Path, made: list[Path], output: Path, rules: Rules) -> Counter[str]:
+def _second_pass(parts: Path, files: list[Path], output: Path, rules: Rules) -> Counter[str]:
     counts: Counter[str] = Counter({"read": 0, "kept": 0, "bytes kept": 0})
     seen = duplicates.Seen(rules.near)
     with written_aside(output) as stream:
-        for part in made:
+        for part in files:
             for line in part.read_bytes().splitlines():
                 record = json.loads(line)
                 counts["read"] += 1

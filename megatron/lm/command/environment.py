@@ -41,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(argv)
-    found = dict(describe())
+    description = dict(describe())
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(description, indent=1))
         return
-    width = max(map(len, found))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+    width = max(map(len, description))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in description.items()))
 
 
 def describe() -> Iterator[tuple[str, str]]:
@@ -68,10 +68,10 @@ def describe() -> Iterator[tuple[str, str]]:
 
 def msamp_file() -> Path:
     """Return the library's `__init__.py`, without importing it, which would import torch."""
-    found = importlib.util.find_spec("msamp")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin)
+    spec = importlib.util.find_spec("msamp")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
 
 
 def msamp_version() -> str:

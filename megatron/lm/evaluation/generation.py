@@ -84,10 +84,10 @@ class Generated:
     def speed(self) -> str:
         """Return a line with the tokens read and generated, and tokens/s."""
         read = self.prompt_tokens / max(self.prompt_seconds, 1e-9)
-        made = self.new_tokens / max(self.new_seconds, 1e-9)
+        rate = self.new_tokens / max(self.new_seconds, 1e-9)
         return (
             f"{self.prompt_tokens} tokens of {len(self.tokens)} prompts in {self.prompt_seconds:.2f} s ({read:.0f} tokens/s), "
-            f"{self.new_tokens} tokens generated in {self.new_seconds:.2f} s ({made:.1f} tokens/s)"
+            f"{self.new_tokens} tokens generated in {self.new_seconds:.2f} s ({rate:.1f} tokens/s)"
         )
 
 
@@ -119,14 +119,14 @@ def generate(
         ValueError: if there is no prompt, one is empty or longer than `seq_length`, `n` is out of range, or logits are non-finite.
     """
     _check(prompts, n, seq_length)
-    made = Generated([[] for _ in prompts], [[] for _ in prompts], [False] * len(prompts))
+    generated = Generated([[] for _ in prompts], [[] for _ in prompts], [False] * len(prompts))
     if n == 0:
-        return made
+        return generated
     generators = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(prompts))]
     contexts = [list(prompt) for prompt in prompts]
-    made.prompt_tokens, start = sum(map(len, prompts)), time.perf_counter()
+    generated.prompt_tokens, start = sum(map(len, prompts)), time.perf_counter()
     logits = decoder.prefill(contexts)
-    made.prompt_seconds, start = _elapsed(logits, start), time.perf_counter()
+    generated.prompt_seconds, start = _elapsed(logits, start), time.perf_counter()
     for left in reversed(range(n)):
         uniforms = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
         drawn, logprobs, finite = _drawn(logits[:, :vocab_size], sampling, uniforms)
@@ -136,23 +136,23 @@ def generate(
             raise ValueError(_DIVERGED)
         for row, (token, logprob) in enumerate(zip(map(int, values[0]), values[1], strict=True)):
             contexts[row].append(token)
-            if made.ended[row]:
+            if generated.ended[row]:
                 continue
-            made.ended[row] = token == eod
+            generated.ended[row] = token == eod
             if token != eod:
-                made.tokens[row].append(token)
-                made.logprobs[row].append(logprob)
-                made.ended[row] = stopped is not None and stopped(made.tokens[row])
-            made.new_tokens += 1
-        if not left or all(made.ended):
+                generated.tokens[row].append(token)
+                generated.logprobs[row].append(logprob)
+                generated.ended[row] = stopped is not None and stopped(generated.tokens[row])
+            generated.new_tokens += 1
+        if not left or all(generated.ended):
             break
         if max(map(len, contexts)) > seq_length:
             contexts = [context[-((seq_length + 1) // 2) :] if len(context) > seq_length else context for context in contexts]
             logits = decoder.prefill(contexts)
         else:
             logits = decoder.step(drawn)
-    made.new_seconds = _elapsed(logits, start)
-    return made
+    generated.new_seconds = _elapsed(logits, start)
+    return generated
 
 
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,8 +139,8 @@ class Adapter(TemplateLM):
             text = self.model.decode(tokens)
             return any(stop in text for stop in until)
 
-        made = self.model.generate(prompts, count, sampling, stopped if until else None)
-        return [_before(self.model.decode(tokens), until) for tokens in made.tokens]
+        generated = self.model.generate(prompts, count, sampling, stopped if until else None)
+        return [_before(self.model.decode(tokens), until) for tokens in generated.tokens]
 
 
 def _is_result(key: str, value: Any) -> bool:

@@ -55,7 +55,7 @@ class MicroBatchBuffers(Inputs):
     Attributes:
         input: hidden states from the previous stage, [s, b, h], with sequence parallelism a slice of s; None on the model's first chunk.
         output: hidden states for the next stage, or the sum of losses, FP32 0-dim.
-        made: the result of forward, until its backward is captured.
+        result: of forward, until its backward is captured.
         pool: memory pool of the slot's graphs.
     """
 
@@ -64,7 +64,7 @@ class MicroBatchBuffers(Inputs):
         self.number = number
         self.input = None if input_like is None else torch.empty_like(input_like).requires_grad_()
         self.output = torch.empty_like(output_like)
-        self.made: Tensor | None = None
+        self.result: Tensor | None = None
         self.pool = torch.cuda.graph_pool_handle()
 
 
@@ -158,14 +158,14 @@ class StageGraphs(Replays):
             self.training.grad_sync.clear()
         chunk.model.set_input_tensor([slot.input])
         with torch.enable_grad():
-            slot.made = model_output(chunk.model, slot.batch)
-        slot.output.copy_(slot.made.detach())
+            slot.result = model_output(chunk.model, slot.batch)
+        slot.output.copy_(slot.result.detach())
 
     def _backward(self, chunk: Chunk, slot: MicroBatchBuffers) -> None:
-        assert slot.made is not None
+        assert slot.result is not None
         with self.training.grad_sync.no_sync():  # `finish` sends the sums
-            slot.made.backward(chunk.grad_output)
-        slot.made = None
+            slot.result.backward(chunk.grad_output)
+        slot.result = None
         if slot.input is not None and slot.input.grad is not None and chunk.grad_input is not None:
             chunk.grad_input.copy_(slot.input.grad)
             slot.input.grad = None

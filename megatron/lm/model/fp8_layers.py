@@ -143,8 +143,8 @@ def times_by_slot(config: Config, measure: Measure | None) -> dict[str, Times] |
     # O1 and O2 cast the stored weight twice, O3 does not cast it.
     where = f"{gpu}, torch {torch.__version__}, weight {recipe.weight}, scaling {scaling}"
     keys = {slot: f"{where}, {s.tokens} x {s.inputs} x {s.outputs}" for slot, s in layer_shapes(config).items()}
-    found = _cached(config, {keys[slot]: shape for slot, shape in layer_shapes(config).items()}, measure)
-    return found and {slot: found[key] for slot, key in keys.items()}
+    times = _cached(config, {keys[slot]: shape for slot, shape in layer_shapes(config).items()}, measure)
+    return times and {slot: times[key] for slot, key in keys.items()}
 
 
 def _cached(config: Config, shapes: Mapping[str, Shape | AttentionShape], measure: Measure | None) -> dict[str, Times] | None:

@@ -144,5 +144,5 @@ def batch(examples: Sequence[Example], positions: int, fill: int, device: torch.
         tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
         attended[row, : len(example.tokens)] = True
     places = torch.arange(longest).clamp(max=positions - 1).expand(len(examples), longest)
-    made = {"tokens": tokens, "position_ids": places, "attended": attended, "labels": torch.tensor([each.label for each in examples])}
-    return {name: values.to(device) for name, values in made.items()}
+    tensors = {"tokens": tokens, "position_ids": places, "attended": attended, "labels": torch.tensor([each.label for each in examples])}
+    return {name: values.to(device) for name, values in tensors.items()}

@@ -89,8 +89,8 @@ def batch(sequences: Sequence[Sequence[Example]], seq_length: int, pad: int, dev
             answer[row, start] = False
             start = end
         positions[row, start:] = torch.arange(seq_length - start)
-    made = {"input_ids": tokens, "position_ids": positions, "answer": answer}
-    return {name: values.to(device) for name, values in made.items()}
+    tensors = {"input_ids": tokens, "position_ids": positions, "answer": answer}
+    return {name: values.to(device) for name, values in tensors.items()}
 
 
 @torch.no_grad()

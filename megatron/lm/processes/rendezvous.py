@@ -143,11 +143,11 @@ def listener(host: str, port: int) -> int | None:
     if not _is_loopback(host, port):
         return None
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as made:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(socket.SOMAXCONN)
-        return made.detach()
+    with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen(socket.SOMAXCONN)
+        return server.detach()
     return None
 
 

@@ -42,7 +42,7 @@ class TokenCheck:
         """Wait if a digest of the checkpoint is still to be compared; print a line if a checkpoint will lack its own.
 
         Args:
-            leaving: the run was told to leave.
+            leaving: whether the run is being stopped.
         """
         left = self._look()
         if not left:

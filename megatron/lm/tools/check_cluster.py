@@ -43,7 +43,7 @@ HANGING = "sum"  # name of the thread that waits for others
 
 
 @dataclass(frozen=True)
-class Found:
+class DeviceReport:
     """What a process reports about its own GPU: `problem` as text or None, time of a BF16 product (s), free memory (GiB)."""
 
     host: str
@@ -103,7 +103,7 @@ def _seconds(device: torch.device, work: Callable[[], object], times: int = 20) 
     return (time.perf_counter() - started) / times
 
 
-def look(launch: LaunchEnvironment, least_free_gib: float | None) -> tuple[torch.device, Found]:
+def look(launch: LaunchEnvironment, least_free_gib: float | None) -> tuple[torch.device, DeviceReport]:
     """Return this process's device and its state; an error of the driver is reported as a problem.
 
     Args:
@@ -123,9 +123,9 @@ def look(launch: LaunchEnvironment, least_free_gib: float | None) -> tuple[torch
 
             free, total = psutil.virtual_memory().available / 2**30, 0.0
         problem, seconds = local_problem(device, free, FREE_SHARE * total if least_free_gib is None else least_free_gib)
-        return device, Found(host, problem, seconds, free)
+        return device, DeviceReport(host, problem, seconds, free)
     except RuntimeError as error:
-        return device, Found(host, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 0.0, 0.0)
+        return device, DeviceReport(host, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 0.0, 0.0)
 
 
 def slow(seconds: Mapping[int, float], factor: float) -> dict[int, str]:
@@ -236,13 +236,13 @@ def open_board(launch: LaunchEnvironment, limit: float, expected: Sequence[str])
     return Board(store, launch, limit, expected)
 
 
-def check_devices(board: Board, own: Found, slow_factor: float) -> list[str]:
+def check_devices(board: Board, own: DeviceReport, slow_factor: float) -> list[str]:
     """Collect the device reports of all processes; return the hosts by rank. RunStopped on every rank if one is missing or has a
     problem."""
     board.say("device", vars(own))
 
     def judge() -> str | None:
-        reports = {rank: Found(**word) for rank, word in board.words("device", range(board.launch.world_size)).items()}
+        reports = {rank: DeviceReport(**word) for rank, word in board.words("device", range(board.launch.world_size)).items()}
         board.hosts |= {rank: report.host for rank, report in reports.items()}
         missing = [rank for rank in range(board.launch.world_size) if rank not in reports]
         problems = {rank: report.problem for rank, report in reports.items() if report.problem}

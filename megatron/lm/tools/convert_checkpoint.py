@@ -157,7 +157,7 @@ def import_hf(args: argparse.Namespace) -> str:
 
     about, tensors = read_json(args.load / "config.json"), Tensors(args.load)
     given = _given_tokenizer(args)
-    data = DataConfig(**given) if given else tokenizer_files.found(args.load)  # type: ignore[arg-type]
+    data = DataConfig(**given) if given else tokenizer_files.settings_in(args.load)  # type: ignore[arg-type]
     settings = {name: getattr(data, name) for name in _TOKENIZER}
     size = None if data.tokenizer_type == "NullTokenizer" else tokenizer_files.build_tokenizer(data).vocab_size
     with new_folder(args.output) as folder:

@@ -86,6 +86,6 @@ def block_cast(
             out += no_operand(x, dtype, scale_rule)
             continue
         payload, scale_inv = quantize_blocks(operand.contiguous(), block, of_dtype(dtype), scale_rule)
-        made = new_operand(x, (operand.shape[0], operand.shape[1]), block, dtype, scale_rule)
-        out += [made[0].copy_(payload), made[1].copy_(scale_inv)]
+        stored = new_operand(x, (operand.shape[0], operand.shape[1]), block, dtype, scale_rule)
+        out += [stored[0].copy_(payload), stored[1].copy_(scale_inv)]
     return out[0], out[1], out[2], out[3]

@@ -127,8 +127,8 @@ def attention_backward(
     dp8 = quantize(dp, scales.gradients[0], E5M2).float()
     dq = (dp8 @ k) * (scales.dp_scale_inv * of_k)
     dk = over_groups(dp8.transpose(2, 3) @ q, groups) * (scales.dp_scale_inv * of_q)
-    made = [quantize(_by_token(x), scale, E5M2).contiguous() for x, scale in zip((dq, dk, dv), scales.gradients[1:], strict=True)]
-    return made[0], made[1], made[2], torch.stack([amax(x) for x in (dp, dq, dk, dv)])
+    codes = [quantize(_by_token(x), scale, E5M2).contiguous() for x, scale in zip((dq, dk, dv), scales.gradients[1:], strict=True)]
+    return codes[0], codes[1], codes[2], torch.stack([amax(x) for x in (dp, dq, dk, dv)])
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:

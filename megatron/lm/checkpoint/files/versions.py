@@ -106,8 +106,8 @@ def check_info(info: dict[str, Any]) -> None:
             0 < scale < math.inf and _natural(good) and _natural(rest.get("overflows_left", 0))
         ):
             pass
-        case found:
-            raise ValueError(f"has the invalid loss scale {found!r}; load an older checkpoint")
+        case other:
+            raise ValueError(f"has the invalid loss scale {other!r}; load an older checkpoint")
     try:
         config = config_from_dict(info.get("config", {}))
     except ValueError as problem:

@@ -17,7 +17,7 @@ from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.files.versions import check_info, upgraded
 from megatron.lm.checkpoint.judging.tensors import extents, number_problem, tensor_problem
 from megatron.lm.checkpoint.place import names_of, places
-from megatron.lm.checkpoint.values import Found, check_agree
+from megatron.lm.checkpoint.values import StoredTensor, check_agree
 from megatron.lm.training.state import Training
 from msamp.comm.grad_scaling import MU_MAX
 from msamp.nn.scaling_state import TensorScales
@@ -120,15 +120,15 @@ def _of_weights(training: Training) -> Iterator[str]:
             continue
         name = where[names[holding.param]][0].name
         try:
-            check_agree(_found(f"model/{name}", holding.as_written()), _found(f"{MASTER.key}/{name}", master), _HERE)
+            check_agree(_stored_tensor(f"model/{name}", holding.as_written()), _stored_tensor(f"{MASTER.key}/{name}", master), _HERE)
         except ValueError as problem:
             yield _without_frame(problem)
 
 
-def _found(key: str, x: Tensor) -> Found:
+def _stored_tensor(key: str, x: Tensor) -> StoredTensor:
     assert group_numbers(x) is None
     scale, elements = scale_inv(x), payload(x)
-    return Found(key, elements, [] if scale is None else [((slice(None),) * elements.dim(), scale)])
+    return StoredTensor(key, elements, [] if scale is None else [((slice(None),) * elements.dim(), scale)])
 
 
 def _of_rng(items: Sequence[Item]) -> Iterator[str]:

@@ -199,7 +199,7 @@ class Writer:
     def __init__(self, prefix: Path, tokenizer: Tokenizer, dtype: type[np.number]) -> None:
         self._prefix, self._vocab_size, self._dtype = prefix, tokenizer.vocab_size, dtype
         self.documents = self.tokens = self.text_bytes = 0
-        self._made: list[Path] = []  # folders, the innermost first
+        self._new_folders: list[Path] = []  # folders, the innermost first
         self._builder: IndexedDatasetBuilder | None = None
         self._held: BinaryIO | None = None
         self._mine = False  # whether the temporary files belong to this writer
@@ -208,7 +208,7 @@ class Writer:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         try:
-            self._made = [folder for folder in self._prefix.parents if not folder.exists()]
+            self._new_folders = [folder for folder in self._prefix.parents if not folder.exists()]
             self._prefix.parent.mkdir(parents=True, exist_ok=True)
             left = [path for path in map(self._name, _PARTIALS) if os.path.lexists(path)]
             self._hold()
@@ -248,7 +248,7 @@ class Writer:
                 path.unlink(missing_ok=True)
         if self._held is not None:
             self._held.close()
-        for folder in self._made:
+        for folder in self._new_folders:
             with contextlib.suppress(OSError, ValueError):
                 folder.rmdir()  # succeeds only if it is empty
 

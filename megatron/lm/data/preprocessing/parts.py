@@ -49,7 +49,7 @@ def write_in_parts(
     plan = {"source": dict(source), "options": _identity(options), "keys": sorted(prefixes), "part_bytes": part_bytes}
     _begin(folder, json.dumps(plan, indent=2, default=str) + "\n")
     try:
-        made = []
+        written = []
         for number, part in enumerate(_cut(iter(documents), part_bytes)):
             names = {key: folder / f"{number:05d}_{key}" for key in prefixes}
             mark = folder / f"{number:05d}.json"
@@ -62,8 +62,8 @@ def write_in_parts(
                 counts = write_datasets(part, names, options, workers=workers, progress=progress, part=True)
                 with written_aside(mark) as stream:
                     stream.write(json.dumps({key: asdict(count) for key, count in counts.items()}).encode())
-            made.append((names, json.loads(mark.read_text(encoding="utf-8"))))
-        joined = _join(made, prefixes, options)
+            written.append((names, json.loads(mark.read_text(encoding="utf-8"))))
+        joined = _join(written, prefixes, options)
     except ValueError as error:
         if not isinstance(error.__context__, OSError | RuntimeError):  # a full disk or a killed worker: resume later
             shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +117,7 @@ def _cut(documents: Iterator[Document], part_bytes: int) -> Iterator[Iterator[Do
 
 
 def _join(
-    made: list[tuple[dict[str, Path], dict[str, Any]]], prefixes: Mapping[str, Path], options: EncodeOptions
+    written: list[tuple[dict[str, Path], dict[str, Any]]], prefixes: Mapping[str, Path], options: EncodeOptions
 ) -> dict[str, DatasetCounts]:
     from megatron.core.datasets.indexed_dataset import DType
 
@@ -126,7 +126,7 @@ def _join(
     try:
         with ExitStack() as stack:
             writers = {key: stack.enter_context(Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
-            for names, counts in made:
+            for names, counts in written:
                 for key, name in names.items():
                     if counts[key]["tokens"]:
                         writers[key].join(name, DatasetCounts(**counts[key]))

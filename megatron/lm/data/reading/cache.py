@@ -46,16 +46,16 @@ def kept(folder: Path, name: str, arrays: tuple[str, ...], make: Callable[[], Ar
         pass
     except (OSError, ValueError) as problem:
         print(f"index cache {folder / name} is invalid ({problem}): it is rebuilt", flush=True)
-    made = make()
+    computed = make()
     if not writes:
         print(f"index cache {folder / name} cannot be read here: this process builds it in its own memory", flush=True)
-        return made
+        return computed
     try:
-        _write(folder, name, dict(zip(arrays, made, strict=True)))
+        _write(folder, name, dict(zip(arrays, computed, strict=True)))
         return _read(folder, name, arrays)
     except (OSError, ValueError) as problem:
         print(f"warning: index cache {folder / name} cannot be written ({problem}): every process builds it in its own memory", flush=True)
-        return made
+        return computed
 
 
 def _read(folder: Path, name: str, arrays: tuple[str, ...]) -> Arrays:

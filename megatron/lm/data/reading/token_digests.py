@@ -86,8 +86,8 @@ class TokenDigests:
         """Return the digest of a dataset, which is None until all its copies are known."""
         for number, (name, _) in enumerate(self.files):
             if name == prefix:
-                found = {self._known[number, key] for key in self._key_of[number]}
-                return None if None in found else found.pop()
+                known = {self._known[number, key] for key in self._key_of[number]}
+                return None if None in known else known.pop()
         return None
 
     def exchange(self) -> int:
@@ -244,8 +244,8 @@ def verify(data: Mapping[str, Any], digests: TokenDigests, saved: str | None, *,
     """
     lines = []
     for entry in data["datasets"]:
-        prefix, found = entry["prefix"], digests.digest(entry["prefix"])
-        if found is None or entry.get(WHOLE) == found:
+        prefix, digest = entry["prefix"], digests.digest(entry["prefix"])
+        if digest is None or entry.get(WHOLE) == digest:
             continue
         if entry.get(WHOLE) is not None:
             what = f"{prefix}.bin has other tokens than when the checkpoint in {saved} was written"
@@ -255,7 +255,7 @@ def verify(data: Mapping[str, Any], digests: TokenDigests, saved: str | None, *,
                     "--override-data. Nothing was saved since the start"
                 )
             lines.append(f"--override-data: {what}")
-        entry[WHOLE] = found
+        entry[WHOLE] = digest
     return lines
 
 

@@ -62,7 +62,7 @@ def write(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
         write_json(folder / "tokenizer_config.json", about | ends | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def found(folder: Path) -> DataConfig:
+def settings_in(folder: Path) -> DataConfig:
     """Return the settings of the tokenizer in a Hugging Face folder; NullTokenizer if it contains none that the trainer reads."""
     refuse_irregular(folder, ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"))
     if (folder / "tokenizer.json").is_file():

@@ -80,12 +80,12 @@ class Watch:
 
     def _newest(self) -> tuple[list[WatchedRun], int]:
         """Return the runs to show, which keep what earlier calls have read of them, and the number of older runs that are left out."""
-        found = runs_below(self.path)
-        for run in found:
+        runs = runs_below(self.path)
+        for run in runs:
             kept = self._runs.setdefault(run.metrics, run)
             kept.name, kept.record, kept.unclear = run.name, run.record, run.unclear
-        shown = sorted(found[-MOST_RUNS:], key=lambda run: run.name)
-        return [self._runs[run.metrics] for run in shown], len(found) - len(shown)
+        shown = sorted(runs[-MOST_RUNS:], key=lambda run: run.name)
+        return [self._runs[run.metrics] for run in shown], len(runs) - len(shown)
 
     def _lines(self, runs: Sequence[WatchedRun], statuses: Sequence[Status], left_out: int, *, live: bool) -> list[Line]:
         how = f"every {self.interval} s, Ctrl-C leaves" if live else "looked at once"

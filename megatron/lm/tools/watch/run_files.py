@@ -130,11 +130,11 @@ class WatchedRun:
         """Return {layer: {tensor: share of non-zero values that became zero}} of the last recorded step, FP8 linear layers only."""
         series = self.step["series"] if self.step is not None else {}
         layers = [layer for layer, tensor in series if tensor == "input"]
-        found: dict[str, dict[str, float]] = {layer: {} for layer in layers}
+        shares: dict[str, dict[str, float]] = {layer: {} for layer in layers}
         for (layer, tensor), row in series.items():
-            if layer in found and row.get("underflow") is not None:
-                found[layer][tensor] = row["underflow"]
-        return found
+            if layer in shares and row.get("underflow") is not None:
+                shares[layer][tensor] = row["underflow"]
+        return shares
 
 
 def _judged(entry: dict[str, Any]) -> dict[str, Any]:

@@ -113,5 +113,5 @@ def without_record(run: WatchedRun) -> str:
     if run.record is not None:
         return "underflow by layer: the precision record has no step yet"
     whole = run.train[-1].get("grad_underflow") if run.train else None
-    told = f" (of all gradients: {percent(whole)} %)" if whole is not None else ""
-    return f"underflow by layer: not recorded; --record-precision FILE in the folder of the metrics file records it{told}"
+    of_all = f" (of all gradients: {percent(whole)} %)" if whole is not None else ""
+    return f"underflow by layer: not recorded; --record-precision FILE in the folder of the metrics file records it{of_all}"

@@ -13,7 +13,7 @@ from helpers import tiny
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.checkpoint.place import names_of
-from megatron.lm.checkpoint.values import Found, find_whole
+from megatron.lm.checkpoint.values import StoredTensor, find_whole
 from megatron.lm.config import Config
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics.formats import E4M3, FP16, PLAIN_FP16, Format, by_name, of_dtype
@@ -83,19 +83,19 @@ def read(folder: Path) -> CheckpointReader:
     return CheckpointReader(iteration_folder(folder, SAVED))
 
 
-def state(saved: CheckpointReader, key: str, name: str) -> Found:
+def state(saved: CheckpointReader, key: str, name: str) -> StoredTensor:
     """`best`: the master where there is one, else the weight."""
     if key == "best":
         key = "master" if f"master/{name}" in saved.stored.tensors else "model"
     return saved._find(key, name)
 
 
-def fmt_of(found: Found) -> Format:
+def fmt_of(found: StoredTensor) -> Format:
     fmt = of_dtype(found.payload.dtype)
     return PLAIN_FP16 if fmt is FP16 and not found.scales else fmt
 
 
-def half_step(found: Found) -> Tensor:
+def half_step(found: StoredTensor) -> Tensor:
     """Largest error of a rounding to nearest into the format and scale of `found`, for the values that it holds."""
     fmt, scale_inv = fmt_of(found), found.scale_inv
     exponent = torch.frexp(found.payload.float())[1] - 1
@@ -103,7 +103,7 @@ def half_step(found: Found) -> Tensor:
     return 0.5 * step * (1.0 if scale_inv is None else scale_inv)
 
 
-def assert_rounded_once(before: Found, after: Found) -> None:
+def assert_rounded_once(before: StoredTensor, after: StoredTensor) -> None:
     """Equal bits in one format, equal values in one that holds them, else the nearest."""
     fmt, was = fmt_of(after), fmt_of(before)
     error = (after.values() - before.values()).abs()

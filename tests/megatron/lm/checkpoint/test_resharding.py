@@ -18,7 +18,7 @@ from helpers import dist, tiny
 from megatron.lm import checkpoint
 from megatron.lm.checkpoint import CheckpointReader, iteration_folder
 from megatron.lm.checkpoint.place import places
-from megatron.lm.checkpoint.values import Found
+from megatron.lm.checkpoint.values import StoredTensor
 from megatron.lm.config import Config
 from msamp.numerics.formats import of_dtype
 from msamp.optim import updates
@@ -117,20 +117,20 @@ class Moved:
         return [losses[-1] for losses, _ in self.seen[0][name]]
 
 
-def tensors(saved: CheckpointReader, prefixes: tuple[str, ...] = ("model", *STATES)) -> dict[str, Found]:
+def tensors(saved: CheckpointReader, prefixes: tuple[str, ...] = ("model", *STATES)) -> dict[str, StoredTensor]:
     """Weights and states by key."""
     names = saved.names()
     keys = [(prefix, name) for prefix in prefixes for name in names if f"{prefix}/{name}" in saved.stored.tensors]
     return {f"{prefix}/{name}": saved._find(prefix, name) for prefix, name in keys}
 
 
-def bits(found: Found) -> list[Tensor]:
+def bits(found: StoredTensor) -> list[Tensor]:
     """Payload and the one scale."""
     assert not found.scales or found.scale_inv is not None, f"{found.key} has several scales"
     return tiny.bits([found.payload, *([] if found.scale_inv is None else [found.scale_inv])])
 
 
-def assert_same(before: dict[str, Found], after: dict[str, Found]) -> None:
+def assert_same(before: dict[str, StoredTensor], after: dict[str, StoredTensor]) -> None:
     assert before.keys() == after.keys()
     assert [key for key in before if not tiny.same(bits(before[key]), bits(after[key]))] == []
 

@@ -11,7 +11,7 @@ from helpers.stored_tensors import chunk, draw, one, place, quantized, stored
 from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.values import Found, check_agree, chunk_offsets, find, find_whole, scalar
+from megatron.lm.checkpoint.values import StoredTensor, check_agree, chunk_offsets, find, find_whole, scalar
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.range_expand import quantize_expanded
@@ -186,7 +186,7 @@ def test_a_mean_of_squares_is_not_negative(fmt: Format):
     for values, fine in [(x, True), (x.index_fill(1, torch.tensor([3]), -0.5), False)]:
         if fmt.group:
             coat = quantize_expanded(values, fmt)
-            found = Found("exp_avg_sq/w", coat.payload, [], (coat.max.expand(4, 128), coat.k.expand(4, 128)))
+            found = StoredTensor("exp_avg_sq/w", coat.payload, [], (coat.max.expand(4, 128), coat.k.expand(4, 128)))
         else:
             found = one(quantized(values, fmt, 16.0) if fmt.scaled else values.to(fmt.dtype))
         found.check("here")
@@ -210,7 +210,7 @@ WEIGHTS = {
 }
 
 
-def cast(values: Tensor, weight: str, master: str, late: bool) -> tuple[Found, Found]:
+def cast(values: Tensor, weight: str, master: str, late: bool) -> tuple[StoredTensor, StoredTensor]:
     """A weight and its master, cast from it; `late`: both from the same values, as at the start of a run."""
     copy = MASTERS[master](values)
     return one(WEIGHTS[weight](values if late else one(copy).values())), one(copy)
@@ -241,13 +241,13 @@ def test_a_weight_that_is_not_its_master_rounded_is_found(weight: str, wrong: st
         if not mine.scales:
             return
         for factor in (0.5, 2.0, 2.0**40):
-            stale = Found(mine.key, mine.payload, [(part, scale * factor) for part, scale in mine.scales])
+            stale = StoredTensor(mine.key, mine.payload, [(part, scale * factor) for part, scale in mine.scales])
             with pytest.raises(ValueError, match="one of their scales is stale"):
                 check_agree(stale, theirs, "here")
         return
     if wrong == "the master's scale":
         for factor in (0.25, 0.5, 2.0, 2.0**40, 2.0**-40):
-            stale = Found(theirs.key, theirs.payload, [(part, scale * factor) for part, scale in theirs.scales])
+            stale = StoredTensor(theirs.key, theirs.payload, [(part, scale * factor) for part, scale in theirs.scales])
             with pytest.raises(ValueError, match="one of their scales is stale"):
                 check_agree(mine, stale, "here")
         return

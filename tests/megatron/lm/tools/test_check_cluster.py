@@ -18,7 +18,7 @@ from helpers import dist
 from megatron.lm.errors import RunStopped
 from megatron.lm.processes.environment import LaunchEnvironment
 from megatron.lm.tools import check_cluster
-from megatron.lm.tools.check_cluster import Board, Found, Summed
+from megatron.lm.tools.check_cluster import Board, DeviceReport, Summed
 
 ROOT = Path(__file__).resolve().parents[4]
 CPU = torch.device("cpu")
@@ -145,9 +145,9 @@ def board(ranks: int, limit: float = 0.2, hosts: list[str] | None = None) -> lis
 def test_ranks_that_do_not_come_are_named_by_the_hosts_that_were_expected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check_cluster, "RESPONSE_SECONDS", 0.1)
     boards = board(4, hosts=["first", "second"])
-    boards[1].say("device", vars(Found("first", None, 1.0, 1.0)))
+    boards[1].say("device", vars(DeviceReport("first", None, 1.0, 1.0)))
     with pytest.raises(RunStopped, match=r"rank 2 \(second\), rank 3 \(second\) did not report within 0\.2 s"):
-        check_cluster.check_devices(boards[0], Found("first", None, 1.0, 1.0), 0.0)
+        check_cluster.check_devices(boards[0], DeviceReport("first", None, 1.0, 1.0), 0.0)
     with pytest.raises(RunStopped, match=r"rank 2 \(second\)"):  # the others hear the same
         boards[1].agree("devices", lambda: None)
 
@@ -156,9 +156,9 @@ def test_all_problems_are_told_together(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check_cluster, "RESPONSE_SECONDS", 0.1)
     boards = board(4)
     for rank, (problem, seconds) in {1: ("bad", 0.0), 2: (None, 1.0), 3: (None, 9.0)}.items():
-        boards[rank].say("device", vars(Found(f"h{rank}", problem, seconds, 1.0)))
+        boards[rank].say("device", vars(DeviceReport(f"h{rank}", problem, seconds, 1.0)))
     with pytest.raises(RunStopped) as stopped:
-        check_cluster.check_devices(boards[0], Found("h0", None, 1.0, 1.0), 1.5)
+        check_cluster.check_devices(boards[0], DeviceReport("h0", None, 1.0, 1.0), 1.5)
     assert str(stopped.value) == "rank 1 (h1): bad; rank 3 (h3): its product takes 9.0 times as long as the median"
 
 

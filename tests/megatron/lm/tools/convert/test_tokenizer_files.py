@@ -10,7 +10,7 @@ from helpers.hf_models import config
 from helpers.tokenizer_files import sentence_pieces, token_list
 from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT, build_tokenizer
-from megatron.lm.tools.convert.tokenizer_files import found, matching, write
+from megatron.lm.tools.convert.tokenizer_files import matching, settings_in, write
 
 TEXT = "It's the state of the union: 1,234 words - naïve façade.\n\n  the the 🙂 end"
 
@@ -52,8 +52,8 @@ def test_transformers_makes_the_same_ids(sources, kind, tmp_path):
     assert theirs.decode(ours.tokenize(TEXT)) == TEXT
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eod
     assert theirs.model_max_length == 16
-    again = build_tokenizer(found(out))
-    assert found(out).tokenizer_type == kind
+    again = build_tokenizer(settings_in(out))
+    assert settings_in(out).tokenizer_type == kind
     assert again.tokenize(TEXT) == ours.tokenize(TEXT)
 
 
@@ -61,7 +61,7 @@ def test_a_null_tokenizer_has_no_files(tmp_path):
     settings = config("gpt2")
     write(settings, matching(settings, 60), tmp_path)
     assert not list(tmp_path.iterdir())
-    assert found(tmp_path) == DataConfig(tokenizer_type="NullTokenizer")
+    assert settings_in(tmp_path) == DataConfig(tokenizer_type="NullTokenizer")
 
 
 def test_another_vocabulary_and_lost_files_are_refused(sources):
@@ -85,7 +85,7 @@ def test_transformers_makes_the_same_ids_from_a_model_like_llama_2_s(legacy, tmp
     assert theirs(TEXT)["input_ids"] == ours.tokenize(TEXT)
     assert theirs.decode(ours.tokenize(TEXT), skip_special_tokens=True) == TEXT
     assert (theirs.eos_token_id, len(theirs)) == (ours.eod, ours.vocab_size)
-    assert found(out) == DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(out / "tokenizer.model"))
+    assert settings_in(out) == DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(out / "tokenizer.model"))
 
 
 def test_tokenizers_that_transformers_reads_otherwise_are_refused(tmp_path):
