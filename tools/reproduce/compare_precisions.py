@@ -96,19 +96,20 @@ class Session:
 Command = Callable[[Job, argparse.Namespace], list[str]]
 
 
-def seeds_of(texts: Sequence[str]) -> dict[str, int]:
-    """Parse `PRECISION=N` flags into the number of seeds per precision.
+def seeds_of(texts: Sequence[str]) -> dict[str, range]:
+    """Parse `PRECISION=N` and `PRECISION=FIRST:END` flags into the numbers of the seeds per precision, 0 to N - 1 or FIRST to END - 1.
 
     Raises:
-        ValueError: the form is wrong, the precision unknown, or the number below 1.
+        ValueError: the form is wrong, the precision unknown, or there is no seed.
     """
     seeds = {}
     for text in texts:
-        precision, _, count = text.rpartition("=")
-        if not count.isdecimal() or int(count) < 1:
-            raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1")
+        precision, _, numbers = text.rpartition("=")
+        first, colon, end = numbers.rpartition(":")
+        if not end.isdecimal() or (colon and not first.isdecimal()) or int(end) <= int(first or 0):
+            raise ValueError(f"--seeds {text}: give PRECISION=N, N at least 1, or PRECISION=FIRST:END, FIRST below END")
         case_flags(precision)
-        seeds[precision] = int(count)
+        seeds[precision] = range(int(first or 0), int(end))
     return seeds
 
 
@@ -246,7 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=path, default=Path("runs/precisions"))
     parser.add_argument("--precisions", nargs="+", default=list(recipe.names()), type=legal_case, metavar="'PRECISION FLAGS'")
     parser.add_argument(
-        "--seeds", nargs="*", default=["bf16=3", "O2=3"], metavar="PRECISION=N", help="more than one seed (default: %(default)s)"
+        "--seeds",
+        nargs="*",
+        default=["bf16=3", "O2=3"],
+        metavar="PRECISION=N",
+        help="more than one seed (default: %(default)s); FIRST:END for N adds seeds to those of another call",
     )
     parser.add_argument("--steps", type=count(4), default=STEPS)
     parser.add_argument("--speed-steps", type=count(4), default=SPEED_STEPS, help="steps of the short runs with --at-once")
@@ -262,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--minutes {options.minutes:g}: give a number above 0, or omit it for no limit")
     session = Session(end=time.monotonic() + 60 * options.minutes)
     cards(options.processes)  # refuse too many before anything runs
-    jobs = {p: [job_of(p, number, options.steps, options.processes) for number in range(seeds.get(p, 1))] for p in options.precisions}
+    jobs = {p: [job_of(p, number, options.steps, options.processes) for number in seeds.get(p, range(1))] for p in options.precisions}
     alone = alone_of(jobs, options)
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
     first = [] if options.no_speed else list(alone.values())

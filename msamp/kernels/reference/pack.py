@@ -97,7 +97,8 @@ def pack(
         x, *others = xs[i].reshape(ranks, -1)[:, first : first + elements].float()
         for other in others:
             x = x + other
-        x = x / divisor
+        # Not by a number: on a GPU torch would multiply by its rounded inverse.
+        x = x / torch.full((), divisor, dtype=torch.float32, device=x.device)
         part = cast(x, fmt) if factors is None else quantize(x, factors[i], fmt)
         out[start : start + elements] = part
         if not elements:

@@ -39,7 +39,7 @@ def test_a_training_is_told_its_precision_seed_and_course(tmp_path: Path):
 
 def test_a_precision_may_have_flags_and_names_its_folder(tmp_path: Path):
     text = "O2 --master-format bf16"
-    assert seeds_of([f"{text}=3"]) == {text: 3}
+    assert seeds_of([f"{text}=3", "bf16=2:6"]) == {text: range(3), "bf16": range(2, 6)}
     job = compare_precisions.job_of(text, 1, 8)
     assert job.name == "O2-master-format-bf16_1"
     assert parse_args(command(job, options(tmp_path))[3:]).precision.master_format == "bf16"
@@ -226,7 +226,7 @@ def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        *((text, "give PRECISION=N") for text in ("bf16", "bf16=0", "O2=two")),
+        *((text, "give PRECISION=N") for text in ("bf16", "bf16=0", "O2=two", "bf16=2:2", "bf16=:3")),
         ("O9=2", "'O9' is unknown"),
         ("O2+rows=2", "'rows' is unknown"),
     ],
