@@ -27,6 +27,8 @@ COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
 # Model -> folder that `compare_precisions.py` wrote; of the twelve seeds only the first has its training losses on file.
 MODELS4 = {"125M": f"{REPRODUCE}/seeds_125m", "125M, all levels": f"{REPRODUCE}/precisions", "1.3B": losses.LARGE}
 LEVELS4 = ("O1", "O2", "O3")
+NEAREST = "O3 --master-rounding nearest --moment-rounding nearest"  # the paper's rounding, with today's layers
+NEAREST4 = f"{REPRODUCE}/nearest_125m"
 ONE_RANK = (
     "Every run had one data-parallel rank and one micro-batch per step: gradients were cast to FP8 and never summed in FP8. The loss "
     "with the FP8 all-reduce, with mu, with ZeRO, with tensor parallelism or with several micro-batches was not measured."
@@ -60,16 +62,7 @@ def figure4(task: Task) -> Iterator[Finding]:
     for model, folder in MODELS4.items():
         precisions, curves = losses.files(folder)
         rows = losses.by_precision(precisions)
-        final = losses.final_losses(precisions, curves)
-        for level in (losses.BASE, *(level for level in LEVELS4 if level in rows)):
-            for seed, loss in final[level].items():
-                yield Finding(f"{level} at {model}: validation loss", loss, unit="nats per token", seed=seed, where=rows[level])
-            if level != losses.BASE:
-                above = losses.paired(level, losses.BASE, precisions, curves).relative
-                quantity = f"{level}, {model}: validation loss above BF16's, "
-                yield Finding(quantity + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
-                if above.half_width is not None:
-                    yield Finding(quantity + "half width of the 95 % interval", 100 * above.half_width, unit="%", where=rows[level])
+        yield from _last_losses(model, folder, LEVELS4)
         base = rows[losses.BASE]
         seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
         yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
@@ -78,6 +71,26 @@ def figure4(task: Task) -> Iterator[Finding]:
                 level = row["run"].removesuffix("_0")
                 quantity = f"{level}, {model}, training loss by tokens"
                 yield Finding(quantity, float(row["loss"]), x=float(row["tokens"]), seed=FIRST_SEED, where=rows[level])
+
+
+def _last_losses(model: str, folder: str, levels: Sequence[str]) -> Iterator[Finding]:
+    """Yield the last validation losses of BF16 and of those levels that a folder has, and the levels' paired differences from BF16."""
+    precisions, curves = losses.files(folder)
+    rows, final = losses.by_precision(precisions), losses.final_losses(precisions, curves)
+    for level in (losses.BASE, *(level for level in levels if level in rows)):
+        for seed, loss in final[level].items():
+            yield Finding(f"{level} at {model}: validation loss", loss, unit="nats per token", seed=seed, where=rows[level])
+        if level != losses.BASE:
+            above = losses.paired(level, losses.BASE, precisions, curves).relative
+            quantity = f"{level}, {model}: validation loss above BF16's, "
+            yield Finding(quantity + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
+            if above.half_width is not None:
+                yield Finding(quantity + "half width of the 95 % interval", 100 * above.half_width, unit="%", where=rows[level])
+
+
+def nearest4(task: Task) -> Iterator[Finding]:
+    """Compare O0 with O3 whose masters and moments are rounded to nearest, as the paper's are."""
+    yield from _last_losses("125M", NEAREST4, (NEAREST,))
 
 
 GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
@@ -109,5 +122,15 @@ ENTRIES = (
             (f"bf16 at {model}: validation loss", f"{level} at {model}: validation loss")
             for model, level in (("125M", "O3"), *(("125M, all levels", level) for level in LEVELS4), ("1.3B", "O3"))
         ),
+    ),
+    Entry(
+        name="fp8lm-figure4-nearest",
+        title="FP8-LM, Figure 4, rounded to nearest",
+        claim="The training loss in FP8 matches BF16's where masters and moments are rounded to nearest, as the paper does.",
+        run=nearest4,
+        sizes={"kept": Needs(files=losses.files(NEAREST4), computed=True)},
+        headline=f"{NEAREST}, 125M: validation loss above BF16's, mean of the seeds",
+        reason=f"GPT-125M, one epoch of enwik8. {ONE_RANK}",
+        same_loss=(("bf16 at 125M: validation loss", f"{NEAREST} at 125M: validation loss"),),
     ),
 )

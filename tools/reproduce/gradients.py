@@ -8,13 +8,14 @@ from torch import Tensor
 
 from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
-from tools.docs.evidence import Row
+from tools.docs.evidence import Row, read
 from tools.reproduce import summed_gradients
 from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task, training
 from tools.reproduce.fig7 import PAPER
+from tools.reproduce.fig7_nccl import ALL_REDUCE
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import byte_flags, rows_of
-from tools.reproduce.sum_orders import CHAIN, ORDERS
+from tools.reproduce.sum_orders import CHAIN, ORDERS, TREE
 from tools.reproduce.summed_gradients import UNQUANTIZED
 from tools.reproduce.trainings import ENWIK8, Bytes, Loop, loss_of, pieces
 
@@ -31,7 +32,13 @@ SUMS = {
     "toy": (Loop(width=32, layers=1, length=8, batch=4, steps=20, warm_up=2), 1),
     "small": (Loop(width=64, layers=2, length=32, batch=16, steps=200), 3),
 }
+REAL = "tools/reproduce/results/fig7/fig7_nccl.csv"
+FP32_SUM = "fp32-sum"
 LOWEST, HIGHEST = -48, 16  # powers of two of the histogram
+
+
+# measure of fig7.py -> its name here, factor and unit
+SHOWN7 = {"snr_db": ("SNR", 1.0, "dB"), "underflow_local": ("underflow, sent", 100.0, "%"), "overflow": ("overflow, reduced", 100.0, "%")}
 
 
 def summed(task: Task) -> Iterator[Finding]:
@@ -62,11 +69,7 @@ def figure7(task: Task) -> Iterator[Finding]:
     for dp in ranks.split():
         for strategy in PAPER:
             blocks = _chosen(measured, dp, strategy)
-            for key, quantity, scale, unit in (
-                ("snr_db", "SNR", 1.0, "dB"),
-                ("underflow_local", "underflow, sent", 100.0, "%"),
-                ("overflow", "overflow, reduced", 100.0, "%"),
-            ):
+            for key, (quantity, scale, unit) in SHOWN7.items():
                 mean = scale * statistics.fmean(float(row[key]) for row in blocks)
                 yield Finding(f"DP {dp}, {strategy}: {quantity}", mean, unit=unit, seed=seed)
             yield Finding(f"{strategy}, SNR (dB)", statistics.fmean(float(row["snr_db"]) for row in blocks), x=float(dp), seed=seed)
@@ -85,6 +88,33 @@ def figure7(task: Task) -> Iterator[Finding]:
 
 def _chosen(measured: Sequence[Row], dp: str, strategy: str, order: str = CHAIN) -> list[Row]:
     return [row for row in measured if (row["dp"], row["strategy"], row["order"]) == (dp, strategy, order)]
+
+
+def real_sums(task: Task) -> Iterator[Finding]:
+    """Report the sums of real ranks, which `tools/reproduce/fig7_nccl.py` measured: least share of a block whose bits equal the simulated
+    sum, for all strategies together, and the means over the blocks of what Figure 7 shows."""
+    by_sum: dict[tuple[str, ...], list[Row]] = {}
+    for row in read(REAL):
+        by_sum.setdefault(tuple(row[key] for key in ("model", "ranks", "collective", "format")), []).append(row)
+    for key, measured in by_sum.items():
+        model, ranks, collective, fmt = key
+        prefix, where, seed = f"{model}, {ranks} ranks, {collective}, {fmt}: ", measured[0], int(measured[0]["seed"])
+        equal = {"elements equal to the simulated chain, least": CHAIN}
+        equal |= (
+            {"elements equal to a simulated tree, least": TREE, "runs equal to a chain in some order, least": "some_chain"}
+            if int(ranks) > 2
+            else {}
+        )
+        rounded = [row for row in measured if row["strategy"] != FP32_SUM]
+        for quantity, column in equal.items():
+            yield Finding(prefix + quantity, 100 * min(float(row[column]) for row in rounded), unit="%", seed=seed, where=where)
+        same = 100 * min(float(row[CHAIN]) for row in measured if row["strategy"] == FP32_SUM)
+        yield Finding(f"{prefix}{FP32_SUM}, elements equal to the simulated sum, least", same, unit="%", seed=seed, where=where)
+        for strategy in (name for name in PAPER if collective == ALL_REDUCE):
+            blocks = [row for row in measured if row["strategy"] == strategy]
+            for column, (quantity, scale, unit) in SHOWN7.items():
+                mean = scale * statistics.fmean(float(row[column]) for row in blocks)
+                yield Finding(f"{prefix}{strategy}, {quantity}", mean, unit=unit, seed=seed, where=where)
 
 
 def shares(values: Tensor, fmt: Format) -> dict[str, float]:
@@ -152,6 +182,16 @@ ENTRIES = (
         reason="The paper's model is a GPT-7B; ours is GPT-125M on simulated ranks. The paper does not say in which order NCCL added. At "
         "125M only the chain in rank order was measured; the other orders were measured on a small GPT (the overview's table).",
         slow=True,
+    ),
+    Entry(
+        name="fp8lm-figure7-nccl",
+        title="FP8-LM, Figure 7, summed by NCCL",
+        claim="FP8 gradients summed by NCCL have the SNR, underflow and overflow of Figure 7.",
+        run=real_sums,
+        sizes={"kept": Needs(files=(REAL,), computed=True)},
+        headline="gpt-12x768, 2 ranks, all-reduce, fp8-e4m3: elements equal to the simulated chain, least",
+        reason="Two and four ranks of one host, gradients of a GPT-125M: with two there is one addition, whatever the order. The paper has "
+        "128 ranks, for which the sums are simulated.",
     ),
     Entry(
         name="fp8lm-figure9",

@@ -14,6 +14,7 @@ from megatron.lm.planning.layers import stage_parameters, vocabulary
 from megatron.lm.planning.rates import rates_of
 from megatron.lm.planning.search import Planned
 from tools.docs.evidence import PREDICTED, Row, read
+from tools.precisions import case_flags
 from tools.reproduce import planner, table7, table8, throughput
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import NOT_MEASURED, WHOLE, Entry, Finding, Needs, Task, one_piece
@@ -215,7 +216,8 @@ def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
 
     The newest row of each case and number of GPUs counts.
     """
-    newest = {(row["preset"], int(row["gpus"]), row["case"]): row for row in rows if row["zero"] == "on"}
+    sharded = [row for row in rows if row["zero"] == "on"]
+    newest = {(row["preset"], int(row["gpus"]), row["case"]): row for row in sharded}
     for (model, gpus, case), row in newest.items():
         prefix = f"{model}, DP {gpus}, {OF_THE_GRID.sub('', case)}: "
         least, most = float(row["rest_gib_min"]), float(row["rest_gib_max"])
@@ -226,6 +228,21 @@ def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
         state, _, _ = table8.divide(table8.stage_tensors(size["num_layers"], size["hidden_size"], 1), gpus, "greedy-cut")
         yield Finding(f"{model}, DP {gpus}, greedy-cut from shapes: state of a rank", max(state) / GIB, unit="GiB")
         yield Finding(f"{model}, DP {gpus}, greedy-cut from shapes: spread", (max(state) - min(state)) / GIB, unit="GiB")
+    of_table_5 = [row for row in sharded if row["preset"] in GRIDS and row["peak_gib_max"]]
+    for row in {(row["preset"], row["gpus"], row["case"], row["micro_batch"]): row for row in of_table_5}.values():
+        yield from _beside_the_dry_run(row)
+
+
+def _beside_the_dry_run(row: Row) -> Iterator[Finding]:
+    """Report the peak of the fullest rank in a step of one of Table 5's models, and the dry run's prediction for the same case."""
+    gpus, micro_batch = int(row["gpus"]), int(row["micro_batch"])
+    words = ["--preset", row["preset"], "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
+    words += ["--no-sequence-parallel"] if PRESETS[row["preset"]]["sequence_parallel"] else []
+    words += ["--micro-batch-size", str(micro_batch), "--global-batch-size", str(gpus * micro_batch)]
+    predicted = fullest(parse_args([*words, *case_flags(row["case"])]), gpus)
+    prefix = f"{row['preset']}, DP {gpus}, {OF_THE_GRID.sub('', row['case'])}, micro-batch {micro_batch}: "
+    yield Finding(prefix + "peak of the fullest rank", float(row["peak_gib_max"]), unit="GiB", where=_on_gpus(row))
+    yield Finding(prefix + "peak of the fullest rank over the dry run's", float(row["peak_gib_max"]) / predicted, where=_on_gpus(row))
 
 
 def _pieces_counted(size: str) -> Sequence[str]:

@@ -17,8 +17,10 @@ from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
 from tools.reproduce.rlhf_memory import STATES4, WEIGHTS4, counted
 from tools.reproduce.run_tool import rows_of
+from tools.reproduce.throughput import NO_TRIAL, STEP, together
 from tools.reproduce.trainings import byte_data, trained
 
+LLAMA3 = "llama2-7b --seq-length 2048"  # preset and flags of LLaMA-7B's shape with the paper's length
 MEMORY3, THROUGHPUT3 = -14.0, 27.0  # FP8-LM Table 3, LLaMA-7B: memory and throughput of FP8 relative to BF16, %
 GAIN3 = "O3: fall of the held-out loss in training, over O0's fall"
 TUNED3 = "O3: bits per byte of held-out text over O0's, both exported to BF16"
@@ -166,6 +168,18 @@ def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
             yield Finding(f"{row['recipe']}, training loss", float(row["value"]), x=float(row["step"]), where=row)
 
 
+def llama_steps() -> Iterator[Finding]:
+    """FP8-LM, Table 3: speed and memory of training steps of LLaMA-7B's shape at each level relative to O0, from the newest recorded steps
+    in which all levels were measured together; nothing without them."""
+    rows = together(f"{LLAMA3} {NO_TRIAL}", 1, (BASE, *LEVELS))
+    for level in (name for name in LEVELS if rows):
+        name, row, ours = f"{level}, LLaMA-7B's shape, micro-batch 1", rows[level], level == PAPERS
+        yield Finding(
+            f"{name}: throughput from O0's", _from(rows[BASE], row, "tokens_s_gpu"), THROUGHPUT3 if ours else None, "%", where=row
+        )
+        yield Finding(f"{name}: peak memory from O0's", _from(rows[BASE], row, "peak_gib"), MEMORY3 if ours else None, "%", where=row)
+
+
 def dpo_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Report the loss of direct preference optimization at each level, with the same learning rate, data and seed."""
     for level, row in _newest(rows).items():
@@ -221,7 +235,7 @@ def table3(task: Task) -> Iterator[Finding]:
     """Report fine-tuning at each level."""
     if task.size == "kept":
         exported = _exported(read(EVALUATION), "sft-{}", TUNED3, 1.0)
-        return itertools.chain(sft_findings(read(SFT), read(CURVES)), exported)
+        return itertools.chain(sft_findings(read(SFT), read(CURVES)), exported, llama_steps())
     data = task.folder / "sums.json"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text(json.dumps([{"instruction": f"{n % 9}+{n // 9}=", "output": f"it is {n % 9 + n // 9}"} for n in range(36)]))
@@ -341,7 +355,7 @@ ENTRIES = (
         title="FP8-LM, Table 3 and Figure 5",
         claim="Supervised fine-tuning in FP8 is as good as in BF16, with less memory and 27 % more throughput.",
         run=table3,
-        sizes={"toy": Needs(), "kept": kept(SFT, CURVES, EVALUATION)},
+        sizes={"toy": Needs(), "kept": kept(SFT, CURVES, EVALUATION, STEP)},
         headline=GAIN3,
         reason="One seed, 60 steps and 99 held-out conversations. Throughput was measured before the host's share of an eager FP8 layer "
         "was cut to a third, and not since. AlpacaEval and MT-Bench need a judge model, which is not available.",

@@ -21,7 +21,9 @@ SAMPLES5 = {"7b": {"O0": (159.2, 159.2), "O3": (219.8, 230.5)}, "13b": {"O0": (7
 START5 = {"7b": 2, "13b": 1}  # micro-batch of the comparison, and start of the search
 LEVELS5 = ("O0", "O1", "O2", "O3")
 CARDS5 = {"7b": {"O0": (445.0, 45.0), "O3": (615.0, 31.1)}}  # the paper's TFLOP/s and MFU (%) at START5's micro-batch, on 32 cards
-LAYERS5, PAPER5 = "175b", (677.0, 34.2)  # a model of which some layers were measured; the paper's TFLOP/s and MFU (%) in FP8
+LAYERS5, TE5 = "175b", "megatron te-delayed"  # a model of which some layers were measured, and the baseline's case
+# The paper's TFLOP/s, MFU (%) and samples/s of that model, each at its best: FP8 with micro-batch 4, the others with 1.
+PAPER5 = {"O0": (386.0, 39.0, 22.4), TE5: (493.0, 24.9, 28.7), "O3": (677.0, 34.2, 39.3)}
 PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
 STEP = "tools/bench/results/step.csv"
 BASE7 = "bf16-d"  # option D
@@ -138,16 +140,27 @@ def on_file(task: Task) -> Iterator[Finding]:
 
 
 def layers_on_file(task: Task) -> Iterator[Finding]:
-    """Report layers of 175B on one GPU, as many as fit, from the newest recorded step of each level and number of layers.
+    """Report layers of 175B on one GPU, as many as fit, from the newest recorded step of each case and number of layers, and O3's speed
+    relative to O0's and Transformer Engine's where these were measured with as many.
 
     A stage of the paper's grid has 24 layers, an eighth of each per GPU; these are whole, and send nothing.
     """
-    rows = {(row["case"], row["preset"]): row for row in read(STEP) if row["preset"].startswith(f"{LAYERS5} --num-layers ")}
-    for (case, preset), row in rows.items():
-        prefix = f"{LAYERS5}, {preset.split()[2]} layers whole on a card, {case}, micro-batch {row['micro_batch']}: "
-        yield Finding(prefix + "speed", float(row["tflops"]), PAPER5[0], "TFLOP/s", where=row)
-        yield Finding(prefix + "MFU", 100 * float(row["mfu_fp8_peak"]), PAPER5[1], "%", where=row)
-        yield Finding(prefix + "peak memory", float(row["peak_gib"]), unit="GiB", where=row)
+    steps = [row for row in read(STEP) if row["preset"].startswith(f"{LAYERS5} --num-layers ") and row["tflops"]]
+    rows = {(row["case"], row["preset"], row["micro_batch"]): row for row in steps}
+    for (case, preset, micro_batch), row in rows.items():
+        card = f"{LAYERS5}, {preset.split()[2]} layers whole on a card, {case}, micro-batch {micro_batch}: "
+        speed, mfu, samples = PAPER5.get(case, (None, None, None))
+        yield Finding(card + "speed", float(row["tflops"]), speed, "TFLOP/s", where=row)
+        share = row["mfu_bf16_peak" if case == LEVELS5[0] else "mfu_fp8_peak"]
+        if share:  # a baseline prints none
+            yield Finding(card + "MFU", 100 * float(share), mfu, "%", where=row)
+        yield Finding(card + "peak memory", float(row["peak_gib"]), unit="GiB", where=row)
+        for base in (LEVELS5[0], TE5):
+            other = rows.get((base, preset, micro_batch))
+            if other is not None and other is not row and case in LEVELS5:
+                paper = samples / PAPER5[base][2] if samples and case != base else None
+                ours = float(row["tokens_s_gpu"]) / float(other["tokens_s_gpu"])
+                yield Finding(f"{card}times {base}'s speed", ours, paper, where=row)
 
 
 def collage(task: Task) -> Iterator[Finding]:

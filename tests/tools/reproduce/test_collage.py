@@ -1,5 +1,6 @@
 """Collage's entries that train, and what is taken of rows on file."""
 
+import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from tools.docs.cells import PRECISIONS
 from tools.docs.evidence import read
 from tools.docs.losses import CURVES
 from tools.reproduce import collage
+from tools.reproduce.compare_precisions import folder_of
 from tools.reproduce.entry import Task
 
 TASK = Task("kept", "whole", Path("text"), Path("folder"))
@@ -114,6 +116,25 @@ def test_collage_table_6_at_125m_says_what_its_trainings_and_their_records_say(m
     assert on_file[0].quantity == "a, beta2 0.95: validation perplexity over D's"
     assert on_file[0].where["commit"] == "de29eee"
     assert len(asked) == 5
+
+
+def test_table_6_by_seed_pairs_d_and_the_others_at_each_beta2(tmp_path, monkeypatch):
+    losses = {("bf16-d", 0.999): (5.0, 5.1), ("bf16-a", 0.999): (5.2, 5.3), ("bf16-d", 0.95): (4.9,), ("collage-plus", 0.95): (4.95, 4.8)}
+    names = {key: f"{key[0]} --adam-beta2 {key[1]}" for key in losses}
+    with (tmp_path / "precisions.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("precision", "commit"), *((name, "abc1234") for name in names.values())])
+    with (tmp_path / "curves.csv").open("w", newline="") as stream:
+        runs = [(f"{folder_of(names[key])}_{i}", "valid", 2, loss) for key, values in losses.items() for i, loss in enumerate(values)]
+        csv.writer(stream).writerows([("run", "kind", "iteration", "loss"), *runs])
+    monkeypatch.setattr(collage, "BETA2", str(tmp_path))
+    found = {(finding.quantity, finding.seed): finding for finding in collage.table6_by_seed(TASK)}
+    (entry,) = [one for one in collage.ENTRIES if one.name == "collage-table6-seeds"]
+    for seed in (1234, 1235):
+        assert found[entry.headline, seed].ours == pytest.approx(math.exp(0.2))
+        assert found[entry.headline, seed].paper == 18.17 / 15.03
+    ratios = [key for key in found if key[0] == "plus, beta2 0.95: validation perplexity over D's"]
+    assert ratios == [("plus, beta2 0.95: validation perplexity over D's", 1234)]
+    assert found["plus, beta2 0.95: validation loss", 1235].ours == 4.8
 
 
 def test_the_second_half_of_table_6_has_twice_the_batch_and_as_many_tokens(monkeypatch, tmp_path):

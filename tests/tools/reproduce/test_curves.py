@@ -10,6 +10,7 @@ from megatron.lm.config.cli import parse_args
 from tools.docs.cells import PRECISIONS
 from tools.precisions import case_flags
 from tools.reproduce import curves
+from tools.reproduce.compare_precisions import folder_of
 from tools.reproduce.entry import Task
 
 TASK = Task("kept", "whole", Path("text"), Path("folder"))
@@ -59,6 +60,20 @@ def test_figure_4_compares_runs_of_one_seed(tmp_path, monkeypatch):
     drawn = [(finding.quantity, finding.x, finding.ours) for finding in found if finding.x is not None]
     expected = [("bf16", 5.0), ("O3", pytest.approx(5.04))]
     assert drawn == [(f"{name}, {model}, training loss by tokens", 20.0, loss) for model in ("125M", "1.3B") for name, loss in expected]
+
+
+def test_figure_4_rounded_to_nearest_pairs_its_seeds(tmp_path, monkeypatch):
+    folder = folder_of(curves.NEAREST)
+    with (tmp_path / "precisions.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("precision", "seeds", "commit"), ("bf16", 2, "abc1234"), (curves.NEAREST, 2, "abc1234")])
+    with (tmp_path / "curves.csv").open("w", newline="") as stream:
+        losses = (("bf16_0", 4.0), ("bf16_1", 5.0), (f"{folder}_0", 4.04), (f"{folder}_1", 4.9))
+        csv.writer(stream).writerows([("run", "kind", "iteration", "loss"), *((run, "valid", 2, loss) for run, loss in losses)])
+    monkeypatch.setattr(curves, "NEAREST4", str(tmp_path))
+    found = {(finding.quantity, finding.seed): finding.ours for finding in curves.nearest4(TASK)}
+    (entry,) = [one for one in curves.ENTRIES if one.name == "fp8lm-figure4-nearest"]
+    assert found[entry.headline, None] == pytest.approx(-0.5)
+    assert {quantity for quantity, seed in found if seed} == set(entry.same_loss[0])
 
 
 def test_figure_4_has_its_models_on_file():

@@ -152,6 +152,19 @@ def test_memory_of_ranks_stands_beside_their_state():
     assert len(found) == 4
 
 
+def test_the_peak_of_a_model_of_table_5_is_beside_its_dry_run():
+    told = {"preset": "7b", "micro_batch": "2", "gpus": "2", "zero": "on", "rest_gib_min": "20", "rest_gib_max": "20", "gpu": "H200"}
+    cases = ("O0 --use-distributed-optimizer", "O3 --use-distributed-optimizer")
+    rows = [told | {"case": case, "peak_gib_max": peak} for case, peak in zip(cases, ("70", "35"), strict=True)]
+    found = {finding.quantity: finding.ours for finding in grids.at_rest(rows)}
+    for level, peak in (("O0", 70), ("O3", 35)):
+        words = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 2"
+        dry = grids.fullest(grids.configuration("7b", level, f"{words} --global-batch-size 4"), 2)
+        assert found[f"7b, DP 2, {level}, micro-batch 2: peak of the fullest rank"] == peak
+        assert found[f"7b, DP 2, {level}, micro-batch 2: peak of the fullest rank over the dry run's"] == pytest.approx(peak / dry)
+        assert 0.9 < peak / dry < 1.1
+
+
 @pytest.mark.parametrize("name", ["fp8lm-table7", "fp8lm-table8"])
 def test_rows_of_several_gpus_on_file(name):
     entry = next(one for one in grids.ENTRIES if one.name == name)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools.docs.evidence import ROOT
-from tools.reproduce import post
+from tools.reproduce import post, throughput
 from tools.reproduce.entry import Task
 from tools.reproduce.registry import ENTRIES
 
@@ -44,6 +44,22 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
     assert [(each.quantity, each.x, each.ours) for each in found if each.x is not None] == [("O3, training loss", 2.0, 1.5)]
     with pytest.raises(ValueError, match="no fine-tuning result at O0"):
         list(post.sft_findings([SFT | {"recipe": "O3"}]))
+
+
+def test_llamas_shape_is_compared_where_all_levels_were_measured_together(monkeypatch):
+    def row(level, commit, speed, peak, preset="llama2-7b --seq-length 2048 --fp8-min-gain 0"):
+        told = {"case": level, "commit": commit, "gpu": "H200", "preset": preset, "micro_batch": "1"}
+        return told | {"tokens_s_gpu": speed, "peak_gib": peak}
+
+    rows = [row("O0", "old", "9", "1"), row("O3", "old", "99", "1")]
+    monkeypatch.setattr(throughput, "read", lambda file: rows)
+    assert list(post.llama_steps()) == []
+    rows += [row(level, "new", speed, peak) for level, speed, peak in (("O3", "150", "50"), ("O2", "140", "40"), ("O1", "120", "70"))]
+    rows.append(row("O0", "new", "100", "100"))
+    found = {finding.quantity: (finding.ours, finding.paper) for finding in post.llama_steps()}
+    assert found["O3, LLaMA-7B's shape, micro-batch 1: throughput from O0's"] == (pytest.approx(50), 27)
+    assert found["O3, LLaMA-7B's shape, micro-batch 1: peak memory from O0's"] == (pytest.approx(-50), -14)
+    assert found["O1, LLaMA-7B's shape, micro-batch 1: throughput from O0's"] == (pytest.approx(20), None)
 
 
 def test_zero_shot_scores_differ_by_so_many_standard_errors():

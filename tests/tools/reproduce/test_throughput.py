@@ -181,5 +181,17 @@ def test_table_5_tells_of_the_layers_of_175b_on_file(tmp_path, monkeypatch):
     found = quantities(grids.table5(task("175b", tmp_path)))
     told = "175b, 8 layers whole on a card, O3, micro-batch 1: "
     assert found == {told + "speed": (700.0, 677.0), told + "MFU": (35.0, 34.2), told + "peak memory": (101.0, None)}
+    o0 = row("175b --num-layers 3", case="O0", tokens_s_gpu="50", mfu_bf16_peak="0.5")
+    te = row("175b --num-layers 3", case=throughput.TE5, tokens_s_gpu="60", mfu_fp8_peak="")
+    lost = row("175b --num-layers 3", case=f"{throughput.TE5} (OutOfMemoryError)", tflops="")
+    rows += [row("175b --num-layers 3", tokens_s_gpu="90"), o0, te, lost]
+    found = quantities(grids.table5(task("175b", tmp_path)))
+    beside = "175b, 3 layers whole on a card, "
+    assert found[f"{beside}O0, micro-batch 1: MFU"] == (50.0, 39.0)
+    assert found[f"{beside}{throughput.TE5}, micro-batch 1: speed"] == (700.0, 493.0)
+    assert found[f"{beside}O3, micro-batch 1: times O0's speed"] == (1.8, pytest.approx(1.75, abs=0.01))
+    assert found[f"{beside}O3, micro-batch 1: times {throughput.TE5}'s speed"] == (1.5, pytest.approx(1.37, abs=0.01))
+    assert found[f"{beside}O0, micro-batch 1: times {throughput.TE5}'s speed"][1] == pytest.approx(22.4 / 28.7)
+    assert not [name for name in found if "OutOfMemory" in name or name.endswith(f"{throughput.TE5}, micro-batch 1: MFU")]
     (entry,) = [entry for entry in grids.ENTRIES if entry.name == "fp8lm-table5"]
     assert ["175b" in entry.pieces(size) for size in entry.sizes] == [False, True, False]
