@@ -176,17 +176,17 @@ def read_counts(prefix: str) -> DatasetCounts | None:
     file = Path(f"{prefix}.json")
     if not file.exists():
         return None
-    remedy = "rebuild the dataset with megatron.lm.tools.preprocess_data, or delete the file: evaluations then report no bits per byte"
+    fix = "rebuild the dataset with megatron.lm.tools.preprocess_data, or delete the file: evaluations then report no bits per byte"
     try:
         record = json.loads(read_text(file))
     except (OSError, ValueError) as error:
-        raise ValueError(f"dataset {prefix}: {file} cannot be read ({error}); {remedy}") from None
+        raise ValueError(f"dataset {prefix}: {file} cannot be read ({error}); {fix}") from None
     wanted = {field.name: field.type for field in dataclasses.fields(DatasetCounts)}
     if not isinstance(record, dict) or any(type(record.get(name)).__name__ != kind for name, kind in wanted.items()):
-        raise ValueError(f"dataset {prefix}: {file} does not contain the counts {', '.join(wanted)}; {remedy}")
+        raise ValueError(f"dataset {prefix}: {file} does not contain the counts {', '.join(wanted)}; {fix}")
     counts = DatasetCounts(**{name: record[name] for name in wanted})
     if counts.tokens < 1 or counts.text_bytes < 1:
-        raise ValueError(f"dataset {prefix}: {file} counts {counts.tokens} tokens and {counts.text_bytes} bytes of text; {remedy}")
+        raise ValueError(f"dataset {prefix}: {file} counts {counts.tokens} tokens and {counts.text_bytes} bytes of text; {fix}")
     return counts
 
 
