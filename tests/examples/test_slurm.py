@@ -185,9 +185,11 @@ def test_a_check_that_fails_starts_nothing(slurm: Slurm):
     )
 
 
-def test_a_refusal_is_not_tried_again(slurm: Slurm):
-    slurm.does("train", "exit 2")
-    assert slurm.sbatch() == [2]
+@pytest.mark.parametrize("code", [2, 75])
+def test_a_refusal_or_a_cancelled_job_is_not_tried_again(slurm: Slurm, code: int):
+    """scancel signals the steps, and the trainer leaves as at a time limit, with 75; nobody told this script of one."""
+    slurm.does("train", f"exit {code}")
+    assert slurm.sbatch() == [code]
     assert len(slurm.called("train")) == TASKS
 
 
@@ -205,13 +207,6 @@ def test_attempts_come_to_an_end(slurm: Slurm):
     slurm.does("train", "exit 1", "exit 1")
     assert slurm.sbatch() == [1]
     assert len(slurm.called("train")) == 2 * TASKS
-
-
-def test_a_cancelled_job_does_not_come_back(slurm: Slurm):
-    """scancel signals the steps, and the trainer leaves as it does at a time limit; nobody told this script of one."""
-    slurm.does("train", "exit 75")
-    assert slurm.sbatch() == [75]
-    assert len(slurm.called("train")) == TASKS
 
 
 @pytest.mark.promise("Clusters", "At the time limit all processes save and exit, the job is requeued and resumes.")

@@ -5,7 +5,7 @@ refusals.assert_refused("--hidden-size 66", "--hidden-size 66 is not divisible b
 
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
@@ -40,6 +40,19 @@ def assert_refused(flags: str, message: str, world_size: int = 1) -> None:
     """That a line of the refusal begins with, or holds, the message."""
     with pytest.raises(ValueError, match=f"(?m){message}"):
         check(config(flags), world_size)
+
+
+def proof(rules: Rules, refusals: Sequence[Refusal]) -> tuple[Callable[..., None], Callable[[], None]]:
+    """Two tests of a file of rules: that each refusal names value and fix, and that every rule has one."""
+
+    @pytest.mark.parametrize("refusal", refusals, ids=str)
+    def refused(refusal: Refusal) -> None:
+        assert_refused(*refusal)
+
+    def proved() -> None:
+        assert fired(rules, refusals) == set(rules)
+
+    return refused, proved
 
 
 def fired(rules: Rules, refusals: Iterable[Refusal]) -> set:

@@ -17,6 +17,7 @@ def files() -> None:
     """Unlike its neighbours this file writes into its folder."""
 
 
+PER_SPLIT = "--per-split-data-args-path"
 TABLE_10 = ROOT / "examples" / "data" / "fp8_lm_table_10.txt"
 REQUIRED = [
     "--num-layers",
@@ -67,23 +68,6 @@ def test_the_trainer_takes_it_as_data_path(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words", "message"),
-    [
-        (None, [], "cannot be read"),
-        ("# none\n", [], "names no dataset: write a weight and a prefix per line"),
-        ("1 a\n", ["--data-path", "b"], "--data-path and --data-args-path contradict each other: give one of them"),
-    ],
-)
-def test_what_is_no_blend_is_refused(tmp_path: Path, capsys, content: str | None, words: list[str], message: str):
-    if content is not None:
-        (tmp_path / "blend").write_text(content)
-    with pytest.raises(SystemExit) as ended:
-        parse_args([*REQUIRED, *words, "--data-args-path", str(tmp_path / "blend")])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("content", "train", "valid", "test"),
     [
         ({"train": [30, "a", 0.7, "b"], "valid": ["c"], "test": ["d", "e"]}, ("30", "a", "0.7", "b"), ("c",), ("d", "e")),
@@ -112,22 +96,29 @@ def test_a_blend_is_megatron_cores(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "words", "message"),
     [
-        (None, [], "cannot be read"),
-        ("{", [], "cannot be read"),
-        ("[]", [], "is not a JSON object: give"),
-        ('{"train": ["a"], "validation": ["b"]}', [], "has the keys 'validation', which are no splits: give"),
-        ('{"valid": ["a"]}', [], "names no training data: give"),
-        ('{"train": {"a": 1}}', [], "'train' is not a list of weights and prefixes: give"),
-        ('{"train": ["a", true]}', [], "'train' is not a list of weights and prefixes: give"),
-        ('{"train": ["a"]}', ["--valid-data-path", "b"], "--valid-data-path and --per-split-data-args-path contradict each other"),
-        ('{"train": ["a"]}', ["--data-args-path", "b"], "--data-args-path and --per-split-data-args-path contradict each other"),
+        (None, ["--data-args-path"], "cannot be read"),
+        ("# none\n", ["--data-args-path"], "names no dataset: write a weight and a prefix per line"),
+        ("1 a\n", ["--data-path", "b", "--data-args-path"], "--data-path and --data-args-path contradict each other: give one of them"),
+        (None, [PER_SPLIT], "cannot be read"),
+        ("{", [PER_SPLIT], "cannot be read"),
+        ("[]", [PER_SPLIT], "is not a JSON object: give"),
+        ('{"train": ["a"], "validation": ["b"]}', [PER_SPLIT], "has the keys 'validation', which are no splits: give"),
+        ('{"valid": ["a"]}', [PER_SPLIT], "names no training data: give"),
+        ('{"train": {"a": 1}}', [PER_SPLIT], "'train' is not a list of weights and prefixes: give"),
+        ('{"train": ["a", true]}', [PER_SPLIT], "'train' is not a list of weights and prefixes: give"),
+        (
+            '{"train": ["a"]}',
+            ["--valid-data-path", "b", PER_SPLIT],
+            "--valid-data-path and --per-split-data-args-path contradict each other",
+        ),
+        ('{"train": ["a"]}', ["--data-args-path", "b", PER_SPLIT], "--data-args-path and --per-split-data-args-path contradict each other"),
     ],
 )
-def test_what_is_no_blend_for_each_split_is_refused(tmp_path: Path, capsys, content: str | None, words: list[str], message: str):
+def test_what_is_no_blend_is_refused(tmp_path: Path, capsys, content: str | None, words: list[str], message: str):
     if content is not None:
         (tmp_path / "blends").write_text(content)
     with pytest.raises(SystemExit) as ended:
-        parse_args([*REQUIRED, *words, "--per-split-data-args-path", str(tmp_path / "blends")])
+        parse_args([*REQUIRED, *words, str(tmp_path / "blends")])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 

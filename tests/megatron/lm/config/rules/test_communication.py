@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from helpers import refusals
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.rules.communication import RULES
@@ -75,13 +73,7 @@ REFUSALS: list[refusals.Refusal] = [
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=str)
-def test_refusal_names_value_and_remedy(refusal):
-    refusals.assert_refused(*refusal)
-
-
-def test_every_rule_is_proved_by_a_refusal():
-    assert refusals.fired(RULES, REFUSALS) == set(RULES)
+test_refusal_names_value_and_fix, test_every_rule_is_proved_by_a_refusal = refusals.proof(RULES, REFUSALS)
 
 
 def test_an_exchange_of_one_s_own_is_judged_by_what_it_says(monkeypatch):

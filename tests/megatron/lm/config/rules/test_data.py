@@ -1,7 +1,5 @@
 """Refusals about data and tokenizer."""
 
-import pytest
-
 from helpers import refusals
 from megatron.lm.config.rules.data import RULES
 
@@ -46,10 +44,4 @@ REFUSALS: list[refusals.Refusal] = [
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=str)
-def test_refusal_names_value_and_remedy(refusal):
-    refusals.assert_refused(*refusal)
-
-
-def test_every_rule_is_proved_by_a_refusal():
-    assert refusals.fired(RULES, REFUSALS) == set(RULES)
+test_refusal_names_value_and_fix, test_every_rule_is_proved_by_a_refusal = refusals.proof(RULES, REFUSALS)

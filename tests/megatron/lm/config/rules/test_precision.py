@@ -1,7 +1,5 @@
 """Refusals about the recipe and its variations."""
 
-import pytest
-
 from helpers import refusals
 from megatron.lm.config.rules.precision import RULES
 
@@ -167,10 +165,4 @@ REFUSALS: list[refusals.Refusal] = [
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=str)
-def test_refusal_names_value_and_remedy(refusal):
-    refusals.assert_refused(*refusal)
-
-
-def test_every_rule_is_proved_by_a_refusal():
-    assert refusals.fired(RULES, REFUSALS) == set(RULES)
+test_refusal_names_value_and_fix, test_every_rule_is_proved_by_a_refusal = refusals.proof(RULES, REFUSALS)

@@ -97,10 +97,4 @@ def test_refusal_of_a_run_in_samples(refusal, monkeypatch):
     refusals.assert_refused(*refusal)
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=str)
-def test_refusal_names_value_and_remedy(refusal):
-    refusals.assert_refused(*refusal)
-
-
-def test_every_rule_is_proved_by_a_refusal():
-    assert refusals.fired(RULES, REFUSALS) == set(RULES)
+test_refusal_names_value_and_fix, test_every_rule_is_proved_by_a_refusal = refusals.proof(RULES, REFUSALS)
