@@ -99,26 +99,16 @@ class PlainWire:
         return Reduced(own, None, None, own)
 
 
-class FP32SumWire:
+class FP32SumWire(PlainWire):
     """Scaled payloads that their owner dequantizes and sums in FP32, then rounds once with a scale from the sum's amax.
 
     The sum cannot overflow. Its error is one rounding per rank and one of the sum: 2 to 70 times less than NCCL's, for the same bytes.
     """
 
-    def __init__(self, fmt: Format) -> None:
-        self.format = fmt
-
-    def pack(self, bucket: Bucket, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
-        return bucket.flatten(gradients, self.format, factor)
-
     def reduce(self, bucket: Bucket, flat: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         if peers.ranks == 1:
             return Reduced(flat, flat, inverse(factor), flat, bucket.tallies(flat))
         return self._round(bucket, peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}"), factor, peers, shard)
-
-    def mean(self, bucket: Bucket, flat: torch.Tensor, peers: Peers) -> torch.Tensor:
-        """See `msamp.comm.owner_sums.SummingWire`."""
-        return _mean(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}"))
 
     def store(self, bucket: Bucket, mean: torch.Tensor, factor: torch.Tensor, peers: Peers, shard: bool) -> Reduced:
         """See `msamp.comm.owner_sums.SummingWire`."""

@@ -226,14 +226,20 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on every rank; rank 0 prints and appends a row per case."""
-    options = parser().parse_args(argv)
+def start() -> torch.device:
+    """Initialize the process group, and return this rank's device."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
+    return device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on every rank; rank 0 prints and appends a row per case."""
+    options = parser().parse_args(argv)
+    device = start()
     where = rows.machine(options.commit) if dist.get_rank() == 0 else {}
     common = {"micro_batch": options.micro_batch_size, "seq_length": options.seq_length, "gpus": dist.get_world_size(), "p2p": link()}
     for text in options.cases:
@@ -243,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(options.csv, [where | row])
         gc.collect()
         torch.compiler.reset()
-        if gpu:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     dist.destroy_process_group()

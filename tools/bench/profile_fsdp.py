@@ -20,7 +20,6 @@ import cProfile
 import io
 import itertools
 import json
-import os
 import pstats
 import statistics
 import sys
@@ -212,11 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--top", type=count(1), default=40, help="lines per table")
     bench_fsdp.add_model_flags(flags, warm_up=20, steps=12)  # after 16 steps the casts use delayed scales
     options = flags.parse_args(argv)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo")
+    device = bench_fsdp.start()
+    gpu = device.type == "cuda"
     step = Steps(options.case, options, device)
     for _ in range(options.warm_up):
         step()
