@@ -254,8 +254,8 @@ def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: li
         "gradient_mib": f"{whole.gradients / 2**20:.3f}",
         "peak_mib": "" if (peak := memory.peak(args.device)) is None else f"{peak / 2**20:.3f}",
     }  # fmt: skip
-    for name, each in (held | {"all": whole}).items():
-        weights, states, gradients = (size / 2**20 for size in (each.weights, each.states, each.gradients))
+    for name, of_model in (held | {"all": whole}).items():
+        weights, states, gradients = (size / 2**20 for size in (of_model.weights, of_model.states, of_model.gradients))
         print(f"{name:12} weights {weights:9.3f} MiB, states {states:9.3f}, gradients {gradients:9.3f}")
     if args.rows is not None:
         rows.append(args.rows, [rows.machine(args.commit) | row])

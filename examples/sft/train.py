@@ -141,15 +141,15 @@ def report(args: argparse.Namespace, model: Any, held: memory.Stored, metrics: l
     """Print the run's memory, speed and loss, and append them to --rows."""
     timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up
     speed = sum(row["tokens"] for row in timed) / sum(row["seconds"] for row in timed)
-    peak, each = memory.peak(args.device), held.parameters
+    peak, parameters = memory.peak(args.device), held.parameters
     row = {
-        "model": args.load.name, "parameters": each, "recipe": args.opt_level, "dtype": args.dtype, "lora_rank": args.lora_rank,
+        "model": args.load.name, "parameters": parameters, "recipe": args.opt_level, "dtype": args.dtype, "lora_rank": args.lora_rank,
         "seq_length": args.seq_length, "global_batch_size": args.global_batch_size, "steps": len(metrics), "seed": args.seed,
         "loss_first": f"{metrics[0]['loss']:.4f}", "loss_last": f"{metrics[-1]['loss']:.4f}",
         "valid_loss_before": metrics[0]["valid_loss"], "valid_loss_after": metrics[-1]["valid_loss"], "tokens_per_s": f"{speed:.1f}",
-        "weight_bytes": f"{held.weights / each:.3f}", "gradient_bytes": f"{held.gradients / each:.3f}",
-        "master_bytes": f"{held.masters / each:.3f}", "moment_bytes": f"{held.moments / each:.3f}",
-        "peak_bytes": "" if peak is None else f"{peak / each:.3f}",
+        "weight_bytes": f"{held.weights / parameters:.3f}", "gradient_bytes": f"{held.gradients / parameters:.3f}",
+        "master_bytes": f"{held.masters / parameters:.3f}", "moment_bytes": f"{held.moments / parameters:.3f}",
+        "peak_bytes": "" if peak is None else f"{peak / parameters:.3f}",
     }  # fmt: skip
     print("bytes per parameter: " + ", ".join(f"{name.removesuffix('_bytes')} {row[name]}" for name in row if name.endswith("_bytes")))
     print(f"{speed:.0f} tokens/s; loss {row['loss_first']} -> {row['loss_last']}")

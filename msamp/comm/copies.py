@@ -172,7 +172,7 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
     answers: list[Any] = [None] * len(hosts)
     dist.all_gather_object(answers, why, group)
-    return next((f"torch has no symmetric memory on rank {rank}: {each}" for rank, each in enumerate(answers) if each), None)
+    return next((f"torch has no symmetric memory on rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer), None)
 
 
 class Window:

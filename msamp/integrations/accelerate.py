@@ -64,8 +64,8 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*self._initialized(args), device_placement=device_placement)
 
     def _initialized(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        models = [each for each in args if isinstance(each, nn.Module)]
-        fresh = [each for each in args if isinstance(each, torch.optim.Optimizer) and not isinstance(_inner(each), LoopOptimizer)]
+        models = [x for x in args if isinstance(x, nn.Module)]
+        fresh = [x for x in args if isinstance(x, torch.optim.Optimizer) and not isinstance(_inner(x), LoopOptimizer)]
         if not fresh:
             return args
         if len(models) != 1 or len(fresh) != 1:
@@ -76,7 +76,7 @@ class Accelerator(accelerate.Accelerator):
         model = models[0].to(self.device) if self.device_placement else models[0]
         model, low = initialize(model, fresh[0], self.recipe)
         save_plain(model, low)
-        return tuple(low if each is fresh[0] else each for each in args)
+        return tuple(low if x is fresh[0] else x for x in args)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Like accelerate's, without DistributedDataParallel around a model of `msamp.initialize`."""

@@ -70,7 +70,7 @@ class Strategy(DDPStrategy):
         """Like Lightning's."""
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        foreign = [type(each).__name__ for each in self.optimizers if not isinstance(each, LoopOptimizer)]
+        foreign = [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, LoopOptimizer)]
         if foreign or len(self.optimizers) != 1:
             raise ValueError(
                 f"configure_optimizers returned {', '.join(foreign) or len(self.optimizers)}; msamp's strategy requires one optimizer, the "
@@ -107,8 +107,8 @@ class Strategy(DDPStrategy):
         """Context for all micro-batches of a step but the last."""
         self._accumulates = True
         with contextlib.ExitStack() as stack:
-            for each in self.optimizers:
-                stack.enter_context(each.no_sync())  # type: ignore[attr-defined]
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.no_sync())  # type: ignore[attr-defined]
             try:
                 yield
             finally:
@@ -119,8 +119,8 @@ class Strategy(DDPStrategy):
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.gradient_clip_val and not self._accumulates:
-            for each in self.optimizers:
-                each.synchronize()  # type: ignore[attr-defined]
+            for optimizer in self.optimizers:
+                optimizer.synchronize()  # type: ignore[attr-defined]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return plain weights, from the masters. Collective under ZeRO."""

@@ -280,7 +280,7 @@ class LoopOptimizer(FP8AdamW):
         norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         # Pieces of one tensor share its scale's memory.
-        gradients = [each.grad for each in ready if each.grad is not None]
+        gradients = [p.grad for p in ready if p.grad is not None]
         for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in gradients}.values():
             g.mul_(coefficient)
         return norm
@@ -399,7 +399,7 @@ def _version(g: torch.Tensor) -> int:
 def optimizers_of(params: Iterable[torch.Tensor]) -> "list[LoopOptimizer]":
     """Return the optimizers of `msamp.initialize` that have one of the parameters."""
     asked = {id(p) for p in params}
-    return [each for each in _LIVE if each.live and any(id(p) in asked for group in each.param_groups for p in group["params"])]
+    return [known for known in _LIVE if known.live and any(id(p) in asked for group in known.param_groups for p in group["params"])]
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -423,7 +423,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if norm_type != 2:
         raise ValueError(f"norm_type is {norm_type}; it must be 2: for others call optimizer.synchronize() and torch's clip_grad_norm_")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    owners = [each for each in optimizers_of(params) if each.group is not None]
+    owners = [optimizer for optimizer in optimizers_of(params) if optimizer.group is not None]
     if len(owners) > 1:
         raise ValueError(f"the parameters belong to {len(owners)} optimizers that average gradients separately; clip each one's separately")
     if owners:

@@ -46,7 +46,7 @@ def chosen_recipe(
         ValueError: for an unknown name, two recipes, one that scales the loss, and a cast or a gradient format for a recipe without FP8
             GEMMs.
     """
-    named = [each if isinstance(each, Recipe) else recipes.by_name(each) for each in (recipe, opt_level) if each is not None]
+    named = [given if isinstance(given, Recipe) else recipes.by_name(given) for given in (recipe, opt_level) if given is not None]
     first, *others = named or [recipes.O2]
     if any(other != first for other in others):
         raise ValueError(f"recipe is {first.name!r} and opt_level is {opt_level!r}; both select the recipe, so pass only one of them")
@@ -182,8 +182,8 @@ def joined_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Combine the states of several optimizers, as `state_dict` returns them, into that of one optimizer with all their groups."""
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
-    for each in optimizers:
-        start, saved = sum(len(group["params"]) for group in groups), each.state_dict()
+    for optimizer in optimizers:
+        start, saved = sum(len(group["params"]) for group in groups), optimizer.state_dict()
         state |= {start + index: own for index, own in saved["state"].items()}
         groups += [{**group, "params": [start + index for index in group["params"]]} for group in saved["param_groups"]]
     return {"state": state, "param_groups": groups}

@@ -182,7 +182,7 @@ def _fake_grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.T
 def _fake_normalize_backward(grad_y: torch.Tensor, x: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
     twin = _normalize.normalize_backward
     grad_x, *sums = twin(grad_y, x, *args, **flags)
-    return grad_x, *(_in_parts(each, twin, *x.shape, x.device) for each in sums)
+    return grad_x, *(_in_parts(vector, twin, *x.shape, x.device) for vector in sums)
 
 
 def _fake_rotary_backward(dq: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:

@@ -156,7 +156,7 @@ def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: 
         return why_refused(accept, name, linear)
     assert isinstance(module, nn.MultiheadAttention)
     parts = {"in_proj": nn.Linear(module.embed_dim, 3 * module.embed_dim, device="meta"), "out_proj": module.out_proj}
-    return why_not(module) or next((why for part, each in parts.items() if (why := why_refused(accept, _join(name, part), each))), "")
+    return why_not(module) or next((why for part, part_of in parts.items() if (why := why_refused(accept, _join(name, part), part_of))), "")
 
 
 def _why_experts_left(name: str, module: nn.Module, experts: type[Experts], recipe: Recipe, accept: Filter) -> str:
@@ -199,14 +199,14 @@ def _reads_otherwise(module: nn.Module) -> str:
 def _shared(model: nn.Module) -> set[int]:
     """Return the id of each parameter that two modules hold, or that shares memory with another parameter of the model."""
     held = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    shared = {each for each, count in held.items() if count > 1}
+    shared = {name for name, count in held.items() if count > 1}
     spans = sorted((*_span(p), id(p)) for p in model.parameters() if type(p) in PLAIN and p.numel() and not p.is_meta)
     end, last = -1, 0
-    for start, stop, each in spans:
+    for start, stop, name in spans:
         if start < end:
-            shared |= {each, last}
+            shared |= {name, last}
         if stop > end:
-            end, last = stop, each
+            end, last = stop, name
     return shared
 
 
@@ -323,8 +323,8 @@ def plan_conversions(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT)
         conversions[module] = Conversion(
             kind,
             tuple(
-                PlannedWeight(each, _join(name, each), LinearScaling(recipe.gemm, device=module.get_parameter(each).device))
-                for each in attributes
+                PlannedWeight(attribute, _join(name, attribute), LinearScaling(recipe.gemm, device=module.get_parameter(attribute).device))
+                for attribute in attributes
             ),
         )
 

@@ -190,8 +190,8 @@ class FP8Gradient(torch.Tensor):
         if isinstance(like, torch.Tensor):
             return cls._alias(x._cell, like, (*x._views, lambda values: func(values, *args[1:], **kwargs)))
         return [
-            cls._alias(x._cell, each, (*x._views, lambda values, i=i: func(values, *args[1:], **kwargs)[i]))  # type: ignore[misc]
-            for i, each in enumerate(like)
+            cls._alias(x._cell, view, (*x._views, lambda values, i=i: func(values, *args[1:], **kwargs)[i]))  # type: ignore[misc]
+            for i, view in enumerate(like)
         ]
 
 

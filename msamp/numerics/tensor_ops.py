@@ -174,7 +174,7 @@ def _zero_(func: Any, x: "ScalingTensor") -> Any:
 def _plain(value: Any, dtype: torch.dtype | None) -> Any:
     """Convert an argument for plain arithmetic: a ScalingTensor becomes its values, in `dtype` or, if None, its outer dtype."""
     if isinstance(value, list | tuple):
-        return [_plain(each, dtype) for each in value]
+        return [_plain(item, dtype) for item in value]
     if _is_scaling(value):
         return value.dequantize(dtype)
     return value.to(dtype) if dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -250,7 +250,7 @@ def _stored(func: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
 
     def beside(argument: Any) -> Any:
         if several and isinstance(argument, list | tuple):
-            return [_plain(each, value.dtype) for each, value in zip(argument, values, strict=True)]
+            return [_plain(item, value.dtype) for item, value in zip(argument, values, strict=True)]
         return _plain(argument, values[0].dtype if values and not several else None)
 
     others = {name: beside(value) for name, value in kwargs.items()}
@@ -322,10 +322,10 @@ def by_schema(func: Any) -> Callable[..., Any] | None:
     `torch._foreach_*`. Return None for any other, for views, and for those that write to an `out`."""
     if torch.Tag.pointwise not in func.tags and not func._opname.startswith("_foreach_"):
         return None
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+    if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in func._schema.returns):
         return None
     arguments = func._schema.arguments
-    written = [each for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    written = [argument for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
     if not written:
         return _computed
     return _stored if len(written) == 1 and written[0].name == arguments[0].name == "self" else None

@@ -265,12 +265,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 state |= begun(declared.key, fmt, holding.weight)
 
     def _whole(self) -> list[Holding]:
-        each = [
+        entries = [
             (p, group, formats, key)
             for group in self.param_groups
             for p, formats, key in zip(group["params"], formats_of(group), group["keys"], strict=True)
         ]
-        return [Holding(p, group, formats, index, p, place=index, key=key) for index, (p, group, formats, key) in enumerate(each)]
+        return [Holding(p, group, formats, index, p, place=index, key=key) for index, (p, group, formats, key) in enumerate(entries)]
 
     def holdings(self) -> list[Holding]:
         """Return what this process updates, in parameter order."""

@@ -308,7 +308,7 @@ def saved_states(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 def without_rounding(option: Any) -> Any:
     """Return an option of a parameter group without its rounding modes, which do not affect formats and may differ between groups."""
     if isinstance(option, list):
-        return [without_rounding(each) for each in option]
+        return [without_rounding(formats) for formats in option]
     return {k: v for k, v in option.items() if not k.endswith("_rounding")} if isinstance(option, dict) else option
 
 

@@ -198,7 +198,7 @@ def use_fp8_reduce_scatter(model: nn.Module, narrow: Mapping[torch.Tensor, bool]
         for group in _groups(module, required=fmt is not None):
             former = getattr(group, "_reduce_scatter_comm", None)
             own = former.replaced if isinstance(former, FP8ReduceScatter) else former
-            params = {each.sharded_param: narrow.get(each.sharded_param, False) for each in group.fsdp_params}
+            params = {param.sharded_param: narrow.get(param.sharded_param, False) for param in group.fsdp_params}
             if fmt is not None and any(params.values()):
                 reducers.append(FP8ReduceScatter(name, params, fmt, own))
                 module.set_custom_reduce_scatter(reducers[-1])  # type: ignore[arg-type]

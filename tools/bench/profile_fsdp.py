@@ -199,7 +199,7 @@ def synchronizations(step: Steps) -> list[str]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     places = Counter(
-        f"{each.filename}:{each.lineno} {str(each.message)[:80]}" for each in caught if "synchronizing CUDA operation" in str(each.message)
+        f"{seen.filename}:{seen.lineno} {str(seen.message)[:80]}" for seen in caught if "synchronizing CUDA operation" in str(seen.message)
     )
     return [f"{times:6d}  {place}" for place, times in places.most_common()] or ["none"]
 

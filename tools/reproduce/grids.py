@@ -76,9 +76,9 @@ def weight_volume(config: Config, gpus: int) -> float:
     """
     ranks = config.axes(gpus).copies
     low = config.precision.recipe.fp8
-    each = {"linear": 1 + 1, "matrix": 2 + 2, "vector": 4 + 4} if low else dict.fromkeys(("linear", "matrix", "vector"), 4 + 2)
+    bytes_of = {"linear": 1 + 1, "matrix": 2 + 2, "vector": 4 + 4} if low else dict.fromkeys(("linear", "matrix", "vector"), 4 + 2)
     stages = config.parallel.pipeline_model_parallel_size
-    most = max(sum(p.size * each[p.kind] for p in stage_parameters(config, stage)) for stage in range(stages))
+    most = max(sum(p.size * bytes_of[p.kind] for p in stage_parameters(config, stage)) for stage in range(stages))
     return most * (ranks - 1) / ranks / GIB
 
 

@@ -158,7 +158,7 @@ def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
             if row.get("valid_loss_before"):
                 before = _from(base, row, "valid_loss_before")
                 yield Finding(f"{name}: held-out loss from O0's before any step", before, unit="%", seed=seed, where=row)
-                falls = [float(each["valid_loss_before"]) - float(each["valid_loss_after"]) for each in (base, row)]
+                falls = [float(run["valid_loss_before"]) - float(run["valid_loss_after"]) for run in (base, row)]
                 if ours:
                     yield Finding(f"{BASE}: fall of the held-out loss in training", falls[0], unit="nats per token", seed=seed, where=base)
                     yield Finding(GAIN3, falls[1] / falls[0], 1.0, seed=seed, where=row)
@@ -204,7 +204,7 @@ def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
         raise ValueError(f"the PPO results cover {', '.join(newest) or 'no level'}: run examples/rlhf/run.sh, which runs O0 and O3")
     base, row = newest[BASE], newest[PAPERS]
     seed = int(row["seed"])
-    states = [float(each["state_mib"]) + float(each["gradient_mib"]) for each in (base, row)]
+    states = [float(line["state_mib"]) + float(line["gradient_mib"]) for line in (base, row)]
     yield Finding("O3: weights of all models from O0's", _from(base, row, "weight_mib"), WEIGHTS4, "%", seed=seed, where=row)
     yield Finding("O3: states and gradients from O0's", 100 * (states[1] / states[0] - 1), STATES4, "%", seed=seed, where=row)
     yield Finding("O3: states from O0's", _from(base, row, "state_mib"), unit="%", seed=seed, where=row)
@@ -212,9 +212,9 @@ def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
         last = newest[level]
         yield Finding(f"{level}: reward of the first 10 steps", float(last["reward_first"]), seed=seed, where=last)
         yield Finding(f"{level}: reward of the last 10 steps", float(last["reward_last"]), seed=seed, where=last)
-    for each in curves:
-        if (each["run"], each["quantity"]) == ("ppo", "reward"):
-            yield Finding(f"{each['recipe']}, reward", float(each["value"]), x=float(each["step"]), where=each)
+    for line in curves:
+        if (line["run"], line["quantity"]) == ("ppo", "reward"):
+            yield Finding(f"{line['recipe']}, reward", float(line["value"]), x=float(line["step"]), where=line)
 
 
 def _toy_rows(kind: str, script: str, words: Sequence[str], task: Task) -> list[Row]:

@@ -112,7 +112,7 @@ class Chunk:
         """
         if self._under_way.pop(0) is not slot:
             raise RuntimeError("--cuda-graph requires a pipeline schedule that runs backwards in the order of the forwards")
-        self._free = sorted([*self._free, slot], key=lambda each: each.number)
+        self._free = sorted([*self._free, slot], key=lambda buffers: buffers.number)
 
 
 class StageGraphs(Replays):
@@ -146,7 +146,7 @@ class StageGraphs(Replays):
 
     def _output(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return a chunk's output for a micro-batch, with a gradient, for megatron-core's schedule."""
-        chunk = next(each for each in self.chunks if each.model is model)
+        chunk = next(candidate for candidate in self.chunks if candidate.model is model)
         first, slot, received = chunk.begun == 0, chunk.take(), chunk.model.decoder.input_tensor
         slot.fill(batch)
         self._record((FORWARD, chunk.number, slot.number, first), functools.partial(self._forward, chunk, slot, first), slot.pool)

@@ -328,8 +328,8 @@ def document_mask(config: Config) -> int:
 def _in_slots(slots: Sequence[int], kept: int, stream: int, backward: int, head: int) -> int:
     """Return the bytes of the slots of a stage's graphs (`megatron.lm.graphs.stage_graph`): per slot the kept activations, copies of input
     and output, and temporaries of backward; per chunk the gradients of input and output. The last chunk of the last stage has the head."""
-    each = [head if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
-    return sum(count * (kept + 2 * stream + beside) + 2 * stream for count, beside in zip(slots, each, strict=True))
+    transient = [head if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
+    return sum(count * (kept + 2 * stream + beside) + 2 * stream for count, beside in zip(slots, transient, strict=True))
 
 
 def _head(config: Config) -> int:

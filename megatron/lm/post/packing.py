@@ -28,22 +28,22 @@ def fitting(examples: Iterable[Example], seq_length: int, long: str = "refuse") 
     if long not in LONG:
         raise ValueError(f"--long-rows {long!r} is unknown: give one of {', '.join(LONG)}")
     kept = []
-    for number, each in enumerate(examples, 1):
-        if len(each.tokens) > seq_length:
+    for number, example in enumerate(examples, 1):
+        if len(example.tokens) > seq_length:
             if long == "drop":
                 continue
             if long == "refuse":
                 raise ValueError(
-                    f"conversation {number} has {len(each.tokens)} tokens, but --seq-length is {seq_length}: give --seq-length "
-                    f"{len(each.tokens)} or more, or --long-rows cut or drop"
+                    f"conversation {number} has {len(example.tokens)} tokens, but --seq-length is {seq_length}: give --seq-length "
+                    f"{len(example.tokens)} or more, or --long-rows cut or drop"
                 )
-            each = Example(each.tokens[:seq_length], each.answer[:seq_length])
-            if not any(each.answer[1:]):
+            example = Example(example.tokens[:seq_length], example.answer[:seq_length])
+            if not any(example.answer[1:]):
                 raise ValueError(
                     f"the question of conversation {number} alone fills --seq-length {seq_length}, so a cut leaves no answer: "
                     "give a longer --seq-length, or --long-rows drop"
                 )
-        kept.append(each)
+        kept.append(example)
     if not kept:
         raise ValueError(f"no conversation has at most --seq-length {seq_length} tokens: give a longer one, or --long-rows cut")
     return kept
@@ -56,14 +56,14 @@ def packed(examples: Sequence[Example], seq_length: int) -> list[list[Example]]:
     """
     sequences: list[list[Example]] = []
     room: list[int] = []
-    for each in sorted(examples, key=lambda example: (-len(example.tokens), example.tokens)):
-        size = len(each.tokens)
+    for example in sorted(examples, key=lambda example: (-len(example.tokens), example.tokens)):
+        size = len(example.tokens)
         place = next((at for at, left in enumerate(room) if left >= size), None)
         if place is None:
             sequences.append([])
             room.append(seq_length)
             place = len(room) - 1
-        sequences[place].append(each)
+        sequences[place].append(example)
         room[place] -= size
     return sequences
 

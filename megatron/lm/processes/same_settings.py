@@ -82,10 +82,10 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> str:
         settings: by name, of each rank.
     """
     lines = []
-    for name in dict.fromkeys(name for each in settings for name in each):
+    for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
         ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, each in enumerate(settings):
-            ranks[json.dumps(each[name]) if name in each else "unknown"].append(rank)
+        for rank, of_rank in enumerate(settings):
+            ranks[json.dumps(of_rank[name]) if name in of_rank else "unknown"].append(rank)
         if len(ranks) > 1:
             lines.append(f"{name} is {', '.join(f'{value} on {listed(of)}' for value, of in ranks.items())}")
     return "; ".join(lines)

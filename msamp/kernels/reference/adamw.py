@@ -266,7 +266,7 @@ def thresholds_of(batch: Batch, steps: Sequence[int], rounding: Rounding) -> lis
     """Return the thresholds of each tensor at its step, for m, v and the masters; None for those rounded to nearest."""
     if rounding == NEAREST:
         return [None, None, None]
-    thresholds = [Thresholds(*each) for each in zip(batch.keys, batch.offsets, steps, strict=True)]
+    thresholds = [Thresholds(*draw) for draw in zip(batch.keys, batch.offsets, steps, strict=True)]
     return [thresholds if stochastic else None for stochastic in rounding]
 
 

@@ -36,9 +36,9 @@ def check_spans(
 ) -> None:
     """Raise a ValueError for a run outside its tensor or `out`, or for factors, tallies or devices that do not match. Arguments as in
     `pack`, without its tables."""
-    for name, each in (("factors", factors), ("amaxes", amaxes), ("factors of before", unless)):
-        if each is not None and each.numel() != len(xs):
-            raise ValueError(f"{len(xs)} tensors were passed with {each.numel()} {name}; pass as many of each")
+    for name, numbers in (("factors", factors), ("amaxes", amaxes), ("factors of before", unless)):
+        if numbers is not None and numbers.numel() != len(xs):
+            raise ValueError(f"{len(xs)} tensors were passed with {numbers.numel()} {name}; pass as many of each")
     if unless is not None and factors is None:
         raise ValueError("unless was passed without factors to compare with; pass both")
     if tallies is not None and (out.dtype != E4M3.dtype or tallies.shape != (len(spans), TALLY)):

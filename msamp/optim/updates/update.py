@@ -53,8 +53,8 @@ def named_formats(given: Any, count: int) -> dict[str, str] | list[dict[str, str
         return _named(given)
     if len(given) != count:
         raise ValueError(f"{len(given)} formats were passed for {count} parameters; pass one for all, or one for each")
-    names = [_named(each) for each in given]
-    return names[0] if names and all(each == names[0] for each in names) else names
+    names = [_named(name) for name in given]
+    return names[0] if names and all(name == names[0] for name in names) else names
 
 
 @dataclass(frozen=True)

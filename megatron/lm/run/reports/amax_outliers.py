@@ -61,6 +61,6 @@ def outliers(
     everything: list[Any] | None = [None] * ranks if torch.distributed.get_rank() == 0 else None
     torch.distributed.gather_object(own_rows, everything)
     together: dict[str, dict[str, int]] = {}
-    for name, tensors in (item for each in everything or () for item in each.items()):
+    for name, tensors in (item for of_rank in everything or () for item in of_rank.items()):
         together.setdefault(name, {}).update(tensors)
     return together
