@@ -41,6 +41,7 @@ from msamp.parallel.data_parallel import grad_sync
 from tools.bench import bench_step, rows
 from tools.precisions import legal_case
 
+BY_TORCH = "step by torch, "  # before the name of an implementation
 TORCH: dict[str, dict[str, bool]] = {
     "one tensor at a time": {"foreach": False},
     "lists of tensors": {"foreach": True},
@@ -188,7 +189,7 @@ def by_torch(config: Config, options: argparse.Namespace, bandwidth: float, devi
     wide = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, wide, strict=True):
         master.grad = gradient
-    found = []
+    level, measured = " ".join([config.precision.name, *shlex.split(options.flags)]), []
     for name, chosen in TORCH.items():
         foreach = chosen != TORCH["one tensor at a time"]
         update = torch.optim.AdamW(masters, optim.lr, (optim.adam_beta1, optim.adam_beta2), optim.adam_eps, optim.weight_decay, **chosen)
@@ -202,8 +203,8 @@ def by_torch(config: Config, options: argparse.Namespace, bandwidth: float, devi
         with torch.no_grad():
             seconds = times(lambda: None, step, options.repeats)
         parameters = sum(p.numel() for p in weights)
-        found.append(_row(f"{config.precision.name} by torch", f"step, {name}", seconds, size, parameters, bandwidth, options))
-    return found
+        measured.append(_row(level, f"{BY_TORCH}{name}", seconds, size, parameters, bandwidth, options))
+    return measured
 
 
 def _is_d(recipe: Recipe) -> bool:

@@ -320,7 +320,7 @@ ENTRIES = (
         claim="Plus is 1.67 times as fast as option D at 1.3B, and gains more on larger models.",
         run=table7,
         sizes={
-            "kept": Needs(files=(PRECISIONS, throughput.STEP), computed=True),
+            "kept": Needs(files=(PRECISIONS, throughput.STEP, throughput.OPTIMIZER), computed=True),
             "full": Needs(gpus=1, gib=139, minutes=8, files=(PRECISIONS,)),
         },
         pieces=lambda size: [WHOLE, *throughput.MODELS7],

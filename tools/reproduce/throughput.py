@@ -25,7 +25,7 @@ LAYERS5, TE5 = "175b", "megatron te-delayed"  # a model of which some layers wer
 # The paper's TFLOP/s, MFU (%) and samples/s of that model, each at its best: FP8 with micro-batch 4, the others with 1.
 PAPER5 = {"O0": (386.0, 39.0, 22.4), TE5: (493.0, 24.9, 28.7), "O3": (677.0, 34.2, 39.3)}
 PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
-STEP = "tools/bench/results/step.csv"
+STEP, OPTIMIZER = (f"tools/bench/results/{name}.csv" for name in ("step", "optimizer"))
 BASE7 = "bf16-d"  # option D
 # Collage Table 7: speed over option D's.
 SPEEDS7 = {
@@ -186,6 +186,23 @@ def collage_on_file(task: Task) -> Iterator[Finding]:
         raise ValueError(f"{STEP} has no commit with all options of {task.piece}: run tools/bench/bench_step.py --levels {BASE7} ...")
     for finding in options_of(task.piece, by_option):
         yield replace(finding, where=by_option[finding.quantity.split(", ")[1].split(":")[0]])
+    yield from unfused(task.piece, by_option)
+
+
+def unfused(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:
+    """Yield plus's speed over D's with the update of torch instead of ours: D's step less our update plus torch's, whose times per
+    parameter are those of the last model that `bench_optimizer.py --by-torch` measured; nothing without its rows."""
+    rows = [row for row in read(OPTIMIZER) if row["level"].split()[0] == BASE7]
+    by_torch = {row["case"]: row for row in rows if row["case"].startswith("step by torch, ")}
+    ours = {row["params_m"]: row for row in rows if row["case"] == "step in a graph"}
+    base, plus = by_option[BASE7], by_option["collage-plus"]
+    for case, row in by_torch.items():
+        if row["params_m"] not in ours:
+            continue
+        longer = (float(row["ms"]) - float(ours[row["params_m"]]["ms"])) * float(base["params_m"]) / float(row["params_m"])
+        speed = (float(base["ms"]) + longer) / float(plus["ms"])
+        paper = SPEEDS7[model]["collage-plus"] if "one tensor" in case else None
+        yield Finding(f"{model}, collage-plus: speed over D's with the update {case.removeprefix('step ')}", speed, paper, where=row)
 
 
 def options_of(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:

@@ -107,8 +107,8 @@ def test_torch_takes_the_same_step(monkeypatch):
     monkeypatch.setattr(bench_optimizer, "times", pretend)
     given = options()
     found = bench_optimizer.by_torch(bench_optimizer.configuration("bf16-d", given), given, 1e9, "cpu")
-    assert [row["case"] for row in found] == [f"step, {name}" for name in bench_optimizer.TORCH]
-    assert {row["level"] for row in found} == {"bf16-d by torch"}
+    assert [row["case"] for row in found] == [f"step by torch, {name}" for name in bench_optimizer.TORCH]
+    assert {row["level"] for row in found} == {f"bf16-d {TINY}"}
     step, *_ = weights("bf16-d").bytes()
     assert {row["bytes_per_param"] for row in found} == {round(step / (LINEAR + MATRIX + VECTOR), 3)}
 
