@@ -190,8 +190,7 @@ ENTRIES = (
         run=real_sums,
         sizes={"kept": Needs(files=(REAL,), computed=True)},
         headline="gpt-12x768, 2 ranks, all-reduce, fp8-e4m3: elements equal to the simulated chain, least",
-        reason="Two and four ranks of one host, gradients of a GPT-125M: with two there is one addition, whatever the order. The paper has "
-        "128 ranks, for which the sums are simulated.",
+        reason="Two ranks of one host. The paper has 128, for which the sums are simulated.",
     ),
     Entry(
         name="fp8lm-figure9",

@@ -26,7 +26,7 @@ LAYERS5, TE5 = "175b", "megatron te-delayed"  # a model of which some layers wer
 PAPER5 = {"O0": (386.0, 39.0, 22.4), TE5: (493.0, 24.9, 28.7), "O3": (677.0, 34.2, 39.3)}
 PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
 STEP, OPTIMIZER = (f"tools/bench/results/{name}.csv" for name in ("step", "optimizer"))
-BASE7 = "bf16-d"  # option D
+BASE7, PLUS7 = "bf16-d", "collage-plus"  # options D and plus
 # Collage Table 7: speed over option D's.
 SPEEDS7 = {
     "1.3b": {"bf16-a": 1.78, "collage-light": 1.74, "collage-plus": 1.67},
@@ -195,14 +195,14 @@ def unfused(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:
     rows = [row for row in read(OPTIMIZER) if row["level"].split()[0] == BASE7]
     by_torch = {row["case"]: row for row in rows if row["case"].startswith("step by torch, ")}
     ours = {row["params_m"]: row for row in rows if row["case"] == "step in a graph"}
-    base, plus = by_option[BASE7], by_option["collage-plus"]
+    base, plus = by_option[BASE7], by_option[PLUS7]
     for case, row in by_torch.items():
         if row["params_m"] not in ours:
             continue
         longer = (float(row["ms"]) - float(ours[row["params_m"]]["ms"])) * float(base["params_m"]) / float(row["params_m"])
         speed = (float(base["ms"]) + longer) / float(plus["ms"])
-        paper = SPEEDS7[model]["collage-plus"] if "one tensor" in case else None
-        yield Finding(f"{model}, collage-plus: speed over D's with the update {case.removeprefix('step ')}", speed, paper, where=row)
+        paper = SPEEDS7[model][PLUS7] if "one tensor" in case else None
+        yield Finding(f"{model}, {PLUS7}: speed over D's with the update {case.removeprefix('step ')}", speed, paper, where=row)
 
 
 def options_of(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:

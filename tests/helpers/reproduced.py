@@ -1,0 +1,150 @@
+"""Reproduced numbers by their quantity, as the tests of verdicts compare them: the rows of `python -m tools.reproduce` on file."""
+
+import csv
+import re
+import statistics
+from collections.abc import Callable
+
+from megatron.lm.evaluation.paired_difference import PairedDifference
+from tools.bench.rows import ROOT
+from tools.reproduce import keep, versions
+from tools.reproduce.registry import ENTRIES
+
+Values = dict[str, float]
+TP2, TP2_DP2 = "1.3b, TP 2 x PP 1 x DP 1", "7b, TP 2 x PP 1 x DP 2"
+FP8_ENDS, MEAN_SQUARE = "--attention-precision fp8 --output-layer-precision fp8-all", "mean square error"
+FP8_TOTALS = re.compile(r"memory, (BF16|FP8)$|micro-batch 4: memory$")
+
+
+def results(entry: str, column: str = "ours", size: str = "") -> Values:
+    """Quantity -> its mean over seeds, of a size, by default the largest with results; numbers only."""
+    every = keep.read(ROOT / keep.RESULTS / f"{entry}.csv")
+    rows = [row for row in every if row["size"] == size] if size else keep.largest(ENTRIES[entry], every)[1]
+    numbers: dict[str, list[float]] = {}
+    for row in rows:
+        if not row["x"] and re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", row[column]):
+            numbers.setdefault(row["quantity"], []).append(float(row[column]))
+    return {quantity: statistics.fmean(values) for quantity, values in numbers.items()}
+
+
+def by_seed(entry: str, quantity: str) -> dict[str, float]:
+    _, rows = keep.largest(ENTRIES[entry], keep.read(ROOT / keep.RESULTS / f"{entry}.csv"))
+    return {row["seed"]: float(row["ours"]) for row in rows if row["quantity"] == quantity}
+
+
+def differences(entry: str) -> list[tuple[str, str, PairedDifference]]:
+    _, rows = keep.largest(ENTRIES[entry], keep.read(ROOT / keep.RESULTS / f"{entry}.csv"))
+    return keep.loss_differences(ENTRIES[entry], rows)
+
+
+def above(entry: str, base: str, other: str) -> list[float]:
+    """Differences of losses, seed by seed."""
+    bases, others = by_seed(entry, base), by_seed(entry, other)
+    return [others[seed] - bases[seed] for seed in others if seed in bases]
+
+
+def from_paper(entry: str, pattern: str) -> list[float]:
+    """Ours over the paper's, minus 1, of the quantities that match."""
+    return [ours / paper - 1 for ours, paper in both(entry, pattern)]
+
+
+def both(entry: str, pattern: str = "") -> list[tuple[float, float]]:
+    """Ours and the paper's, of the quantities that match."""
+    ours, paper = results(entry), results(entry, "paper")
+    return [(ours[name], paper[name]) for name in ours if name in paper and re.search(pattern, name)]
+
+
+def ranks(condition: Callable[[Values, int], bool]) -> list[int]:
+    found = results("fp8lm-figure7")
+    return [dp for dp in (2, 4, 8, 16, 32, 64, 128) if condition(found, dp)]
+
+
+def less_of_both(found: Values, dp: int) -> bool:
+    paper = f"DP {dp}, auto-paper: "
+    return (
+        found[paper + "underflow, sent"] < found[f"DP {dp}, pre: underflow, sent"]
+        and found[paper + "overflow, reduced"] < found[f"DP {dp}, post: overflow, reduced"]
+    )
+
+
+def speeds(model: str) -> Values:
+    found = results("collage-table7")
+    return {name: found[f"{model}, {name}: speed over D's"] for name in ("bf16-a", "collage-light", "collage-plus")}
+
+
+def figure7() -> Values:
+    return results("fp8lm-figure7")
+
+
+def table5() -> Values:
+    return results("fp8lm-table5")
+
+
+def orders(size: str) -> list[Values]:
+    """SNR by strategy over 128 ranks, added in a tree and in chains with a tree above."""
+    found = results("fp8lm-figure7", size=size)
+    by_order: dict[str, Values] = {}
+    for name, snr in found.items():
+        if match := re.fullmatch(r"DP 128, (.+), added as (.+): SNR", name):
+            by_order.setdefault(match[2], {})[match[1]] = snr
+    return list(by_order.values())
+
+
+def real_sums(ending: str) -> list[Values]:
+    """For each format that NCCL summed: strategy -> the quantity with this ending."""
+    by_format: dict[str, Values] = {}
+    for name, value in results("fp8lm-figure7-nccl").items():
+        if match := re.fullmatch(rf"(.+), all-reduce, (.+): (.+), {ending}", name):
+            by_format.setdefault(f"{match[1]}, {match[2]}", {})[match[3]] = value
+    return list(by_format.values())
+
+
+def gains7() -> list[float]:
+    """SNR of both rules for mu over the better of pre and post, at every number of ranks."""
+    snr = {tuple(name.split(": SNR")[0].split(", ")): value for name, value in figure7().items() if name.endswith(": SNR")}
+    sizes = {dp for dp, strategy, *more in snr if not more}
+    return [snr[dp, rule] - max(snr[dp, "pre"], snr[dp, "post"]) for dp in sizes for rule in ("auto-paper", "auto-halve")]
+
+
+def share7(grid: str, case: str) -> float:
+    return results("fp8lm-table7")[f"{grid}, {case}: share of a step in which only NCCL ran"]
+
+
+def step7(grid: str, case: str) -> float:
+    return results("fp8lm-table7")[f"{grid}, {case}: that step"]
+
+
+def faster_than_te(version: versions.Rows) -> float:
+    """Samples per second of FP8 with its larger micro-batch over Transformer Engine's."""
+    (te,) = [row[1] for (name, _), row in version.items() if name == "TE"]
+    return max(row[1] for (name, _), row in version.items() if name == "FP8") / te
+
+
+def rising(values: list[float]) -> bool:
+    return values == sorted(values)
+
+
+def error(m: str, v: str, kept: str, what: str = "median error of a group's update") -> float:
+    return results("coat-states")[f"m fp8-{m}, v fp8-{v}, {kept}: {what}"]
+
+
+def over_d(case: str) -> list[float]:
+    """Perplexity over D's of Collage's Table 6: plus, light, A."""
+    return [results("collage-table6")[f"{option}, {case}: validation perplexity over D's"] for option in ("plus", "light", "a")]
+
+
+def seeds_of(name: str) -> list[str]:
+    with (ROOT / f"tools/reproduce/results/{name}.csv").open(newline="", encoding="utf-8") as stream:
+        return [row["seed"] for row in csv.DictReader(stream)]
+
+
+def remaining(when: str) -> set[float]:
+    """Of O1 and O2, the loss from O0's in percent, to one digit."""
+    return {round(results("fp8lm-table2")[f"{level}, continued: held-out loss from O0's {when}"], 1) for level in ("O1", "O2")}
+
+
+def shrinkage() -> list[float]:
+    """By what expansion divides the median error of each pair of formats."""
+    found = results("coat-states")
+    plain = {name: value for name, value in found.items() if name.endswith("plain: median error of a group's update")}
+    return [value / found[name.replace("plain", "expanded")] for name, value in plain.items()]
