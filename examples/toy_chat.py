@@ -29,11 +29,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|end|>", pad_token="<|pad|>", chat_template=TEMPLATE)
 
 
-def make(folder: Path, *, hidden: int = 64, reward: bool = False, seed: int = 0) -> None:
+def make(folder: Path, *, hidden: int = 64, layers: int = 2, reward: bool = False, seed: int = 0) -> None:
     """Write the model and its tokenizer."""
     words = tokenizer()
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(words), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=words.eos_token_id,
         pad_token_id=words.pad_token_id, tie_word_embeddings=not reward, num_labels=1,
     )  # fmt: skip

@@ -5,17 +5,20 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
 
-from helpers import hosts, interpreter, shards
+from helpers import hosts, interpreter, rewritten, shards
 from helpers.megatron_jobs import UNCOMPILED
 from msamp.comm import exchange
 from msamp.numerics import recipe
 from msamp.optim import updates
+
+TESTS = Path(__file__).parent
 
 # Triton reads this when it is first imported, and kernels are made for one or the other when their file is. Not in a hook: where single
 # files are named on the command line, the conftests beside them are imported first, and one of them imports Triton.
@@ -36,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--shard", default="1/1", metavar="I/N", help="of the tests that are left, the files of part I of N, of about equal time"
     )
     parser.addoption("--extras", action="store_true", help="only the tests that ask for a package of an extra; the others pass without")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if [Path(path).resolve() for path in session.config.args] == [TESTS]:  # all of them, in several processes
+        rewritten.keep(rewritten.part(session.config, TESTS), session.config)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that what is left is shared out

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
+from megatron.lm.checkpoint.foreign import pickled
 from megatron.lm.checkpoint.foreign.pickled import plain_of_zip
 from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, read_common
 
@@ -124,10 +125,12 @@ def test_names_of_permitted_modules_stay_text():
     assert plain_of_zip(zipped(evil)) == {"a": None}
 
 
-def test_a_list_that_doubles_itself_is_refused_before_it_fills_the_memory():
+def test_a_list_that_doubles_itself_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch):
     """Each list holds the one before it twice, 60 deep: 200 bytes that stand for 2^60 values."""
     doubled = b"]\x94" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94" for i in range(60))
-    with pytest.raises(ValueError, match="it has more than 1048576 values"):
+    assert pickled._MOST_VALUES == 2**20
+    monkeypatch.setattr(pickled, "_MOST_VALUES", 2**14)  # fewer are sooner reached
+    with pytest.raises(ValueError, match="it has more than 16384 values"):
         plain_of_zip(zipped(b"(" + doubled + b"t"))
 
 

@@ -30,19 +30,20 @@ def said(argv: list[str]) -> tuple[int, str]:
     return code, err.getvalue()
 
 
+# By default every third change of an entry, from another one for each entry: each entry and each change is there.
 @pytest.mark.parametrize(
-    ("level", "kinds"),
+    ("level", "kinds", "every"),
     [
-        ("collage-fp8", KINDS[:1]),
-        *(pytest.param(level, KINDS, marks=pytest.mark.nightly(40), id=level) for level in ("collage-fp8", "coat", "O3")),
+        ("collage-fp8", KINDS[:1], 3),
+        *(pytest.param(level, KINDS, 1, marks=pytest.mark.nightly(40), id=level) for level in ("collage-fp8", "coat", "O3")),
     ],
 )
-def test_an_entry_of_another_shape_or_dtype_ends_in_a_line(level: str, kinds: Sequence[str], tmp_path: Path):
+def test_an_entry_of_another_shape_or_dtype_ends_in_a_line(level: str, kinds: Sequence[str], every: int, tmp_path: Path):
     checkpoints.saved(tiny.write_data(tmp_path), tmp_path / "good", precision=level, **SMALL)
     good = next(path for path in (tmp_path / "good").rglob("iter_*") if path.is_dir())
     held, refused = checkpoints.tensors(good), 0
-    for key in entries(held, kinds):
-        for number, change in enumerate(fuzz_checkpoints.CHANGES[5:]):  # those of shape and dtype
+    for place, key in enumerate(entries(held, kinds)):
+        for number, change in list(enumerate(fuzz_checkpoints.CHANGES[5:]))[place % every :: every]:  # those of shape and dtype
             try:
                 changed = change(held[key]).contiguous()
             except (NotImplementedError, RuntimeError, TypeError):  # an operation that FP8 lacks
@@ -62,4 +63,4 @@ def test_an_entry_of_another_shape_or_dtype_ends_in_a_line(level: str, kinds: Se
                     refused += 1
             shutil.rmtree(made)
             shutil.rmtree(tmp_path / "o", ignore_errors=True)
-    assert refused > 30
+    assert refused > 30 / every

@@ -17,7 +17,7 @@ from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 
 ROOT = Path(__file__).parents[2]
-SMOKE = {"flags": 40, "files": 10, "checkpoints": 6}
+SMOKE = {"flags": 20, "files": 10, "checkpoints": 6}
 SEED = 1
 
 

@@ -73,7 +73,7 @@ def held(pair: Pair) -> list[Item]:
 
 @pytest.mark.parametrize(
     ("level", "flips"),
-    [("O3", 12), ("coat", 12), *(pytest.param(level, 100, marks=pytest.mark.nightly(20)) for level in LEVELS)],
+    [("O3", 6), ("coat", 6), *(pytest.param(level, 100, marks=pytest.mark.nightly(20)) for level in LEVELS)],
 )
 def test_a_flipped_bit_is_judged_alike_by_the_save_and_the_load(pairs: Callable[[str], Pair], tmp_path: Path, level: str, flips: int):
     pair, draw, unhealthy = pairs(level), random.Random(level), 0

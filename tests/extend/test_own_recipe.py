@@ -105,10 +105,9 @@ def two_processes(prefix: str, folder: str, cases: Sequence[str]) -> dict[str, A
     found: dict[str, Any] = {}
     for number, case in enumerate(cases):
         save = f"{folder}/{number}"
-        trained(checkpoints.pointed(settings(prefix, case, exit_interval=SAVED), save=save))
         found[case] = {
-            "whole": trained(settings(prefix, case)),
-            "resumed": trained(checkpoints.pointed(settings(prefix, case), load=save)),
+            "whole": trained(checkpoints.pointed(settings(prefix, case, save_interval=SAVED), save=save)),
+            "resumed": trained(checkpoints.pointed(settings(prefix, case, ckpt_step=SAVED), load=save)),
         }
     return found
 

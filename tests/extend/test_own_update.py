@@ -105,12 +105,11 @@ def two_processes(prefix: str, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, zero in ZERO.items():
         save, steps = f"{folder}/{zero}", f"{folder}/{zero}.jsonl"
-        whole = settings(prefix, zero, record_precision=steps, record_interval=STEPS)
-        trained(checkpoints.pointed(settings(prefix, zero, exit_interval=SAVED), save=save))
+        whole = settings(prefix, zero, record_precision=steps, record_interval=STEPS, save_interval=SAVED)
         found[name] = {
-            "whole": trained(whole),
-            "resumed": trained(checkpoints.pointed(settings(prefix, zero), load=save)),
-            "resumed the other way": trained(checkpoints.pointed(settings(prefix, not zero), load=save)),
+            "whole": trained(checkpoints.pointed(whole, save=save)),
+            "resumed": trained(checkpoints.pointed(settings(prefix, zero, ckpt_step=SAVED), load=save)),
+            "resumed the other way": trained(checkpoints.pointed(settings(prefix, not zero, ckpt_step=SAVED), load=save)),
         }
     return found
 

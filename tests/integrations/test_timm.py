@@ -1,5 +1,6 @@
 """Models of timm: a vision transformer, and a network of convolutions with linear layers between."""
 
+import functools
 import warnings
 
 import pytest
@@ -13,9 +14,9 @@ from msamp.nn.linear import FP8Linear
 timm = hosts.need("timm")
 
 
-def vit() -> torch.nn.Module:
+def vit(depth: int = 2) -> torch.nn.Module:
     torch.manual_seed(0)
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, num_classes=32, embed_dim=32, depth=2, num_heads=2)
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, num_classes=32, embed_dim=32, depth=depth, num_heads=2)
 
 
 def convnext() -> torch.nn.Module:
@@ -39,7 +40,7 @@ def test_what_stays_wide_of_a_vision_transformer_is_its_convolution():
 
 
 def test_a_compiled_model_trains_alike():
-    host_loops.check_the_compiled_model_trains_alike(vit, loss_of_pictures)
+    host_loops.check_the_compiled_model_trains_alike(functools.partial(vit, depth=1), loss_of_pictures)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

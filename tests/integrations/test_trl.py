@@ -190,7 +190,7 @@ def test_a_compiled_model_trains_alike(tmp_path):
     whole = []
     for settings in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
         torch._dynamo.reset()
-        low = trainer("SFT", "O2", tmp_path, max_steps=4, **settings)
+        low = trainer("SFT", "O2", tmp_path, policy(post_runs.toy(tmp_path / "toy", layers=1)), max_steps=4, **settings)
         low.train()
         whole.append(losses(low))
     assert whole[1] == pytest.approx(whole[0], rel=1e-2)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from helpers.choices import each_once
 from helpers.numerics import KINDS, LARGE, SMALL, bits, make
 from msamp.comm.accumulate import ACCUMULATORS, accumulator, squares_are_finite
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
-kinds = pytest.mark.parametrize("kind", KINDS)
 scaled = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
 INF, NAN = float("inf"), float("nan")
 NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
@@ -82,8 +82,7 @@ def test_bf16_loses_more_where_all_micro_batches_agree():
     assert error(leaving(accumulate("fp32", [g] * 256)), 256 * g.double()) <= 0.03
 
 
-@pytest.mark.parametrize("sort", ["own", "shared"])
-@kinds
+@each_once(0.6, kind=KINDS, sort=["own", "shared"])
 def test_fp32_adds_nothing_to_the_one_rounding(kind, sort):
     (before,) = losses("fp32", kind, sort, SMALL, (256,), leave=False)
     (after,) = losses("fp32", kind, sort, SMALL, (256,))
@@ -121,7 +120,7 @@ def test_the_noise_of_fp8_sr(kind, sort):
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind != "channel-outlier")) for kind in KINDS])
 def test_fp8_sr_is_unbiased(kind):
     """The mean of 64 runs is nearer to the true sum by the root of 64 than a run is, where rounding to nearest has lost a third or more."""
-    gradients, runs = list(micro_batches(kind, "shared", SMALL, 64)), 64
+    gradients, runs = list(micro_batches(kind, "shared", (64, 128), 64)), 64
     exact = torch.stack(gradients).double().sum(0)
     random = generator()
     sums = torch.stack([fp32_values(accumulate("fp8-sr", gradients, random=random)).double() for _ in range(runs)])

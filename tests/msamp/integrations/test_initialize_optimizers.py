@@ -279,7 +279,7 @@ def alike(seen: str) -> dict[tuple[str, str, bool], list[bytes]]:
     return found
 
 
-@pytest.mark.parametrize("seen", ["the same", "its part"])
+@pytest.mark.parametrize("seen", ["the same", pytest.param("its part", marks=pytest.mark.nightly(3))])
 def test_two_processes_are_one(seen):
     """With the same examples on every rank to the bit: their average is what each has. With halves of them sums are in another order,
     which Muon's products in BF16 magnify."""

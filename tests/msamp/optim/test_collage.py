@@ -240,7 +240,8 @@ class Regression:
         return (self.value - self.target).square().sum().item()
 
 
-@pytest.mark.parametrize("variants", [("a", "plus"), pytest.param(("a", "fp8", "light", "plus"), marks=pytest.mark.nightly(15))], ids=str)
+@pytest.mark.nightly(15)
+@pytest.mark.parametrize("variants", [("a", "fp8", "light", "plus")], ids=str)
 def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls(variants):
     """beta2 = 0.999, lr 1e-3, no decay. Squared distance to the target after 2,000 steps, and distance to FP32's weights, which moved 2.46:
 
@@ -272,8 +273,8 @@ def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls(variants):
 def test_v_of_plus_follows_fp32_and_that_of_light_only_grows():
     params = {variant: parameters(shapes=[(512,)]) for variant in ("light", "plus", "d")}
     optimizers = {variant: collage_adamw(params[variant], **HYPER, variant=variant) for variant in params}
-    for step in range(600):
-        scale = 1.0 if step < 300 else 0.01
+    for step in range(300):
+        scale = 1.0 if step < 150 else 0.01
         for variant in params:
             give_gradients(params[variant], step)
             params[variant][0].grad.mul_(scale)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_once
 from helpers.numerics import COAT_FOLLOWS, KINDS, LARGE, SMALL, check, codes, make, measure
 from msamp.kernels.reference import coat_adamw
 from msamp.kernels.reference.store import load, store_
@@ -117,8 +118,7 @@ def test_a_bound_that_says_nothing_keeps_the_last_scale(bound):
     assert state.scale_inv == 1 / 32
 
 
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_once(2.0, kind=KINDS, shape=[SMALL, LARGE])
 def test_states_against_fp32_three_ways(kind, shape, device):
     weight = make("normal", shape, seed=9, device=device) * 0.02
     low, plain = nn.Parameter(ScalingTensor.quantize(weight, FP16)), nn.Parameter(weight.clone())

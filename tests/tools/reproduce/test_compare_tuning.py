@@ -60,6 +60,24 @@ def test_both_tasks_are_trained_and_judged_twice(words, tmp_path, monkeypatch, c
     assert compare_tuning.main(arguments) == 0
 
 
+def test_runs_are_processes_whose_failures_are_named(words, tmp_path, monkeypatch, capsys):
+    """As below, of a program that only fails."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(compare_tuning.sys, "executable", str(program))
+    assert compare_tuning.main([*words[:2], *words[words.index("--dpo") :], "--out", str(tmp_path / "out"), "--cases", "O2"]) == 1
+    told = capsys.readouterr().out
+    for case in ("start", "O2"):
+        assert f"dpo_{case}_1234: failed with 3, see {tmp_path}/out/dpo_{case}_1234/log.txt" in told
+        log = (tmp_path / f"out/dpo_{case}_1234/log.txt").read_text()
+        assert log.startswith(f"-m tools.reproduce.compare_tuning --load={words[1]} ")
+        assert log.endswith(f" --only dpo {case} 1234\n")
+    assert told.endswith("missing: dpo_start_1234, dpo_O2_1234\n")
+    assert not (tmp_path / "out/tuning.csv").exists()
+
+
+@pytest.mark.nightly(12)
 @pytest.mark.usefixtures("uncompiled")
 def test_a_run_is_a_process_and_one_that_fails_is_named(words, tmp_path, capsys):
     data = words[words.index("--dpo") :]  # without --sft

@@ -9,6 +9,7 @@ from tools.reproduce import keep
 from tools.reproduce.entry import Task
 from tools.reproduce.registry import ENTRIES
 
+IN_PART = ("collage-table5-right", "collage-table6")
 TOYS = [name for name, one in ENTRIES.items() if "toy" in one.sizes]
 
 
@@ -59,10 +60,22 @@ def test_every_row_on_file_is_of_a_piece_that_its_entry_has():
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly(60)] if ENTRIES[name].slow else []) for name in TOYS])
 def test_a_toy_runs_on_a_cpu(name, tmp_path):
+    """Of a table of many pieces the first and the last; all of them by night."""
+    pieces = list(ENTRIES[name].pieces("toy"))
+    check_toy(name, [pieces[0], pieces[-1]] if name in IN_PART else pieces, tmp_path)
+
+
+@pytest.mark.nightly(10)
+@pytest.mark.parametrize("name", IN_PART)
+def test_every_piece_of_a_toy_runs_on_a_cpu(name, tmp_path):
+    check_toy(name, ENTRIES[name].pieces("toy"), tmp_path)
+
+
+def check_toy(name, pieces, tmp_path):
     one = ENTRIES[name]
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. Wer nicht wagt, der nicht gewinnt.\n" * 120)
-    found = [finding for piece in one.pieces("toy") for finding in one.run(Task("toy", piece, text, tmp_path / "kept"))]
+    found = [finding for piece in pieces for finding in one.run(Task("toy", piece, text, tmp_path / "kept"))]
     lines = [finding for finding in found if finding.x is None]
     assert one.headline in {finding.quantity for finding in lines}
     keys = [(finding.quantity, finding.seed, finding.x) for finding in found]

@@ -32,7 +32,7 @@ def run(prefix: Path, precision: str, **settings: Any) -> tuple[list[float], lis
         return train(made)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "O2"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly(2)), "O2"])
 def test_it_goes_on_bit_for_bit(prefix: Path, tmp_path: Path, precision: str):
     coat = {"optimizer_state": "coat", "exp_avg_sq_format": "coat-e5m2" if precision == "O2" else None}
     straight = run(prefix, precision, save=str(tmp_path), save_interval=SAVED, **coat)

@@ -60,8 +60,8 @@ EXPERTS |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate"
 ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {
     "O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "pp2", "zero"]),
     "O3 experts": ({"precision": "O3", **EXPERTS}, ["ep2", "zero", "ep2"]),
-    "fp32 experts": ({"precision": "fp32", **EXPERTS}, ["zero", "ep2", "zero"]),
 }
+ON_TWO_SLOW = {"fp32 experts": ({"precision": "fp32", **EXPERTS}, ["zero", "ep2", "zero"])}
 EVERYWHERE = ["cp2", "zero", "tp2pp2", "tp2cp2", "pp2vpp2", "tp2zero", "dp4"]
 # FP32 and O3 through every grid, from a grid without tensor parallelism and from one with it.
 ALL_MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -171,10 +171,25 @@ def moved_on_two(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return Moved(dist.run(move, 2, str(gloo_prefix), str(root), ON_TWO, timeout=400), root)
 
 
+@pytest.fixture(scope="module")
+def slowly_moved_on_two(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
+    root = tmp_path_factory.mktemp("two")
+    return Moved(dist.run(move, 2, str(gloo_prefix), str(root), ON_TWO_SLOW, timeout=400), root)
+
+
 @pytest.mark.parametrize("name", ON_TWO)
 def test_owners_tensor_parallel_shards_stages_and_ranks_with_experts_hold_the_same_model(moved_on_two: Moved, name: str):
     check_bits(moved_on_two, name, ON_TWO)
     check_losses(moved_on_two, name, ON_TWO[name][0]["precision"])
+
+
+@pytest.mark.nightly(6)
+@pytest.mark.parametrize("name", ON_TWO_SLOW)
+def test_so_do_ranks_with_experts_in_fp32(slowly_moved_on_two: Moved, name: str):
+    check_bits(slowly_moved_on_two, name, ON_TWO_SLOW)
+    check_losses(slowly_moved_on_two, name, ON_TWO_SLOW[name][0]["precision"])
+    stored = slowly_moved_on_two.saved("fp32 experts", 1).stored.tensors
+    assert len(stored["model/decoder.layers.0.mlp.experts.fc1_weight"].chunks) == 2
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -183,7 +198,6 @@ def test_every_expert_is_stored_once(moved_on_two: Moved, number: int):
     names = [name for name in saved.names() if ".experts." in name]
     assert len(names) == 2 * 2 * 4
     assert all(len(saved.stored.tensors[f"model/{name}"].chunks) == 1 for name in names)
-    assert len(moved_on_two.saved("fp32 experts", 1).stored.tensors["model/decoder.layers.0.mlp.experts.fc1_weight"].chunks) == 2
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`convert_checkpoint to-megatron`: plain megatron-core loads what it writes, and the trainer loads it back."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly(10)  # by default plain megatron-core loads what runs write in this format: test_megatron_content.py
 def test_plain_megatron_core_loads_it_at_another_grid(folder: Path):
     job("load", folder, {"bf16": megatron_checkpoints.CASES["bf16"] | {"iteration": 4}}, 2)
     found, saved = megatron_checkpoints.whole(folder, "bf16", "load"), CheckpointReader(folder / "ours")
@@ -35,6 +37,17 @@ def test_plain_megatron_core_loads_it_at_another_grid(folder: Path):
         assert torch.equal(found[f"master/{name}"], saved.values(name)), name
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[f"{key}/{name}"], saved.state(key, name)), (key, name)
+
+
+def test_it_has_the_values_of_every_weight_master_and_moment(folder: Path):
+    """By our own reader of the format."""
+    written, saved = folder / "bf16" / "iter_0000004", CheckpointReader(folder / "ours")
+    stored = TorchDist(written, read_common(written))
+    kinds = {"model": lambda name: saved.values(name).bfloat16(), "master": saved.values}
+    kinds |= {key: functools.partial(saved.state, key) for key in ("exp_avg", "exp_avg_sq")}
+    for name in saved.names():
+        for kind, values in kinds.items():
+            assert torch.equal(stored.tensor(f"{kind}/{name}"), values(name)), (kind, name)
 
 
 def test_the_trainer_loads_it_back(folder: Path):

@@ -101,7 +101,7 @@ def weights_after_a_step(level: str, **settings: Any) -> None:
         assert graphs.captures == 1, "an optimizer writes in place, and replays read it"
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O2", *(pytest.param(level, marks=pytest.mark.nightly) for level in ("O0", "O3"))])
 def test_after_a_step_of_the_optimizer_generation_has_the_new_weights(level):
     weights_after_a_step(level)
 

@@ -24,10 +24,10 @@ def difference(a: list[float], b: list[float]) -> float:
 
 
 def test_a_tiny_gpt_trains_to_the_same_loss_and_resumes_bit_for_bit(tmp_path: Path):
-    narrow, wide = (tiny.losses(tiny.run(settings(tmp_path, train_iters=30, attention_precision=way))) for way in ("fp8", "bf16"))
+    narrow, wide = (tiny.losses(tiny.run(settings(tmp_path, train_iters=18, attention_precision=way))) for way in ("fp8", "bf16"))
     assert narrow[-1] < narrow[0] - 0.3
     assert 0 < difference(narrow, wide) < LOSS
-    run = settings(tmp_path, train_iters=30, save=str(tmp_path / "saved"), exit_interval=tiny.BOTH_PHASES)
+    run = settings(tmp_path, train_iters=18, save=str(tmp_path / "saved"), exit_interval=tiny.BOTH_PHASES)
     first = tiny.losses(tiny.run(run))
     later = replace(run.training, exit_interval=2 * tiny.BOTH_PHASES)
     resumed = replace(run, training=later, checkpoint=replace(run.checkpoint, load=str(tmp_path / "saved")))

@@ -82,8 +82,7 @@ def assert_same_bits(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[
     assert all(torch.equal(grad, b[1][name]) for name, grad in a[1].items())
 
 
-@pytest.mark.parametrize("recipe", [O2, O3], ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize("shape", SHAPES)
+@each_once(0.5, shape=tuple(SHAPES), recipe=[O2, O3])
 def test_close_to_the_composition_of_the_same_modules(shape: str, recipe: Recipe):
     made = model(recipe, **SHAPES[shape])
     assert [layer.fused for layer in layers(made)] == [True, True]
@@ -202,7 +201,7 @@ def test_over_two_ranks_the_blocks_are_close_to_the_composition(shape: str, way:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
-@pytest.mark.parametrize(("shape", "way"), [("rope", "sequence"), ("llama", "whole rows")])
+@pytest.mark.parametrize(("shape", "way"), [pytest.param("rope", "sequence", marks=pytest.mark.nightly(3)), ("llama", "whole rows")])
 def test_so_they_are_where_partial_sums_travel_in_the_compute_dtype(shape: str, way: str):
     assert_close_over_two_ranks(O2, shape, way)
 
@@ -267,8 +266,7 @@ def test_selective_recomputation_changes_no_bit(modules: list[str], shape: str, 
     assert_same_bits(forward_backward(made), forward_backward(model(recipe, **SHAPES[shape])))
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "composed"])
-@pytest.mark.parametrize("shape", SHAPES)
+@each_once(0.5, shape=tuple(SHAPES), fused=[True, False])
 def test_inputs_kept_in_groups_change_no_loss_and_little_of_the_gradients(shape: str, fused: bool):
     made, plain = (model(**SHAPES[shape], save_activations=way) for way in ("coat", "compute"))
     assert [layer.saved for layer in layers(made)] == [GroupedFP8()] * 2

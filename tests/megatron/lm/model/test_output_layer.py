@@ -24,15 +24,15 @@ def difference(a: list[float], b: list[float]) -> float:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of the LM head in BF16."""
-    return tiny.losses(tiny.run(settings(tmp_path_factory.mktemp("wide"), train_iters=30, output_layer_precision="bf16")))
+    return tiny.losses(tiny.run(settings(tmp_path_factory.mktemp("wide"), train_iters=18, output_layer_precision="bf16")))
 
 
 @pytest.mark.parametrize("way", [pytest.param("fp8", marks=pytest.mark.nightly(3)), "fp8-all"])
 def test_a_tiny_gpt_trains_to_the_same_loss_and_resumes_bit_for_bit(tmp_path: Path, wide: list[float], way: str):
-    narrow = tiny.losses(tiny.run(settings(tmp_path, train_iters=30, output_layer_precision=way)))
+    narrow = tiny.losses(tiny.run(settings(tmp_path, train_iters=18, output_layer_precision=way)))
     assert narrow[-1] < narrow[0] - 0.3
     assert 0 < difference(narrow, wide) < LOSS
-    run = settings(tmp_path, train_iters=30, output_layer_precision=way, save=str(tmp_path / "saved"), exit_interval=3)
+    run = settings(tmp_path, train_iters=18, output_layer_precision=way, save=str(tmp_path / "saved"), exit_interval=3)
     first = tiny.losses(tiny.run(run))
     resumed = replace(
         run, training=replace(run.training, exit_interval=6), checkpoint=replace(run.checkpoint, load=str(tmp_path / "saved"))

@@ -22,7 +22,7 @@ def scales(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"opt_level": "O3"}, *(pytest.param(one, marks=pytest.mark.nightly(3)) for one in ({"opt_level": "O1"},))], ids=str
+    "changes", [{"opt_level": "O3"}, *(pytest.param(one, marks=pytest.mark.nightly(3)) for one in ({}, {"opt_level": "O1"}))], ids=str
 )
 def test_channels_are_raised_and_the_loss_is_that_without(prefix: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]):
     with tiny.trainer(tiny.config(prefix, **SMOOTH | changes)) as made:

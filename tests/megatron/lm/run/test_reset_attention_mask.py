@@ -91,6 +91,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--data-path {folder / 'text'} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data.tokenizer_model}"
 
 
+LEARNED = "--position-embedding-type learned_absolute --reset-position-ids --num-workers 1"
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --micro-batch-size 2 --global-batch-size 4 --lr 5e-3 "
     "--lr-decay-iters 4 --lr-warmup-iters 1 --eval-iters 1 --eval-interval 2 --log-interval 1 --split 80,15,5 --fp8-min-gain 0 "
@@ -108,7 +109,7 @@ def run(folder: Path, text: str, flags: str, iterations: int = 4) -> list[tuple[
 
 @pytest.mark.promise("Data", "With `--reset-attention-mask` documents of a sequence do not attend to each other; runs resume bit for bit.")
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("flags", ["--opt-level O2", "--position-embedding-type learned_absolute --reset-position-ids --num-workers 1"])
+@pytest.mark.parametrize("flags", ["--opt-level O2", pytest.param(LEARNED, marks=pytest.mark.nightly(4))])
 def test_a_run_on_text_trains_evaluates_saves_and_resumes(text: str, tmp_path: Path, flags: str):
     whole = run(tmp_path, text, flags)
     assert [kind for kind, _, _ in whole].count("valid") == 2
@@ -146,7 +147,7 @@ def _grid(prefix: Path, settings: dict[str, Any]) -> list[float]:
     "grid",
     [
         {"pipeline_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.nightly(3)),
         pytest.param({}, marks=pytest.mark.nightly(2)),
     ],
     ids=["PP", "TP", "DP"],

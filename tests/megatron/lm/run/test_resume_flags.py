@@ -65,6 +65,7 @@ def both_ways(prefix: str, folder: str, shared: dict) -> list:
     return found
 
 
+@pytest.mark.nightly(6)  # by default one process does, and two resume without a ramp: test_resume.py of checkpoint
 def test_two_processes_resume_in_mid_ramp_to_the_same_bits(prefix: Path, tmp_path: Path):
     shared = RAMP | {"opt_level": "O3", "lr_decay_style": "WSD", "lr_wsd_decay_samples": 50, "decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3}
     straight, first, resumed = dist.run(both_ways, 2, str(prefix), str(tmp_path / "saved"), shared)[0]

@@ -52,7 +52,7 @@ def iterations(folder: Path) -> list[int]:
 @pytest.mark.promise(
     "Checkpoints", "A run killed after a non-persistent checkpoint resumes from it bit for bit; only the newest of them is kept."
 )
-@pytest.mark.parametrize("async_save", ["", "--async-save"])
+@pytest.mark.parametrize("async_save", ["", pytest.param("--async-save", marks=pytest.mark.nightly(2))])
 def test_a_run_resumes_from_the_newer_of_both_folders(start, straight: list[float], tmp_path: Path, async_save: str):
     run, fast = tmp_path / "run", tmp_path / "fast"
     saving = f"--save {run} --load {run} --save-interval 3 --non-persistent-save-interval 2 --non-persistent-global-ckpt-dir {fast}"
@@ -137,6 +137,7 @@ def two_ranks(prefix: str, folder: str) -> list[Any]:
     return [straight, kept, resumed]
 
 
+@pytest.mark.nightly(5)  # by default both kinds on one process, and two processes with one kind: test_saving_two_ranks.py
 def test_two_processes_save_and_resume_both_kinds(gloo_prefix: Path, tmp_path: Path):
     for straight, kept, resumed in dist.run(two_ranks, 2, str(gloo_prefix), str(tmp_path / "run")):
         assert kept == ([2, 4], [3])

@@ -74,7 +74,8 @@ def test_collage_plus_follows_fp32_where_bf16_alone_falls_behind(prefix: Path):
     assert ends[3] > ends[0] + 0.06
 
 
-@pytest.mark.parametrize("level", [SLOW("O1"), SLOW("O2"), "O3"])
+@pytest.mark.nightly(3)  # by default in graphs: test_step_graph.py
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[dict[str, Any]]]):
     rows = tiny.run(tiny.config(prefix, opt_level=level, fp8_recipe="tensorwise", eval_iters=4, **LONG))
     # Delayed scaling is just in time until its window is full.
@@ -82,10 +83,9 @@ def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[di
     assert valid_loss(rows) == pytest.approx(valid_loss(level_rows[level]), rel=0.02)
 
 
+@pytest.mark.nightly(3)  # by default without a trainer: test_optimizer.py of msamp/optim
 @pytest.mark.parametrize(
-    "formats",
-    [SLOW({"master_format": "bf16"}), {"exp_avg_sq_format": "fp8-e4m3"}, SLOW({"master_format": "fp32", "grad_format": "fp32"})],
-    ids=str,
+    "formats", [{"master_format": "bf16"}, {"exp_avg_sq_format": "fp8-e4m3"}, {"master_format": "fp32", "grad_format": "fp32"}], ids=str
 )
 def test_other_state_formats_train(prefix: Path, formats: dict[str, str]):
     losses = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", **formats, **LONG)))

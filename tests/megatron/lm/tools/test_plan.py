@@ -37,7 +37,7 @@ def test_a_plan_as_json_is_the_dry_run_s_memory_and_adds_up(capsys):
 
 
 def test_a_person_reads_the_grids_the_kinds_the_flags_and_the_source(capsys):
-    assert main(shlex.split(f"{LINE} --top 1")) == 0
+    assert main(shlex.split(f"{LINE} --top 1 --micro-batch-size 1")) == 0
     said = capsys.readouterr().out
     assert "7b, O3, 8 x NVIDIA H100 of 79 GiB, 131,072 tokens per step" in said
     for part in ("fullest process (stage 0), GiB: ", "sent per process and step, GB: grad", "time per step, ms: lin", "FLOPs per step"):
@@ -51,14 +51,14 @@ def test_flags_of_the_trainer_fix_and_override(capsys):
         "--model 13b --gpus 4 --gpu h200 --global-batch-size 16 --tensor-model-parallel-size 2 --micro-batch-size 2 --num-layers 8", capsys
     )
     assert {(one["tensor"], one["micro_batch"]) for one in found["grids"]} == {(2, 2)}
-    shorter = asked("--model 13b --gpus 4 --gpu h200 --sequence-length 1024 --top 1", capsys)
+    shorter = asked("--model 13b --gpus 4 --gpu h200 --sequence-length 1024 --top 1 --micro-batch-size 1", capsys)
     assert shorter["sequence_length"] * shorter["global_batch_size"] == 4 * 2**20
 
 
 def test_o0_is_bf16_and_a_smaller_gpu_holds_less(capsys):
-    found = asked(f"{LINE} --precision O0 --top 1", capsys)
+    found = asked(f"{LINE} --precision O0 --top 1 --micro-batch-size 1", capsys)
     assert found["precision"] == "bf16"
-    less = asked(f"{LINE} --gpu-memory-gib 30 --top 1", capsys)
+    less = asked(f"{LINE} --gpu-memory-gib 30 --top 1 --micro-batch-size 1", capsys)
     assert less["grids"][0]["memory_bytes"] + dry_run.RESERVED <= 30 * dry_run.GIB
 
 

@@ -147,7 +147,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["data", "sequence", *(pytest.param(name, marks=pytest.mark.nightly(5)) for name in ("zero", "stages", "tensor"))]
+    "name", ["sequence", *(pytest.param(name, marks=pytest.mark.nightly(5)) for name in ("data", "zero", "stages", "tensor"))]
 )
 def test_the_load_losses_and_biases_are_those_of_one_process(name: str):
     settings, processes = GRIDS[name]

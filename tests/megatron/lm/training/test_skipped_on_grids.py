@@ -13,7 +13,7 @@ from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
 from megatron.lm.training.gradients import chunks
 
-BAD, STEPS = tiny.WINDOW + 2, tiny.WINDOW + 6
+BAD, STEPS = tiny.WINDOW + 1, tiny.WINDOW + 4
 SHARED: dict[str, Any] = {"num_layers": 2, "num_attention_heads": 4, "micro_batch_size": 2, "lr_warmup_iters": 0, "train_iters": 20}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True}
 EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}

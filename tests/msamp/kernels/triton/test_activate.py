@@ -204,7 +204,7 @@ def test_scale_inv_is_left_in_its_slot(kind, scale, triton_device):
     assert [float(s) for s in slots] == [float(a_inv), float(g_inv)]
 
 
-@pytest.mark.parametrize("features", [60, 270])
+@pytest.mark.parametrize("features", [pytest.param(60, marks=pytest.mark.nightly), 270])
 def test_channel_scales_and_amaxes_of_channels(features, triton_device):
     grad_a, y = inputs("swiglu", (37, features), triton_device)
     by = torch.tensor([2.0 ** (k % 9) for k in range(features)], device=triton_device)

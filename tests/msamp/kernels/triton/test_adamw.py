@@ -149,7 +149,7 @@ def test_pieces_that_begin_within_a_group_of_four_have_their_thresholds(triton_d
     assert same(got, want)
 
 
-@pytest.mark.parametrize("eps", [1e-8, 0.0, 1e-15])
+@pytest.mark.parametrize("eps", [1e-8, 0.0, pytest.param(1e-15, marks=pytest.mark.nightly)])
 def test_every_exponent_of_moments_gives_the_twins_step_to_the_bit(eps, triton_device):
     """The kernel's root and quotient take a fast path unless an exponent is extreme: BF16 holds all of FP32's, from 2^-133 to 2^126."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

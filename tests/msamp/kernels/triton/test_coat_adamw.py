@@ -142,7 +142,7 @@ def agree(ours: tuple[Batch, torch.Tensor], theirs: tuple[Batch, torch.Tensor]) 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("fp32", "O0", "fp16-amp", "O2"))) for name in FORMATS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("fp32", "O0", "fp16-amp", "O2", "m alone"))) for name in FORMATS]
 )
 def test_as_its_twin(name, triton_device):
     before, want, got = run_both(name, triton_device)
@@ -252,7 +252,7 @@ def test_a_graph_holds_a_step_and_follows_the_learning_rate():
     assert all(a.equal(b) for a, b in zip(everything(x, kept), everything(other, kept), strict=True))
 
 
-@pytest.mark.parametrize("name", ["O2", "m alone", "v alone", "v beside a plain m"])
+@pytest.mark.parametrize("name", ["O2", "m alone", "v alone", pytest.param("v beside a plain m", marks=pytest.mark.nightly)])
 def test_stochastic_rounding_of_what_is_not_coats(name, triton_device):
     """Masters, and a moment of another format: as the twin's, to a code where the update differs in its last place."""
     _, theirs, ours = run_both(name, triton_device, rounding=Rounding(m=True, v=True, masters=True))

@@ -70,7 +70,9 @@ TRAINED = {
 
 
 @pytest.mark.promise("Megatron flags", "`--bf16 --fp8-format hybrid` trains in FP8 GEMMs with FP32 masters, gradients and moments.")
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", [name if name in ("hybrid", "precision-aware") else pytest.param(name, marks=pytest.mark.nightly(2)) for name in TRAINED]
+)
 def test_what_the_flags_become_trains(prefix: Path, name: str):
     made = refusals.config(f"--bf16 {TRAINED[name]} --fp8-min-gain 0 --data-path {prefix} --vocab-size 60 --train-iters 3")
     check(made, 1)

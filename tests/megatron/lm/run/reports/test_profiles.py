@@ -48,7 +48,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return tiny.losses(tiny.run(tiny.config(tiny.write_data(tmp_path_factory.mktemp("plain")), train_iters=6, num_layers=1)))
 
 
-@pytest.mark.parametrize(("start", "end", "first"), [(2, 4, 3), (0, 2, 1), (5, 9, 6)])  # the last: the run ends before the profile
+@pytest.mark.parametrize(
+    ("start", "end", "first"), [(2, 4, 3), pytest.param(0, 2, 1, marks=pytest.mark.nightly(3)), (5, 9, 6)]
+)  # the last: it ends before the profile
 def test_the_iterations_after_start_to_end_are_traced(
     prefix: Path, plain: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int, end: int, first: int
 ):
