@@ -192,6 +192,9 @@ LLAMA = Architecture(
     scales_rope=True,
 )
 
+_DEFAULTS = {key: value for key, value in LLAMA.defaults.items() if key not in LLAMA.biases}
+_QK_NORMS = {"self_attention.q_layernorm": (("self_attn.q_norm",), SAME), "self_attention.k_layernorm": (("self_attn.k_norm",), SAME)}
+
 # Llama with biases only in its queries, keys and values.
 QWEN2 = replace(
     LLAMA,
@@ -199,21 +202,7 @@ QWEN2 = replace(
     class_name="Qwen2ForCausalLM",
     wants=_ROTATED_SWIGLU | {"qk_layernorm": False, "disable_bias_linear": True, "add_qkv_bias": True},
     fixed=dict(LLAMA.fixed) | {"use_sliding_window": (False,)},
-    defaults={
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": None,
-        "intermediate_size": 22016,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "rope_theta": 10000.0,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 151936,
-    },
+    defaults=_DEFAULTS | {"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768, "vocab_size": 151936},
     biases=(),
 )
 
@@ -224,27 +213,8 @@ QWEN3 = replace(
     class_name="Qwen3ForCausalLM",
     wants=_ROTATED_SWIGLU | {"qk_layernorm": True, "qk_layernorm_scope": "head", "disable_bias_linear": True},
     fixed=dict(LLAMA.fixed) | {"attention_bias": (False,), "use_sliding_window": (False,)},
-    defaults={
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "intermediate_size": 22016,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "rope_theta": 10000.0,
-        "attention_dropout": 0.0,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": 151936,
-    },
-    modules=dict(LLAMA.modules)
-    | {
-        "self_attention.q_layernorm": (("self_attn.q_norm",), SAME),
-        "self_attention.k_layernorm": (("self_attn.k_norm",), SAME),
-    },
+    defaults=dict(QWEN2.defaults) | {"head_dim": 128, "attention_bias": False},
+    modules=dict(LLAMA.modules) | _QK_NORMS,
     biases=(),
 )
 
@@ -276,22 +246,15 @@ MIXTRAL = replace(
         "num_experts_per_tok": "moe_router_topk",
     },
     fixed=dict(LLAMA.fixed) | {"sliding_window": (None,), "attention_bias": (False,), "router_jitter_noise": (0.0,)},
-    defaults={
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
+    defaults=_DEFAULTS
+    | {
         "num_key_value_heads": 8,
-        "head_dim": None,
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "initializer_range": 0.02,
         "rope_theta": 1000000.0,
-        "attention_dropout": 0.0,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
     },
     modules=_ATTENTION,
     biases=(),
@@ -310,25 +273,17 @@ QWEN3_MOE = replace(
     wants=dict(QWEN3.wants) | _SOFTMAX_ROUTER,
     keys=dict(LLAMA.keys)
     | {"moe_intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
-    defaults={
+    defaults=dict(QWEN2.defaults)
+    | {
         "num_hidden_layers": 24,
         "hidden_size": 2048,
-        "num_attention_heads": 32,
         "num_key_value_heads": 4,
-        "head_dim": None,
         "intermediate_size": 6144,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "rope_theta": 10000.0,
-        "attention_dropout": 0.0,
         "moe_intermediate_size": 768,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
-        "tie_word_embeddings": False,
-        "vocab_size": 151936,
     },
     router="mlp.gate",
     experts=_GATE_UP_DOWN,
@@ -345,28 +300,20 @@ OLMOE = replace(
     wants=_ROTATED_SWIGLU | _SOFTMAX_ROUTER | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "disable_bias_linear": True},
     keys=_KEYS | {"intermediate_size": "expert_size", "num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"},
     fixed=dict(LLAMA.fixed) | {"clip_qkv": (None,), "attention_bias": (False,)},
-    defaults={
+    defaults={key: value for key, value in _DEFAULTS.items() if key != "head_dim"}
+    | {
         "num_hidden_layers": 16,
         "hidden_size": 2048,
         "num_attention_heads": 16,
-        "num_key_value_heads": None,
         "intermediate_size": 2048,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
-        "initializer_range": 0.02,
-        "rope_theta": 10000.0,
-        "attention_dropout": 0.0,
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
-        "tie_word_embeddings": False,
         "vocab_size": 50304,
     },
-    modules=_ATTENTION
-    | {
-        "self_attention.q_layernorm": (("self_attn.q_norm",), SAME),
-        "self_attention.k_layernorm": (("self_attn.k_norm",), SAME),
-    },
+    modules=_ATTENTION | _QK_NORMS,
     any_width=False,
     biases=(),
     router="mlp.gate",
