@@ -17,6 +17,7 @@ from helpers.reproduced import (
     TP2_DP2,
     above,
     both,
+    by_rounding,
     by_seed,
     differences,
     error,
@@ -41,6 +42,7 @@ from helpers.reproduced import (
 )
 from megatron.lm.evaluation.paired_difference import HOLDS
 from msamp.numerics.recipe import O2, O3, Recipe
+from msamp.numerics.stochastic_rounding import ROUNDINGS
 from tools.bench.rows import ROOT
 from tools.docs import losses
 from tools.docs.reproduction import words
@@ -83,6 +85,19 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
      lambda: min(results("fp8lm-figure9")[name] for name in ("before scaling: lost in E4M3", "after scaling: normal in E4M3")) > 95),
     ("fp8lm-table2", "scores alike on all tasks, within errors", lambda: results("fp8lm-table2")[ENTRIES["fp8lm-table2"].headline] < 1),
     ("fp8lm-table3", "The loss falls at O3 by a little less than at O0", lambda: 0.9 < results("fp8lm-table3")[GAIN3] < 1),
+    ("fp8lm-table3", "by almost four percent in the layers that were trained and by less than three exported to BF16",
+     lambda: all(3.5 < mean < 4 and half_width < mean for mean, half_width in by_rounding("SFT", "nearest", "its own layers"))
+     and all(2 < mean < 3 and half_width < mean for mean, half_width in by_rounding("SFT", "nearest", "BF16 layers"))),
+    ("fp8lm-table3", "they end below O0 in the layers that were trained, and two percent above it exported to BF16",
+     lambda: all(mean + half_width < 0 for mean, half_width in by_rounding("SFT", "stochastic", "its own layers"))
+     and all(round(mean) == 2 and half_width < 1 for mean, half_width in by_rounding("SFT", "stochastic", "BF16 layers"))),
+    ("fp8lm-table3", "With three seeds and a small learning rate", lambda: set(seeds_of("rounding/tuning")) == {"1234", "1235", "1236"}),
+    ("fp8lm-table4", "With three seeds both O2 and O3 end three to five percent above O0 after DPO, read in BF16",
+     lambda: {round(mean) for rounding in ROUNDINGS for mean, _ in by_rounding("DPO", rounding, "BF16 layers")} == {3, 4, 5}),
+    ("fp8lm-table4", "only the intervals of O2 exclude zero, and those in the layers that were trained are wider",
+     lambda: all(o2[1] < o2[0] and o3[1] > o3[0] for o2, o3 in (by_rounding("DPO", rounding, "BF16 layers") for rounding in ROUNDINGS))
+     and all(wide[1] > narrow[1] for rounding in ROUNDINGS for wide, narrow in zip(
+         by_rounding("DPO", rounding, "its own layers"), by_rounding("DPO", rounding, "BF16 layers"), strict=True))),
     ("fp8lm-table3", "Every FP8 level was slower than O0 when this was measured",
      lambda: max(value for name, value in results("fp8lm-table3").items() if "throughput from O0's at" in name) < 0),
     ("fp8lm-table4", "take less memory at O3, by more than in the paper",
@@ -289,7 +304,7 @@ WITHOUT_RESULT = {
     "fp8lm-figure1": ["Its other half"],
     "fp8lm-figure4": ["The twelve seeds round masters and moments stochastically"],
     "fp8lm-table2": ["a paired test would be several times more sensitive"],
-    "fp8lm-table3": ["was cut to a third"],
+    "fp8lm-table3": ["was cut to a third", "less than half a step of the FP16 master", "less than half a step of BF16"],
     "collage-table3": ["and one seed"],
     "collage-table4": ["was interrupted twice"],
     "collage-table7": ["moves twice the bytes of A's"],

@@ -67,6 +67,14 @@ def less_of_both(found: Values, dp: int) -> bool:
     )
 
 
+def by_rounding(task: str, rounding: str, measure: str) -> list[tuple[float, float]]:
+    """Of O2 and O3 after SFT or DPO: loss from O0's in percent, and the half width of its 95 % interval."""
+    found, names = results({"SFT": "fp8lm-table3", "DPO": "fp8lm-table4"}[task]), []
+    for level in ("O2", "O3"):
+        names.append(f"{task} by seed, {level}, rounded {rounding}: loss from O0's, in {measure}")
+    return [(found[name], found[f"{name}: half width of the 95 % interval"]) for name in names]
+
+
 def speeds(model: str) -> Values:
     found = results("collage-table7")
     return {name: found[f"{model}, {name}: speed over D's"] for name in ("bf16-a", "collage-light", "collage-plus")}

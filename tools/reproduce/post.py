@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.lm.evaluation.paired_difference import paired_difference
+from tools.docs import rounding
 from tools.docs.evidence import ROOT, Row, read
 from tools.docs.outliers import CONTINUED
 from tools.docs.post import BASE, BOOLQ, CURVES, DPO, ENCODERS, EVALUATION, PPO, SFT
@@ -168,6 +169,19 @@ def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
             yield Finding(f"{row['recipe']}, training loss", float(row["value"]), x=float(row["step"]), where=row)
 
 
+def tuned(task: str) -> Iterator[Finding]:
+    """FP8-LM, Tables 3 and 4: loss of SmolLM2 after SFT or DPO by `compare_tuning.py`, relative to O0's of the same seeds: in the layers
+    that were trained, and exported to BF16."""
+    rows = {row["case"]: row for row in read(rounding.TUNING) if row["task"] == task and row["case"] not in ("start", BASE)}
+    for (case, row), (measure, key) in itertools.product(rows.items(), {"its own layers": "own_loss", "BF16 layers": "bf16_loss"}.items()):
+        level, _, flags = case.partition(" ")
+        apart = rounding.tuned(task, case, BASE, key)
+        quantity = f"{task.upper()} by seed, {level}, rounded {flags.split()[1]}: loss from O0's, in {measure}"
+        yield Finding(quantity, 100 * apart.mean, unit="%", where=row)
+        if apart.half_width is not None:
+            yield Finding(f"{quantity}: half width of the 95 % interval", 100 * apart.half_width, unit="%", where=row)
+
+
 def llama_steps() -> Iterator[Finding]:
     """FP8-LM, Table 3: speed and memory of training steps of LLaMA-7B's shape at each level relative to O0, from the newest recorded steps
     in which all levels were measured together; nothing without them."""
@@ -235,7 +249,7 @@ def table3(task: Task) -> Iterator[Finding]:
     """Report fine-tuning at each level."""
     if task.size == "kept":
         exported = _exported(read(EVALUATION), "sft-{}", TUNED3, 1.0)
-        return itertools.chain(sft_findings(read(SFT), read(CURVES)), exported, llama_steps())
+        return itertools.chain(sft_findings(read(SFT), read(CURVES)), exported, tuned("sft"), llama_steps())
     data = task.folder / "sums.json"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text(json.dumps([{"instruction": f"{n % 9}+{n // 9}=", "output": f"it is {n % 9 + n // 9}"} for n in range(36)]))
@@ -245,7 +259,8 @@ def table3(task: Task) -> Iterator[Finding]:
 def table4(task: Task) -> Iterator[Finding]:
     """Report PPO at O0 and O3."""
     if task.size == "kept":
-        return itertools.chain(ppo_findings(read(PPO), read(CURVES)), counted(), ppo_speeds(read(PPO)), dpo_findings(read(DPO)))
+        of_ppo = itertools.chain(ppo_findings(read(PPO), read(CURVES)), counted(), ppo_speeds(read(PPO)))
+        return itertools.chain(of_ppo, dpo_findings(read(DPO)), tuned("dpo"))
     words = ["--reward", "digits", "--max-new-tokens", "4", "--kl-coef", "0.02", "--global-batch-size", "8", "--mini-batch-size", "8"]
     return ppo_findings(_toy_rows("ppo", "rlhf/ppo", words, task))
 
@@ -355,10 +370,10 @@ ENTRIES = (
         title="FP8-LM, Table 3 and Figure 5",
         claim="Supervised fine-tuning in FP8 is as good as in BF16, with less memory and 27 % more throughput.",
         run=table3,
-        sizes={"toy": Needs(), "kept": kept(SFT, CURVES, EVALUATION, STEP)},
+        sizes={"toy": Needs(), "kept": kept(SFT, CURVES, EVALUATION, rounding.TUNING, STEP)},
         headline=GAIN3,
-        reason="One seed, 60 steps and 99 held-out conversations. Throughput was measured before the host's share of an eager FP8 layer "
-        "was cut to a third, and not since. AlpacaEval and MT-Bench need a judge model, which is not available.",
+        reason="60 steps and 99 held-out conversations. Throughput and memory have one seed, and were measured before the host's share of "
+        "an eager FP8 layer was cut to a third, and not since. AlpacaEval and MT-Bench need a judge model, which is not available.",
         slow=True,
     ),
     Entry(
@@ -367,10 +382,10 @@ ENTRIES = (
         title="FP8-LM, Table 4 and Figure 6",
         claim="RLHF in FP8 is as good as in BF16, with less memory.",
         run=table4,
-        sizes={"toy": Needs(), "kept": kept(PPO, DPO, CURVES)},
+        sizes={"toy": Needs(), "kept": kept(PPO, DPO, CURVES, rounding.TUNING)},
         headline="O3: weights of all models from O0's",
-        reason="SmolLM2, one seed, and a learning rate that was not tuned. AlpacaEval and MT-Bench need a judge model, which is not "
-        "available.",
+        reason="SmolLM2, PPO with one seed, and a learning rate that was not tuned. AlpacaEval and MT-Bench need a judge model, which is "
+        "not available.",
         slow=True,
     ),
     Entry(

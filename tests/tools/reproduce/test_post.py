@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.docs import rounding
 from tools.docs.evidence import ROOT
 from tools.reproduce import post, throughput
 from tools.reproduce.entry import Task
@@ -44,6 +45,16 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
     assert [(each.quantity, each.x, each.ours) for each in found if each.x is not None] == [("O3, training loss", 2.0, 1.5)]
     with pytest.raises(ValueError, match="no fine-tuning result at O0"):
         list(post.sft_findings([SFT | {"recipe": "O3"}]))
+
+
+def test_tuning_by_seed_is_that_of_its_table():
+    """Of the rows on file, whose table on the results page has the same intervals."""
+    found = {finding.quantity: finding.ours for finding in post.tuned("sft")}
+    assert len(found) == 2 * 2 * 2 * 2  # levels, roundings, measures, and half widths
+    cells = {(line[0], line[1], line[2]): line[8] for line in rounding.tuning().cells}
+    for level in ("O2", "O3"):
+        mean = found[f"SFT by seed, {level}, rounded nearest: loss from O0's, in BF16 layers"]
+        assert cells["SFT", level, "nearest"].startswith(f"{mean:+.2f} (")
 
 
 def test_llamas_shape_is_compared_where_all_levels_were_measured_together(monkeypatch):
