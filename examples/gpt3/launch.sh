@@ -9,7 +9,7 @@
 #   GPUS_PER_NODE   processes per machine (default 8)
 #   NNODES          machines (default: the script's); without Slurm, start it on each with NODE_RANK, MASTER_ADDR and MASTER_PORT
 #   DRY_RUN=1       print the grid, and parameters and bytes per process; exit with 2 if they do not fit
-#   GPU_MEMORY_GIB  memory limit of DRY_RUN=1 (default: that of this machine's GPU, else an H100's 79)
+#   GPU_MEMORY_GIB  memory limit of DRY_RUN=1 (default: this machine's GPU, else an H100's 79)
 #   TOY=1           the same grid and flags on a few CPU processes: a small model, three steps, generated data
 #   ON_CPU=1        train at full size without a GPU, which takes days
 #   PYTHON          interpreter (default: .venv of the checkout, else python3)

@@ -370,7 +370,7 @@ class LoopOptimizer(FP8AdamW):
         """
         if state_dict.get(_ON_FIRST_RANK):
             raise ValueError(
-                "this state dict has no states, since under ZeRO only that of the group's first rank has them; load the first rank's on "
+                "this state dict has no states, since under ZeRO only the group's first rank returns them; load the first rank's on "
                 "every rank"
             )
         super().load_state_dict(in_own_formats(self, {**state_dict, "state": unpacked_names(state_dict["state"])}))

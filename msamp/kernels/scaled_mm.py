@@ -45,7 +45,7 @@ def warn_if_emulated(device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         warnings.warn(
             f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no FP8, which requires 8.9 or later: "
-            "casts and scales are those of FP8, but GEMMs run in 16 or 32 bits on the dequantized values. Expect the same losses "
+            "casts and scales are FP8's, but GEMMs run in 16 or 32 bits on the dequantized values. Expect the same losses "
             "and no speedup; for speed on this GPU train in BF16 (O0)",
             stacklevel=2,
         )

@@ -312,7 +312,7 @@ class LayerGuard:
         check_state(state)
         unknown = sorted(set(state["layers"]) - set(self.names))
         if unknown:
-            raise ValueError(f"the guard's state has {unknown[0]}, which is no FP8 linear layer of this model; load that of the same model")
+            raise ValueError(f"the guard's state has {unknown[0]}, which is not an FP8 linear layer of this model; load this model's state")
         self.disarm()
         self.states = {name: LayerState(**state["layers"].get(name, {})) for name in self.names}
         for name in self.names:

@@ -108,7 +108,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a name of weights": (_set("config.json", transformers_weights="a.safetensors"), "names its own weights file"),
     "files of a tokenizer": (
         _set("tokenizer_config.json", vocab_file="/etc/passwd"),
-        r"names files of its own \(vocab_file: '/etc",
+        r"names files \(vocab_file: '/etc",
     ),
     "a pickle": (_pickled, r"pickled files \(pytorch_model\.bin\) are not read"),
     "no weights": (_weights(dict.clear), r"is missing 21 tensors of a LlamaForCausalLM \(lm_head\.weight\)"),

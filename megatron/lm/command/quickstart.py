@@ -99,7 +99,7 @@ def verdict(base: Run, other: Run, entropy: float) -> list[str]:
     left, right = losses[base.name] or 0.0, losses[other.name] or 0.0
     problems = []
     if not abs(right - left) <= MAX_DIFFERENCE * left:
-        problems.append(f"the loss of {other.name} differs from that of {base.name} by more than {100 * MAX_DIFFERENCE:g} %")
+        problems.append(f"the losses of {other.name} and of {base.name} differ by more than {100 * MAX_DIFFERENCE:g} %")
     problems += [
         f"the loss of {name} is not {100 * MIN_GAIN:g} % below the unigram entropy: train longer (--iters)"
         for name, loss in ((base.name, left), (other.name, right))

@@ -64,7 +64,7 @@ def take_schedule(config: Config, saved: Config | None) -> Config:
     if problems:
         raise ValueError(
             f"--use-checkpoint-opt-param-scheduler: the checkpoint's schedule is invalid for this run: {'; '.join(problems)}. Give "
-            "--override-opt-param-scheduler and a schedule of its own"
+            "--override-opt-param-scheduler and a new schedule"
         )
     return resumed
 

@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
         refuse_code(content, path)
         named = [name for name in _FILES if content.get(name)]
         if named:
-            raise ValueError(f"{path} names files of its own ({named[0]}: {content[named[0]]!r}): remove the entry")
+            raise ValueError(f"{path} names files ({named[0]}: {content[named[0]]!r}): remove the entry")
     with one_line(f"{folder} has no tokenizer that transformers can load"):
         if (folder / "tokenizer.json").exists():
             read_tokenizer_json(folder / "tokenizer.json")

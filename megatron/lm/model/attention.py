@@ -254,7 +254,7 @@ class SDPAttention(MegatronModule):
         if self.backends == BACKENDS["flash"]:
             raise ValueError("--attention-backend flash does not support a mask; choose auto, cudnn or math")
         if mask.shape[1] != 1 or mask.shape[2] not in (1, length) or mask.shape[3] != length or (mask.shape[2] == 1 and self.causal):
-            raise ValueError(f"a mask of split sequences is {tuple(mask.shape)}; expected that of whole ones, [b, 1, s or 1, {length}]")
+            raise ValueError(f"a mask of split sequences is {tuple(mask.shape)}; expected a whole one, [b, 1, s or 1, {length}]")
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, backends: list[SDPBackend] | None = None

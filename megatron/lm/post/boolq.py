@@ -54,7 +54,7 @@ def read(folder: Path) -> Sets:
     if not dev:
         raise ValueError(f"{folder / DEV} has no rows: give {_WANTED}")
     if not train:
-        raise ValueError(f"{folder / COMBINED} has no labeled rows other than those of {DEV}: give {_WANTED}")
+        raise ValueError(f"{folder / COMBINED} has no labeled rows besides {DEV}'s: give {_WANTED}")
     return Sets(train, dev, unanswered)
 
 

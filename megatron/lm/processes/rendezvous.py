@@ -122,7 +122,7 @@ def _resolve(host: str, port: int, end: float) -> None:
             socket.getaddrinfo(host, port)
             return
         except UnicodeError as error:
-            raise ValueError(f"MASTER_ADDR {host!a:.80} is not a host name ({error}): set it to that of rank 0's machine") from None
+            raise ValueError(f"MASTER_ADDR {host!a:.80} is not a host name ({error}): set it to the name of rank 0's machine") from None
         except OSError as error:
             if time.monotonic() >= end:
                 message = f"MASTER_ADDR {host} is unknown ({error.strerror}): set it to the host name or address of rank 0's machine"

@@ -50,7 +50,7 @@ class TokenCheck:
         resumed = self.training.data is not None and awaited(self.training.data, self.digests)
         size = f"{left / 1e9:.2f} GB of the training data are not hashed yet"
         if left <= SMALL or (resumed and not leaving):
-            self._say(f"saving waits: {size}, and all tokens must be those of the checkpoint in {self._loaded}", when=left > SMALL)
+            self._say(f"saving waits: {size}, and all tokens must equal the checkpoint's in {self._loaded}", when=left > SMALL)
             self._wait(left)
         elif resumed:
             self._say(f"{size}: this run leaves before all tokens were compared with the checkpoint's, and the next resume compares them")

@@ -115,7 +115,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def with_series(step: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded step with `series` and `total`, as `read` does; ValueError, KeyError, TypeError, AttributeError or OverflowError if
-    it is none."""
+    it is not one."""
     return dict(step) | {"series": dict(_series(step)), "total": _total_row(step)}
 
 

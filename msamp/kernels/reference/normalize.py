@@ -21,7 +21,7 @@ def check_normalize(
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}; it must match x, {x.dtype} {tuple(x.shape)}: convert it")
     if any(p is not None and p.shape != x.shape[1:] for p in (weight, bias)):
-        raise ValueError(f"weight is {tuple(weight.shape)}; weight and bias must be [N], {tuple(x.shape[1:])}: pass those of this norm")
+        raise ValueError(f"weight is {tuple(weight.shape)}; weight and bias must be [N], {tuple(x.shape[1:])}: pass this norm's")
     if rms and bias is not None:
         raise ValueError("RMSNorm does not support a bias; pass None, or rms=False for LayerNorm")
     if dtype not in WIDE and dtype.itemsize != 1:

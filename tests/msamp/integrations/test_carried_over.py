@@ -136,7 +136,7 @@ def empty_states_loaded() -> str:
 def test_under_zero_the_empty_state_of_another_rank_is_refused():
     first, second = dist.run(empty_states_loaded, 2)
     assert first == ""
-    assert "of the group's first rank has them; load the first rank's on every rank" in second
+    assert "the group's first rank returns them; load the first rank's on every rank" in second
 
 
 # ------------------------------------------------------------------------------------------------------------ averages

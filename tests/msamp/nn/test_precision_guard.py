@@ -120,7 +120,7 @@ def test_states_travel_by_name_and_are_checked():
     second.load_state_dict(state)
     assert [layer.scaling.raised for layer in other] == [True, False]
     assert second.states == one.states
-    with pytest.raises(ValueError, match="the guard's state has 7, which is no FP8 linear layer of this model"):
+    with pytest.raises(ValueError, match="the guard's state has 7, which is not an FP8 linear layer of this model"):
         second.load_state_dict({"layers": {"7": state["layers"]["0"]}})
     assert second.states == one.states
     for wrong in (None, {}, {"layers": {"0": {"raised": 1}}}, {"layers": {"0": state["layers"]["0"] | {"since": -1}}}, {"layers": [3]}):

@@ -29,7 +29,7 @@ class LoggingConfig:
     )
     dry_run: bool = setting("print the grid, and parameters and bytes per process, without training; exit code 2 if it does not fit", False)
     device_memory_gib: float | None = setting(
-        "memory of one device, for --dry-run; derived: that of this machine's GPU, or an H100's 79", None, legal=POSITIVE
+        "memory of one device, for --dry-run; derived: this machine's GPU, or an H100's 79", None, legal=POSITIVE
     )
     record_precision: str | None = setting(
         "file of the precision recorder: the precision that each tensor lost, one JSON object per recorded step", None

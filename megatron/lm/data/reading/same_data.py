@@ -64,7 +64,7 @@ def _without_paths(value: Any) -> Any:
 def difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
     """Describe the first difference between the data of rank 0 and of rank `rank`."""
     if first["tokenizer"] != other["tokenizer"]:
-        return f"the tokenizer of rank {rank} is {other['tokenizer']}, that of rank 0 {first['tokenizer']}"
+        return f"the tokenizer of rank {rank} is {other['tokenizer']}, rank 0's is {first['tokenizer']}"
     for name in first:
         ours, theirs = first[name], other[name]
         if (ours is None) != (theirs is None):
@@ -75,5 +75,5 @@ def difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) ->
                 if here[key] != there[key]:
                     return f"the {name} data {there['prefix']} of rank {rank} {words} {here['prefix']} of rank 0"
         if pairs and len(ours["datasets"]) != len(theirs["datasets"]):
-            return f"the {name} data of rank {rank} has {len(theirs['datasets'])} datasets, that of rank 0 {len(ours['datasets'])}"
+            return f"the {name} data of rank {rank} has {len(theirs['datasets'])} datasets, rank 0's has {len(ours['datasets'])}"
     return f"rank {rank} reads the data in another order than rank 0"

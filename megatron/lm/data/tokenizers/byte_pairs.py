@@ -216,5 +216,5 @@ def _check_merges(encoder: dict[str, int], merge_file: Path) -> None:
     ids = [encoder.get(first + second, -1) for first, second in pairs]
     if -1 in ids or any(a >= b for a, b in itertools.pairwise(ids)):
         raise ValueError(
-            f"--merge-file {merge_file} does not belong to --vocab-file: its merges are not those of the vocabulary in the order of ids"
+            f"--merge-file {merge_file} does not belong to --vocab-file: its merges differ from the vocabulary's in the order of ids"
         )

@@ -257,7 +257,7 @@ def _build_llama3(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 def _build_null(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     if vocab_size is None:
-        raise ValueError("NullTokenizer has no vocabulary of its own: set --vocab-size N (ids 0..N-1, where N-1 ends a document)")
+        raise ValueError("NullTokenizer has no vocabulary: set --vocab-size N (ids 0..N-1, where N-1 ends a document)")
     return NullTokenizer(vocab_size)
 
 

@@ -95,7 +95,7 @@ def check_blocks(rules: Iterable[Rule], in_bf16: Collection[str]) -> None:
             if any(size > _SIDE and size % _SIDE for size in shape):
                 raise ValueError(
                     f"{name} is {' x '.join(map(str, shape))}, which blocks of {_SIDE} x {_SIDE} do not divide, and readers would take the "
-                    "scales for those of other blocks: use --layout tensor"
+                    "scales for other blocks' scales: use --layout tensor"
                 )
 
 

@@ -234,7 +234,7 @@ def test_a_mask_of_split_sequences_is_that_of_whole_ones():
     with pytest.raises(ValueError, match="p2p, a ring of parts of sequences, does not support a mask: pass None, or use a2a"):
         core(x, x, x, torch.zeros(3, 1, 6, 6, dtype=torch.bool))
     core.by_heads = True
-    with pytest.raises(ValueError, match=r"a mask of split sequences is \(3, 1, 3, 3\); expected that of whole ones, \[b, 1, s or 1, 6\]"):
+    with pytest.raises(ValueError, match=r"a mask of split sequences is \(3, 1, 3, 3\); expected a whole one, \[b, 1, s or 1, 6\]"):
         core(x, x, x, torch.zeros(3, 1, 3, 3, dtype=torch.bool))
     mask = torch.ones(3, 1, 6, 6, dtype=torch.bool).triu(1)
     assert torch.equal(core(x, x, x, mask), attention()(x, x, x, mask))

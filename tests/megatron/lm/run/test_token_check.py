@@ -101,7 +101,7 @@ def test_a_save_of_a_resumed_run_waits(corpus: Path, tmp_path: Path, slow: Calla
     folder = saved(corpus, tmp_path / "save")
     slow()
     run(corpus, load=str(folder), save=str(folder), train_iters=4, save_interval=1)
-    assert f"GB of the training data are not hashed yet, and all tokens must be those of the checkpoint in {folder}" in said(capsys)
+    assert f"GB of the training data are not hashed yet, and all tokens must equal the checkpoint's in {folder}" in said(capsys)
     assert digest_in(folder, 3) == digest_in(folder, 2)
 
 

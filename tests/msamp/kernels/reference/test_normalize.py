@@ -168,7 +168,7 @@ STATS = torch.ones(4)
             "residual is torch.bfloat16.*must match x.*convert",
         ),
         (lambda: normalize(X, X[:2], ROW, None, EPS, None, None, E4M3.dtype, rms=True), r"residual is .*\(2, 8\).*must match x"),
-        (lambda: normalize(X, None, ROW[:4], None, EPS, None, None, E4M3.dtype, rms=True), r"weight is \(4,\).*\[N\], \(8,\).*pass those"),
+        (lambda: normalize(X, None, ROW[:4], None, EPS, None, None, E4M3.dtype, rms=True), r"weight is \(4,\).*\[N\], \(8,\).*pass this"),
         (lambda: normalize(X, None, ROW, ROW, EPS, None, None, E4M3.dtype, rms=True), "RMSNorm does not support a bias; pass None"),
         (lambda: normalize(X, None, ROW, None, EPS, None, None, torch.float64, rms=True), "dtype is torch.float64; choose an FP8 dtype"),
         (lambda: normalize_transposed(X, STATS, STATS, ROW[:4], None, ROW[0], E4M3.dtype, rms=False), r"weight is \(4,\)"),
