@@ -24,7 +24,7 @@ from megatron.lm.model.loss import token_loss
 from megatron.lm.model.moe.fp8_experts import convert_experts
 from megatron.lm.model.peer import block_spec as peer_block_spec
 from megatron.lm.model.peer import check_available, core_settings, provider
-from megatron.lm.model.spec import block_spec
+from megatron.lm.model.spec import LayerOptions, block_spec
 from megatron.lm.processes.grid import Grid
 from megatron.lm.processes.process_groups import device
 from msamp.comm.collectives import Peers
@@ -257,23 +257,16 @@ def assemble(
     check_backend(config.model.attention_backend, config.model.attention_dropout)
     model, grid = config.model, Grid.current()
     if layers is None:
-        saved, causal = saved_activations(config.precision), model.objective == "causal-lm"
-        fp8_attention = config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None
-        backend, experts = model.attention_backend, model.moe_layers
-        layers = block_spec(
-            core_config,
-            linears,
-            vp_stage,
-            backend,
-            saved,
-            causal,
-            fp8_attention,
-            fused,
-            others,
-            experts,
-            model.qk_layernorm_scope,
-            config.parallel.cp_wire or "bf16",
+        options = LayerOptions(
+            attention_backend=model.attention_backend,
+            saved=saved_activations(config.precision),
+            causal=model.objective == "causal-lm",
+            fp8_attention=config.precision.recipe.gemm if config.precision.attention_precision == "fp8" else None,
+            fused=fused,
+            qk_scope=model.qk_layernorm_scope,
+            cp_wire=config.parallel.cp_wire or "bf16",
         )
+        layers = block_spec(core_config, linears, options, vp_stage, others, model.moe_layers)
     gpt = GPT(
         config=core_config,
         transformer_layer_spec=layers,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -23,44 +24,49 @@ from msamp.nn.saved_activations import AS_IT_IS, Saved
 from msamp.numerics.recipe import Gemms
 
 
-def layer_spec(
-    config: TransformerConfig,
-    linears: Mapping[str, type],
-    attention_backend: str = "auto",
-    saved: Saved = AS_IT_IS,
-    causal: bool = True,
-    fp8_attention: Gemms | None = None,
-    fused: bool = False,
-    experts: bool = False,
-    qk_scope: str = "head",
-    cp_wire: str = "bf16",
-) -> ModuleSpec:
-    """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP with the activation of `config`, residual.
+class LayerOptions(NamedTuple):
+    """What layers have in common besides megatron-core's configuration.
 
-    Args:
-        config: megatron-core's configuration; this function reads `normalization` and `qk_layernorm`, the modules read the rest.
-        linears: classes of `linear_qkv` and `linear_fc1`, constructed as megatron-core's `ColumnParallelLinear`, and of `linear_proj` and
-            `linear_fc2`, constructed as its `RowParallelLinear`.
+    Attributes:
         attention_backend: `--attention-backend`.
         saved: how the inputs of norms and activations are kept for backward; requires `config.use_te_activation_func`
             (`gpt.transformer_config`).
         causal: whether a token attends to earlier tokens only, or to its whole sequence.
         fp8_attention: the casts of the linear layers, if the core attention is in FP8 too.
         fused: whether the fused blocks of `msamp.nn` compute the layer (`Config.fuses`), which requires `FP8Gemm` linear layers.
-        experts: whether a mixture of experts replaces the MLP, and the layer is not fused; `linears` and activation then belong to
-            its shared expert.
         qk_scope: `--qk-layernorm-scope`, for a `config` with `qk_layernorm`.
         cp_wire: `--cp-wire`.
     """
+
+    attention_backend: str = "auto"
+    saved: Saved = AS_IT_IS
+    causal: bool = True
+    fp8_attention: Gemms | None = None
+    fused: bool = False
+    qk_scope: str = "head"
+    cp_wire: str = "bf16"
+
+
+def layer_spec(config: TransformerConfig, linears: Mapping[str, type], options: LayerOptions, *, experts: bool) -> ModuleSpec:
+    """Return the spec of a pre-norm transformer layer: norm, self-attention, residual, norm, MLP with the activation of `config`, residual.
+
+    Args:
+        config: megatron-core's configuration; this function reads `normalization` and `qk_layernorm`, the modules read the rest.
+        linears: classes of `linear_qkv` and `linear_fc1`, constructed as megatron-core's `ColumnParallelLinear`, and of `linear_proj` and
+            `linear_fc2`, constructed as its `RowParallelLinear`.
+        experts: whether a mixture of experts replaces the MLP, and the layer is not fused; `linears` and activation then belong to
+            its shared expert.
+    """
+    backend, saved = options.attention_backend, options.saved
     norm = ModuleSpec(module=norm_class(config.normalization), params={"saved": saved})
-    query_norm, key_norm = _query_key_norms(config, qk_scope)
+    query_norm, key_norm = _query_key_norms(config, options.qk_scope)
     activation = _activation(activation_of(config), saved)
-    core = ModuleSpec(module=SDPAttention, params={"backend": attention_backend, "wire": cp_wire})
-    if fp8_attention is not None:
-        core = ModuleSpec(module=FP8CoreAttention, params={"backend": attention_backend, "gemm": fp8_attention})
+    core = ModuleSpec(module=SDPAttention, params={"backend": backend, "wire": options.cp_wire})
+    if options.fp8_attention is not None:
+        core = ModuleSpec(module=FP8CoreAttention, params={"backend": backend, "gemm": options.fp8_attention})
     attention = ModuleSpec(
         module=Attention,
-        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask},
+        params={"attn_mask_type": AttnMaskType.causal if options.causal else AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=linears["linear_qkv"],
             core_attention=core,
@@ -73,7 +79,7 @@ def layer_spec(
     mlp = moe_class(parts) if experts else ModuleSpec(module=MLP, submodules=parts)
     return ModuleSpec(
         module=Layer,
-        params={"saved": saved, "fused": fused and not experts},
+        params={"saved": saved, "fused": options.fused and not experts},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
@@ -107,30 +113,20 @@ def _activation(kind: str, saved: Saved) -> Callable[[Tensor], Tensor]:
 def block_spec(
     config: TransformerConfig,
     linears: Mapping[str, type],
+    options: LayerOptions,
     vp_stage: int | None = None,
-    attention_backend: str = "auto",
-    saved: Saved = AS_IT_IS,
-    causal: bool = True,
-    fp8_attention: Gemms | None = None,
-    fused: bool = False,
     others: Mapping[int, Mapping[str, type]] = MappingProxyType({}),
     experts: Collection[int] = (),
-    qk_scope: str = "head",
-    cp_wire: str = "bf16",
 ) -> TransformerBlockSubmodules:
-    """Return the spec of this rank's (virtual) pipeline stage and the final norm; arguments as `layer_spec`.
+    """Return the spec of this rank's (virtual) pipeline stage and the final norm; other arguments as for `layer_spec`.
 
     Args:
         others: maps the number of a layer in the whole model, counted from 0, to the classes of its linear layers, which replace `linears`.
-            Such a layer has no FP8 attention and is not fused.
+            Such a layer has no FP8 attention, is not fused and sends BF16.
         experts: numbers of the layers that are mixtures of experts, counted likewise.
     """
-
-    def layer(n: int) -> ModuleSpec:
-        if n in others:
-            return layer_spec(config, others[n], attention_backend, saved, causal, experts=n in experts, qk_scope=qk_scope)
-        return layer_spec(config, linears, attention_backend, saved, causal, fp8_attention, fused, n in experts, qk_scope, cp_wire)
-
+    wide = options._replace(fp8_attention=None, fused=False, cp_wire="bf16")
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(layer_specs=[layer(n) for n in layers], layer_norm=norm_class(config.normalization))
+    specs = [layer_spec(config, others.get(n, linears), wide if n in others else options, experts=n in experts) for n in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_class(config.normalization))

@@ -8,7 +8,7 @@ from megatron.lm.config import Config, ModelConfig, OptimizerConfig, TrainingCon
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import assemble, transformer_config
 from megatron.lm.model.norm import HeadRMSNorm, LayerNorm, RMSNorm
-from megatron.lm.model.spec import block_spec
+from megatron.lm.model.spec import LayerOptions, block_spec
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -66,6 +66,6 @@ def test_only_the_qkv_layer_has_a_bias_with_add_qkv_bias():
 
 def test_a_block_holds_this_stage_s_layers():
     core_config = transformer_config(config(), SimpleNamespace(name="fp32", compute_dtype=torch.float32))
-    spec = block_spec(core_config, LINEARS)
+    spec = block_spec(core_config, LINEARS, LayerOptions())
     assert len(spec.layer_specs) == 3
     assert spec.layer_norm is LayerNorm
