@@ -88,7 +88,7 @@ def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
     """
     ranks, wrong = copies.ranks, []
     payload = torch.empty(ranks * PROBE_BYTES, dtype=torch.uint8, device="cuda")
-    brought = torch.empty(2, ranks * ranks * PROBE_BYTES, dtype=torch.uint8, device="cuda")
+    received = torch.empty(2, ranks * ranks * PROBE_BYTES, dtype=torch.uint8, device="cuda")
 
     def fill(seed: int) -> None:
         payload.copy_(torch.arange(payload.numel(), device="cuda").mul_(2 * copies.rank + 3).add_(seed).remainder_(251))
@@ -108,19 +108,19 @@ def self_test(copies: "CopyPeers", nccl: Peers) -> str | None:
     def compare(when: str, seed: int, run: Callable[[], None]) -> None:
         fill(seed)
         run()
-        exchange(nccl, brought[1])
-        if not brought[0].equal(brought[1]):
+        exchange(nccl, received[1])
+        if not received[0].equal(received[1]):
             wrong.append(when)
 
     for seed in range(2 * GATHER_WINDOWS):
-        compare("in turn", seed, lambda: exchange(copies, brought[0]))
+        compare("in turn", seed, lambda: exchange(copies, received[0]))
     with torch.inference_mode():
         for seed in range(10, 10 + GATHER_WINDOWS):
-            compare("in inference mode", seed, lambda: exchange(copies, brought[0]))
+            compare("in inference mode", seed, lambda: exchange(copies, received[0]))
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
         for _ in range(GATHER_WINDOWS + 1):
-            exchange(copies, brought[0])
+            exchange(copies, received[0])
     for seed in range(20, 20 + GATHER_WINDOWS):
         compare("from a CUDA graph", seed, graph.replay)
     torch.cuda.synchronize()  # before the graph and its memory are freed

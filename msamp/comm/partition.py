@@ -121,7 +121,7 @@ def partition(
 
 
 def _largest_uncut(widths: Sequence[int], sizes: Sequence[int], whole: Collection[int]) -> int:
-    """Elements of the largest row or whole tensor, below which no cut brings the busiest rank."""
+    """Elements of the largest row or whole tensor, below which no cut can bring the load of the busiest rank."""
     return max((size if i in whole else width for i, (width, size) in enumerate(zip(widths, sizes, strict=True)) if size), default=0)
 
 

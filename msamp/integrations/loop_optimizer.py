@@ -280,7 +280,7 @@ class LoopOptimizer(FP8AdamW):
         norm = self.norm_of(ready)
         coefficient = clip_coefficient(norm, max_norm)
         # Pieces of one tensor share its scale's memory.
-        gradients = [p.grad for p in ready if p.grad is not None]
+        gradients = [holding.grad for holding in ready if holding.grad is not None]
         for g in {(g.scale_inv if isinstance(g, ScalingTensor) else g).data_ptr(): g for g in gradients}.values():
             g.mul_(coefficient)
         return norm

@@ -70,7 +70,7 @@ def context_parallel(config: Config, layers: int) -> Transfer:
 
     Recomputation runs forward again. A ring sends keys and values in forward and in backward, and their gradients in backward; an
     all-to-all queries, keys, values and output in forward, and their gradients in backward, with FP8 attention the output once more. A
-    fused layer keeps the queries, keys and values that an all-to-all brought, also if it recomputes its attention.
+    fused layer keeps the queries, keys and values that an all-to-all returned, also if it recomputes its attention.
     """
     model, parallel, precision = config.model, config.parallel, config.precision
     ranks, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
