@@ -76,6 +76,10 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
                  if name.startswith("largest") and name.endswith("FP8"))),
     ("fp8lm-figure1", "BF16 does not fit 175B there at all",
      lambda: min(held for name, held in results("fp8lm-figure1").items() if name.endswith("BF16: fullest")) > 80),
+    ("fp8lm-two-ranks", "Over two ranks O3 ends at BF16's loss, whether the payloads are summed in FP32 or by NCCL in E4M3",
+     lambda: {difference.verdict() for *_, difference in differences("fp8lm-two-ranks")[:2]} == {HOLDS}),
+    ("fp8lm-two-ranks", "The sum by NCCL spreads more between seeds",
+     lambda: (by_sum := differences("fp8lm-two-ranks"))[1][2].relative.half_width > by_sum[0][2].relative.half_width),
     ("fp8lm-figure4", "over twelve seeds the interval of the paired difference excludes a loss or gain of 0.6 %",
      lambda: [(len(difference.seeds), difference.verdict()) for _, other, difference in differences("fp8lm-figure4")
               if other.startswith("O3 at 125M:")] == [(12, HOLDS)]),

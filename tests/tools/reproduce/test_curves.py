@@ -84,3 +84,13 @@ def test_figure_4_has_its_models_on_file():
     assert {name.partition(" at ")[2].partition(":")[0] for name in found if " at " in name} == {"125M", "125M, all levels", "1.3B"}
     twelve = [finding.seed for finding in curves.figure4(TASK) if finding.quantity == "O3 at 125M: validation loss"]
     assert len(set(twelve)) == 12
+
+
+def test_two_ranks_pair_the_seeds_on_file():
+    (entry,) = [one for one in curves.ENTRIES if one.name == "fp8lm-two-ranks"]
+    found = {(finding.quantity, finding.seed): finding for finding in curves.two_ranks(TASK)}
+    head = found[entry.headline, None]
+    assert (head.paper, head.where["gpu"]) == (0, "2 x NVIDIA H200")
+    base, summed = ({seed for quantity, seed in found if quantity == name} for name in entry.same_loss[0])
+    assert base == summed
+    assert len(base) >= 2
