@@ -77,18 +77,18 @@ def begin(build, level: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
 )
 @BUILDS
 def test_it_ends_where_it_ends_in_fp32_saves_and_resumes(build, level, tmp_path):
-    want = train(*begin(build, None), range(12))
+    want = train(*begin(build, None), range(8))
     model, optimizer = begin(build, level)
-    losses = train(model, optimizer, range(6))
+    losses = train(model, optimizer, range(4))
     torch.save([msamp.exact_state_dict(model), optimizer.state_dict()], tmp_path / "saved.pt")
-    losses += train(model, optimizer, range(6, 12))
+    losses += train(model, optimizer, range(4, 8))
     assert sum(losses[-4:]) == pytest.approx(sum(want[-4:]), rel=0.015)
     assert sum(losses[-4:]) < sum(losses[:4])
     resumed, other = begin(build, level)
     states = torch.load(tmp_path / "saved.pt", weights_only=True)
     resumed.load_state_dict(states[0])
     other.load_state_dict(states[1])
-    assert train(resumed, other, range(6, 12)) == losses[6:]
+    assert train(resumed, other, range(4, 8)) == losses[4:]
     model.save_pretrained(tmp_path)
     exported = type(build()).from_pretrained(tmp_path)
     assert all(x.equal(msamp.plain_state_dict(model, optimizer)[name]) for name, x in exported.state_dict().items())

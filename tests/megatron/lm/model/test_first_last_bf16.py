@@ -104,10 +104,9 @@ GRIDS: dict[str, dict[str, Any]] = {
 def on_grids(prefix: str, folder: str, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
-        settings = ENDS | GRIDS[name]
-        straight = checkpoints.trained(tiny.config(prefix, **settings))
-        checkpoints.trained(tiny.config(prefix, **settings, exit_interval=2, save=f"{folder}/{name}"))
-        resumed = checkpoints.trained(tiny.config(prefix, **settings, load=f"{folder}/{name}"))
+        settings, saved = ENDS | GRIDS[name], f"{folder}/{name}"
+        straight = checkpoints.trained(tiny.config(prefix, **settings, save=saved, save_interval=2))
+        resumed = checkpoints.trained(tiny.config(prefix, **settings, load=saved, ckpt_step=2))
         found[name] = straight, resumed
     return found
 

@@ -92,9 +92,8 @@ def test_an_export_does_not_know_the_scales(prefix: Path, tmp_path: Path):
 
 def on_two(prefix: str, folder: str) -> tuple[Any, ...]:
     settings = SMOOTH | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    straight = checkpoints.trained(tiny.config(prefix, **settings))
-    checkpoints.trained(tiny.config(prefix, **settings, exit_interval=4, save=folder))
-    resumed = checkpoints.trained(tiny.config(prefix, **settings, load=folder))
+    straight = checkpoints.trained(tiny.config(prefix, **settings, save=folder, save_interval=4))
+    resumed = checkpoints.trained(tiny.config(prefix, **settings, load=folder, ckpt_step=4))
     with tiny.trainer(tiny.config(prefix, **settings, load=folder)) as made:
         return straight, resumed, scales(made.training.model)
 
