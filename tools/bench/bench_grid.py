@@ -185,6 +185,12 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     return row if options.no_profile else row | exposed_communication(step)
 
 
+def grid_of_peer(row: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the sizes of a baseline's grid: without stages unless it reports them, and DP over the processes that remain."""
+    tp, pp = int(row.get("tp", 1)), int(row.get("pp", 1))
+    return {"tp": tp, "pp": pp, "vpp": 1, "dp": ranks // (tp * pp)}
+
+
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends the results, and runs the baselines after the others have left."""
@@ -220,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch.rank > 0:
         return 0
     for row in peer_rows(options.peer, ranks):
-        report(common | row | {column: row[name] for name, column in PEER_NAMES.items() if name in row})
+        report(common | grid_of_peer(row, ranks) | row | {column: row[name] for name, column in PEER_NAMES.items() if name in row})
     return 0
 
 

@@ -80,6 +80,7 @@ def test_two_processes_measure_every_grid_and_a_peer(tmp_path):
     ):
         assert found == pytest.approx(expected, abs=0.6)
     assert ours[0]["params_m"] == "0.1"
+    assert [peer[name] for name in ("pp", "vpp", "dp")] == ["1", "1", "1"]
     assert tuple(peer[name] for name in ("case", "tp", "micro_batch", "micro_batches", "ms", "peak_gib_max", "table7_mib")) == (
         "peer bf16",
         "2",
