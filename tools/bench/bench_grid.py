@@ -186,9 +186,8 @@ def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def grid_of_peer(row: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the sizes of a baseline's grid: without stages unless it reports them, and DP over the processes that remain."""
-    tp, pp = int(row.get("tp", 1)), int(row.get("pp", 1))
-    return {"tp": tp, "pp": pp, "vpp": 1, "dp": ranks // (tp * pp)}
+    """Return the sizes of a baseline's grid, which has no stages: DP over the processes that TP leaves."""
+    return {"pp": 1, "vpp": 1, "dp": ranks // int(row.get("tp", 1))}
 
 
 @exit_codes.command

@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.check import check
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.environment import launch_from_environment
+from megatron.lm.processes.grid import Grid
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, path
 from msamp.comm import exchange
@@ -153,7 +153,7 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
     check(config, world)
     process_groups.initialize(config)
     try:
-        peers = Peers(parallel_state.get_data_parallel_group(), WireBytes())
+        peers = Peers(Grid.current().batch.group, WireBytes())
         if peers.ranks != world:
             raise ValueError(f"{world} processes hold {peers.ranks} data-parallel rank(s): leave out flags that split the model")
         ranks = fig7.Ranks(config, world, peers)
