@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tools.bench.bench_optimizer import BY_TORCH
 from tools.bench.rows import machine
 from tools.docs.evidence import Row, read
 from tools.reproduce.coat_memory import CASES, table
@@ -193,7 +194,7 @@ def unfused(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:
     """Yield plus's speed over D's with the update of torch instead of ours: D's step less our update plus torch's, whose times per
     parameter are those of the last model that `bench_optimizer.py --by-torch` measured; nothing without its rows."""
     rows = [row for row in read(OPTIMIZER) if row["level"].split()[0] == BASE7]
-    by_torch = {row["case"]: row for row in rows if row["case"].startswith("step by torch, ")}
+    by_torch = {row["case"]: row for row in rows if row["case"].startswith(BY_TORCH)}
     ours = {row["params_m"]: row for row in rows if row["case"] == "step in a graph"}
     base, plus = by_option[BASE7], by_option[PLUS7]
     for case, row in by_torch.items():
