@@ -23,6 +23,7 @@ from msamp.nn.gemm import LayerGemm
 from msamp.nn.linear import FP8Linear
 from msamp.nn.mlp_block import MLPBlock, MLPSettings
 from msamp.nn.rotary import RotaryFunction
+from msamp.nn.saved_activations import AS_IT_IS, Saved
 from msamp.numerics.tensor import ScalingTensor
 
 
@@ -41,6 +42,8 @@ class TransformerBlock(nn.Module):
         rms: RMSNorm instead of LayerNorm.
         eps: of the norms.
         bias: of the linear layers.
+        saved: how the inputs of norms and activation are saved for backward while it runs fused; unchanged by default, in COAT's FP8 groups
+            with `msamp.nn.saved_activations.IN_GROUPS`.
         settings: device and dtype.
 
     Shape: x [s, b, hidden], and for rotary embedding FP32 cos and sin [s, r] of the first r channels of a head -> [s, b, hidden].
@@ -60,6 +63,7 @@ class TransformerBlock(nn.Module):
         rms: bool = True,
         eps: float = 1e-5,
         bias: bool = False,
+        saved: Saved = AS_IT_IS,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class TransformerBlock(nn.Module):
             raise ValueError(f"hidden is {hidden}, heads {heads}, groups {groups}; heads must divide hidden, and groups must divide heads")
         if activation not in KINDS:
             raise ValueError(f"activation is {activation!r}; choose one of {', '.join(KINDS)}")
-        self.heads, self.groups, self.activation, self.settings = heads, groups, activation, Norm(eps, rms)
+        self.heads, self.groups, self.activation, self.settings, self.saved = heads, groups, activation, Norm(eps, rms), saved
         self.norm_1, self.norm_2 = (
             nn.RMSNorm(hidden, eps=eps, **settings) if rms else nn.LayerNorm(hidden, eps=eps, **settings) for _ in range(2)
         )
@@ -98,13 +102,23 @@ class TransformerBlock(nn.Module):
     def _fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         qkv, proj, fc1, fc2 = (LayerGemm.of(layer.scaling, layer.weight) for layer in self._linears())  # type: ignore[arg-type]
         attention = AttentionSettings(
-            self.settings, qkv, proj, attend, self.heads, self.groups, cos, sin, keep=torch.is_grad_enabled(), recompute=False
+            self.settings,
+            qkv,
+            proj,
+            attend,
+            self.heads,
+            self.groups,
+            cos,
+            sin,
+            keep=torch.is_grad_enabled(),
+            saved=self.saved,
+            recompute=False,
         )
         norm = self.norm_1
         x, delta = AttentionBlock.apply(
             x, norm.weight, _bias(norm), self.qkv.weight, self.qkv.bias, self.proj.weight, self.proj.bias, attention
         )
-        norm, mlp = self.norm_2, MLPSettings(self.settings, fc1, fc2, self.activation, recompute=False)
+        norm, mlp = self.norm_2, MLPSettings(self.settings, fc1, fc2, self.activation, saved=self.saved, recompute=False)
         return MLPBlock.apply(x, delta, norm.weight, _bias(norm), self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, mlp)
 
     def extra_repr(self) -> str:

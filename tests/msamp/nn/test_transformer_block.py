@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import msamp
+from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics.recipe import GEMMS, by_name
 
@@ -67,6 +68,23 @@ def test_block_scales_and_autocast_are_not_fused():
     with torch.autocast("cpu", torch.bfloat16):
         assert not converted.fused
     assert "fused=True" in repr(converted)
+
+
+def bytes_for_backward(model: TransformerBlock) -> int:
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.nbytes), x)[1], lambda x: x):
+        model(torch.ones(S, B, H, dtype=torch.bfloat16))
+    return sum(sizes)
+
+
+def test_with_coat_s_groups_it_computes_the_same_output_and_saves_less():
+    kept, grouped = (msamp.convert(block(saved=saved), by_name("coat"), everything) for saved in (AS_IT_IS, IN_GROUPS))
+    (y, *gradients), (same, *others) = run(kept), run(grouped)
+    assert torch.equal(y, same)
+    assert all(0 < (a - b).norm() < 0.1 * a.norm() for a, b in zip(gradients, others, strict=True))
+    kept, grouped = kept.bfloat16(), grouped.bfloat16()
+    stream, inner = 2 * S * B * H, S * B * 2 * 96  # inputs of two norms and of SwiGLU: 2 bytes per element, then 1 and a sixteenth
+    assert bytes_for_backward(kept) - bytes_for_backward(grouped) == (stream + inner) * 15 // 16
 
 
 def test_invalid_shapes_and_activations_are_refused():
