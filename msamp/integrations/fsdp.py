@@ -13,6 +13,11 @@ This order is required: `fully_shard` replaces every parameter by its shard, so 
 built after it. FSDP averages gradients in the dtype of the layer's weight, or in `MixedPrecisionPolicy.reduce_dtype`; the optimizer's step
 quantizes the average to the recipe's format.
 
+At O1 and O2 the weight is its own master, and is cast to FP8 once per step. At O3 and coat the stored weight is already FP8 and is gathered
+unchanged. COAT's moments have a maximum and an exponent for each group of 128 elements of a row. `fully_shard` cuts between rows, so no
+group is cut, and every rank keeps the maxima and exponents of its rows. Vectors have FP32 moments. `msamp.LayerNorm`, `msamp.RMSNorm` and
+`msamp.Activation` save activations in FP8 groups, sharded or not.
+
 Checkpoints are the same as on one process: `model_state` and `optimizer.state_dict()` gather whole tensors to the first rank, `load_model`
 and `optimizer.load_state_dict` load each rank's rows, on any number of ranks.
 """
@@ -36,7 +41,7 @@ from msamp.nn.filters import DEFAULT, Filter
 from msamp.nn.linear import FP8Linear, check_finite
 from msamp.nn.parameter_swap import swap_contents_
 from msamp.nn.scaling_state import ScalingState
-from msamp.numerics.formats import FP16
+from msamp.numerics.formats import FP16, FP32
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import ScalingTensor
@@ -48,6 +53,7 @@ from msamp.parallel.fp8_reduce_scatter import format_of, use_fp8_reduce_scatter
 from msamp.parallel.fsdp import FSDP, check_cut, rows_of, sharded_casts
 from msamp.parallel.sharded_weight import ShardedWeight
 
+_MASTERS = (FP16, FP32)  # formats of masters next to weights in FP8
 _MASTER = "_whole_master"  # attribute of a layer from `prepare` to `optimizer`
 
 
@@ -55,12 +61,13 @@ def _recipe(recipe: str | Recipe | None, opt_level: str | None, fp8_recipe: str 
     chosen = chosen_recipe(recipe, opt_level, fp8_recipe, *roundings)
     if chosen.gemm is None:
         raise ValueError(
-            f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1 or O2"
+            f"recipe {chosen.name!r} has no FP8 GEMM; use torch's fully_shard and torch.optim.AdamW without msamp, or O1, O2, O3 or coat"
         )
-    if chosen.weight != chosen.states.master and not (chosen.states.master == FP16 and chosen.weight == chosen.gemm.weight.format):
+    if chosen.weight != chosen.states.master and not (chosen.states.master in _MASTERS and chosen.weight == chosen.gemm.weight.format):
         raise ValueError(
-            f"recipe {chosen.name!r} stores weights in {chosen.weight} and masters in {chosen.states.master}, which is not supported with "
-            "FSDP2; use O1, O2 or O3, or msamp.initialize(..., zero=True) without fully_shard"
+            f"recipe {chosen.name!r} stores weights in {chosen.weight} and masters in {chosen.states.master}; FSDP2 supports weights in "
+            f"the master's format, or in {chosen.gemm.weight.format}, which the GEMMs read, with masters in "
+            f"{' or '.join(map(str, _MASTERS))}: use O1, O2, O3 or coat, or msamp.initialize(..., zero=True) without fully_shard"
         )
     if chosen.gemm.weight.granularity != TENSORWISE:
         raise ValueError(
@@ -82,8 +89,8 @@ def prepare(
 
     Args:
         model: on its device, with the same values on every rank, before fully_shard.
-        recipe, opt_level, fp8_recipe, accept: as in `msamp.initialize`; O1, O2 or O3, with one scale per weight. At O3 each layer stores a
-            whole FP16 master until `optimizer` takes this rank's rows of it.
+        recipe, opt_level, fp8_recipe, accept: as in `msamp.initialize`; O1, O2, O3 or coat, with one scale per weight. At O3 and coat each
+            layer stores a whole master, in FP16 or FP32, until `optimizer` takes this rank's rows of it.
 
     Returns:
         The model, the same object.

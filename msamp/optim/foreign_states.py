@@ -15,7 +15,7 @@ from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.range_expand import quantize_expanded
 from msamp.optim.kept_states import kept_states
-from msamp.optim.states import MAX, as_stored, begun, by_key, make_master, own_values, parameter_names, without_rounding
+from msamp.optim.states import MAX, as_stored, begun, by_key, local, make_master, own_values, parameter_names, without_rounding
 from msamp.optim.updates import MASTER, Formats, State, formats_of, named_formats
 
 _PACKED = "_coat"  # key suffix of a payload with group scales
@@ -92,6 +92,11 @@ def _in_own_formats(
                 )
             own |= {state.key: make_master(p, fmt, values)} if state.copy else _encoded(state, fmt, values)
         elif state.copy:
+            if local(p) is not p:
+                raise ValueError(
+                    f"the saved state of {name} has no {state.key}, and a rank of FSDP2 has no whole weight to initialize it from; load it "
+                    "on one process with msamp.initialize and load here what that process saves, or start from the weights alone"
+                )
             own[state.key] = present[state.key] if state.key in present else make_master(p, fmt)
         elif state.remainder_of is not None or state.key in saved:
             own |= begun(state.key, fmt, p)

@@ -376,7 +376,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         The group's first rank gets all of it, on the CPU; on the others "state" is empty. Load the first rank's on every rank.
         """
         self.wait()
-        if self.shard.ranks == 1:
+        if isinstance(self.shard, Whole):
             return super().state_dict()
         own_state, self.state = self.state, defaultdict(dict)
         try:

@@ -4,8 +4,9 @@
 reduce-scatters gradients into shards. The weights of FP8 layers are `ShardedWeight`s, which are gathered at one byte per element.
 `FSDP.measure` casts all of them after each update, with one small all-reduce and one launch.
 
-`FSDP` is the optimizer's `Shard`: each rank updates its rows. Rows share the scales of their tensor, like pieces under greedy ZeRO, and the
-norm is summed in integers. So for the same gradients, weights and states do not depend on the number of ranks.
+`FSDP` is the optimizer's `Shard`: each rank updates its rows. Rows share the scales of their tensor, like pieces under greedy ZeRO, COAT's
+groups are within rows, and the norm is summed in integers. So for the same gradients, weights and states do not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from msamp.optim.grad_cast import GradCast
 from msamp.optim.kept_states import kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, copy_of_rows, is_scaled, local, make_master, payload, scale_inv, weight_format
+from msamp.optim.updates import formats_of
 from msamp.parallel.sharded_weight import GatheredCodes
 
 
@@ -115,9 +117,16 @@ class FSDP:
         return self.peers.ranks
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise a ValueError for a parameter that is not sharded along dim 0."""
-        for i, p in enumerate(group["params"]):
-            check_cut(f"parameter {i} of a group, of shape {tuple(p.shape)},", p)
+        """Raise a ValueError for a parameter that is not sharded along dim 0, or a vector that would be cut within its moments' groups."""
+        for i, (p, formats) in enumerate(zip(group["params"], formats_of(group), strict=True)):
+            name = f"parameter {i} of a group, of shape {tuple(p.shape)},"
+            check_cut(name, p)
+            grouped = {fmt.name for _, fmt in kept_states(p, formats) if fmt.group}
+            if p.dim() == 1 and grouped and self.ranks > 1:
+                raise ValueError(
+                    f"{name} has moments in {', '.join(grouped)}, whose groups are along dim 0 of a vector, where FSDP2 cuts it over "
+                    f"{self.ranks} ranks; use other formats for vectors: recipe coat has FP32"
+                )
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
         own: list[Holding] = []
@@ -228,13 +237,14 @@ class FSDP:
         return whole_states
 
     def whole(self, rows: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor on every rank, from each rank's rows of `p`; collective."""
+        """Return the whole tensor on every rank, from each rank's rows of `p`, or from a state with other columns; collective."""
         assert isinstance(p, DTensor)
         held, scale = payload(rows).contiguous(), scale_inv(rows)
-        width = p.shape[1:].numel()
+        width = held.shape[1:].numel()
         shares = [rows_of(p, rank) for rank in range(self.ranks)]
         sizes = [(share.stop - share.start) * width for share in shares]
-        flat = self.peers.all_gather(held.view(-1), sizes, "a tensor in rows").view(p.shape)
+        length = p.shape[0] if self.ranks > 1 else len(held)  # one rank may have a vector's groups, which are fewer than its elements
+        flat = self.peers.all_gather(held.view(-1), sizes, "a tensor in rows").view(length, *held.shape[1:])
         if scale is None:
             return flat
         scale = self.peers.all_reduce(scale.clone() if len(held) else torch.zeros_like(scale), dist.ReduceOp.MAX, "its scale")
