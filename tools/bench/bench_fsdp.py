@@ -4,12 +4,12 @@
     torchrun ... tools/bench/bench_fsdp.py --cases bf16 torchao "bf16 compile" "torchao compile" O1 O2 "O2 compile"
     NCCL_P2P_DISABLE=1 torchrun ...                                                             without NVLink: the wire counts
 
-A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1`, `O2` or `O3` (ours), each
-also with `compile`: every block compiled by torch.compile, and `graph`: the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours
-also with `fp8-reduce`: gradients of linear layers are sent in E4M3 (`msamp.parallel.fp8_reduce_scatter`), and with `fused`: the model's
-blocks are `msamp.TransformerBlock`, of the same shapes. Parameters are FP32, gathered and reduced in BF16 unless they are in FP8;
-each block is sharded separately. Every rank has its own random tokens, the same in every case and step, so that the loss of the last step
-shows how well each case has memorized them. Measurements are appended to --csv.
+A case is `bf16` (plain torch), `torchao` (its FP8 linear layers with FP8 all-gather; pip install torchao), `O1`, `O2`, `O3` or `coat`
+(ours; `coat` keeps inputs of norms and SwiGLU in FP8 groups), each also with `compile`: every block compiled by torch.compile, and `graph`:
+the step as one CUDA graph (`msamp.integrations.fsdp_graph`). Ours also with `fp8-reduce`: gradients of linear layers are sent in E4M3
+(`msamp.parallel.fp8_reduce_scatter`), and with `fused`: the model's blocks are `msamp.TransformerBlock`, of the same shapes. Parameters are
+FP32, gathered and reduced in BF16 unless they are in FP8; each block is sharded separately. Every rank has its own random tokens, the same
+in every case and step, so that the loss of the last step shows how well each case has memorized them. Measurements are appended to --csv.
 
 Columns: `p2p`, whether NCCL may use the link between GPUs; `ms` of rank 0; `peak_gib` and `rest_gib` (between steps) of the fullest rank;
 `loss` of the first and the last step, mean over ranks.
@@ -33,44 +33,71 @@ from torch.nn import functional
 from megatron.lm.shell.arguments import Parser, count
 from msamp.integrations import fsdp
 from msamp.integrations.fsdp_graph import GraphedStep
+from msamp.nn.activation import Activation
+from msamp.nn.norm import RMSNorm
+from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS, Saved
 from msamp.nn.transformer_block import TransformerBlock
+from msamp.numerics import recipe as recipes
 from tools.bench import rows
 from tools.bench.bench_data_parallel import link, step_times
 
-CASES = ("bf16", "torchao", "O1", "O2", "O3")
-OURS = ("O1", "O2", "O3")
+CASES = ("bf16", "torchao", "O1", "O2", "O3", "coat")
+OURS = ("O1", "O2", "O3", "coat")
 WORDS, OUR_WORDS = ("compile", "graph"), ("fp8-reduce", "fused")
 DEFAULT_CASES = ("bf16", "bf16 compile", "torchao", "torchao compile", "O2")
 EAGER_BEFORE_GRAPH = 20  # further steps before those that are measured: 16 until the scales are delayed, 3 eager ones, the capture
+EPS = torch.finfo(torch.bfloat16).eps  # of torch's RMSNorm without an eps, for input in BF16
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each after an RMSNorm."""
+    """Attention and SwiGLU, each after an RMSNorm; of plain torch unless `saved` is a format for the inputs of norms and SwiGLU."""
 
-    def __init__(self, hidden: int, heads: int, ffn: int) -> None:
+    def __init__(self, hidden: int, heads: int, ffn: int, saved: Saved = AS_IT_IS) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_1, self.norm_2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.norm_1, self.norm_2 = norm(hidden, saved), norm(hidden, saved)
+        self.activation = swiglu if saved == AS_IT_IS else Activation("swiglu", saved)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.gate_up, self.down = nn.Linear(hidden, 2 * ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
+        return x + self.down(self.activation(self.gate_up(self.norm_2(x))))
+
+
+def norm(hidden: int, saved: Saved) -> nn.RMSNorm:
+    """Return torch's RMSNorm, or ours if `saved` is a format for its input."""
+    return nn.RMSNorm(hidden) if saved == AS_IT_IS else RMSNorm(hidden, EPS, saved)
+
+
+def swiglu(y: torch.Tensor) -> torch.Tensor:
+    """SwiGLU in plain torch, [.., 2 F] -> [.., F]."""
+    gate, up = y.chunk(2, -1)
+    return functional.silu(gate) * up
 
 
 class Transformer(nn.Module):
-    """Tokens [b, s] -> mean cross entropy of the next tokens; learned positions. `fused` chooses the kind of its blocks."""
+    """Tokens [b, s] -> mean cross entropy of the next tokens; learned positions. `fused` chooses the kind of its blocks, `saved` how they
+    save the inputs of norms and SwiGLU."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, sequence: int, fused: bool = False) -> None:
+    def __init__(
+        self,
+        layers: int,
+        hidden: int,
+        heads: int,
+        ffn: int,
+        vocabulary: int,
+        sequence: int,
+        fused: bool = False,
+        saved: Saved = AS_IT_IS,
+    ) -> None:
         super().__init__()
         self.fused = fused
         self.embedding, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
-        self.blocks = nn.ModuleList([(TransformerBlock if fused else Block)(hidden, heads, ffn) for _ in range(layers)])
-        self.norm, self.lm_head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+        self.blocks = nn.ModuleList([(TransformerBlock if fused else Block)(hidden, heads, ffn, saved=saved) for _ in range(layers)])
+        self.norm, self.lm_head = norm(hidden, saved), nn.Linear(hidden, vocabulary, bias=False)
         for p in self.parameters():
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
@@ -107,7 +134,8 @@ def build(text: str, options: argparse.Namespace, device: torch.device) -> tuple
     torch.manual_seed(1234)
     with device:
         sizes = options.layers, options.hidden, options.heads, options.ffn, options.vocab_size, options.seq_length
-        model: nn.Module = Transformer(*sizes, fused="fused" in words)
+        grouped = kind in OURS and recipes.by_name(kind).activations == "coat"
+        model: nn.Module = Transformer(*sizes, fused="fused" in words, saved=IN_GROUPS if grouped else AS_IT_IS)
     if kind == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
