@@ -3,10 +3,11 @@
     python tools/reproduce/compare_tuning.py --load smollm2 --sft alpaca_en_demo.json --dpo dpo_en_demo.json --out runs/tuning \
         --cases O0 O2 'O2 --moment-rounding stochastic' --seeds 3 --at-once 4
 
-A run is one `examples/sft/train.py` (learning rate 1e-5) or one `examples/rlhf/dpo.py` (5e-6) with the flags of a case. FP8 layers move the
-loss before the first step, because they cast every operand. That hides what the optimizer did, so each run is evaluated twice on the
-held-out rows: `own` with the layers that were trained, and `bf16` with the exported weights in plain BF16 layers. DPO compares with the
-reference model in the same layers. The row `start` is the model before any training.
+A run is one `examples/sft/train.py` (learning rate 1e-5) or one `examples/rlhf/dpo.py` (5e-6) with the flags of a case, which come last, so
+that `--cases 'O0 --lr 1e-6' 'O3 --lr 1e-6'` compares at another learning rate. FP8 layers move the loss before the first step, because they
+cast every operand. That hides what the optimizer did, so each run is evaluated twice on the held-out rows: `own` with the layers that were
+trained, and `bf16` with the exported weights in plain BF16 layers. DPO compares with the reference model in the same layers. The row
+`start` is the model before any training.
 
 Every visible GPU is used; --at-once runs share one. Each run writes result.json to its folder in --out and is not repeated once that file
 exists, so that the same command continues after --minutes. Models and checkpoints are removed after the evaluation. tuning.csv has one row
@@ -83,7 +84,7 @@ def words_of(job: Job, options: argparse.Namespace) -> list[str]:
     recipe, *flags = shlex.split("O0" if job.case == START else job.case)
     given = f"{COURSES[job.task]} {getattr(options, f'{job.task}_flags')}"
     where = ["--load", str(options.load), "--data", str(getattr(options, job.task)), "--save", str(options.out / job.name / "run")]
-    return [*where, "--opt-level", recipe, *flags, "--seed", str(job.seed), *shlex.split(given)]
+    return [*where, "--opt-level", recipe, "--seed", str(job.seed), *shlex.split(given), *flags]
 
 
 def perform(job: Job, options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
     python tools/reproduce/fig7.py --train-data-path data/enwik8/train_text_document --tokenizer-type GPT2BPETokenizer \\
         --vocab-file data/enwik8/encoder.json --merge-file data/enwik8/vocab.bpe
+    ... --preset 1.3b --blocks 0 8 16 23           some blocks of a larger model: the gradients of all ranks are in memory at once
     python tools/reproduce/fig7.py --rows tools/reproduce/results/fig7/fig7.csv     table and figure once more, nothing measured
 
 Flags that --help does not list are passed to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
@@ -100,13 +101,15 @@ class Ranks:
     """Train a model and take its gradients on N ranks, which `peers` share; by default one process simulates them all.
 
     Attributes:
-        blocks: for each transformer block, the gradients of its linear weights, one [N, rows, columns] per weight, in the GEMM's dtype.
+        numbers: of the transformer blocks that are measured.
+        blocks: for each of them, the gradients of its linear weights, one [N, rows, columns] per weight, in the GEMM's dtype.
         earlier: the same on N other micro-batches, on which mu adapts.
         loss: loss of the last training iteration, in nats per token.
     """
 
-    def __init__(self, config: Config, ranks: int, peers: Peers | None = None) -> None:
+    def __init__(self, config: Config, ranks: int, peers: Peers | None = None, numbers: Sequence[int] = ()) -> None:
         peers = peers or Peers(None, WireBytes())
+        self.numbers = list(numbers or range(config.model.num_layers))
         settings, iterations = config.training, config.iterations(peers.ranks)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         samples = config.samples_read(peers.ranks) + 2 * ranks * settings.micro_batch_size
@@ -127,11 +130,13 @@ class Ranks:
             if iteration in (1, iterations) or iteration % config.logging.log_interval == 0:
                 self.loss = float(result.loss_sum / result.tokens)
                 print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)
-        self.earlier, self.blocks = (_gradients(training.model, stream, ranks, peers) for _ in range(2))
+        self.earlier, self.blocks = (_gradients(training.model, self.numbers, stream, ranks, peers) for _ in range(2))
 
 
-def _gradients(model: nn.Module, stream: Iterator[dict[str, Tensor]], ranks: int, peers: Peers) -> list[list[Tensor]]:
-    layers = [[p for p in layer.parameters() if p.dim() == 2] for layer in model.decoder.layers]  # type: ignore[union-attr]
+def _gradients(
+    model: nn.Module, numbers: Sequence[int], stream: Iterator[dict[str, Tensor]], ranks: int, peers: Peers
+) -> list[list[Tensor]]:
+    layers = [[p for p in model.decoder.layers[n].parameters() if p.dim() == 2] for n in numbers]  # type: ignore[union-attr, index]
     weights = [p for layer in layers for p in layer]
     stacks: list[Tensor] = []
     for rank in range(ranks // peers.ranks):
@@ -272,20 +277,22 @@ def measure_block(
     return measured
 
 
-def measure(config: Config, sizes: Sequence[int], orders: Sequence[str], mu_steps: int, tree: str | None) -> Iterator[list[dict[str, Any]]]:
+def measure(
+    config: Config, sizes: Sequence[int], orders: Sequence[str], mu_steps: int, tree: str | None, numbers: Sequence[int] = ()
+) -> Iterator[list[dict[str, Any]]]:
     """Train the model, then yield the rows of one data-parallel size and order at a time; requires `process_groups.initialize`.
 
     Orders other than the chain are measured at the largest size only.
     """
     started = time.perf_counter()
-    ranks = Ranks(config, max(sizes))
+    ranks = Ranks(config, max(sizes), numbers=numbers)
     print(f"trained and computed the gradients of {max(sizes)} ranks in {time.perf_counter() - started:.0f} s", flush=True)
     common: dict[str, Any] = {"model": f"gpt-{config.model.num_layers}x{config.model.hidden_size}", "opt_level": config.precision.name}
     common |= {"micro_batch": config.training.micro_batch_size, "train_iters": config.iterations(1)}
     common |= {"loss": f"{ranks.loss:.4f}", "seed": config.training.seed} | rows.machine(tree)
     for dp, order in ((dp, order) for dp in sizes for order in orders if order == CHAIN or dp == max(sizes)):
         table = []
-        for block, both in enumerate(zip(ranks.blocks, ranks.earlier, strict=True)):
+        for block, *both in zip(ranks.numbers, ranks.blocks, ranks.earlier, strict=True):
             with torch.no_grad():
                 gradients, earlier = ([g[:dp] for g in weights] for weights in both)
                 measured = measure_block(gradients, earlier, mu_steps, order)
@@ -390,12 +397,14 @@ def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
 def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, Any]]:
     """Measure all rows; the rows of each size are written as soon as they are measured, so an interrupted run keeps them."""
     config = parse_args([*DEFAULTS.split(), *flags])
+    if options.blocks and max(options.blocks) >= config.model.num_layers:
+        raise ValueError(f"--blocks {max(options.blocks)}: the model has blocks 0 to {config.model.num_layers - 1}; give some of them")
     check(config, 1)
     process_groups.initialize(config)
     options.out.mkdir(parents=True, exist_ok=True)
     table: list[dict[str, Any]] = []
     try:
-        for part in measure(config, sorted(set(options.dp)), options.orders, options.mu_steps, options.commit):
+        for part in measure(config, sorted(set(options.dp)), options.orders, options.mu_steps, options.commit, options.blocks):
             table += part
             rows.write(options.out / "fig7.csv", COLUMNS, table)
     finally:
@@ -409,6 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dp", nargs="+", type=count(2, 2**20), default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=[CHAIN], help="orders of the additions (default: %(default)s)")
+    parser.add_argument("--blocks", nargs="+", type=count(0), default=[], metavar="N", help="blocks that are measured (default: all)")
     parser.add_argument("--plot-dp", type=count(2), metavar="N", help="data-parallel size drawn over the blocks (default: the largest)")
     parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps for which mu adapts on other batches; 0 keeps mu at 1")
     parser.add_argument("--rows", type=path, help="CSV of an earlier run to draw without measuring")

@@ -10,7 +10,7 @@ from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
 from tools.docs.evidence import Row, read
 from tools.reproduce import summed_gradients
-from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task, training
+from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, training
 from tools.reproduce.fig7 import PAPER
 from tools.reproduce.fig7_nccl import ALL_REDUCE
 from tools.reproduce.fp16_lstm import bytes_of
@@ -27,6 +27,9 @@ SHAPES: Mapping[str, tuple[str, str]] = {  # by size: ranks, flags of the traine
     ),
     "full": ("2 4 8 16 32 64 128", ""),
 }
+LARGE7 = "1.3B"  # a piece of the full size, by the name of its model
+# Four of its 24 blocks: the gradients of 128 ranks of all would take 600 GB.
+LARGE_SHAPE7 = ("2 8 32 128", "--preset 1.3b --global-batch-size 4 --train-iters 200 --blocks 0 8 16 23")
 LOOPS = {"toy": Loop(width=32, layers=1, length=16, batch=8, steps=20), "small": Loop(width=128, layers=4, length=64, batch=16, steps=200)}
 SUMS = {
     "toy": (Loop(width=32, layers=1, length=8, batch=4, steps=20, warm_up=2), 1),
@@ -56,14 +59,15 @@ def _sums(size: str) -> list[str]:
 
 def figure7(task: Task) -> Iterator[Finding]:
     """Measure SNR, underflow and overflow of each strategy, means over the blocks, with `tools/reproduce/fig7.py`."""
-    ranks, flags = SHAPES[task.size]
+    large = task.piece == LARGE7
+    ranks, flags = LARGE_SHAPE7 if large else SHAPES[task.size]
     if task.size == "full":
         data = f"--train-data-path {ENWIK8}/train_text_document --tokenizer-type GPT2BPETokenizer"
-        words = f"{data} --vocab-file {ENWIK8}/encoder.json --merge-file {ENWIK8}/vocab.bpe".split()
+        words = f"{data} --vocab-file {ENWIK8}/encoder.json --merge-file {ENWIK8}/vocab.bpe {flags}".split()
     else:
         words = [*byte_flags(task.text, task.folder), *flags.split()]
     words += ["--commit", task.commit] if task.commit else []
-    out = task.folder / task.size
+    out, prefix = task.folder / (task.piece if large else task.size), f"{LARGE7}, " if large else ""
     measured = rows_of("fig7", ["--dp", *ranks.split(), "--orders", *ORDERS, "--out", str(out), *words], out / "fig7.csv")
     seed = int(measured[0]["seed"])
     for dp in ranks.split():
@@ -71,19 +75,19 @@ def figure7(task: Task) -> Iterator[Finding]:
             blocks = _chosen(measured, dp, strategy)
             for key, (quantity, scale, unit) in SHOWN7.items():
                 mean = scale * statistics.fmean(float(row[key]) for row in blocks)
-                yield Finding(f"DP {dp}, {strategy}: {quantity}", mean, unit=unit, seed=seed)
-            yield Finding(f"{strategy}, SNR (dB)", statistics.fmean(float(row["snr_db"]) for row in blocks), x=float(dp), seed=seed)
+                yield Finding(f"{prefix}DP {dp}, {strategy}: {quantity}", mean, unit=unit, seed=seed)
+            yield Finding(f"{prefix}{strategy}, SNR (dB)", statistics.fmean(float(row["snr_db"]) for row in blocks), x=float(dp), seed=seed)
     most = ranks.split()[-1]
     for order in ORDERS:
         strategies = [strategy for strategy in PAPER if _chosen(measured, most, strategy, order)]
         last = {name: statistics.fmean(float(row["snr_db"]) for row in _chosen(measured, most, name, order)) for name in strategies}
         suffix = "" if order == CHAIN else f", added as {order}"
         for strategy, snr in last.items() if order != CHAIN else ():
-            yield Finding(f"DP {most}, {strategy}{suffix}: SNR", snr, unit="dB", seed=seed)
+            yield Finding(f"{prefix}DP {most}, {strategy}{suffix}: SNR", snr, unit="dB", seed=seed)
         for rule in ("auto-paper", "auto-halve"):
             paper = "much better" if rule == "auto-paper" else None
             gain = last[rule] - max(last["pre"], last["post"])
-            yield Finding(f"{rule}{suffix}: SNR above the better of pre and post", gain, paper, "dB", seed=seed)
+            yield Finding(f"{prefix}{rule}{suffix}: SNR above the better of pre and post", gain, paper, "dB", seed=seed)
 
 
 def _chosen(measured: Sequence[Row], dp: str, strategy: str, order: str = CHAIN) -> list[Row]:
@@ -178,6 +182,7 @@ ENTRIES = (
             "small": Needs(minutes=5, text=True),
             "full": Needs(gpus=1, gib=139, minutes=30, files=(ENWIK8,)),
         },
+        pieces=lambda size: [WHOLE, LARGE7] if size == "full" else [WHOLE],
         headline="auto-paper: SNR above the better of pre and post",
         reason="The paper's model is a GPT-7B; ours is GPT-125M on simulated ranks. The paper does not say in which order NCCL added. At "
         "125M only the chain in rank order was measured; the other orders were measured on a small GPT (the overview's table).",

@@ -98,12 +98,12 @@ def test_without_time_nothing_is_started(words, tmp_path, capsys):
 def test_a_case_passes_its_flags_to_the_script(words, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(compare_tuning, "run_all", lambda jobs, options, argv, end: seen.append((jobs, options)))
-    case = "O3 --master-rounding nearest --moment-rounding stochastic"
+    case = "O3 --master-rounding nearest --moment-rounding stochastic --lr 5e-4"  # its learning rate instead of DPO's
     assert compare_tuning.main([*words, "--out", str(tmp_path), "--cases", case, "--seeds", "2"]) == 1
     ((jobs, options),) = seen
     assert [(job.task, job.case, job.seed) for job in jobs[2:]] == [(task, case, seed) for seed in (1234, 1235) for task in ("dpo", "sft")]
     job = Job(task="dpo", case=case, seed=7)
-    assert job.name == "dpo_O3-master-rounding-nearest-moment-rounding-stochastic_7"
+    assert job.name == "dpo_O3-master-rounding-nearest-moment-rounding-stochastic-lr-5e-4_7"
     args = post_runs.example("rlhf/dpo.py").parse(words_of(job, options))
     assert (args.opt_level, args.master_rounding, args.moment_rounding) == ("O3", "nearest", "stochastic")
-    assert (args.seed, args.train_iters, args.valid_rows) == (7, 6, 2)
+    assert (args.lr, args.seed, args.train_iters, args.valid_rows) == (5e-4, 7, 6, 2)

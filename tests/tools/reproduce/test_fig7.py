@@ -21,14 +21,14 @@ from msamp.numerics.quantize import quantize
 from tools.reproduce import fig7, sum_orders
 
 
-def reproduce(folder: str) -> tuple[list[dict[str, str]], str]:
+def reproduce(folder: str, *more: str) -> tuple[list[dict[str, str]], str]:
     """In a process of its own: the script makes the process groups."""
     prefix = tiny.write_data(Path(folder))
     settings = tiny.config(prefix, opt_level="O2", train_iters=20)
     flags = to_argv(replace(settings, data=replace(settings.data, data_cache_path=f"{folder}/cache")))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert fig7.main(["--dp", "2", "4", "--orders", *sum_orders.ORDERS, "--out", folder, "--commit", "abc1234", *flags]) == 0
+        assert fig7.main(["--dp", "2", "4", "--orders", *sum_orders.ORDERS, "--out", folder, "--commit", "abc1234", *more, *flags]) == 0
     with open(f"{folder}/fig7.csv", newline="") as stream:
         return list(csv.DictReader(stream)), printed.getvalue()
 
@@ -59,6 +59,12 @@ def test_a_row_for_every_size_block_and_strategy(made):
     assert float(table[0]["loss"]) < math.log(tiny.VOCABULARY)
 
 
+@pytest.mark.nightly(20)
+def test_a_block_alone_has_the_rows_that_it_has_among_all(made, tmp_path):
+    ((table, _),) = dist.run(reproduce, 1, str(tmp_path), "--blocks", "1", init=False)
+    assert table == [row for row in made[1] if row["block"] == "1"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dp", [2, 4])
 def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
@@ -74,7 +80,8 @@ def test_the_strategies_differ_as_their_arithmetic_says(made, dp):
     assert mean("pre", "underflow_local") > mean("post", "underflow_local")
     assert mean("pre", "overflow_local") == 0
     for rule in fig7.RULES:
-        assert mean(rule, "overflow") <= max(mean("post", "overflow"), 1e-3)
+        # mu adapts on other batches, where one element of a tensor's 1,024 may saturate; here two may.
+        assert mean(rule, "overflow") <= max(mean("post", "overflow"), 2e-3)
 
 
 @pytest.mark.nightly
@@ -97,6 +104,7 @@ def test_the_paper_stands_beside_the_figures_and_they_can_be_drawn_again(made, t
         (["--dp", "2", "4", "--plot-dp", "8"], "--plot-dp 8 is not measured: choose one of 2, 4"),
         (["--rows", __file__], "give the fig7.csv of an earlier run"),
         (["--dp", "2"], "--data-path"),
+        (["--dp", "2", "--blocks", "3", "12"], "--blocks 12: the model has blocks 0 to 11; give some of them"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(arguments, message, capsys):
@@ -107,7 +115,7 @@ def test_bad_input_is_refused_with_what_to_do(arguments, message, capsys):
 @pytest.mark.nightly
 def test_flags_of_the_trainer_are_refused_where_nothing_is_trained(made, capsys):
     assert fig7.main(["--rows", str(made[0] / "fig7.csv"), "--lr", "1"]) == 2
-    assert "--lr 1: nothing is trained with --rows" in capsys.readouterr().err
+    assert "--lr 1: --rows trains nothing" in capsys.readouterr().err
 
 
 def test_the_simulated_exchange_is_the_definition():
