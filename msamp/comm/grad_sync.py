@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from msamp.comm.accumulate import OWNER, Accumulator, accumulator, squares_are_finite
+from msamp.comm.accumulate import OWNER, Accumulator, Draws, accumulator, squares_are_finite
 from msamp.comm.bucket import Bucket, Segment
 from msamp.comm.bucket_sender import BucketSender
 from msamp.comm.collectives import Peers
@@ -47,6 +47,7 @@ from msamp.comm.other_ranks import OtherRanks
 from msamp.comm.partition import BucketPlan
 from msamp.comm.sync_checks import check_formats, check_same_on_all_ranks, check_sums, check_sums_in_fp32
 from msamp.numerics.formats import Format
+from msamp.numerics.stochastic_rounding import tensor_key
 
 
 class GradSync:
@@ -144,9 +145,9 @@ class GradSync:
         self._at_owner = accumulate == OWNER
         if self._at_owner:
             check_sums_in_fp32(self.exchange, self.sender.wires)
-        self._generator = torch.Generator(device) if accumulate == "fp8-sr" else None
+        self._draws = Draws(tensor_key(seed, "gradient sums", peers.rank), device) if accumulate == "fp8-sr" else None
         local = "fp32" if self._at_owner else accumulate  # for the buckets that are held back
-        self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._generator) for fmt in self.sender.wires}
+        self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._draws) for fmt in self.sender.wires}
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._marks = GradMarks() if heed_zero_grad else None
         self._hook()
@@ -201,8 +202,6 @@ class GradSync:
         self._holding: object | None = None
         self._next, self._partial = 0, False  # partial (owner sums only): the current micro-batch is not the step's last
         self.sender.clear()
-        if self._generator is not None:  # seeded by step and rank, so that a resumed run draws the same numbers
-            self._generator.manual_seed(((self.seed * 1_000_003 + self.steps) * 100_003 + self.peers.rank) % 2**63)
 
     @torch.no_grad()
     def discard(self) -> Tensor | None:
@@ -233,6 +232,10 @@ class GradSync:
         finally:
             if self._holding is token:
                 self._holding = None
+
+    def wait(self) -> None:
+        """Make the compute stream wait for the buckets that have been sent."""
+        self.sender.wait()
 
     def make_way(self, p: Tensor) -> None:
         """Before autograd adds to `p.grad`: remove the marker, and drop the sum of earlier micro-batches if the user cleared it."""
@@ -266,7 +269,7 @@ class GradSync:
             if self._marks is not None:
                 self._marks.put(p)
             return
-        bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].add(total, g)
+        bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].last(total, g)
         bucket.waiting -= 1
         while self.overlap and self._next < len(self.buckets) and self._ready(self.buckets[self._next]):
             self._send_next()
@@ -304,6 +307,8 @@ class GradSync:
             self._add_up(others, params)
         self._send_rest()
         self.sender.finish_step()
+        if self._draws is not None:
+            self._draws.end_step()
         self.steps += 1
 
     def decided(self, usable: Tensor) -> None:
@@ -374,6 +379,8 @@ class GradSync:
         if self.autoscale is not None:
             mu = [float(state["mu"].get(name, 1.0)) for name in self._scaled_names()]
             self.autoscale.mu.copy_(torch.tensor(mu, dtype=torch.float64, device="cpu"))
+        if self._draws is not None:
+            self._draws.begin(self.steps)
         self.clear()
 
     def scaled_params(self) -> list[Tensor]:

@@ -59,7 +59,8 @@ class OwnerSums:
         earlier = self._sums.get(bucket)
         self._sums[bucket] = mean if earlier is None else earlier.add_(mean)
         worst = self._proposals.get(bucket)
-        self._proposals[bucket] = proposals.clone() if worst is None else torch.minimum(worst, proposals)
+        # In place, as the sums are: a CUDA graph of a micro-batch finds both where they were captured.
+        self._proposals[bucket] = proposals.clone() if worst is None else torch.minimum(worst, proposals, out=worst)
 
     def take(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Remove and return the sum, FP32 [own elements], and the minimum proposals over all micro-batches."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from msamp.kernels import scaled_mm as _scaled_mm
+from msamp.kernels.reference import accumulate as _accumulate
 from msamp.kernels.reference import activate as _activate
 from msamp.kernels.reference import adamw as _adamw
 from msamp.kernels.reference import amax as _amax
@@ -196,6 +197,8 @@ def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) 
     return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
 
 
+accumulate = _operator(_accumulate.accumulate, mutates=("payload", "scale_inv", "draw"), fake=lambda *_: None)
+add_payload_ = _operator(_accumulate.add_payload_, mutates=("g",))
 activate = _operator(_activate.activate, mutates=_CHANNEL_SLOTS)
 activate_backward = _operator(_activate.activate_backward, mutates=_SLOTS, fake=_fake_activate_backward)
 amax = _operator(_amax.amax)

@@ -20,9 +20,9 @@ def obstacle(config: Config) -> str | None:
         "recomputation outside the fused FP8 layers saves random states": _saves_random_states(config),
         "recomputation in a layer that --fp8-guard raises saves random states": training.recompute_granularity is not None
         and config.precision.fp8_guard,
-        # Each of their sums is a new tensor, and fp8-sr draws random numbers.
-        "--grad-accum-dtype fp8 and fp8-sr do not accumulate in place": config.precision.grad_accum in ("fp8", "fp8-sr"),
-        "--grad-accum-on owner sends gradients in every micro-batch": config.precision.grad_accum == "owner",
+        "--grad-accum-on owner sends gradients in every micro-batch, and chunks of pipeline stages end theirs at different times": (
+            config.precision.grad_accum == "owner" and parallel.pipeline_model_parallel_size > 1
+        ),
         "experts that are neither FP8 nor BF16 with widths in multiples of 8 are multiplied one by one, by sizes that the host reads": (
             _reads_sizes(config)
         ),

@@ -120,3 +120,5 @@ class StepGraphs(Replays):
             self._sums.copy_(torch.stack([sums["loss_sum"], sums["tokens"]]))
         if place in (LAST, ONLY):
             sync.finish()
+        else:
+            sync.wait()  # for what the owners sum up: a capture ends with no other stream in it

@@ -130,7 +130,7 @@ def _owned_pieces(config: Config, parameters: Sequence[Parameter], copies: int) 
 def accumulator_bytes(config: Config, grad: Format) -> int:
     """Return the bytes per element of the sum over micro-batches."""
     name = config.precision.grad_accum
-    chosen = accumulator("fp32" if name == OWNER else name, grad)
+    chosen = accumulator({OWNER: "fp32", "fp8-sr": "fp8"}.get(name, name), grad)  # fp8-sr: in the bytes of fp8, without random words
     return chosen.dtype.itemsize if isinstance(chosen, Plain) else grad.bytes
 
 

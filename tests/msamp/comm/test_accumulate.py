@@ -14,8 +14,9 @@ import torch
 
 from helpers.choices import each_once
 from helpers.numerics import KINDS, LARGE, SMALL, bits, make
-from msamp.comm.accumulate import ACCUMULATORS, accumulator, squares_are_finite
+from msamp.comm.accumulate import ACCUMULATORS, Draws, accumulator, squares_are_finite
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 scaled = pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
@@ -23,8 +24,8 @@ INF, NAN = float("inf"), float("nan")
 NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def draws(seed: int = 0) -> Draws:
+    return Draws(tensor_key(seed, "gradient sums", 0), torch.device("cpu"))
 
 
 def micro_batches(kind: str, sort: str, shape: tuple[int, ...], count: int) -> Iterator[torch.Tensor]:
@@ -32,8 +33,8 @@ def micro_batches(kind: str, sort: str, shape: tuple[int, ...], count: int) -> I
     return (make(kind, shape, seed=i) + signal for i in range(count))
 
 
-def accumulate(name: str, gradients, fmt=E4M3, random: torch.Generator | None = None) -> torch.Tensor:
-    how, total = accumulator(name, fmt, random), None
+def accumulate(name: str, gradients, fmt=E4M3, random: Draws | None = None) -> torch.Tensor:
+    how, total = accumulator(name, fmt, random or draws()), None
     for g in gradients:
         total = how.add(total, g.clone())
     return total
@@ -49,7 +50,7 @@ def leaving(total: torch.Tensor) -> torch.Tensor:
 
 def losses(name: str, kind: str, sort: str, shape: tuple[int, ...], checkpoints: tuple[int, ...], leave: bool = True) -> list[float]:
     """The errors after each of `checkpoints` micro-batches."""
-    how, total, exact, found = accumulator(name, E4M3, generator()), None, torch.zeros(shape, dtype=torch.float64), []
+    how, total, exact, found = accumulator(name, E4M3, draws()), None, torch.zeros(shape, dtype=torch.float64), []
     for i, g in enumerate(micro_batches(kind, sort, shape, checkpoints[-1]), 1):
         exact += g
         total = how.add(total, g)
@@ -122,7 +123,7 @@ def test_fp8_sr_is_unbiased(kind):
     """The mean of 64 runs is nearer to the true sum by the root of 64 than a run is, where rounding to nearest has lost a third or more."""
     gradients, runs = list(micro_batches(kind, "shared", (64, 128), 64)), 64
     exact = torch.stack(gradients).double().sum(0)
-    random = generator()
+    random = draws()
     sums = torch.stack([fp32_values(accumulate("fp8-sr", gradients, random=random)).double() for _ in range(runs)])
     mean, variance_of_mean = sums.mean(0), sums.var(0) / runs
     assert error(sums[0], exact) >= 0.15
@@ -134,7 +135,7 @@ def test_fp8_sr_is_unbiased(kind):
 
 def test_a_seed_repeats_fp8_sr():
     gradients = list(micro_batches("normal", "own", SMALL, 4))
-    first, again, other = (accumulate("fp8-sr", gradients, random=generator(seed)) for seed in (1, 1, 2))
+    first, again, other = (accumulate("fp8-sr", gradients, random=draws(seed)) for seed in (1, 1, 2))
     assert bits(first.payload).equal(bits(again.payload))
     assert not bits(first.payload).equal(bits(other.payload))
 
@@ -173,7 +174,7 @@ def test_what_holds_the_sum(name, fmt):
 def test_values_that_are_not_finite_stay_visible(fmt, name, at, bad):
     gradients = [torch.ones(4, 4) for _ in range(4)]
     gradients[at][1, 2] = bad
-    total = accumulate(name, gradients, fmt, generator())
+    total = accumulate(name, gradients, fmt, draws())
     assert not fp32_values(total).isfinite().all()
     assert not isinstance(total, ScalingTensor) or total.scale_inv.isnan()
 
@@ -181,7 +182,7 @@ def test_values_that_are_not_finite_stay_visible(fmt, name, at, bad):
 @pytest.mark.parametrize("name", ACCUMULATORS)
 def test_only_a_first_gradient_of_the_right_dtype_is_taken_over(name):
     first, second = torch.ones(8, requires_grad=True), torch.full((8,), 2.0)
-    how = accumulator(name, E4M3, generator())
+    how = accumulator(name, E4M3, draws())
     total = how.add(how.add(None, first), second)
     assert fp32_values(total).tolist() == [3.0] * 8
     assert not total.requires_grad
@@ -192,6 +193,67 @@ def test_only_a_first_gradient_of_the_right_dtype_is_taken_over(name):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="'fp16' is unknown; choose one of fp8, fp8-sr, bf16, fp32"):
         accumulator("fp16", E4M3)
+    with pytest.raises(ValueError, match="'fp8-sr' requires draws"):
+        accumulator("fp8-sr", E4M3)
+
+
+@pytest.mark.parametrize("name", ACCUMULATORS)
+def test_a_sum_stays_where_it_began(name):
+    """A CUDA graph of a micro-batch finds it there."""
+    how = accumulator(name, E4M3, draws())
+    total = how.add(None, torch.ones(8))
+
+    def places(x: torch.Tensor) -> list[int]:
+        return [t.data_ptr() for t in ((x.payload, x.scale_inv) if isinstance(x, ScalingTensor) else (x,))]
+
+    before = places(total)
+    for _ in range(3):
+        total = how.add(total, torch.ones(8))
+    assert places(total) == before
+    assert fp32_values(total).tolist() == [4.0] * 8
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-sr"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_sum_is_not_rounded_to_fp8(name, dtype):
+    a, b = (make("normal", SMALL, seed=i).to(dtype) for i in range(2))
+    how = accumulator(name, E4M3, draws())
+    total = how.add(None, a)
+    want = (fp32_values(total) + b.float()).to(dtype)
+    assert how.last(total, b.t().contiguous().t()).equal(want)
+    assert how.last(total, b).equal(want)
+    bad = how.add(total, torch.full_like(a, INF))
+    assert how.last(bad, torch.ones_like(a)).isnan().all()
+
+
+def test_draws_follow_from_the_step_and_the_additions_in_it():
+    gradients = list(micro_batches("normal", "own", (64, 64), 3))
+    random = draws()
+    first = accumulate("fp8-sr", gradients, random=random)
+    random.end_step()
+    second = accumulate("fp8-sr", gradients, random=random)
+    assert not bits(first.payload).equal(bits(second.payload))
+    assert int(random.number) == Draws.PER_STEP + 3
+    again = draws()
+    again.begin(1)
+    assert bits(accumulate("fp8-sr", gradients, random=again).payload).equal(bits(second.payload))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_two_draws_and_of_two_keys_are_uncorrelated(kind):
+    """Otherwise the errors of micro-batches, of steps and of ranks would add up."""
+    g = make(kind, (256, 256))
+
+    def error_of(seed: int, draw: int) -> torch.Tensor:
+        """In codes, nearly: relative, or to the smallest normal value, so that no few elements decide."""
+        random = draws(seed)
+        random.number.fill_(draw)
+        total = accumulator("fp8-sr", E4M3, random).add(None, g)
+        return ((fp32_values(total) - g).double() / g.double().abs().clamp(min=float(E4M3.tiny * total.scale_inv))).flatten()
+
+    places = [(0, 0), (0, 1), (0, Draws.PER_STEP), (0, 4096 * Draws.PER_STEP), (1, 0)]
+    correlation = torch.corrcoef(torch.stack([error_of(*place) for place in places]))
+    assert (correlation - torch.eye(len(places), dtype=torch.float64)).abs().max() <= 0.02
 
 
 @pytest.mark.parametrize("fmt", [None, E4M3, FP16])

@@ -143,8 +143,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_gone_in_the_next(wh
 def test_stochastic_rounding_goes_on_where_it_was_saved():
     def step(p: nn.Parameter, sync: GradSync) -> tuple:
         sync.clear()
-        for i in range(2):
-            with sync.no_sync() if i == 0 else contextlib.nullcontext():
+        for i in range(3):
+            with sync.no_sync() if i < 2 else contextlib.nullcontext():
                 back(p, make("normal", (4, 8), i))
         sync.finish()
         return stamp(p.main_grad)

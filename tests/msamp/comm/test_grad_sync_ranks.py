@@ -217,8 +217,8 @@ def drawn(group, holder: int) -> tuple:
     """What fp8-sr makes of the same gradients where only one rank has any; the others add zeros."""
     model = model_of({"fp8-e4m3_p": (16, 16)})
     sync = synced(model, group, accumulate="fp8-sr")
-    for i in range(2):
-        with sync.no_sync() if i == 0 else contextlib.nullcontext():
+    for i in range(3):
+        with sync.no_sync() if i < 2 else contextlib.nullcontext():
             give(model, {"fp8-e4m3_p": make("normal", (16, 16), i) * (sync.peers.rank == holder)})
     sync.finish()
     return averages(sync, model)["fp8-e4m3_p"][0]
@@ -387,10 +387,10 @@ def total_of(name: str, rank: int, accumulate: str) -> Tensor | None:
     for i, g in enumerate(micro_batch(i, rank)[name] for i in range(3)):
         if g is None or (i == 2 and total is None):
             total = g if total is None else total
-        elif accumulate == "fp8" and fmt.scaled:
+        elif accumulate == "fp8" and fmt.scaled and i < 2:  # the last sum is rounded by the exchange
             total = ScalingTensor.quantize(g if total is None else total + g, fmt).dequantize()
         else:
-            dtype = torch.float32 if accumulate == "fp32" else torch.bfloat16
+            dtype = torch.float32 if accumulate == "fp32" or (accumulate == "fp8" and fmt.scaled) else torch.bfloat16
             total = g.to(dtype) if total is None else (total.float() + g).to(dtype)
     return total
 

@@ -215,3 +215,18 @@ def test_sums_are_handed_out_once():
 def test_the_wires_of_the_default_exchange_sum(fmt: Format):
     sync = synced(model_of({f"{fmt}_a": (4, 8)}))
     assert all(isinstance(wire, SummingWire) for wire in sync.sender.wires.values())
+
+
+def test_sums_and_proposals_stay_where_they_began():
+    """A CUDA graph of a micro-batch finds them there."""
+    sync = synced(model_of({"fp8-e4m3_a": (8, 8)}), None, accumulate="owner")
+    (bucket,), sums = sync.buckets, OwnerSums()
+    sums.add(bucket, torch.ones(64), torch.ones(1), torch.tensor([4.0]))
+    before = [t.data_ptr() for t in (sums._sums[bucket], sums._proposals[bucket])]
+    for proposal in (2.0, 8.0):
+        sums.add(bucket, torch.ones(64), torch.full((1,), 0.5), torch.tensor([proposal]))
+    assert [t.data_ptr() for t in (sums._sums[bucket], sums._proposals[bucket])] == before
+    total, proposals = sums.take(bucket)
+    assert total.tolist() == [5.0] * 64
+    assert proposals.tolist() == [2.0]
+    assert bucket not in sums

@@ -7,7 +7,7 @@ import torch
 
 from helpers.numerics import KINDS, LARGE, SMALL, check, codes, every_bf16, floats, golden, make, measure, random_floats
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
-from msamp.numerics.quantize import cast, dequantize, quantize, quantize_stochastic
+from msamp.numerics.quantize import cast, dequantize, quantize
 from msamp.numerics.scaling import inverse, scale_from_amax
 
 FP8 = {"e4m3": (E4M3, ml_dtypes.float8_e4m3fn), "e5m2": (E5M2, ml_dtypes.float8_e5m2)}
@@ -122,92 +122,3 @@ def test_loss_of_a_cast_three_ways(fmt, kind, shape, device):
     scale = scale_from_amax(x.abs().amax(), fmt.max)
     payload = quantize(x, scale, fmt)
     check("cast", fmt.name, kind, shape, measure(x, dequantize(payload, inverse(scale)), payload, fmt))
-
-
-# ------------------------------------------------------------------------------------------------------- stochastic rounding
-
-
-def seeded(device, seed: int = 0) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
-def every_value(fmt) -> torch.Tensor:
-    """FP32: every finite value of a format, both zeros among them."""
-    raw = torch.arange(256, dtype=torch.uint8) if fmt.bytes == 1 else torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    values = raw.view(fmt.dtype).float()
-    return values[values.isfinite()]
-
-
-def neighbours(y: torch.Tensor, fmt) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of a format next below and above `y`, which is none of them, read off the list of all."""
-    grid = every_value(fmt).unique()
-    above = torch.searchsorted(grid, y)
-    return grid[above - 1], grid[above]
-
-
-def between_codes(fmt, count: int) -> torch.Tensor:
-    """FP32 [count] of both signs, over the whole range of a format, a quarter of them subnormal."""
-    generator = seeded("cpu")
-    grid = every_value(fmt).abs().unique()
-    subnormals = int((grid < fmt.tiny).sum())
-    index = torch.randint(0, len(grid) - 1, (count,), generator=generator)
-    index[::4] %= subnormals
-    share = 0.05 + 0.9 * torch.rand(count, generator=generator)
-    sign = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
-    return sign * (grid[index] + share * (grid[index + 1] - grid[index]))
-
-
-@scaled
-def test_stochastic_rounding_is_unbiased_between_the_two_neighbours(fmt, device):
-    draws = 4096
-    y = between_codes(fmt, 400)
-    low, high = neighbours(y, fmt)
-    wide = y.to(device).expand(draws, -1)
-    got = quantize_stochastic(wide, 1.0, fmt, seeded(device)).float().cpu()
-    assert ((got == low) | (got == high)).all()
-    assert got.amin(0).equal(low)
-    assert got.amax(0).equal(high)
-    chance = (y - low) / (high - low)
-    sigma = (high - low) * (chance * (1 - chance) / draws).sqrt()
-    z = (got.double().mean(0) - y) / sigma
-    assert z.abs().max() <= 4
-    assert abs(float(z.mean())) * len(z) ** 0.5 <= 4
-
-
-@scaled
-def test_stochastic_rounding_keeps_what_is_representable(fmt, device):
-    values = every_value(fmt)
-    for seed in range(8):
-        assert codes(quantize_stochastic(values.to(device), 1.0, fmt, seeded(device, seed))).equal(codes(values.to(fmt.dtype)))
-
-
-@scaled
-def test_stochastic_rounding_saturates_and_keeps_nan(fmt, device):
-    inf = float("inf")
-    x = torch.tensor([inf, -inf, fmt.max * 1.01, -fmt.max * 1.01, 3e38, float("nan")], device=device)
-    got = quantize_stochastic(x, 1.0, fmt, seeded(device)).float().cpu()
-    assert got[:5].tolist() == [fmt.max, -fmt.max, fmt.max, -fmt.max, fmt.max]
-    assert got[5].isnan()
-
-
-@scaled
-def test_values_far_below_the_format_vanish_and_keep_their_sign(fmt, device):
-    x = torch.tensor([-(2.0**-60), 2.0**-60, -0.0, 0.0], device=device)
-    got = quantize_stochastic(x, 1.0, fmt, seeded(device)).cpu()
-    assert codes(got).equal(codes(torch.tensor([-0.0, 0.0, -0.0, 0.0]).to(fmt.dtype)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_seed_repeats_stochastic_rounding(dtype, device):
-    x = make("normal", SMALL, device=device).to(dtype)
-    scale = torch.tensor(32.0, device=device)
-    first, again, other = (codes(quantize_stochastic(x, scale, E4M3, seeded(device, seed))) for seed in (1, 1, 2))
-    assert first.equal(again)
-    assert not first.equal(other)
-    assert first.equal(codes(quantize_stochastic(x.float() * scale, 1.0, E4M3, seeded(device, 1))))
-
-
-@pytest.mark.parametrize("fmt", [BF16, FP32], ids=str)
-def test_stochastic_rounding_refuses_plain_formats(fmt):
-    with pytest.raises(ValueError, match=f"{fmt}.*choose fp8-e4m3, fp8-e5m2 or fp16"):
-        quantize_stochastic(torch.ones(2), 1.0, fmt)
