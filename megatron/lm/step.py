@@ -5,7 +5,8 @@ A step takes a global batch of G sequences of S tokens. Each of D data-parallel 
 1. megatron-core's schedule runs forward and backward of each micro-batch. Gradients are the mean over micro-batches of the mean over
    counted tokens. The step also returns the sum of the losses and the number of counted tokens, which give the exact mean for the log.
 2. Gradients are sent during the last backward, bucket by bucket (`msamp.comm.grad_sync`); `finish` waits for them.
-3. The optimizer clips, updates and, under ZeRO, gathers the weights (`msamp.optim.optimizer`, `msamp.parallel.greedy_zero`).
+3. The optimizer clips, updates and, under ZeRO, gathers the weights (`msamp.optim.optimizer`, `msamp.parallel.greedy_zero`). The gather
+   overlaps with the next forward; graphs leave it to the next step, so other code calls `optimizer.wait()` before it reads weights.
 4. The amax histories of delayed scaling roll, once per step, the same on all ranks that share a layer (`msamp.nn.scaling_state`).
 5. The learning-rate schedule advances, unless the step was skipped.
 
@@ -101,6 +102,8 @@ def train_step(
     if graphs is not None:
         loss_sum, tokens = graphs.forward_backward(batches)
     else:
+        if training.optimizer.shard.deferred:  # by the graphs of the step before
+            training.optimizer.wait()
         training.grad_sync.clear()
         loss_sum, tokens = forward_backward(training, batches)
         # Buckets were sent during backward: min scale -> FP8 payload -> exchange -> FP32 sum, rounded once by its owner.
@@ -142,6 +145,7 @@ def evaluate(training: Training, batches: Batches, iterations: int) -> float:
         RunStopped: on every rank, if no token counts.
     """
     training.model.eval()
+    training.optimizer.wait()
     total = torch.zeros(2, dtype=torch.float64, device=next(training.model.parameters()).device)
     with training.grad_sync.sent.uncounted():
         for _ in range(iterations):

@@ -94,6 +94,10 @@ class Bucket:
         for segment in self.owned:
             segment.grad = None
 
+    def present(self) -> list[torch.Tensor]:
+        """Return the parameters for which any rank had a gradient."""
+        return [p for i, p in enumerate(self.params) if i not in self.absent]
+
     def __str__(self) -> str:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
 

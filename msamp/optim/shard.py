@@ -76,6 +76,10 @@ class Shard(Protocol):
     def ranks(self) -> int:
         """Number of processes that share the optimizer."""
 
+    @property
+    def deferred(self) -> bool:
+        """Whether the updated parameters are still to be sent, by `wait` or a CUDA graph. Until then nothing may read them."""
+
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise a ValueError for a parameter group with a parameter that cannot be sharded."""
 
@@ -99,7 +103,7 @@ class Shard(Protocol):
         """
 
     def wait(self) -> None:
-        """Make the compute stream wait for all weights that are still being gathered."""
+        """Make the compute stream wait for all weights that are still being gathered; send them first if they are `deferred`."""
 
     def gather(
         self, wholes: Sequence[Holding], state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -116,6 +120,7 @@ class Whole:
     """One process that updates every parameter. A gradient is `p.main_grad` if a synchronizer has set it, else `p.grad`."""
 
     ranks = 1
+    deferred = False
 
     def __init__(self) -> None:
         self._grad_cast = GradCast()

@@ -106,6 +106,8 @@ class FSDP:
         peers: these ranks, with a counter of the bytes sent for scales and the norm.
     """
 
+    deferred = False
+
     def __init__(self, casts: Mapping[torch.Tensor, Cast], group: dist.ProcessGroup) -> None:
         self.casts, self.peers = casts, Peers(group, WireBytes())
         self._held: dict[torch.Tensor, torch.Tensor] = {}

@@ -20,14 +20,16 @@ A step of a rank:
     averaged gradients of its pieces        from `GradSync(shard=True)`, which uses the same partition
     -> norm and amaxes                      two small all-reduces, so that all ranks clip and scale equally
     -> update of its pieces                 `msamp.optim.optimizer`; this class is its `Shard`
-    -> all-gather of the new weights        bucket by bucket, in the order in which the next forward reads them, on a separate stream
+    -> all-gather of the new weights        bucket by bucket, in the order in which the next forward reads them, on a separate stream;
+                                            with CUDA graphs at the start of the next step (`ZeRO.deferring`)
 
 Next: `msamp.optim.shard` defines the interface, `msamp.comm.partition` the cut, and `msamp.parallel.data_parallel` builds both objects.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +52,14 @@ class ZeRO:
         optimizer = FP8AdamW(groups, clip_grad=1.0, shard=ZeRO(sync))
 
     FP8 weights are gathered in FP8, and every rank computes their scales itself. On a GPU the all-gather overlaps with the next forward,
-    where each module waits only for its own weights; a CUDA graph of the forward must wait for all of them first (`wait`). Pieces of a cut
-    tensor share its scales, and the norm is exact however tensors are cut, so for the same gradients weights and states do not depend on
-    the number of ranks.
+    where each module waits only for its own weights. Pieces of a cut tensor share its scales, and the norm is exact however tensors are
+    cut, so for the same gradients weights and states do not depend on the number of ranks.
+
+    A CUDA graph cannot wait for work outside it, so an all-gather in the graph of the update does not overlap with the graph of the next
+    forward. Capture the update inside `deferring`, and call `start_gather` at the start of the forward's graph and `wait` at its end; set
+    `deferred` after each replay, to True after the update's and to False after the forward's. In between only the owners have the new
+    weights: `wait`, on every rank, before anything else reads them. A forward, `state_dict` or `load_state_dict` of the model raises until
+    then.
 
     Args:
         sync: a GradSync built with `shard=True` that knows every parameter of the optimizer that requires a gradient; call its `finish`
@@ -61,6 +68,8 @@ class ZeRO:
 
     Attributes:
         gathers: False leaves new weights with their owners; benchmarks use it to measure the cost of the all-gather.
+        overlaps: whether all-gathers may overlap with the next forward.
+        deferred: whether only the owners have the newest weights (`deferring`).
 
     Raises:
         ValueError: if `sync` does not shard. The optimizer rejects a parameter that `sync` does not know (also one added later) or averages
@@ -75,7 +84,9 @@ class ZeRO:
         self._views: dict[Segment, tuple[torch.Tensor, slice | None]] = {}
         self._columns: list[tuple[Peers, torch.Tensor]] | None = None
         self._device = next(iter(sync.names)).device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and self.ranks > 1 and overlap else None
+        self.overlaps = overlap and self.ranks > 1
+        self.deferred = self._defers = self._watches = False
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and self.overlaps else None
         self._pending: dict[Bucket, torch.cuda.Event] = {}
         if self._stream is not None:
             self.watch_forward()
@@ -171,27 +182,54 @@ class ZeRO:
         return self._combine(table, 0, dist.ReduceOp.SUM, "the gradient norm")
 
     def send_weights(self, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """All-gather the new weights, bucket by bucket."""
+        """Set the scales of the new weights, and all-gather the weights, bucket by bucket, unless inside `deferring`."""
         if self.ranks == 1 or not self.gathers:
             return
-        for bucket in reversed(self.sync.buckets):
-            if self.sync.peers_of(bucket).ranks > 1:
-                self._send_bucket(bucket, scale_invs)
+        scaled = [(scale_inv(p), scale_invs[p]) for bucket in self._shared() for p in bucket.present() if p in scale_invs]
+        pairs = [(kept, new) for kept, new in scaled if kept is not None]
+        if pairs:
+            torch._foreach_copy_([kept for kept, _ in pairs], [new for _, new in pairs])
+        if self._defers:
+            self.deferred = True
+        else:
+            self.start_gather()
 
-    def _send_bucket(self, bucket: Bucket, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _shared(self) -> list[Bucket]:
+        """Return the buckets whose weights several ranks have, in the order in which a forward reads them."""
+        return [bucket for bucket in reversed(self.sync.buckets) if self.sync.peers_of(bucket).ranks > 1]
+
+    def start_gather(self) -> None:
+        """Start to all-gather the weights, bucket by bucket, in the order in which the next forward reads them. Collective; running it
+        again without an update in between changes nothing."""
+        self.deferred = False
+        if self.gathers:
+            for bucket in self._shared():
+                self._send_bucket(bucket)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Context in which `send_weights` leaves the all-gather to the next `start_gather` or `wait`."""
+        if not self._watches:
+            self.watch_forward()
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def _send_bucket(self, bucket: Bucket) -> None:
         if self._stream is None:
-            self._exchange(bucket, scale_invs)
+            self._exchange(bucket)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._exchange(bucket, scale_invs)
+            self._exchange(bucket)
             self._pending[bucket] = self._stream.record_event()
-            for p in bucket.params:
-                if p in scale_invs:
-                    scale_invs[p].record_stream(self._stream)
 
-    def _exchange(self, bucket: Bucket, scale_invs: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        stored = [payload(p) for p in bucket.params]
+    def _exchange(self, bucket: Bucket) -> None:
+        # `data` keeps the weights' versions, by which the optimizer recognizes weights that were written from outside: it has counted this
+        # write after the update.
+        stored = [payload(p).data for p in bucket.params]
         peers = self.sync.peers_of(bucket)
         sizes = [0] * peers.ranks
         for segment in bucket.segments:
@@ -205,27 +243,40 @@ class ZeRO:
             if segment.owner != peers.rank:
                 target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
             start += target.nbytes
-        scaled = ((p, scale_inv(p)) for i, p in enumerate(bucket.params) if i not in bucket.absent and p in scale_invs)
-        here = [(kept_inv, scale_invs[p]) for p, kept_inv in scaled if kept_inv is not None]
-        if here:
-            torch._foreach_copy_([kept_inv for kept_inv, _ in here], [new for _, new in here])
 
     def wait(self) -> None:
-        """Make the compute stream wait for all weights that are still being gathered."""
+        """Make the compute stream wait for all weights that are still being gathered. If they are `deferred`, gather them first: then
+        collective, and not counted in `sync.sent`, which counts one all-gather per step."""
+        if self.deferred:
+            with self.sync.sent.uncounted():
+                self.start_gather()
         for bucket in list(self._pending):
             self.wait_for(bucket)
         self._pending.clear()
 
     def wait_for(self, bucket: Bucket) -> None:
-        """Make the compute stream wait for the weights of one bucket."""
+        """Make the compute stream wait for the weights of one bucket.
+
+        Raises:
+            RuntimeError: if the weights are `deferred`.
+        """
+        self._check_not_deferred()
         if bucket in self._pending:
             torch.cuda.current_stream(self._device).wait_event(self._pending[bucket])
+
+    def _check_not_deferred(self) -> None:
+        if self.deferred:
+            raise RuntimeError(
+                "the weights of the last step have not been gathered: its CUDA graphs leave that to the next step's. Call the optimizer's "
+                "wait() on every rank before the model computes outside the graphs, or is saved or loaded"
+            )
 
     def watch_forward(self) -> None:
         """Register hooks that wait for weights before each module's forward, and for all weights before the model is saved or loaded.
 
         A module that computes with the weights of other modules without calling them must yield these from `weight_holders()`.
         """
+        self._watches = True
         model = self.sync.model()
         assert model is not None
         alive = weakref.ref(self)
@@ -238,7 +289,8 @@ class ZeRO:
                 # Its children's too: nn.MultiheadAttention reads the weight of its out_proj without calling it.
                 holders.append(module)
             if holders:
-                buckets = {self.sync.bucket_of(p) for holder in holders for p in holder.parameters() if p in self.sync.names}
+                read = [p for holder in holders for p in holder.parameters() if p in self.sync.names]
+                buckets = list(dict.fromkeys(self.sync.bucket_of(p) for p in read))
                 module.register_forward_pre_hook(functools.partial(_wait_for, alive, buckets))
 
     def gather(
@@ -300,7 +352,7 @@ def _rows(x: torch.Tensor, segment: Segment) -> torch.Tensor:
     return x[segment.row : segment.row + segment.rows] if x.dim() else x
 
 
-def _wait_for(alive: "weakref.ref[ZeRO]", buckets: set[Bucket], *_: Any) -> None:
+def _wait_for(alive: "weakref.ref[ZeRO]", buckets: Iterable[Bucket], *_: Any) -> None:
     shard = alive()
     if shard is not None:
         for bucket in buckets:
@@ -310,4 +362,5 @@ def _wait_for(alive: "weakref.ref[ZeRO]", buckets: set[Bucket], *_: Any) -> None
 def _wait_for_all(alive: "weakref.ref[ZeRO]", *_: Any) -> None:
     shard = alive()
     if shard is not None:
+        shard._check_not_deferred()  # not gathered here, since one rank alone may save a state dict
         shard.wait()

@@ -85,6 +85,7 @@ def load(training: Training) -> None:
     Raises:
         ValueError: on every rank, if there is no checkpoint, or it is damaged or of another model or other data. Nothing was changed.
     """
+    training.optimizer.wait()  # a rollback: weights that are still being gathered would overwrite those of the checkpoint
     settings = training.config.checkpoint
     assert settings.load is not None
     root, iteration = Path(settings.load), settings.ckpt_step

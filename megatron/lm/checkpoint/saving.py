@@ -59,6 +59,7 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
 
 def _contents(training: Training) -> tuple[list[Item], dict[str, Any], MegatronContent | None]:
     """Return this rank's chunks, `checkpoint.json`, and with `--ckpt-format torch_dist` Megatron-LM's other content. Collective."""
+    training.optimizer.wait()  # for ZeRO's weight gathers
     items, info = content.items(training), content.info(training)
     info["health"] = training.health.entry(judging.problems(training, items, info))
     if training.config.checkpoint.ckpt_format == "own":

@@ -20,6 +20,7 @@ from megatron.lm.training.state import Training
 from msamp.kernels.cuda_graph import capturing
 from msamp.nn.expert_matrices import ExpertMatrices
 from msamp.numerics.tensor import ScalingTensor
+from msamp.parallel.greedy_zero import ZeRO
 
 WARM_UP = 3  # eager steps before capture, to compile kernels, let cuDNN and cuBLAS choose theirs, and create communicators
 UPDATE = "update"
@@ -44,8 +45,10 @@ class Replays:
     measures have their own graphs, which contain the measuring kernels. In mode "step" all graphs but the recorded one share the memory of
     the gradients. The first micro-batch casts the weights of experts for all. Capture waits until delayed scaling has filled its window,
     since casts use just-in-time scales until then, and until every weight was updated once. No step is eager after the first capture;
-    where the guard raises or returns a layer, the trainer replaces this object. Under ZeRO all weights are gathered before the next step
-    starts: `--overlap-param-gather` only overlaps in eager steps.
+    where the guard raises or returns a layer, the trainer replaces this object.
+
+    Under ZeRO the update's graph ends with the all-gather of the new weights, unless `zero` is set: then the first graph of the next step
+    starts it (`ZeRO.deferring`), and anything that reads weights between two steps calls `optimizer.wait` first.
 
     Args:
         training: the training state.
@@ -53,7 +56,10 @@ class Replays:
 
     Attributes:
         captured: number of graphs so far.
+        zero: the optimizer's ZeRO if the step's first graph gathers the weights; else None.
     """
+
+    zero: ZeRO | None = None
 
     def __init__(self, training: Training, mode: str) -> None:
         self.training, self.mode = training, mode
@@ -92,6 +98,8 @@ class Replays:
         self.training.optimizer.refresh()
         self._record(UPDATE, self._update)
         self._launch(UPDATE)
+        if self.zero is not None:
+            self.zero.deferred = True
         self.training.optimizer.replayed()
         self.training.scaling.count()
         return self.training.optimizer.grad_norm.clone()
@@ -116,8 +124,12 @@ class Replays:
 
     def _update(self) -> None:
         optimizer = self.training.optimizer
-        optimizer.step()
-        optimizer.wait()
+        if self.zero is None:
+            optimizer.step()
+            optimizer.wait()
+        else:
+            with self.zero.deferring():
+                optimizer.step()
         grid = self.training.grid
         self.training.scaling.roll_on_device(grid.scales.group, optimizer.usable, copies=grid.copies.group)
         self.training.grad_sync.decided(optimizer.usable)

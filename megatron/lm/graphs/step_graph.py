@@ -22,6 +22,7 @@ from megatron.lm.training.state import Batches, Training
 from msamp.kernels.cuda_graph import unregistrable
 from msamp.nn.expert_layer import has_grouped_kernel
 from msamp.nn.expert_matrices import one_cast_per_step
+from msamp.parallel.greedy_zero import ZeRO
 
 FIRST, MIDDLE, LAST, ONLY = "first", "middle", "last", "only"  # positions of a micro-batch in a step
 
@@ -80,6 +81,10 @@ class StepGraphs(Replays):
     The first micro-batch of a step clears the gradients, the last sends them, those between only accumulate: up to three graphs, and one of
     the update, each captured at its first use.
 
+    In mode "step" with `--overlap-param-gather`, under ZeRO, the first graph starts to gather the weights of the update before, and each
+    module waits for its own, as in eager steps: the all-gather overlaps with the forward. The graph gathers them also where something has
+    gathered them before it, such as an evaluation; that changes no bit.
+
     Args:
         training: the training state, with one pipeline stage.
         mode: as `Replays`.
@@ -89,12 +94,16 @@ class StepGraphs(Replays):
         super().__init__(training, mode)
         self._inputs = Inputs()
         self._sums = torch.zeros(2, device=process_groups.device())  # sums of a micro-batch: loss, counted tokens
+        shard = training.optimizer.shard
+        if mode == "step" and isinstance(shard, ZeRO) and shard.overlaps:
+            self.zero = shard
 
     def forward_backward(self, batches: Batches) -> tuple[Tensor, Tensor]:
         """Run all micro-batches of a step and average the gradients; return the sums of loss and of counted tokens, on the device."""
         count = self.training.micro_batches
         places = [ONLY] if count == 1 else [FIRST, *([MIDDLE] * (count - 2)), LAST]
-        self.training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
+        if self.zero is None or not self.zero.deferred:
+            self.training.optimizer.wait()  # for ZeRO's weight gathers: a graph cannot wait for work outside it
         self._begin(places[0])  # otherwise the 25 GiB of gradients of 7B at O0 exceed 139 GiB, of which 112 are in use between steps
         if self.training.experts.routers:
             scaler, context = self.training.loss_scaler, self.training.grid.context.size
@@ -105,16 +114,23 @@ class StepGraphs(Replays):
                 self._inputs.fill(next(batches))
                 self._record(place, functools.partial(self._micro_batch, place), finishes=place in (LAST, ONLY))
                 self._launch(place)
+                if self.zero is not None:
+                    self.zero.deferred = False
                 sums.append(self._sums.clone())
         loss_sums, tokens = zip(*(x.unbind() for x in sums), strict=True)
         return torch.stack(loss_sums).sum(), torch.stack(tokens).sum()
 
     def _micro_batch(self, place: str) -> None:
         sync = self.training.grad_sync
+        zero = self.zero if place in (FIRST, ONLY) else None
         if place in (FIRST, ONLY):
             sync.clear()
+        if zero is not None:
+            zero.start_gather()
         with contextlib.nullcontext() if place in (LAST, ONLY) else sync.no_sync():
             mean, sums = micro_batch_loss(self.training, self._inputs.batch)
+            if zero is not None:
+                zero.wait()  # for weights that this forward did not read, too: a graph ends with all of its streams joined
             share, scaler = mean / self.training.micro_batches, self.training.loss_scaler
             (share if scaler is None else scaler.multiply(share)).backward()
             self._sums.copy_(torch.stack([sums["loss_sum"], sums["tokens"]]))

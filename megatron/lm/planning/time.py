@@ -282,8 +282,8 @@ def _update(config: Config, rates: Rates, rank: Rank, gradients: int, averaged: 
 
 
 def _exchange(config: Config, cluster: Cluster, stage: int, averaged: int, micro_batch: float, *, graph: bool) -> float:
-    """Return the exposed seconds of communicating the gradients of `averaged` elements, and the weights. With graphs all weights
-    are gathered before the next step."""
+    """Return the exposed seconds of communicating the gradients of `averaged` elements, and the weights. Graphs of pipeline stages, and of
+    micro-batches alone, start after all weights were gathered."""
     copies = config.axes(cluster.gpus).copies
     gradients, weights = wire.data_parallel(config, copies, stage)
     if copies == 1:
@@ -294,6 +294,7 @@ def _exchange(config: Config, cluster: Cluster, stage: int, averaged: int, micro
         hidden = stage * micro_batch * BACKWARD
     seconds = max(0.0, cluster.exchange_seconds(gradients, config) + waits - hidden)
     if weights:
-        hidden = micro_batch * (1 - BACKWARD) if config.communication.overlap_param_gather and not graph else 0.0
+        waits_for_all = graph and (config.parallel.pipeline_model_parallel_size > 1 or config.training.cuda_graph == "micro-batch")
+        hidden = micro_batch * (1 - BACKWARD) if config.communication.overlap_param_gather and not waits_for_all else 0.0
         seconds += max(0.0, cluster.exchange_seconds(weights, config) + waits - hidden)
     return seconds

@@ -239,6 +239,7 @@ class Trainer:
         self._announce()
         self.profiles.begin(self.training.iteration)
         why = self._train()
+        self.training.optimizer.wait()  # the weights of the last step, of which the graphs leave each to its owner
         self.profiles.close()
         self.lost_updates.judge()
         self._release()

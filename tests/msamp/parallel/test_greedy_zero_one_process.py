@@ -32,6 +32,39 @@ def test_weights_that_are_not_gathered_stay_with_their_owners():
         assert bool(sent) == shard.gathers
 
 
+def test_deferred_weights_are_gathered_by_wait_and_not_read_before():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
+    shard, sent = ZeRO(sync), []
+
+    def all_gather(own: torch.Tensor, sizes: list[int], what: str) -> torch.Tensor:
+        sent.append(what)
+        sync.sent.add("weight", "all-gather", own.nbytes)
+        return own
+
+    sync.sender.peers = SimpleNamespace(ranks=2, rank=0, all_gather=all_gather)  # type: ignore[assignment]
+    versions = [p._version for p in model.parameters()]
+    with shard.deferring():
+        shard.send_weights({})
+    assert shard.deferred
+    assert not sent
+    for read in (lambda: model(torch.ones(1, 4)), lambda: model[1](torch.ones(1, 4)), model.state_dict):
+        with pytest.raises(RuntimeError, match=r"not been gathered.*wait\(\) on every rank"):
+            read()
+    with pytest.raises(RuntimeError, match="not been gathered"):
+        model.load_state_dict({})
+    shard.wait()
+    assert len(sent) == len(sync.buckets)
+    assert not sync.sent.rows(), "a step counts one all-gather"
+    assert not shard.deferred
+    assert [p._version for p in model.parameters()] == versions, "the optimizer would take the weights for written from outside"
+    model(torch.ones(1, 4))
+    shard.send_weights({})
+    assert not shard.deferred
+    assert len(sent) == 2 * len(sync.buckets)
+    assert sync.sent.total("weight") > 0
+
+
 def test_a_parameter_unknown_to_the_synchroniser_is_refused_and_nothing_changes():
     model, later = nn.Linear(4, 4), nn.Parameter(torch.ones(3, 2))
     sync = grad_sync(model, dict.fromkeys(model.parameters(), FP32), shard=True)
