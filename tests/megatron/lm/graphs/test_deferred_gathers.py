@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "O3": {"precision": "O3", "global_batch_size": 2},
     "O3, three micro-batches, untied": {"precision": "O3", "global_batch_size": 6, "untie_embeddings_and_output_weights": True},
     "O2, cut weights": {"precision": "O2", "use_distributed_optimizer": True, "global_batch_size": 2, "num_layers": 1, "hidden_size": 48},
+    "O2, sums at the owner": {"precision": "O2", "use_distributed_optimizer": True, "grad_accum_on": "owner", "global_batch_size": 6},
     "bf16": {"precision": "bf16", "use_distributed_optimizer": True, "global_batch_size": 4},
     "O3, experts": {"precision": "O3", "global_batch_size": 2, "expert_model_parallel_size": 2, "num_layers": 1, **EXPERTS},
 }
