@@ -234,8 +234,10 @@ class GradSync:
                 self._holding = None
 
     def wait(self) -> None:
-        """Make the compute stream wait for the buckets that have been sent."""
-        self.sender.wait()
+        """Make the compute stream wait for the buckets that this micro-batch has sent, if any: a captured stream cannot wait for one on
+        which the capture launched nothing."""
+        if any(bucket.sent for bucket in self.buckets):
+            self.sender.wait()
 
     def make_way(self, p: Tensor) -> None:
         """Before autograd adds to `p.grad`: remove the marker, and drop the sum of earlier micro-batches if the user cleared it."""
