@@ -30,7 +30,7 @@ def test_kept_rows_give_their_place_and_ratios():
     steps = {
         row["case"]: float(row["peak_gib"])
         for row in read(collage.throughput.STEP)
-        if row["commit"] == "2c95adf" and row["preset"] == "1.3b"
+        if row["commit"] == "6d672c82" and row["preset"] == "1.3b"
     }
     assert saved["light, 1.3B: peak memory saved against D"] == pytest.approx(100 * (1 - steps["collage-light"] / steps["bf16-d"]))
     four = [saved[f"plus, {model}: peak memory saved against D"] for model in ("125M", "1.3B", "2.6B", "6.7B")]
