@@ -5,137 +5,49 @@ true. A quantity that several seeds have is their mean.
 """
 
 import re
+import statistics
 from collections.abc import Callable
 
 import pytest
 
+from helpers import fp8lm_words
 from helpers.reproduced import (
     FP8_ENDS,
     FP8_TOTALS,
     MEAN_SQUARE,
-    TP2,
-    TP2_DP2,
     above,
+    above_d,
     both,
-    by_rounding,
     by_seed,
+    d_by_torch,
     differences,
     error,
     faster_than_te,
-    figure7,
     from_paper,
-    gains7,
-    less_of_both,
-    orders,
+    gained,
+    longest7,
     over_d,
-    ranks,
-    real_sums,
     remaining,
     results,
     rising,
-    seeds_of,
-    share7,
     shrinkage,
     speeds,
-    step7,
+    steps_of7,
     table5,
+    update7,
+    verdicts6,
 )
-from megatron.lm.evaluation.paired_difference import HOLDS
+from megatron.lm.evaluation.paired_difference import DOES_NOT_HOLD, HOLDS, TOO_SMALL
 from msamp.numerics.recipe import O2, O3, Recipe
-from msamp.numerics.stochastic_rounding import ROUNDINGS
 from tools.bench.rows import ROOT
 from tools.docs import losses
 from tools.docs.reproduction import words
 from tools.reproduce import grids, versions
-from tools.reproduce.post import GAIN3
 from tools.reproduce.registry import ENTRIES
+from tools.reproduce.throughput import SPEEDS7
 
 SAID: list[tuple[str, str, Callable[[], bool]]] = [
-    ("fp8lm-figure4", "At 1.3B O3 ends a little below BF16 with each of three seeds",
-     lambda: (d := above("fp8lm-figure4", "bf16 at 1.3B: validation loss", "O3 at 1.3B: validation loss")) and len(d) == 3 and max(d) < 0),
-    ("fp8lm-figure7", "from four ranks on the paper's rule for mu has less of both",
-     lambda: ranks(less_of_both) == [4, 8, 16, 32, 64, 128]),
-    ("fp8lm-figure7", "with a fifteenth of its underflow",
-     lambda: round(figure7()["DP 128, pre: underflow, sent"] / figure7()["DP 128, auto-halve: underflow, sent"]) == 15),
-    ("fp8lm-figure7", "keep most of the SNR of pre-scaling and of our rule, while post-scaling and the paper's rule stay low",
-     lambda: len(orders("small")) == 2 and all(min(snr["pre"], snr["auto-halve"]) > 25 > 12 > max(snr["post"], snr["auto-paper"])
-                                               for snr in orders("small"))),
-    ("fp8lm-figure7", "Neither rule gives a much better SNR than the better of the two", lambda: max(gains7()) < 0.5),
-    ("fp8lm-figure7", "the exchange that adds in FP32 keeps it", lambda: figure7()["DP 128, fp32-sum: SNR"] > 30),
-    ("fp8lm-figure7-nccl", "equals the simulated sum in every bit",
-     lambda: {value for name, value in results("fp8lm-figure7-nccl").items() if " 2 ranks" in name and "equal to" in name} == {100.0}),
-    ("fp8lm-figure7-nccl", "In E4M3 pre-scaling underflows more than post-scaling",
-     lambda: (lost := real_sums("underflow, sent")[0])["pre"] > lost["post"] > 0),
-    ("fp8lm-figure7-nccl", "in both formats post-scaling overflows more than pre-scaling, which never does",
-     lambda: all(full["pre"] == 0 < full["post"] for full in real_sums("overflow, reduced"))),
-    ("fp8lm-figure7-nccl", "within a fifth of a decibel, and auto-scaling no more than pre-scaling",
-     lambda: all(max(snr.values()) - min(snr.values()) < 0.2 and max(snr["auto-paper"], snr["auto-halve"]) <= snr["pre"]
-                 for snr in real_sums("SNR"))),
-    ("fp8lm-figure1", "at each number of cards the largest GPT in FP8 is larger than in BF16",
-     lambda: all(size > results("fp8lm-figure1")[name.replace("FP8", "BF16")] for name, size in results("fp8lm-figure1").items()
-                 if name.startswith("largest") and name.endswith("FP8"))),
-    ("fp8lm-figure1", "BF16 does not fit 175B there at all",
-     lambda: min(held for name, held in results("fp8lm-figure1").items() if name.endswith("BF16: fullest")) > 80),
-    ("fp8lm-two-ranks", "Over two ranks O3 ends at BF16's loss, whether the payloads are summed in FP32 or by NCCL in E4M3",
-     lambda: {difference.verdict() for *_, difference in differences("fp8lm-two-ranks")[:2]} == {HOLDS}),
-    ("fp8lm-two-ranks", "with five seeds each interval is within a fifth of a percent",
-     lambda: all(len(paired.seeds) == 5 and max(map(abs, paired.relative.ends)) < 0.002 for *_, paired in differences("fp8lm-two-ranks"))),
-    ("fp8lm-figure4", "over twelve seeds the interval of the paired difference excludes a loss or gain of 0.6 %",
-     lambda: [(len(difference.seeds), difference.verdict()) for _, other, difference in differences("fp8lm-figure4")
-              if other.startswith("O3 at 125M:")] == [(12, HOLDS)]),
-    ("fp8lm-figure4", "The three seeds of all levels are too few to say the same",
-     lambda: all(difference.verdict() != HOLDS for _, other, difference in differences("fp8lm-figure4") if "all levels" in other)),
-    ("fp8lm-figure9", "most gradients are lost below E4M3's range; scaled tensor by tensor nearly all are normal numbers",
-     lambda: min(results("fp8lm-figure9")[name] for name in ("before scaling: lost in E4M3", "after scaling: normal in E4M3")) > 95),
-    ("fp8lm-table2", "scores alike on all tasks, within errors", lambda: results("fp8lm-table2")[ENTRIES["fp8lm-table2"].headline] < 1),
-    ("fp8lm-table3", "The loss falls at O3 by a little less than at O0", lambda: 0.9 < results("fp8lm-table3")[GAIN3] < 1),
-    ("fp8lm-table3", "by almost four percent in the layers that were trained and by less than three exported to BF16",
-     lambda: all(3.5 < mean < 4 and half_width < mean for mean, half_width in by_rounding("SFT", "nearest", "its own layers"))
-     and all(2 < mean < 3 and half_width < mean for mean, half_width in by_rounding("SFT", "nearest", "BF16 layers"))),
-    ("fp8lm-table3", "they end below O0 in the layers that were trained, and two percent above it exported to BF16",
-     lambda: all(mean + half_width < 0 for mean, half_width in by_rounding("SFT", "stochastic", "its own layers"))
-     and all(round(mean) == 2 and half_width < 1 for mean, half_width in by_rounding("SFT", "stochastic", "BF16 layers"))),
-    ("fp8lm-table3", "With three seeds and a small learning rate", lambda: set(seeds_of("rounding/tuning")) == {"1234", "1235", "1236"}),
-    ("fp8lm-table4", "With three seeds both O2 and O3 end three to five percent above O0 after DPO, read in BF16",
-     lambda: {round(mean) for rounding in ROUNDINGS for mean, _ in by_rounding("DPO", rounding, "BF16 layers")} == {3, 4, 5}),
-    ("fp8lm-table4", "only the intervals of O2 exclude zero, and those in the layers that were trained are wider",
-     lambda: all(o2[1] < o2[0] and o3[1] > o3[0] for o2, o3 in (by_rounding("DPO", rounding, "BF16 layers") for rounding in ROUNDINGS))
-     and all(wide[1] > narrow[1] for rounding in ROUNDINGS for wide, narrow in zip(
-         by_rounding("DPO", rounding, "its own layers"), by_rounding("DPO", rounding, "BF16 layers"), strict=True))),
-    ("fp8lm-table3", "Every FP8 level was slower than O0 when this was measured",
-     lambda: max(value for name, value in results("fp8lm-table3").items() if "throughput from O0's at" in name) < 0),
-    ("fp8lm-table4", "take less memory at O3, by more than in the paper",
-     lambda: max(ours - paper for ours, paper in both("fp8lm-table4", "^O3: weights")) < 0),
-    ("fp8lm-table4", "O2 passes it from either",
-     lambda: max(value for name, value in results("fp8lm-table4").items() if name.startswith("O2") and "states and" in name) < -62),
-    ("fp8lm-table4", "PPO's reward hardly moved at either level",
-     lambda: all(abs(results("fp8lm-table4")[f"{level}: reward of the last 10 steps"]
-                     - results("fp8lm-table4")[f"{level}: reward of the first 10 steps"]) < 0.02 for level in ("O0", "O3"))),
-    ("fp8lm-table4", "DPO lowered its loss at O0 and raised it at O3",
-     lambda: results("fp8lm-table4")["DPO, O0: loss of the last steps"] < results("fp8lm-table4")["DPO, O0: loss of the first step"]
-     < results("fp8lm-table4")["DPO, O3: loss of the last steps"]),
-    ("fp8lm-table5", "FP8 saves a similar share of the weight-related volume",
-     lambda: max(abs(ours - paper) for ours, paper in both("fp8lm-table5", "volume saved")) < 4),
-    ("fp8lm-table5", "7B at O3 is faster than at O0 by more than in the paper at the same micro-batch",
-     lambda: min(from_paper("fp8lm-table5", "^7b, O3, micro-batch 2: times O0's speed")) > 0),
-    ("fp8lm-table6", "diverges with every seed, as in the paper",
-     lambda: min(by_seed("fp8lm-table6", "#4, validation loss").values()) > 10),
-    ("fp8lm-table6", "#3 with its FP8 master ends far above",
-     lambda: min(above("fp8lm-table6", "#1, validation loss", "#3, validation loss")) > 0.5),
-    ("fp8lm-table7", "by a quarter where both send by NCCL",
-     lambda: round(4 * (1 - share7(TP2, "O3 --tp-transport nccl") / share7(TP2, "O0"))) == 1),
-    ("fp8lm-table7", "to almost nothing with copies between the cards", lambda: share7(TP2, "O3") < 1),
-    ("fp8lm-table7", "At 7B with two data-parallel ranks in addition it rose", lambda: share7(TP2_DP2, "O3") > share7(TP2_DP2, "O0")),
-    ("fp8lm-table7", "Their O3 steps are longer than BF16's",
-     lambda: all(step7(grid, "O3") > step7(grid, "O0") for grid in (TP2_DP2, "7b, TP 4 x PP 1 x DP 1"))),
-    ("fp8lm-table8", "is as even as the paper says, or more even",
-     lambda: all(ours <= paper for ours, paper in both("fp8lm-table8", "greedy-cut: spread"))),
-    ("fp8lm-table8", "the ranks of 1.3B use equal memory at O3",
-     lambda: {results("fp8lm-table8")[f"1.3b, DP {gpus}, O3: spread at rest"] for gpus in (2, 4)} == {0.0}),
-    ("fp8lm-table8", "At O0 four ranks differ a little", lambda: 0 < results("fp8lm-table8")["1.3b, DP 4, O0: spread at rest"] < 0.2),
-    ("fp8lm-table10", "sum to more than a hundred percent", lambda: results("fp8lm-table10")[ENTRIES["fp8lm-table10"].headline] > 100),
-    ("fp8lm-table4", "A fifth of SmolLM2 is its embedding", lambda: round(5 * 49152 * 576 / 134_515_008) == 1),  # of its config.json
-    ("fp8lm-table2", "Longer runs with three seeds confirm this", lambda: set(seeds_of("smollm2/continued")) == {"1234", "1235", "1236"}),
+    *fp8lm_words.SAID,
     ("collage-table5", "D has one seed", lambda: len(by_seed("collage-table5", "d, 125M: validation loss")) == 1),
     ("fp8lm-first-version", "FP8 became faster relative to BF16 and to Transformer Engine, and saved less of BF16's memory at 175B",
      lambda: all(faster_than_te(versions.SECOND[model]) > faster_than_te(versions.FIRST[model]) for model in versions.FIRST)
@@ -168,6 +80,29 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
      lambda: (found := over_d("beta2 0.99")) and max(abs(ratio - 1) for ratio in found[:2]) < 0.01 and 15.80 / 15.03 < found[2] < 1.1),
     ("collage-table6", "But A is as far above at beta2 0.95, where the paper's A is close",
      lambda: over_d("beta2 0.95")[2] > over_d("beta2 0.999")[2]),
+    ("collage-table6", "confirm A's distance at each beta2, and light's above D at 0.999; that plus ends above D there they do not confirm",
+     lambda: all(abs(results("collage-table6-seeds")[name] - results("collage-table6")[name]) < 0.02
+                 for name in results("collage-table6-seeds") if name.startswith("a, ") and "perplexity" in name)
+     and verdicts6("light")[0][1] > 0 > verdicts6("plus")[-1][1]),
+    ("collage-table6-seeds", "With three seeds A ends above D at every beta2, and each interval excludes equal losses",
+     lambda: [(seeds, least > 0, verdict) for seeds, least, _, verdict in verdicts6("a")] == [(3, True, DOES_NOT_HOLD)] * 3),
+    ("collage-table6-seeds", "with every seed it is smaller at 0.99 than at 0.95, and at 0.999 it is about as large as at 0.95",
+     lambda: all(less < more for less, more in zip(above_d("a", 0.99), above_d("a", 0.95), strict=True))
+     and abs(statistics.fmean(above_d("a", 0.999)) / statistics.fmean(above_d("a", 0.95)) - 1) < 0.15),
+    ("collage-table6-seeds", "Only from 0.99 to 0.999 does it grow, with every seed, as in the paper",
+     lambda: all(less < more for less, more in zip(above_d("a", 0.99), above_d("a", 0.999), strict=True))),
+    ("collage-table6-seeds", "above the paper's at 0.95 and 0.99, and below it at 0.999",
+     lambda: [ours > paper for ours, paper in both("collage-table6-seeds", "^a, ")] == [True, True, False]),
+    ("collage-table6-seeds", "no interval excludes equal losses; but the intervals are too wide to say that the losses are equal",
+     lambda: [(least < 0 < most, verdict) for _, least, most, verdict in verdicts6("plus")] == [(True, TOO_SMALL)] * 3),
+    ("collage-table6-seeds", "Light ends above D at 0.999 with both seeds, as in the paper, but by less than the difference",
+     lambda: [(seeds, verdict) for seeds, *_, verdict in verdicts6("light")] == [(2, HOLDS)] and min(above_d("light", 0.999)) > 0),
+    ("collage-table6-seeds", "Plus at 0.99 and light at 0.999 have two seeds; light was not trained at the other two",
+     lambda: ([len(above_d("plus", beta2)) for beta2 in (0.95, 0.99, 0.999)], [seeds for seeds, *_ in verdicts6("light")])
+     == ([3, 2, 3], [2])),
+    ("collage-table6-seeds", "D itself ends lowest at 0.99 with every seed",
+     lambda: all(least < min(others) for least, *others in zip(*(
+         by_seed("collage-table6-seeds", f"d, beta2 {beta2}: validation loss").values() for beta2 in (0.99, 0.95, 0.999)), strict=True))),
     ("coat-group-scaling", "takes much less time than one that reads its tensor twice, and producer and cast together are faster too",
      lambda: all(value > (1.05 if "norm" in name else 1.5)
                  for name, value in results("coat-group-scaling").items() if "one stage" in name)),
@@ -282,6 +217,20 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
      lambda: results("collage-table6")["a, beta2 0.999: lost arithmetic, mean"] > 50),
     ("collage-table7", "On one H200 A is about a tenth faster than D at 6.7B, and a few hundredths at 1.3B",
      lambda: round(speeds("6.7b")["bf16-a"], 1) == 1.1 and 1.02 < speeds("1.3b")["bf16-a"] < 1.06),
+    ("collage-table7", "light and A, and plus and D, differ by less than steps of one option do",
+     lambda: all(abs(steps_of7("1.3b")[a][0] - steps_of7("1.3b")[b][0]) < min(steps_of7("1.3b")[a][1], steps_of7("1.3b")[b][1])
+                 for a, b in (("collage-light", "bf16-a"), ("collage-plus", "bf16-d")))),
+    ("collage-table7", "No update of D that we measured gives the paper's multiples, ours or any of torch's",
+     lambda: all(ours < paper for ours, paper in both("collage-table7", "speed over D's(?! with)|one tensor") if paper != 1)),
+    ("collage-table7", "three tenths faster than D at 1.3B and about twice as fast at 6.7B, where the paper has almost four times",
+     lambda: [round(d_by_torch(model, "one tensor at a time"), 1) for model in ("1.3b", "6.7b")] == [1.3, 2.1]),
+    ("collage-table7", "with torch's fused update, a tenth and a third",
+     lambda: round(d_by_torch("1.3b", "fused"), 1) == 1.1 and round(3 * (d_by_torch("6.7b", "fused") - 1)) == 1),
+    ("collage-table7", "explains about a third to two fifths of each gain",
+     lambda: (shares := [gained(model, option) for model, options in SPEEDS7.items() for option in options])
+     and 0.33 < min(shares) < max(shares) < 0.43),
+    ("collage-table7", "would have to take ten times as long as ours, more than twice as long as torch's slowest",
+     lambda: round(longest7() / update7("step in a graph")) == 10 and longest7() > 2 * update7("step by torch, one tensor at a time")),
     ("collage-table7", "A is the fastest from 2.7B on, light at 1.3B",
      lambda: [max(speeds(model), key=speeds(model).get) for model in ("1.3b", "2.7b", "6.7b")] == ["collage-light", "bf16-a", "bf16-a"]),
     ("coat-llama", "COAT takes about half of the memory that BF16 takes with one",
@@ -316,8 +265,10 @@ WITHOUT_RESULT = {
     "fp8lm-figure4": ["The twelve seeds round masters and moments stochastically"],
     "fp8lm-table2": ["a paired test would be several times more sensitive"],
     "fp8lm-table3": ["was cut to a third", "less than half a step of the FP16 master", "less than half a step of BF16"],
+    "fp8lm-table4": ["less than half a step of BF16"],
     "collage-table3": ["and one seed"],
     "collage-table4": ["was interrupted twice"],
+    "collage-table6-seeds": ["averages over half of the run"],
     "collage-table7": ["moves twice the bytes of A's"],
     "coat-flow": ["are rounded to E4M3 twice per layer"],
 }

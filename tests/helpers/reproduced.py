@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from megatron.lm.evaluation.paired_difference import PairedDifference
 from tools.bench.rows import ROOT
+from tools.docs.evidence import read
 from tools.reproduce import keep, versions
 from tools.reproduce.registry import ENTRIES
+from tools.reproduce.throughput import BASE7, MODELS7, OPTIMIZER, SPEEDS7, together
 
 Values = dict[str, float]
 TP2, TP2_DP2 = "1.3b, TP 2 x PP 1 x DP 1", "7b, TP 2 x PP 1 x DP 2"
@@ -54,9 +56,9 @@ def both(entry: str, pattern: str = "") -> list[tuple[float, float]]:
     return [(ours[name], paper[name]) for name in ours if name in paper and re.search(pattern, name)]
 
 
-def ranks(condition: Callable[[Values, int], bool]) -> list[int]:
-    found = results("fp8lm-figure7")
-    return [dp for dp in (2, 4, 8, 16, 32, 64, 128) if condition(found, dp)]
+def ranks(condition: Callable[[Values, int], bool], model: str = "") -> list[int]:
+    found = figure7(model)
+    return [dp for dp in (2, 4, 8, 16, 32, 64, 128) if f"DP {dp}, pre: SNR" in found and condition(found, dp)]
 
 
 def less_of_both(found: Values, dp: int) -> bool:
@@ -75,35 +77,55 @@ def by_rounding(task: str, rounding: str, measure: str) -> list[tuple[float, flo
     return [(found[name], found[f"{name}: half width of the 95 % interval"]) for name in names]
 
 
+def llama_shape(quantity: str) -> Values:
+    """Of LLaMA-7B's shape by FP8 level: `throughput` or `peak memory` from O0's in percent."""
+    found = results("fp8lm-table3")
+    return {level: found[f"{level}, LLaMA-7B's shape, micro-batch 1: {quantity} from O0's"] for level in ("O1", "O2", "O3")}
+
+
+def rewards(name: str) -> list[tuple[float, float]]:
+    """Of O0 and O3: PPO's reward of the first and of the last 10 steps."""
+    found = results("fp8lm-table4")
+    first, last = ([found[f"{level}: reward `{name}` of the {steps} 10 steps"] for level in ("O0", "O3")] for steps in ("first", "last"))
+    return list(zip(first, last, strict=True))
+
+
+def dpo_rates(quantity: str) -> dict[tuple[str, str], float]:
+    """A quantity of DPO by learning rate and level."""
+    names = {name: re.fullmatch(rf"DPO at learning rate (\S+), (O\d): {quantity}", name) for name in results("fp8lm-table4")}
+    return {(match[1], match[2]): results("fp8lm-table4")[name] for name, match in names.items() if match}
+
+
 def speeds(model: str) -> Values:
     found = results("collage-table7")
     return {name: found[f"{model}, {name}: speed over D's"] for name in ("bf16-a", "collage-light", "collage-plus")}
 
 
-def figure7() -> Values:
-    return results("fp8lm-figure7")
+def figure7(model: str = "", size: str = "") -> Values:
+    """Results of one model, by default GPT-125M, whose quantities have no prefix."""
+    prefix = f"{model}, " if model else ""
+    return {name.removeprefix(prefix): value for name, value in results("fp8lm-figure7", size=size).items() if name.startswith(prefix)}
 
 
 def table5() -> Values:
     return results("fp8lm-table5")
 
 
-def orders(size: str) -> list[Values]:
+def orders(size: str, model: str = "") -> list[Values]:
     """SNR by strategy over 128 ranks, added in a tree and in chains with a tree above."""
-    found = results("fp8lm-figure7", size=size)
     by_order: dict[str, Values] = {}
-    for name, snr in found.items():
+    for name, snr in figure7(model, size).items():
         if match := re.fullmatch(r"DP 128, (.+), added as (.+): SNR", name):
             by_order.setdefault(match[2], {})[match[1]] = snr
     return list(by_order.values())
 
 
-def real_sums(ending: str) -> list[Values]:
-    """For each format that NCCL summed: strategy -> the quantity with this ending."""
+def real_sums(ending: str, ranks: int = 2) -> list[Values]:
+    """For each format that NCCL summed over these ranks: strategy that sums in FP8 -> the quantity with this ending."""
     by_format: dict[str, Values] = {}
     for name, value in results("fp8lm-figure7-nccl").items():
-        if match := re.fullmatch(rf"(.+), all-reduce, (.+): (.+), {ending}", name):
-            by_format.setdefault(f"{match[1]}, {match[2]}", {})[match[3]] = value
+        if (match := re.fullmatch(rf".+, {ranks} ranks, all-reduce, (.+): (.+), {ending}", name)) and match[2] != "fp32-sum":
+            by_format.setdefault(match[1], {})[match[2]] = value
     return list(by_format.values())
 
 
@@ -139,6 +161,46 @@ def error(m: str, v: str, kept: str, what: str = "median error of a group's upda
 def over_d(case: str) -> list[float]:
     """Perplexity over D's of Collage's Table 6: plus, light, A."""
     return [results("collage-table6")[f"{option}, {case}: validation perplexity over D's"] for option in ("plus", "light", "a")]
+
+
+def above_d(option: str, beta2: float) -> list[float]:
+    """Validation loss above D's at a beta2 of Collage's Table 6, seed by seed."""
+    return above("collage-table6-seeds", f"d, beta2 {beta2}: validation loss", f"{option}, beta2 {beta2}: validation loss")
+
+
+def verdicts6(option: str) -> list[tuple[int, float, float, str]]:
+    """Seeds, ends of the interval and verdict of an option against D, at each beta2 of Collage's Table 6."""
+    pairs = [paired for _, other, paired in differences("collage-table6-seeds") if other.startswith(f"{option}, ")]
+    return [(len(paired.seeds), *paired.relative.ends, paired.verdict()) for paired in pairs]
+
+
+def d_by_torch(model: str, update: str) -> float:
+    """Speed of Collage's A over D's with an update of torch."""
+    return results("collage-table7")[f"{model}, bf16-a: speed over D's with the update by torch, {update}"]
+
+
+def gained(model: str, option: str) -> float:
+    """Share of the paper's gain over D that torch's slowest update of D explains."""
+    ((ours, paper),) = both("collage-table7", f"^{model}, {option}: .*one tensor at a time")
+    return (ours - 1) / (paper - 1)
+
+
+def steps_of7(model: str) -> dict[str, tuple[float, float]]:
+    """Of each option of Collage's Table 7: the median step and its range from the 20th to the 80th percentile, ms."""
+    preset, micro_batch, flags = MODELS7[model]
+    found = together(f"{preset} {flags}".strip(), micro_batch, (BASE7, *SPEEDS7[model]))
+    return {option: (float(row["ms"]), float(row["ms_p80"]) - float(row["ms_p20"])) for option, row in found.items()}
+
+
+def update7(case: str) -> float:
+    """Time of D's update at 1.3B, ms."""
+    return next(float(row["ms"]) for row in reversed(read(OPTIMIZER)) if (row["case"], row["level"]) == (case, BASE7))
+
+
+def longest7() -> float:
+    """Time of D's update in ms with which A would be as much faster than D at 1.3B as in the paper."""
+    steps = steps_of7("1.3b")
+    return SPEEDS7["1.3b"]["bf16-a"] * steps["bf16-a"][0] - steps[BASE7][0] + update7("step in a graph")
 
 
 def seeds_of(name: str) -> list[str]:

@@ -343,7 +343,7 @@ ENTRIES = (
         sizes=SECONDS | {"kept": Needs(files=(DATA_PARALLEL,), computed=True)},
         pieces=_pieces_counted,
         headline="7b, greedy-cut: spread",
-        reason="The paper's grids are computed from shapes, model state only; 1.3B was measured on two and four GPUs, between two steps.",
+        reason="The paper's grids are computed from shapes, model state only; 1.3B was measured on two and four GPUs, 7B on two.",
     ),
     Entry(
         name="collage-figure4-grids",

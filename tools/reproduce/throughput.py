@@ -4,6 +4,7 @@ The papers measured clusters with ZeRO. Here a whole model runs on one GPU, so m
 a multiple of the baseline's, which is what the papers claim.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ LAYERS5, TE5 = "175b", "megatron te-delayed"  # a model of which some layers wer
 PAPER5 = {"O0": (386.0, 39.0, 22.4), TE5: (493.0, 24.9, 28.7), "O3": (677.0, 34.2, 39.3)}
 PEERS5 = {"te-bf16": None, "te-delayed": (224.5, 159.2)}  # FP8 (TE) and BF16 of the paper
 STEP, OPTIMIZER = (f"tools/bench/results/{name}.csv" for name in ("step", "optimizer"))
-BASE7, PLUS7 = "bf16-d", "collage-plus"  # options D and plus
+BASE7 = "bf16-d"  # option D
 # Collage Table 7: speed over option D's.
 SPEEDS7 = {
     "1.3b": {"bf16-a": 1.78, "collage-light": 1.74, "collage-plus": 1.67},
@@ -191,19 +192,21 @@ def collage_on_file(task: Task) -> Iterator[Finding]:
 
 
 def unfused(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:
-    """Yield plus's speed over D's with the update of torch instead of ours: D's step less our update plus torch's, whose times per
-    parameter are those of the last model that `bench_optimizer.py --by-torch` measured; nothing without its rows."""
+    """Yield the other options' speed over D's with the update of torch instead of ours: D's step less our update plus torch's, whose times
+    per parameter are those of the last model that `bench_optimizer.py --by-torch` measured; nothing without its rows.
+
+    The paper's multiple is given with the slowest of torch's updates, one tensor at a time."""
     rows = [row for row in read(OPTIMIZER) if row["level"].split()[0] == BASE7]
     by_torch = {row["case"]: row for row in rows if row["case"].startswith(BY_TORCH)}
     ours = {row["params_m"]: row for row in rows if row["case"] == "step in a graph"}
-    base, plus = by_option[BASE7], by_option[PLUS7]
-    for case, row in by_torch.items():
+    base = by_option[BASE7]
+    for (option, paper), (case, row) in itertools.product(SPEEDS7[model].items(), by_torch.items()):
         if row["params_m"] not in ours:
             continue
         longer = (float(row["ms"]) - float(ours[row["params_m"]]["ms"])) * float(base["params_m"]) / float(row["params_m"])
-        speed = (float(base["ms"]) + longer) / float(plus["ms"])
-        paper = SPEEDS7[model][PLUS7] if "one tensor" in case else None
-        yield Finding(f"{model}, {PLUS7}: speed over D's with the update {case.removeprefix('step ')}", speed, paper, where=row)
+        speed = (float(base["ms"]) + longer) / float(by_option[option]["ms"])
+        quantity = f"{model}, {option}: speed over D's with the update {case.removeprefix('step ')}"
+        yield Finding(quantity, speed, paper if "one tensor" in case else None, where=row)
 
 
 def options_of(model: str, by_option: Mapping[str, Row]) -> Iterator[Finding]:

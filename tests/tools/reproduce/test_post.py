@@ -1,11 +1,12 @@
 """After pre-training: what is made of rows, against rows by hand; a toy of each runs nightly (test_registry.py)."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from tools.docs import rounding
-from tools.docs.evidence import ROOT
+from tools.docs.evidence import ROOT, read
 from tools.reproduce import post, throughput
 from tools.reproduce.entry import Task
 from tools.reproduce.registry import ENTRIES
@@ -13,7 +14,7 @@ from tools.reproduce.registry import ENTRIES
 SFT = {"model": "big", "parameters": "7000", "recipe": "O0", "seed": "1", "tokens_per_s": "100", "peak_bytes": "20",
        "valid_loss_after": "", "commit": "0123456"}  # fmt: skip
 PPO = {"recipe": "O0", "seed": "1", "weight_mib": "100", "state_mib": "80", "gradient_mib": "20", "reward_first": "0.25",
-       "reward_last": "0.5"}  # fmt: skip
+       "reward_last": "0.5", "reward": "digits", "kl_last": "3", "steps": "2", "commit": "new", "gpu": "H200"}  # fmt: skip
 KEPT = Task("kept", "whole", Path("text"), Path("folder"))
 ENCODER = {"precision": "bf16-d", "phase": "phase1", "ppl": "8"}
 
@@ -98,9 +99,61 @@ def test_rlhf_counts_gradients_with_the_states_as_the_paper_does():
     for name, ours, paper in (("weights of all models", -30, -32), ("states and gradients", -60, -62)):
         one = found[f"O3: {name} from O0's"]
         assert (one.ours, one.paper) == (pytest.approx(ours), paper)
-    assert found["O0: reward of the last 10 steps"].ours == 0.5
+    assert found["O0: reward `digits` of the last 10 steps"].ours == 0.5
     with pytest.raises(ValueError, match="the PPO results cover O0"):
         list(post.ppo_findings([PPO]))
+
+
+def test_rewards_of_rlhf_are_those_of_one_run():
+    """An earlier run with another reward is in the rows and the curves: its numbers have its name, and the figure leaves it out."""
+    fp8 = {"recipe": "O3"}
+    earlier = PPO | {"reward": "arithmetic", "commit": "old", "reward_last": "0.1", "weight_mib": "999", "steps": "1"}
+    point = {"run": "ppo", "quantity": "reward", "recipe": "O0", "commit": "new", "gpu": "H200", "step": "1", "value": "0.25"}
+    course = [point, point | {"step": "2", "value": "0.5"}]
+    course += [line | fp8 for line in course]
+    lines = [point | {"commit": "old", "value": "0.1"}, *course, point | {"quantity": "kl"}, point | {"run": "dpo"}]
+    rows = [earlier, earlier | fp8, PPO, PPO | fp8 | {"reward_last": "0.75"}]
+    found = list(post.ppo_findings(rows, lines))
+    curve = [(each.quantity, each.x, each.ours) for each in found if each.x is not None]
+    assert curve == [(f"{level}, reward", x, y) for level in ("O0", "O3") for x, y in ((1.0, 0.25), (2.0, 0.5))]
+    values = {quantity: finding.ours for quantity, finding in by_name(found).items()}
+    assert values["O3: reward `digits` of the last 10 steps"] == 0.75
+    assert values["O3: reward `arithmetic` of the last 10 steps"] == 0.1
+    assert values["O3: KL from the reference in the last step, reward `digits`"] == 3
+    assert values["O3: weights of all models from O0's"] == 0
+    with pytest.raises(ValueError, match=r"has 3 rewards of O0 at new, whose run has 2 steps"):
+        list(post.ppo_findings(rows, [*lines, point]))
+    with pytest.raises(ValueError, match=r"differ in reward 'digits' and 'arithmetic'; steps '2' and '1'; commit 'new' and 'old'"):
+        list(post.ppo_findings([*rows, earlier | fp8]))
+
+
+def test_dpo_at_each_rate_is_compared_with_o0_at_that_rate():
+    def row(case, own, bf16, seed="1"):
+        return {"case": case, "seed": seed, "own_loss": str(own), "bf16_loss": str(bf16), "commit": "abc1234"}
+
+    start = math.log(2)
+    rows = [row("start", "", start), row("O3 --lr 2e-5", 0.7, start - 0.05), row("O0 --lr 2e-5", start - 0.1, start - 0.1),
+            row("O3 --lr 5e-6", 0.6, start - 0.01), row("O0 --lr 5e-6", start - 0.04, start - 0.04)]  # fmt: skip
+    found = {finding.quantity: finding.ours for finding in post.dpo_rates(rows)}
+    fall = "fall of the loss in BF16 layers, over O0's fall"
+    assert found[f"DPO at learning rate 2e-05, O3: {fall}"] == pytest.approx(0.5)
+    assert found[f"DPO at learning rate 5e-06, O3: {fall}"] == pytest.approx(0.25)
+    assert found["DPO at learning rate 2e-05, O3: loss in its own layers"] == 0.7
+    assert found["DPO at learning rate 5e-06, O0: loss in BF16 layers"] == pytest.approx(start - 0.04)
+    assert len(found) == 10
+    assert [name[21:26] for name in found] == ["5e-06"] * 5 + ["2e-05"] * 5
+    with pytest.raises(ValueError, match="no DPO result of O0 at learning rate 2e-05 with seed 2"):
+        list(post.dpo_rates([*rows, row("O3 --lr 2e-5", 0.7, 0.6, "2")]))
+
+
+def test_dpo_over_rates_on_file_covers_three_levels_at_three_rates():
+    found = {finding.quantity: finding for finding in post.dpo_rates(read(post.RATES))}
+    own = {name: finding.ours for name, finding in found.items() if name.endswith("own layers")}
+    assert {name.removeprefix("DPO at learning rate ").partition(":")[0] for name in own} == {
+        f"{rate}, {level}" for rate in ("1e-06", "5e-06", "2e-05") for level in ("O0", "O2", "O3")
+    }
+    start = next(float(row["bf16_loss"]) for row in read(post.RATES) if row["case"] == "start")
+    assert start == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_evaluating_in_fp8_stands_apart_from_training_in_fp8():
@@ -122,7 +175,10 @@ def test_the_page_of_rlhf_has_the_rows_that_speak_against_it():
     assert found["PPO, O3: time of a step"] > 3 * found["PPO, O0: time of a step"]
     counted = "O3, LLaMA-7B counted: states and gradients from O0's with FP32 gradients"
     assert found[counted] == pytest.approx(-62, abs=0.5)
-    assert found["O3: states and gradients from O0's"] > found[counted]  # measured when gradients stayed in BF16
+    assert found["O3: states and gradients from O0's"] > found[counted]  # the baseline measured has BF16 gradients
+    assert found["O3: reward `digits` of the last 10 steps"] > 0.9 > 0.2 > found["O3: reward `arithmetic` of the last 10 steps"]
+    own = "DPO at learning rate 2e-05, {}: loss in its own layers"
+    assert found[own.format("O0")] < math.log(2) < min(found[own.format(level)] for level in ("O2", "O3"))
 
 
 def test_encoders_are_told_over_option_d():
