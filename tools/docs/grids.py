@@ -31,8 +31,9 @@ def grid() -> Table:
     """Steps of several cards, and of one card in the same calls."""
     columns = {
         "model": column("preset"), "case": case, "TP x CP x PP x DP": shape, "cards": cards, "commit": column("commit"),
-        "micro-batch": column("micro_batch"), "ms/step": column("ms", 0), "tokens/s/GPU": kilo("tokens_s_gpu"),
-        "peak GiB": column("peak_gib_max", 1), "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
+        "micro-batches": lambda row: f"{row['micro_batches']} x {row['micro_batch']}", "ms/step": column("ms", 0),
+        "tokens/s/GPU": kilo("tokens_s_gpu"), "peak GiB": column("peak_gib_max", 1),
+        "sent GiB, Table 7's scope": column("table7_mib", 2, 1 / 1024),
         "all transfers of a layer": column("activation_mib", 2, 1 / 1024),
     }  # fmt: skip
     rows = last_of_each()

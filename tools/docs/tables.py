@@ -147,8 +147,8 @@ def data_parallel(commit: str) -> Table:
 
 
 def best_data_parallel() -> Table:
-    """Two H200s: the fastest and the slowest row of each case."""
-    rows = pick(PARALLEL, lambda row: row["gpus"] == "2" and row["p2p"] == "on")
+    """Two H200s: the fastest and the slowest row of each case of GPT-1.3B."""
+    rows = pick(PARALLEL, lambda row: row["gpus"] == "2" and row["p2p"] == "on" and row["preset"] == "1.3b")
     cells, used = [], []
     for name in ("O0 --use-distributed-optimizer", "O1", "O2", "O3", "megatron bf16", "megatron te-delayed"):
         measured = sorted((row for row in rows if row["case"] == name), key=lambda row: float(row["ms"]))
