@@ -4,7 +4,6 @@ import json
 import pickle
 import random
 import shutil
-import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,7 @@ def prepare(material: Path, levels: Sequence[str] = tuple(NEW)) -> None:
     for name, settings in ((name, NEW[name]) for name in levels):
         checkpoints.saved(prefix, material / "saves" / name, **settings)
     for archive in sorted(OLD.glob("*.tar.xz")):
-        with tarfile.open(archive) as packed:
-            packed.extractall(material / "saves" / f"old {archive.name.partition('.')[0]}", filter="data")
+        shutil.unpack_archive(archive, material / "saves" / f"old {archive.name.partition('.')[0]}")
 
 
 def case(draw: random.Random, material: Path, box: Path) -> list[Command]:

@@ -52,6 +52,9 @@ _CALLED = {
     *(path + name for path in _PATHS for name in ("PosixPath", "Path")),
     *("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3", "collections OrderedDict"),
 }
+# Members of enumerations: CLASS(value), or, written by Python 3.11.0 to 3.11.3, getattr(CLASS, name). Torch's own files use protocol 2,
+# which has Python 2's name of the module.
+_GETATTR, _ENUMS = ("builtins getattr", "__builtin__ getattr"), (_DCP + "_MEM_FORMAT_ENCODING", _PLANNER + "WriteItemType")
 _DTYPE_NAMES = {f"torch {name}": dtype for name, dtype in DTYPES.items()}
 _NAMED = _CALLED | _STORAGES.keys() | {_BITS} | _DTYPE_NAMES.keys()
 # Modules of names in an argparse.Namespace and other plain state, which are never imported, called or built.
@@ -120,12 +123,18 @@ class _Machine:
         if arg is None:
             name, module = self.pop(str), self.pop(str)
             arg = f"{module} {name}"
-        if arg not in _NAMED and arg.split(" ")[0].split(".")[0] not in self.modules:
+        if arg not in _NAMED and arg not in _GETATTR and arg.split(" ")[0].split(".")[0] not in self.modules:
             raise ValueError(f"it names {arg.replace(' ', '.')!r}, which is not allowed in a checkpoint")
         self.stack.append(Name(arg))
 
     def call(self, arg: Any) -> None:
         args, called = self.pop(tuple), self.pop(Name)
+        if called.name in _GETATTR:
+            match args:
+                case (Name(name) as enum, str()) if name in _ENUMS or self.modules:
+                    called, args = enum, args[1:]
+                case _:
+                    raise ValueError(f"it names {called.name.replace(' ', '.')!r}, which is not allowed in a checkpoint")
         if called.name not in _CALLED and (not self.modules or called.name in _DTYPE_NAMES):
             raise ValueError(f"it calls {called.name}, which is not allowed in a checkpoint")
         self.stack.append(Record(called.name, args))

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from helpers import tiny
 from megatron.lm.checkpoint.files.index import Plan, check
@@ -78,6 +80,28 @@ class Runs:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self.call
+
+
+ENUMS = (_MEM_FORMAT_ENCODING, WriteItemType)
+
+
+def test_members_of_enumerations_are_read_as_python_3_11_2_writes_them(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """By `getattr`, which Debian 12's Python uses; later ones call the class with the value."""
+    plan = checked(folder)
+    for enum in ENUMS:
+        monkeypatch.setattr(enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    rewritten(folder, lambda held: setattr(held, "planner_data", list(WriteItemType)))
+    assert b"getattr" in (folder / PLAN_FILE).read_bytes()
+    assert checked(folder) == plan
+    (folder / PLAN_FILE).write_bytes(pickle.dumps(metadata(folder), protocol=2))
+    assert b"__builtin__\ngetattr" in (folder / PLAN_FILE).read_bytes()
+    assert checked(folder) == plan
+
+
+@pytest.mark.parametrize("args", [(torch.Size, "numel"), (Metadata, "__init__"), (ENUMS[0], 0), (ENUMS[0], "a", None), ("x", "a")])
+def test_no_other_attribute_is_read(folder: Path, args: tuple[Any, ...]):
+    rewritten(folder, lambda held: setattr(held, "planner_data", Runs(getattr, *args)))
+    refused(folder, r"it names 'builtins\.getattr', which is not allowed in a checkpoint")
 
 
 @pytest.mark.parametrize(
