@@ -30,7 +30,7 @@ class Draws:
         number: INT64 0-dim on `device`: `PER_STEP` times the step, plus the additions in it.
     """
 
-    PER_STEP = 2**20
+    PER_STEP = 2**20  # more additions in one step would continue into the next step's draws
 
     def __init__(self, key: int, device: torch.device) -> None:
         self.key = key

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import msamp
 from helpers import dist, guide_blocks, moe_model
+from helpers.fsdp_nets import everything
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
@@ -26,10 +27,6 @@ from msamp.optim.states import local
 
 STEPS = 5
 WINDOW = 2  # of delayed scaling: both of its phases are seen
-
-
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
 
 
 class Net(nn.Module):

@@ -11,18 +11,14 @@ from torch.distributed.fsdp import fully_shard
 
 import msamp
 from helpers import dist
+from helpers.fsdp_nets import FusedNet, everything
 from msamp.integrations import fsdp
-from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
 from msamp.numerics.tensor import ScalingTensor
 
 STEPS = 5
 RECIPE = by_name("O2").with_scaling(Delayed(window=2))  # both phases of delayed scaling are seen
-
-
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
 
 
 class Net(nn.Module):
@@ -99,21 +95,6 @@ def test_gradients_reduced_in_fp8_train_as_those_that_fsdp_reduces():
     assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=0.05)
 
 
-class Fused(nn.Module):
-    """Two blocks that run as fused functions once they are converted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.ModuleList([TransformerBlock(64, 4, 48, bias=True) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            assert block.fused
-            x = block(x)
-        return x
-
-
 def train_fused(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     losses = []
     for step in range(STEPS - 1):
@@ -127,7 +108,7 @@ def train_fused(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
 
 
 def fused_alike() -> tuple[list[float], dict[str, Any]]:
-    model, optimizer = sharded(Fused())
+    model, optimizer = sharded(FusedNet())
     return train_fused(model, optimizer), fsdp.model_state(model)
 
 
@@ -137,7 +118,7 @@ def test_gathered_weights_go_into_fused_blocks_with_the_bits_of_one_process():
     threads = torch.get_num_threads()  # as the ranks have: a CPU's product splits its sum by threads
     torch.set_num_threads(1)
     try:
-        model = Fused()
+        model = FusedNet()
         model, optimizer = msamp.initialize(model, wanting(model), RECIPE, accept=everything)
         assert losses == again == train_fused(model, optimizer)
         assert same(weights, dict(model.state_dict()))

@@ -16,19 +16,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 import msamp
 from helpers import dist
+from helpers.fsdp_nets import FusedNet, everything, message
 from msamp.integrations import fsdp
 from msamp.nn.saved_activations import IN_GROUPS
-from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics.formats import FP32
 from msamp.numerics.recipe import COAT, O2
 from msamp.numerics.tensor import ScalingTensor
 
 STEPS = 5
 WIDE = 160  # a row of the second layer: a whole group of 128 and a short one
-
-
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
 
 
 class Net(nn.Module):
@@ -112,14 +108,6 @@ class Counted(DefaultAllGather):
         return super().__call__(output_tensor, *args, **kwargs)
 
 
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """The bits that the first rank would save: weights and optimizer states."""
     return bits(fsdp.model_state(model)), bits(optimizer.state_dict()["state"])
@@ -167,7 +155,7 @@ def several(folder: str) -> dict[str, Any]:
     own["bf16"] = train(model, optimizer, range(STEPS)), *state_of(model, optimizer)
     for fmt in (None, "fp8-e4m3"):
         own[fmt] = train(*sharded(Net(), reduce_format=fmt), range(STEPS), rank, 2)
-    model, optimizer = sharded(Fused())
+    model, optimizer = sharded(FusedNet(IN_GROUPS))
     own["fused"] = train_fused(model, optimizer), *state_of(model, optimizer)
 
     model, optimizer = sharded(Net())
@@ -178,21 +166,6 @@ def several(folder: str) -> dict[str, Any]:
     grouped = replace(COAT, name="coat-vectors", vectors=COAT.states)
     own["vectors"] = message(lambda: sharded(Net(), grouped))
     return own
-
-
-class Fused(nn.Module):
-    """Blocks that run as fused functions once they are converted, and keep the inputs of norms and activations in FP8 groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.ModuleList([TransformerBlock(64, 4, 48, bias=True, saved=IN_GROUPS) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            assert block.fused
-            x = block(x)
-        return x
 
 
 def train_fused(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -223,7 +196,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     [
         ("alike", Net, steps, {"clip_grad": 0.5}),
         ("bf16", lambda: Net(dtype=torch.bfloat16), steps, {}),
-        ("fused", Fused, train_fused, {}),
+        ("fused", lambda: FusedNet(IN_GROUPS), train_fused, {}),
     ],
     ids=["fp32", "bf16", "fused"],
 )

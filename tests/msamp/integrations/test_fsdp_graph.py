@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from helpers import dist
+from helpers.fsdp_nets import message
 from msamp.integrations import fsdp, fsdp_graph
 from msamp.integrations.fsdp_graph import GraphedStep
 from msamp.numerics.recipe import by_name
@@ -69,14 +69,6 @@ def graphed(device: str, steps: int, level: str = "O2") -> tuple[list[float], Gr
             group["lr"] = 1e-2 / (1 + number)
         losses.append(step(batch(number, device)).item())
     return losses, step, model
-
-
-def message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 class Recorded(GraphedStep):

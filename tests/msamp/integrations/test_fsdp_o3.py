@@ -12,16 +12,13 @@ from torch.distributed.fsdp import fully_shard
 
 import msamp
 from helpers import dist
+from helpers.fsdp_nets import everything
 from msamp.integrations import fsdp
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
 from msamp.numerics.tensor import ScalingTensor
 
 RECIPE = by_name("O3").with_scaling(Delayed(window=2))
-
-
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import msamp
+from helpers.fsdp_nets import everything
 from msamp.nn.transformer_block import TransformerBlock
 
 
@@ -20,10 +21,6 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
 
 
 def trained(model: nn.Module, shape: tuple[int, ...], steps: int = 18, **options) -> tuple[nn.Module, list[float]]:

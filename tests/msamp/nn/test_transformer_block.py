@@ -5,18 +5,14 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
 
 import msamp
+from helpers.fsdp_nets import everything
 from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics.recipe import GEMMS, by_name
 
 S, B, H = 8, 2, 64
-
-
-def everything(name: str, layer: nn.Linear) -> bool:
-    return True
 
 
 def block(**options) -> TransformerBlock:
