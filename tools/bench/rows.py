@@ -15,16 +15,19 @@ import torch
 from megatron.lm.shell.arguments import output_file
 
 ROOT = Path(__file__).resolve().parents[2]
+# What a measurement writes, and pages made of it: `+` would mark every row after the first of a call.
+WRITTEN = ("tools/bench/results", "tools/reproduce/results", "tools/bench/LOG.md", "docs", "README.md", "CHANGELOG.md")
 
 
 def commit() -> str:
-    """Return the short hash of the measured tree, with `+` if it has uncommitted changes; `unknown` outside git."""
+    """Return the short hash of the measured tree, with `+` if it has uncommitted changes outside of `WRITTEN`; `unknown` outside git."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

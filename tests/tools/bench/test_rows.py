@@ -1,4 +1,5 @@
 import csv
+import subprocess
 
 import pytest
 
@@ -33,6 +34,24 @@ def test_a_row_says_where_it_was_taken():
     assert found["commit"] == "abc1234"
     assert found["gpu"]
     assert found["torch"]
+
+
+@pytest.mark.parametrize(("file", "mark"), [("tools/bench/results/step.csv", ""), ("docs/results/results.md", ""), ("msamp/optim.py", "+")])
+def test_code_with_uncommitted_changes_is_marked_and_results_are_not(tmp_path, monkeypatch, file, mark):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *identity, "-C", str(tmp_path), *words], capture_output=True, text=True, check=True).stdout
+
+    (path := tmp_path / file).parent.mkdir(parents=True)
+    path.write_text("before")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    head = git("rev-parse", "--short", "HEAD").strip()
+    assert rows.commit() == head
+    path.write_text("after")
+    assert rows.commit() == head + mark
 
 
 def test_written_rows_replace_the_file(tmp_path):
