@@ -3,12 +3,15 @@
 import csv
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron.lm.evaluation.paired_difference import PairedDifference
 from tools.bench.rows import ROOT
-from tools.docs.evidence import read
+from tools.docs.evidence import Row, read
+from tools.docs.post import PPO, newest_runs
+from tools.docs.rounding import TUNING
 from tools.reproduce import keep, versions
+from tools.reproduce.fine_tuning import HALF_WIDTH, RATES, Runs, by_level
 from tools.reproduce.registry import ENTRIES
 from tools.reproduce.throughput import BASE7, MODELS7, OPTIMIZER, SPEEDS7, together
 
@@ -94,6 +97,36 @@ def dpo_rates(quantity: str) -> dict[tuple[str, str], float]:
     """A quantity of DPO by learning rate and level."""
     names = {name: re.fullmatch(rf"DPO at learning rate (\S+), (O\d): {quantity}", name) for name in results("fp8lm-table4")}
     return {(match[1], match[2]): results("fp8lm-table4")[name] for name, match in names.items() if match}
+
+
+def outside(measure: str) -> set[tuple[str, str]]:
+    """Return the learning rates and levels of DPO at which the interval of the loss from O0's excludes zero."""
+    apart = dpo_rates(f"loss from O0's, in {measure}")
+    return {key for key, width in dpo_rates(f"loss from O0's, in {measure}: {HALF_WIDTH}").items() if abs(apart[key]) > width}
+
+
+def tuned3(level: str, pattern: str) -> tuple[float, float]:
+    """Of a level of SmolLM2 after SFT: the mean of a quantity and the half width of its 95 % interval."""
+    found = results("fp8lm-table3")
+    (name,) = (name for name in found if re.fullmatch(f"{level}: {pattern}", name))
+    return found[name], found[f"{name}: {HALF_WIDTH}"]
+
+
+def today(file: str, key: str, value: str) -> Mapping[str, Runs]:
+    """Level -> seed -> row of the newest commit, of one model or reward."""
+    return by_level([row for row in newest_runs(read(file), key) if row[key] == value], "result")
+
+
+def earlier_ppo() -> list[Row]:
+    """PPO's rows of the reward `digits` at O0 and O3 that are not of the newest commit."""
+    rows = [row for row in read(PPO) if row["reward"] == "digits"]
+    return [row for row in rows if row["commit"] != rows[-1]["commit"]]
+
+
+def between_trees() -> list[float]:
+    """Relative differences of O0's loss after DPO at one rate between two commits, seed by seed."""
+    first = {row["seed"]: float(row["own_loss"]) for row in read(TUNING) if (row["task"], row["case"]) == ("dpo", "O0")}
+    return [float(row["own_loss"]) / first[row["seed"]] - 1 for row in read(RATES) if row["case"] == "O0 --lr 5e-6"]
 
 
 def speeds(model: str) -> Values:

@@ -1,6 +1,8 @@
 """Tables of post-training: fine-tuning, RLHF, encoders, evaluation. A table without recorded measurements says only that."""
 
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tools.docs.cells import BENCH, Absent, Cell, Table, code, column, of
 from tools.docs.evidence import ROOT, Row, read
@@ -16,6 +18,38 @@ BASE = "O0"  # the level that others are compared with
 def rows_of(name: str) -> Sequence[Row]:
     """Return the rows of a file; none if it does not exist yet."""
     return read(name) if (ROOT / name).is_file() else ()
+
+
+def newest_runs(rows: Sequence[Row], key: str) -> list[Row]:
+    """Return the rows of the newest commit and card of each value under `key`, such as each model."""
+    last = {row[key]: (row["commit"], row["gpu"]) for row in rows}
+    return [row for row in rows if (row["commit"], row["gpu"]) == last[row[key]]]
+
+
+def over_seeds(rows: Sequence[Row], same: Sequence[str]) -> list[Row]:
+    """Return a row for each combination of values under `same`: the means over seeds, and `seeds`, their number.
+
+    A column without a number in each row, such as a speed of runs that shared a card, has the value of the first row.
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in same), []).append(row)
+    means: list[Row] = []
+    for group in groups.values():
+        mean = dict(group[0]) | {"seeds": str(len(group))}
+        for key in (key for key in mean if key not in (*same, "seed", "seeds")):
+            numbers = [number for row in group if (number := _number(row[key])) is not None]
+            if len(numbers) == len(group) > 1:
+                mean[key] = str(statistics.fmean(numbers))
+        means.append(mean)
+    return means
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _gain(rows: Sequence[Row], key: str, same: Sequence[str]) -> Cell:
@@ -40,17 +74,19 @@ def _states(row: Row) -> str:
 
 
 def sft() -> Table | Absent:
-    """FP8-LM, Table 3: loss, memory and throughput of each level, compared with O0."""
-    rows = rows_of(SFT)
-    same = ("model", "seq_length", "global_batch_size", "steps", "seed", "commit", "gpu")
+    """FP8-LM, Table 3: loss, memory and throughput of each level, compared with O0: means over the seeds of each model's newest commit."""
+    runs = newest_runs(rows_of(SFT), "model")
+    same = ("model", "seq_length", "global_batch_size", "steps", "commit", "gpu")
+    rows = sorted(over_seeds(runs, ("recipe", "parameters", *same)), key=lambda row: (int(row["parameters"]), row["recipe"]))
     columns: dict[str, Cell] = {
         "level": code("recipe"), "model": column("model"), "parameters M": column("parameters", 0, 1e-6), "steps": column("steps"),
-        "loss": column("loss_last", 3), "held out, before": column("valid_loss_before", 3), "after": column("valid_loss_after", 3),
+        "seeds": column("seeds"), "loss": column("loss_last", 3), "held out, before": column("valid_loss_before", 3),
+        "after": column("valid_loss_after", 3),
         "tokens/s": column("tokens_per_s", 0), "from O0": _gain(rows, "tokens_per_s", same), "peak GiB": _peak,
         "memory from O0": _gain(rows, "peak_bytes", same), "bytes per parameter: weights": column("weight_bytes", 2),
         "states": _states, "gradients": column("gradient_bytes", 2),
     }  # fmt: skip
-    return of(SFT, rows, columns) if rows else Absent(SFT)
+    return replace(of(SFT, rows, columns), sources=[(SFT, runs)]) if rows else Absent(SFT)
 
 
 def dpo() -> Table | Absent:
@@ -67,16 +103,18 @@ def dpo() -> Table | Absent:
 
 
 def ppo() -> Table | Absent:
-    """FP8-LM, Table 4: reward, and memory of the weights and states of all models."""
-    rows = rows_of(PPO)
-    same = ("model", "reward", "global_batch_size", "steps", "seed", "commit", "gpu")
+    """FP8-LM, Table 4: reward, and memory of the weights and states of all models: means over the seeds of each reward's newest commit."""
+    runs = newest_runs(rows_of(PPO), "reward")
+    same = ("model", "reward", "global_batch_size", "steps", "commit", "gpu")
+    rows = over_seeds(runs, ("recipe", *same))
     columns: dict[str, Cell] = {
-        "level": code("recipe"), "reward": column("reward"), "steps": column("steps"), "first 10 steps": column("reward_first", 3),
-        "last 10": column("reward_last", 3), "kl": column("kl_last", 2), "s/step": column("s_per_step", 2),
-        "weights MiB": column("weight_mib", 0), "from O0": _gain(rows, "weight_mib", same), "states MiB": column("state_mib", 0),
-        "states from O0": _gain(rows, "state_mib", same), "gradients MiB": column("gradient_mib", 0), "peak MiB": column("peak_mib", 0),
+        "level": code("recipe"), "reward": column("reward"), "steps": column("steps"), "seeds": column("seeds"),
+        "first 10 steps": column("reward_first", 3), "last 10": column("reward_last", 3), "kl": column("kl_last", 2),
+        "s/step": column("s_per_step", 2), "weights MiB": column("weight_mib", 0), "from O0": _gain(rows, "weight_mib", same),
+        "states MiB": column("state_mib", 0), "states from O0": _gain(rows, "state_mib", same), "gradients MiB": column("gradient_mib", 0),
+        "peak MiB": column("peak_mib", 0),
     }  # fmt: skip
-    return of(PPO, rows, columns) if rows else Absent(PPO)
+    return replace(of(PPO, rows, columns), sources=[(PPO, runs)]) if rows else Absent(PPO)
 
 
 def encoders() -> Table | Absent:

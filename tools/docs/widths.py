@@ -6,6 +6,7 @@ from collections.abc import Callable
 from megatron.lm.config.presets import PRESETS
 from tools.docs.cells import BENCH, REPRODUCE, Table, pick
 from tools.docs.evidence import Row
+from tools.docs.post import newest_runs
 from tools.docs.tables import H200, STEP, best_and_same_run
 
 TUNED, LONG, LOOPS = f"{BENCH}/sft.csv", f"{REPRODUCE}/long_400m/curves.csv", f"{BENCH}/compile.csv"
@@ -34,7 +35,7 @@ def speeds() -> Table:
 
 def _pair(file: str, level: Callable[[Row], str]) -> tuple[str, list[Row], list[Row]]:
     """Return a file, its rows of O0 and its rows of O3; `level` returns the level of a row, or nothing if the row is not meant."""
-    rows = pick(file)
+    rows = newest_runs(pick(file), "model") if file == TUNED else pick(file)
     return file, [row for row in rows if level(row) == BASE], [row for row in rows if level(row) == FASTEST]
 
 

