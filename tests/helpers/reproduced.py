@@ -207,6 +207,22 @@ def verdicts6(option: str) -> list[tuple[int, float, float, str]]:
     return [(len(paired.seeds), *paired.relative.ends, paired.verdict()) for paired in pairs]
 
 
+def flow_interval(name: str) -> tuple[float, float]:
+    """Ends of the interval of COAT's emulated flow against BF16, relative."""
+    (ends,) = (paired.relative.ends for _, other, paired in differences("coat-flow") if other == f"{name}: validation loss")
+    return ends
+
+
+def plateau() -> dict[tuple[str, str], float]:
+    """First step at which the training loss is below 2 nats per byte, by flow and seed of COAT's emulated flow."""
+    left: dict[tuple[str, str], float] = {}
+    for row in keep.largest(ENTRIES["coat-flow"], keep.read(ROOT / keep.RESULTS / "coat-flow.csv"))[1]:
+        if row["x"] and float(row["ours"]) < 2:
+            name, _, seed = row["piece"].rpartition(", seed ")
+            left[name, seed] = min(float(row["x"]), left.get((name, seed), float("inf")))
+    return left
+
+
 def d_by_torch(model: str, update: str) -> float:
     """Speed of Collage's A over D's with an update of torch."""
     return results("collage-table7")[f"{model}, bf16-a: speed over D's with the update by torch, {update}"]
