@@ -20,6 +20,7 @@ rank is lost, the others wait in a barrier until the run's watchdog finds them, 
 torch, so it is probed: `obstacle` returns why it is not available for a group.
 """
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -156,21 +157,33 @@ def _time_beside_a_gemm(peers: Peers) -> float:
 
 
 def obstacle(group: dist.ProcessGroup) -> str | None:
-    """Return why the ranks of a group cannot copy to each other's memory; None if they can. Collective, with the same answer on every
-    rank."""
+    """Return why the ranks of a group cannot copy to each other's memory, or must not; None if they can. Collective, with the same answer
+    on every rank."""
     if dist.get_backend(group) != "nccl":
         return f"the group's backend is {dist.get_backend(group)}, not nccl"
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group)
-    if len(set(hosts)) > 1:
-        return f"its ranks are on {len(set(hosts))} hosts"
+    return _forbidden(group) or _unmapped(group)
+
+
+def _forbidden(group: dist.ProcessGroup) -> str | None:
+    """Return why ranks must not copy: they are on several hosts, or one was started with NCCL's switch against direct links, which a user
+    sets where these hang or corrupt data."""
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, (socket.gethostname(), os.environ.get("NCCL_P2P_DISABLE", "0")), group)
+    hosts = {host for host, _ in ranks}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts"
+    return "NCCL_P2P_DISABLE forbids direct copies between GPUs" if any(disabled != "0" for _, disabled in ranks) else None
+
+
+def _unmapped(group: dist.ProcessGroup) -> str | None:
+    """Return why torch cannot map the memory of other ranks, by trying it."""
     try:
         window = Window(group, PROBE_BYTES)
         window.handle.barrier(channel=ARRIVED)
         why = ""
     except (ImportError, AttributeError, RuntimeError) as error:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
-    answers: list[Any] = [None] * len(hosts)
+    answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, why, group)
     return next((f"torch has no symmetric memory on rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer), None)
 

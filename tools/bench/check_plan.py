@@ -32,8 +32,6 @@ MEMORY_LIMIT, TIME_LIMIT = 3.0, 15.0  # percent
 MEMORY, TIME = "memory", "time"
 # Trees without fused layers and without CUDA graphs of steps: their O1 to O3 ran another program.
 EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")
-# Trees where a tensor-parallel rank stored all its logits, also in FP32; later trees compute the loss in chunks.
-FORMER_HEAD = ("02ce428?", "f551bc2?")
 # Trees whose tensor-parallel ranks used up to 0.6 GiB more than planned (it is not known where), and whose graphs of pipeline stages used
 # less.
 UNPLANNED_TP = ("5fa3333b",)
@@ -42,7 +40,7 @@ ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
 CONTEXT = "--context-parallel-size"
 UNPLANNED_CP = frozenset({"6f1e70bc", "757f8790", "6a0c496c"})  # trees whose context-parallel ranks used 2 to 3 GiB more than planned
 # Trees whose rows with experts are of eager steps, or of steps that all count the gradients' statistics.
-EAGER_EXPERTS = frozenset({"604189d9?", "6f1e70bc"})
+EAGER_EXPERTS = frozenset({"6f1e70bc"})
 KEPT_CASTS = frozenset({"757f8790"})  # trees whose graphs left the last eager cast of the experts' weights in memory
 # Until then O1 and O2 sent BF16 between tensor-parallel ranks, and their layers were not fused there.
 UNFUSED_TP = "2026-11-26"

@@ -38,7 +38,8 @@ LAYERS, HIDDEN, TOKENS, VOCABULARY = 24, 2048, 8192, 50304  # GPT-1.3B, micro-ba
 MOE, EXPERTS_AT, MOE_AT = f"{BENCH}/moe.csv", "d48e830b", "757f8790"
 LINEAR = 12 * HIDDEN**2 * LAYERS  # weights of its linear layers
 TP = "O3 --tensor-model-parallel-size 2 --sequence-parallel"
-PROFILED, PROFILED_TP, SPLIT_TP, COAT_UPDATE, ROTATED = "d77a990", "02ce428?", "5fa3333b", "e3da096", "2c95adf"
+PROFILED, PROFILED_TP, SPLIT_TP, COAT_UPDATE, ROTATED = "d77a990", "3ce29b82", "5fa3333b", "e3da096", "2c95adf"
+TP_NCCL = f"{TP} --tp-transport nccl"
 # Whole steps that a rate is derived from: file, commit, case, micro-batch.
 FITTED = (
     (STEP, PROFILED, "O3", "4"),
@@ -56,9 +57,10 @@ FITTED = (
     (STEP, ROTATED, "O0", "8"),
     (PARALLEL, "d2fde52", "O3", "4"),
     (MOE, MOE_AT, "O0, mock data", "1"),
-    (GRID, PROFILED_TP, TP, "8"),
+    (STEP, PROFILED_TP, "O3", "4"),
+    (STEP, PROFILED_TP, "O2", "4"),
     (GRID, SPLIT_TP, TP, "8"),
-    (GRID, SPLIT_TP, f"{TP} --tp-transport nccl", "8"),
+    (GRID, SPLIT_TP, TP_NCCL, "8"),
 )
 PROBE = "probe of two H200s outside the repository"
 PROBED = (
@@ -83,7 +85,6 @@ PROBED = (
     ("link", None, 320.0, "GB/s", "NCCL: FP32 all-reduce of 537 MB 1.72 ms, BF16 of 268 MB 0.90 ms; " + PROBE, "943fe36"),
     ("latency", None, 45.0, "us", "NCCL: gather of 16.8 MB 90 us; " + PROBE, "943fe36"),
     ("host fused", None, 155e3 / LAYERS, "us", "tools/bench/LOG.md: 155 ms of 24 fused layers, eager", PROFILED),
-    ("loss, tp", None, 6e9 / (2 * TOKENS * VOCABULARY / 2), "ps", "tools/bench/LOG.md: 6 ms of vocabulary-parallel loss", PROFILED_TP),
 )
 BY_KERNEL = "tools/bench/LOG.md: OLMoE by kernel"
 # Of 65,536 rows, per element of width 2,048 the copies and sums, per element of width 1,024 SwiGLU and its backward.
@@ -117,9 +118,14 @@ def kernel(name: str) -> float:
     return float(one(KERNELS, kernel=name)["us"]) * 1e-6
 
 
-def profiled(kind: str, commit: str = PROFILED) -> float:
-    """Return the seconds per step of a kind of kernel at O3."""
-    return float(one(PROFILE, commit=commit, kind=kind)["ms"]) * 1e-3
+def profiled(kind: str, commit: str = PROFILED, case: str = "O3") -> float:
+    """Return the seconds per step of a kind of kernel."""
+    return float(one(PROFILE, commit=commit, case=case, kind=kind)["ms"]) * 1e-3
+
+
+def profiled_tp(kind: str) -> float:
+    """Return the seconds per step of a kind of kernel with TP 2 and twice the tokens."""
+    return profiled(kind, PROFILED_TP, TP_NCCL)
 
 
 def step(name: str, commit: str, case: str, micro_batch: int = 4) -> float:
@@ -130,7 +136,7 @@ def step(name: str, commit: str, case: str, micro_batch: int = 4) -> float:
 def arithmetic() -> Iterator[Rate]:
     """Yield the rates of GEMMs and attention."""
     products = 6 * LINEAR * TOKENS / 1e12
-    yield Rate("fp8 gemm", HIDDEN / 2, products / profiled("GEMM FP8", PROFILED_TP), "TFLOP/s", f"{PROFILE}: GEMM FP8, TP 2", PROFILED_TP)
+    yield Rate("fp8 gemm", HIDDEN / 2, products / profiled_tp("GEMM FP8"), "TFLOP/s", f"{PROFILE}: GEMM FP8, TP 2", PROFILED_TP)
     whole = products / profiled("GEMM FP8")
     yield Rate("fp8 gemm", HIDDEN, whole, "TFLOP/s", f"{PROFILE}: GEMM FP8", PROFILED)
     head = 6 * TOKENS * VOCABULARY * HIDDEN / profiled("GEMM") / 1e12
@@ -166,10 +172,11 @@ def elements() -> Iterator[Rate]:
     yield Rate("pack of a gradient", None, pack * per, "ps", f"{KERNELS}: amaxes of BF16 gradients, into an E4M3 bucket", "67af633")
     rest = sum(map(profiled, ("cast", "other", "memory"))) - LINEAR * (transpose + pack)
     yield Rate("rest of a layer", None, rest / hidden * per, "ps", f"{PROFILE}: cast, other and memory, less what goes by weight", PROFILED)
-    loss_tp = next(value for name, _, value, *_ in PROBED if name == "loss, tp") * 1e-12 * TOKENS * VOCABULARY
-    over_two = sum(profiled(kind, PROFILED_TP) for kind in ("cast", "other", "memory")) - LINEAR / 2 * (transpose + pack) - loss_tp
+    over_two = sum(map(profiled_tp, ("cast", "other", "memory"))) - LINEAR / 2 * (transpose + pack)
     yield Rate("rest of a layer, tp", None, over_two / (2 * hidden) * per, "ps", f"{PROFILE}: cast, other and memory, TP 2", PROFILED_TP)
     yield Rate("loss", None, profiled("loss") / (TOKENS * VOCABULARY) * per, "ps", f"{PROFILE}: loss", PROFILED)
+    loss_tp = profiled_tp("loss") / (2 * TOKENS * VOCABULARY / 2)
+    yield Rate("loss, tp", None, loss_tp * per, "ps", f"{PROFILE}: loss, TP 2", PROFILED_TP)
     kernels = sum(float(row["ms"]) for row in read(PROFILE) if row["commit"] == PROFILED and row["kind"] != "idle") * 1e-3
     gap = (step(STEP, PROFILED, "O3") - kernels) / LAYERS
     yield Rate("gap", None, gap * 1e6, "us", f"{STEP}: O3, less its kernels of {PROFILE}, a layer", PROFILED)
@@ -236,8 +243,9 @@ def whole_steps() -> Iterator[Rate]:
     """Yield the rates that are a difference between two whole steps, or a remainder of one."""
     per, hidden, operands = 1e12, TOKENS * HIDDEN * LAYERS, 16 * TOKENS * HIDDEN * LAYERS
     scaled_weights, fp8_weights = optimizer("O2"), optimizer("O3")
-    weight = step(STEP, PROFILED, "O2") - step(STEP, PROFILED, "O3") - (scaled_weights - fp8_weights)
-    yield Rate("cast of a weight", None, weight / LINEAR * per, "ps", f"{STEP}: O2 less O3, the update aside", PROFILED)
+    cast = step(STEP, PROFILED_TP, "O2") - step(STEP, PROFILED_TP, "O3") - (optimizer("O2", PROFILED_TP) - optimizer("O3", PROFILED_TP))
+    yield Rate("cast of a weight", None, cast / LINEAR * per, "ps", f"{STEP}: O2 less O3, the update aside", PROFILED_TP)
+    weight = step(STEP, PROFILED, "O2") - step(STEP, PROFILED, "O3") - (scaled_weights - fp8_weights)  # at the commits below
     in_time = step(STEP, "130f7fa", "O2+tensorwise") - step(STEP, "130f7fa", "O2")
     yield Rate("just in time", None, in_time / operands * per, "ps", f"{STEP}: O2+tensorwise less O2", "130f7fa")
     groups = step(STEP, "484bfc7", "O3 --save-activations coat") - step(STEP, "484bfc7", "O3")
@@ -268,9 +276,9 @@ def whole_steps() -> Iterator[Rate]:
     gathered = 1311.6e6 * 1.08 / 2 / 320e9
     surcharge = two - alone + fp8_weights / 2 - gathered
     yield Rate("data parallel", None, surcharge / 1311.6e6 * per, "ps", f"{PARALLEL}: O3 on two GPUs less {STEP}: O3 on one", "d2fde52")
-    kinds = [row["kind"] for row in read(PROFILE) if row["commit"] == PROFILED_TP and row["kind"] not in ("NCCL", "idle")]
-    beside = sum(profiled(kind, PROFILED_TP) for kind in kinds) + gap
-    case = f"{TP} --tp-transport nccl"
+    kinds = [row["kind"] for row in read(PROFILE) if row["case"] == TP_NCCL and row["kind"] not in ("NCCL", "idle")]
+    beside = sum(map(profiled_tp, kinds)) + gap
+    case = TP_NCCL
     sent = float(one(GRID, gpu=GPU, commit=SPLIT_TP, case=case)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
     exposed = (step(GRID, SPLIT_TP, case, 8) - beside) / sent
     yield Rate("tp exposed", None, exposed, "share", f"{GRID}: {case}, less its kernels", SPLIT_TP)
@@ -279,9 +287,9 @@ def whole_steps() -> Iterator[Rate]:
         yield Rate(name, None, eager, "us", f"{STEP}: {case}, eager and unfused, a layer", "fb6e7d2")
 
 
-def optimizer(level: str) -> float:
+def optimizer(level: str, commit: str = PROFILED) -> float:
     """Return the seconds of a level's update in a graph."""
-    return float(one(OPTIMIZER, commit=PROFILED, case="step in a graph", level=level)["ms"]) * 1e-3
+    return float(one(OPTIMIZER, commit=commit, case="step in a graph", level=level)["ms"]) * 1e-3
 
 
 def text() -> str:

@@ -18,8 +18,9 @@ def shape(row: Row) -> str:
 
 
 def cards(row: Row) -> str:
-    """Return the number of cards and their name."""
-    return f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
+    """Return the number of cards and their name, and whether NCCL was kept from direct links (NCCL_P2P_DISABLE=1)."""
+    name = f"{row['gpus']} x {row['gpu'].removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
+    return name if row["p2p"] == "on" else f"{name}, NCCL through host memory"
 
 
 def last_of_each() -> list[Row]:

@@ -17,6 +17,7 @@ LARGE, EXPERTS = f"{REPRODUCE}/precisions_1.3b", f"{REPRODUCE}/moe_107m"  # like
 TWO_RANKS = f"{REPRODUCE}/dp2_125m"  # likewise, on two data-parallel ranks
 SEEDS = f"{BENCH}/gpt3_125m_enwik8/curves.csv"
 LONG, LONGEST = f"{REPRODUCE}/long_125m/curves.csv", f"{REPRODUCE}/long_400m/curves.csv"
+ITEMS, UPDATES = f"{REPRODUCE}/long_400m/items.csv", f"{REPRODUCE}/long_400m/updates.csv"  # of the models of LONGEST
 GRAPHS = f"{BENCH}/graphs_125m.csv"
 BASE = "bf16"
 Differences = dict[str, list[list[float]]]  # by precision, at each evaluation: mean, least and most
@@ -166,6 +167,39 @@ def judged() -> Table:
     return _from_the_first(LONGEST, rows, runs, {f"{tokens / 1e6:.0f}M tokens": [tokens] for tokens in evaluations})
 
 
+def by_item() -> Table:
+    """Models of the longest run judged item by item: O0's value, and the others' differences with their intervals over items."""
+    rows = pick(ITEMS)
+    kinds: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        kinds.setdefault(row["kind"], {})[row["model"]] = row
+    cells = []
+    for kind, models in kinds.items():
+        (base_row, *others), name = models.values(), kind.removesuffix(", share correct")
+        share = name != kind
+        scale, digits, unit = (100, 1, "% correct") if share else (1, 4, "")
+        apart = [Interval(mean=float(row["above_base"]), half_width=float(row["half_width"])) for row in others]
+        values = [f"{scale * one.mean:+.{digits}f} ({' to '.join(f'{scale * end:+.{digits}f}' for end in one.ends)})" for one in apart]
+        agreement = name.removesuffix("_english_cont").removesuffix("_english").replace("_", " ")
+        name = f"agreement, {agreement}{', continued' if name.endswith('_cont') else ''}" if "_english" in name else name
+        cells.append([name, base_row["items"], f"{scale * float(base_row['value']):.{digits}f} {unit}".rstrip(), *values])
+    names = [row["model"] for row in next(iter(kinds.values())).values()]
+    return Table(["items", "number", f"`{names[0]}`", *(f"`{name}` less `{names[0]}`" for name in names[1:])], cells, [(ITEMS, rows)])
+
+
+def updates() -> Table:
+    """Recorded steps of the longest run: what share of the masters does not move in a step, and what share of the update is missing."""
+    rows = pick(UPDATES, lambda row: float(row["lost"]) > 0)
+    columns = {
+        "level": lambda row: f"`{row['level']}`",
+        "step": column("iteration"),
+        "norm of the update": column("update_norm", 4),
+        "masters that do not move, %": column("lost", 1, 100),
+        "update that does not arrive, %": column("undelivered", 3, 100),
+    }
+    return of(UPDATES, rows, columns)
+
+
 def longer_run(file: str = LONGEST, parts: int = 4) -> Table:
     """Training losses of a long run relative to O0 on the same batches, mean of the logged steps of each part; O0 of another seed, whose
     batches differ, shows how far apart two runs of one precision are. Only steps that every run logged count."""
@@ -214,6 +248,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "loss-seeds": two_seeds,
     "loss-long": longer_run,
     "loss-long-judged": judged,
+    "loss-long-items": by_item,
+    "loss-long-updates": updates,
     "loss-long-earlier": lambda: longer_run(LONG),
     "loss-graphs": graphs,
 }

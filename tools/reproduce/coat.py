@@ -120,8 +120,16 @@ def flow(task: Task) -> Iterator[Finding]:
     """Train a small Llama whose layers exchange FP8, with `tools/reproduce/coat_flow.py`."""
     name, _, seed = task.piece.rpartition(", seed ")
     loop, _ = FLOWS[task.size]
-    *course, (_, valid) = coat_flow.train(coat_flow.FLOWS[name], loop, bytes_of(task.text), int(seed))
+    *course, (_, valid) = _reported(task.piece, loop.steps, coat_flow.train(coat_flow.FLOWS[name], loop, bytes_of(task.text), int(seed)))
     yield from training(name, course, valid, int(seed))
+
+
+def _reported(piece: str, steps: int, losses: Iterator[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    """Pass (step, training loss) on, and print each tenth of a training run that may take minutes."""
+    for step, loss in losses:
+        if step < steps and step % max(1, steps // 10) == 0:
+            print(f"{piece}: step {step} of {steps}, loss {loss:.4f}", flush=True)
+        yield step, loss
 
 
 def share(task: Task) -> Iterator[Finding]:
@@ -262,8 +270,8 @@ ENTRIES = (
         pieces=flow_pieces,
         axes=Axes(y="training loss, nats per byte"),
         headline="FP8 flow: validation loss",
-        reason="The flow is emulated: tensors are rounded to FP8 and back. A Llama of 12 layers and 117M parameters on bytes of speeches, "
-        "16 million of them, held-out text from the newest speeches. The backward exchanges wide gradients; only linear layers round theirs.",
+        reason="The flow is emulated: tensors are rounded to FP8 and back. A Llama of 12 layers on 16 million bytes of speeches, with the "
+        "newest held out. The backward exchanges wide gradients; only linear layers round theirs.",
         same_loss=tuple(("bf16: validation loss", f"{name}: validation loss") for name in coat_flow.FLOWS if name != "bf16"),
     ),
     Entry(

@@ -171,8 +171,9 @@ def measured_rows(grid: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def latest(grid: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], Mapping[str, str]]:
-    """Return the last row of each grid and case among our levels with sequence parallelism."""
-    return {(*(row[name] for name in GRID), row["case"]): row for row in grid if row["sp"] == "on" and row["level"]}
+    """Return the last row of each grid and case among our levels with sequence parallelism, where NCCL used direct links."""
+    used = (row for row in grid if row["sp"] == "on" and row["level"] and row["p2p"] == "on")
+    return {(*(row[name] for name in GRID), row["case"]): row for row in used}
 
 
 SIZES = ("num_layers", "seq_length")

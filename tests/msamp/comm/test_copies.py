@@ -31,6 +31,18 @@ def test_over_gloo_there_are_no_copies_and_each_rank_says_why():
     assert dist.run(chosen_over_gloo, 2) == [(why, (Peers, f"by gloo: {why}"), (Peers, "by gloo"))] * 2
 
 
+def forbidden_on_one_rank(value: str | None) -> str | None:
+    if torch.distributed.get_rank() == 1 and value is not None:
+        os.environ["NCCL_P2P_DISABLE"] = value
+    return copies._forbidden(torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize(("value", "why"), [(None, None), ("0", None), ("1", "NCCL_P2P_DISABLE forbids direct copies between GPUs")])
+def test_the_switch_against_direct_links_on_any_rank_forbids_copies_on_all(monkeypatch: pytest.MonkeyPatch, value, why):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    assert dist.run(forbidden_on_one_rank, 2, value) == [why] * 2
+
+
 def test_what_cannot_be_captured_is_not_measured_in_a_graph(monkeypatch: pytest.MonkeyPatch):
     """The sample's all-gathers over NCCL would hang in their graph before the first step, as a run's did."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)

@@ -25,5 +25,8 @@ def test_a_case_that_was_measured_again_has_its_last_row_only():
 def test_a_line_names_its_cards_and_its_tree():
     table, rows = grids.grid(), grids.last_of_each()
     place = {name: n for n, name in enumerate(table.columns)}
-    assert {line[place["cards"]].split(" x ")[1] for line in table.cells} == {"H100", "H200"}
+    assert {line[place["cards"]].split(" x ")[1].split(",")[0] for line in table.cells} == {"H100", "H200"}
+    without = [line for line, row in zip(table.cells, rows, strict=True) if row["p2p"] == "off"]
+    assert without
+    assert all(line[place["cards"]].endswith(", NCCL through host memory") for line in without)
     assert [line[place["commit"]] for line in table.cells] == [row["commit"] for row in rows]

@@ -54,4 +54,25 @@ def test_the_longest_run_in_words_is_the_last_column():
 
 def test_a_long_run_is_compared_with_the_first_level_of_its_file():
     assert [line[0].split("`")[1] for line in losses.longer_run(losses.LONG).cells] == ["O0", "O2", "O3", "O0"]
-    assert [line[0].split("`")[1] for line in losses.longer_run().cells] == ["O0", "O3"]
+    assert [line[0].split("`")[1] for line in losses.longer_run().cells] == ["O0", "O3", "O2"]
+
+
+def test_items_are_compared_with_o0_and_shares_are_in_percent(monkeypatch):
+    row = {"items": "9", "commit": "abc", "date": "today"}
+    kinds = ("documents, bits per byte", "nounpp_english, share correct", "inner_english_cont, share correct")
+    rows = [row | {"kind": kind, "model": model, "value": "0.5", "above_base": above, "half_width": "0.01"}
+            for kind in kinds for model, above in (("O0", "0.0"), ("O3", "0.02"))]  # fmt: skip
+    monkeypatch.setattr(losses, "pick", lambda file: rows)
+    table = losses.by_item()
+    assert table.columns == ["items", "number", "`O0`", "`O3` less `O0`"]
+    assert table.cells == [
+        ["documents, bits per byte", "9", "0.5000", "+0.0200 (+0.0100 to +0.0300)"],
+        ["agreement, nounpp", "9", "50.0 % correct", "+2.0 (+1.0 to +3.0)"],
+        ["agreement, inner, continued", "9", "50.0 % correct", "+2.0 (+1.0 to +3.0)"],
+    ]
+
+
+def test_recorded_updates_are_those_of_levels_that_lose_some():
+    table = losses.updates()
+    assert {line[0] for line in table.cells} == {"`O2`", "`O3`"}
+    assert all(float(line[4]) < 0.01 < float(line[3]) for line in table.cells)

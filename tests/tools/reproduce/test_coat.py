@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.reproduce import coat
+from tools.reproduce import coat, coat_flow
 from tools.reproduce.coat_activations import KEPT, OUTLIERS, SWIGLU
 from tools.reproduce.entry import Task
 
@@ -18,6 +18,17 @@ def test_the_share_of_norms_and_swiglu_by_hand():
     assert found["7b, activations kept as compute: linear layers"] == pytest.approx(100 * 2 * (2 * 4096 + 10880) / (kept + other))
     kept *= 17 / 32
     assert found["7b, activations kept as coat: norms and SwiGLU"] == pytest.approx(100 * kept / (kept + other))
+
+
+def test_a_flow_reports_each_tenth_of_its_steps(monkeypatch, tmp_path, capsys):
+    course = [(step, 5.0 - step / 10) for step in range(1, 11)]
+    monkeypatch.setattr(coat_flow, "train", lambda flow, loop, text, seed: iter([*course, (10, 3.5)]))
+    (tmp_path / "text").write_bytes(b"abc")
+    found = list(coat.flow(Task("toy", "FP8 GEMMs, seed 7", tmp_path / "text", tmp_path)))
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        f"step {step} of 10, loss {5.0 - step / 10:.4f}" for step in range(1, 10)
+    ]
+    assert [(one.quantity, one.ours, one.seed) for one in found if one.x is None] == [("FP8 GEMMs: validation loss", 3.5, 7)]
 
 
 def test_memory_takes_the_newest_steps_that_were_measured_together(monkeypatch):

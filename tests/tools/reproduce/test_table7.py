@@ -29,6 +29,7 @@ ROW = dict.fromkeys(("date", "commit", "gpu", *bench_grid.COLUMNS), "") | {
     "tp": "2",
     "pp": "1",
     "sp": "on",
+    "p2p": "on",
     "tp_wire": "bf16",
     "micro_batch": "8",
     "micro_batches": "2",

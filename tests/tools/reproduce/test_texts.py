@@ -1,5 +1,6 @@
 """Which text a small training reads: one that later trees have too, unless it is a toy."""
 
+import hashlib
 import zipfile
 
 import pytest
@@ -35,6 +36,16 @@ def test_published_sizes_read_the_speeches_and_toys_the_pages(root, package):
     pages = texts.chosen(None, Needs(), root)
     assert (pages.name, pages.read_text()) == (texts.OWN_TEXT, "README.md\n\nCONTRIBUTING.md\n\ndocs/guide/a.md")
     assert len(package) == 1
+
+
+def test_speeches_on_disk_need_no_package_unless_they_are_others(root, package, monkeypatch):
+    written = texts.speeches_file(root)
+    monkeypatch.setattr(texts, "SPEECHES_SHA256", hashlib.sha256(written.read_bytes()).hexdigest())
+    assert texts.speeches_file(root) == written
+    assert len(package) == 1
+    written.write_text("cut")
+    assert texts.speeches_file(root).read_text() == "first\n\nsecond"
+    assert len(package) == 2
 
 
 def test_a_text_that_was_given_is_read_and_the_speeches_by_their_name(root, package, monkeypatch, tmp_path):
