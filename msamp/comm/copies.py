@@ -156,6 +156,11 @@ def _time_beside_a_gemm(peers: Peers) -> float:
     return 1e3 * start.elapsed_time(end) / REPEATS
 
 
+def links_disabled() -> bool:
+    """Return whether NCCL's switch against direct links between GPUs is set in this process."""
+    return os.environ.get("NCCL_P2P_DISABLE", "") not in ("", "0")
+
+
 def obstacle(group: dist.ProcessGroup) -> str | None:
     """Return why the ranks of a group cannot copy to each other's memory, or must not; None if they can. Collective, with the same answer
     on every rank."""
@@ -168,11 +173,11 @@ def _forbidden(group: dist.ProcessGroup) -> str | None:
     """Return why ranks must not copy: they are on several hosts, or one was started with NCCL's switch against direct links, which a user
     sets where these hang or corrupt data."""
     ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, (socket.gethostname(), os.environ.get("NCCL_P2P_DISABLE", "0")), group)
+    dist.all_gather_object(ranks, (socket.gethostname(), links_disabled()), group)
     hosts = {host for host, _ in ranks}
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
-    return "NCCL_P2P_DISABLE forbids direct copies between GPUs" if any(disabled != "0" for _, disabled in ranks) else None
+    return "NCCL_P2P_DISABLE forbids direct copies between GPUs" if any(disabled for _, disabled in ranks) else None
 
 
 def _unmapped(group: dist.ProcessGroup) -> str | None:

@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping
 
-from megatron.lm.evaluation.paired_difference import PairedDifference
+from megatron.lm.evaluation.paired_difference import Interval, PairedDifference, paired_difference
 from tools.bench.rows import ROOT
 from tools.docs.evidence import Row, read
 from tools.docs.post import PPO, newest_runs
@@ -211,6 +211,20 @@ def flow_interval(name: str) -> tuple[float, float]:
     """Ends of the interval of COAT's emulated flow against BF16, relative."""
     (ends,) = (paired.relative.ends for _, other, paired in differences("coat-flow") if other == f"{name}: validation loss")
     return ends
+
+
+def flow_over(name: str, other: str) -> Interval:
+    """Relative difference of one emulated flow of COAT from another, with its interval over seeds."""
+    losses = [{int(seed): value for seed, value in by_seed("coat-flow", f"{one}: validation loss").items()} for one in (other, name)]
+    return paired_difference(*losses).relative
+
+
+def behind(name: str, after: float, until: float) -> float:
+    """Training loss of an emulated flow of COAT above BF16's, mean of the logged steps in a range and of the seeds."""
+    rows = keep.largest(ENTRIES["coat-flow"], keep.read(ROOT / keep.RESULTS / "coat-flow.csv"))[1]
+    within = [row for row in rows if row["x"] and after < float(row["x"]) <= until]
+    means = [statistics.fmean(float(row["ours"]) for row in within if row["quantity"] == f"{one}, training loss") for one in (name, "bf16")]
+    return means[0] - means[1]
 
 
 def plateau() -> dict[tuple[str, str], float]:

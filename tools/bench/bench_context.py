@@ -44,6 +44,7 @@ from msamp.parallel.head_exchange import HeadExchange
 from msamp.parallel.ring_attention import RingAttention
 from tools.bench import rows
 from tools.bench.bench_attention import PASSES, Shape, flops, shape
+from tools.bench.bench_data_parallel import link
 
 SHAPES = ("1x32x32768x128/8", "1x32x65536x128/8", "1x32x131072x128/8")
 CASES = ("ring, BF16", "ring, FP8 wire", "ring, FP8", "heads, BF16", "heads, FP8 wire", "heads, FP8", "torch", "torch, cuDNN")
@@ -233,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    where = rows.machine(options.commit) | {"gpus": dist.get_world_size(), "p2p": rows_p2p()}
+    where = rows.machine(options.commit) | {"gpus": dist.get_world_size(), "p2p": link()}
     for size in options.shapes:
         for case in options.cases:
             try:
@@ -246,11 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
     dist.destroy_process_group()
     return 0
-
-
-def rows_p2p() -> str:
-    """Return whether NCCL may use direct links, as the results name it."""
-    return "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
 
 
 if __name__ == "__main__":

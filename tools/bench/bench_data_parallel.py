@@ -20,7 +20,6 @@ import functools
 import gc
 import itertools
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -45,6 +44,7 @@ from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
 from megatron.lm.training.state import StepResult, Training
 from msamp.comm.collectives import Peers
+from msamp.comm.copies import links_disabled
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
 from msamp.parallel.greedy_zero import ZeRO
@@ -316,7 +316,7 @@ def peer_rows(commands: Sequence[str], processes: int) -> Iterator[dict[str, Any
 
 def link() -> str:
     """Return whether NCCL may use the link between GPUs, "on" or "off"."""
-    return "off" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "on"
+    return "off" if links_disabled() else "on"
 
 
 @exit_codes.command

@@ -60,7 +60,7 @@ FITTED = (
     (STEP, PROFILED_TP, "O3", "4"),
     (STEP, PROFILED_TP, "O2", "4"),
     (GRID, SPLIT_TP, TP, "8"),
-    (GRID, SPLIT_TP, TP_NCCL, "8"),
+    (GRID, PROFILED_TP, TP_NCCL, "8"),
 )
 PROBE = "probe of two H200s outside the repository"
 PROBED = (
@@ -276,12 +276,11 @@ def whole_steps() -> Iterator[Rate]:
     gathered = 1311.6e6 * 1.08 / 2 / 320e9
     surcharge = two - alone + fp8_weights / 2 - gathered
     yield Rate("data parallel", None, surcharge / 1311.6e6 * per, "ps", f"{PARALLEL}: O3 on two GPUs less {STEP}: O3 on one", "d2fde52")
-    kinds = [row["kind"] for row in read(PROFILE) if row["case"] == TP_NCCL and row["kind"] not in ("NCCL", "idle")]
-    beside = sum(map(profiled_tp, kinds)) + gap
-    case = TP_NCCL
-    sent = float(one(GRID, gpu=GPU, commit=SPLIT_TP, case=case)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
-    exposed = (step(GRID, SPLIT_TP, case, 8) - beside) / sent
-    yield Rate("tp exposed", None, exposed, "share", f"{GRID}: {case}, less its kernels", SPLIT_TP)
+    of_step = [row["kind"] for row in read(PROFILE) if (row["commit"], row["case"]) == (PROFILED_TP, TP_NCCL)]
+    beside = sum(profiled_tp(kind) for kind in of_step if kind not in ("NCCL", "idle")) + gap
+    sent = float(one(GRID, gpu=GPU, commit=PROFILED_TP, case=TP_NCCL)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
+    exposed = (step(GRID, PROFILED_TP, TP_NCCL, 8) - beside) / sent
+    yield Rate("tp exposed", None, exposed, "share", f"{GRID}: {TP_NCCL}, less its kernels", PROFILED_TP)
     for name, case in (("host bf16", "O0"), ("host fp8", "O3")):
         eager = step(STEP, "fb6e7d2", case) / LAYERS * 1e6
         yield Rate(name, None, eager, "us", f"{STEP}: {case}, eager and unfused, a layer", "fb6e7d2")

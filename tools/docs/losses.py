@@ -170,21 +170,18 @@ def judged() -> Table:
 def by_item() -> Table:
     """Models of the longest run judged item by item: O0's value, and the others' differences with their intervals over items."""
     rows = pick(ITEMS)
-    kinds: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        kinds.setdefault(row["kind"], {})[row["model"]] = row
+    base, *others = dict.fromkeys(row["model"] for row in rows)
+    of = {(row["kind"], row["model"]): row for row in rows}
     cells = []
-    for kind, models in kinds.items():
-        (base_row, *others), name = models.values(), kind.removesuffix(", share correct")
-        share = name != kind
-        scale, digits, unit = (100, 1, "% correct") if share else (1, 4, "")
-        apart = [Interval(mean=float(row["above_base"]), half_width=float(row["half_width"])) for row in others]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        name = kind.removesuffix(", share correct")
+        scale, digits, unit = (1, 4, "") if name == kind else (100, 1, "% correct")
+        apart = [Interval(mean=float(of[kind, one]["above_base"]), half_width=float(of[kind, one]["half_width"])) for one in others]
         values = [f"{scale * one.mean:+.{digits}f} ({' to '.join(f'{scale * end:+.{digits}f}' for end in one.ends)})" for one in apart]
         agreement = name.removesuffix("_english_cont").removesuffix("_english").replace("_", " ")
         name = f"agreement, {agreement}{', continued' if name.endswith('_cont') else ''}" if "_english" in name else name
-        cells.append([name, base_row["items"], f"{scale * float(base_row['value']):.{digits}f} {unit}".rstrip(), *values])
-    names = [row["model"] for row in next(iter(kinds.values())).values()]
-    return Table(["items", "number", f"`{names[0]}`", *(f"`{name}` less `{names[0]}`" for name in names[1:])], cells, [(ITEMS, rows)])
+        cells.append([name, of[kind, base]["items"], f"{scale * float(of[kind, base]['value']):.{digits}f} {unit}".rstrip(), *values])
+    return Table(["items", "number", f"`{base}`", *(f"`{one}` less `{base}`" for one in others)], cells, [(ITEMS, rows)])
 
 
 def updates() -> Table:

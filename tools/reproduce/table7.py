@@ -159,7 +159,7 @@ def measured_rows(grid: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     newest = latest(grid)
     measured = []
     for key, row in newest.items():
-        plain = next((other for k, other in newest.items() if k[:-1] == key[:-1] and other["level"] == BASELINE), None)
+        plain = next((other for k, other in newest.items() if k[:-1] == key[:-1] and _baseline_of(row, other)), None)
         micro_batches = int(row["micro_batches"])
         scope, everything = shapes_of(row)
         shapes = {"shapes_scope_gib": f"{scope / GIB:.3f}", "shapes_all_gib": "" if everything is None else f"{everything / GIB:.3f}"}
@@ -179,10 +179,19 @@ def latest(grid: Sequence[Mapping[str, str]]) -> dict[tuple[str, ...], Mapping[s
 SIZES = ("num_layers", "seq_length")
 
 
+def given_sizes(row: Mapping[str, str]) -> dict[str, int]:
+    """Return the layers and the length that the case of a row names."""
+    words = row["case"].split()
+    return {name: int(words[words.index(f"--{name.replace('_', '-')}") + 1]) for name in SIZES if f"--{name.replace('_', '-')}" in words}
+
+
+def _baseline_of(row: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return other["level"] == BASELINE and given_sizes(other) == given_sizes(row)
+
+
 def shapes_of(row: Mapping[str, str]) -> tuple[int, int | None]:
     """Return the `preset_volume` of a row of bench_grid.py, with the layers and the length that its case names."""
-    words = row["case"].split()
-    given = {name: int(words[words.index(f"--{name.replace('_', '-')}") + 1]) for name in SIZES if f"--{name.replace('_', '-')}" in words}
+    given = given_sizes(row)
     wire = scheme(row["level"], row["tp_wire"], "gathered" if "--tp-saved-input gathered" in row["case"] else "shard")
     return preset_volume(row["preset"], int(row["pp"]), int(row["tp"]), int(row["micro_batch"]), wire, given)
 

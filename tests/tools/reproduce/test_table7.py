@@ -101,6 +101,9 @@ def test_measured_rows_compare_on_one_grid_and_the_last_of_a_case_counts():
             row("O3", 2048.0, 768.0, exposed_share="0.1"),
             row("O3", 1024.0, 768.0, micro_batch="4"),
             row("O3", 1024.0, 768.0, sp="off"),
+            row("O3", 1024.0, 768.0, p2p="off"),
+            row("O0 --seq-length 4096", 8192.0, 2048.0),
+            row("O3 --seq-length 8192", 4096.0, 1024.0),
             row("", 0.0, 0.0),
         ]
     )
@@ -108,6 +111,8 @@ def test_measured_rows_compare_on_one_grid_and_the_last_of_a_case_counts():
         ("O0", "8", "", ""),
         ("O3", "8", "-50.0%", "-41.7%"),
         ("O3", "4", "", ""),
+        ("O0 --seq-length 4096", "8", "", ""),
+        ("O3 --seq-length 8192", "8", "", ""),
     ]
     assert (found[0]["scope_gib"], found[0]["scope_step_gib"], found[0]["all_gib"]) == ("2.000", "4.000", "3.000")
     assert found[0]["shapes_scope_gib"] == f"{24 * 6 * 2048 * 8 * 2048 * 2 / 2 / 2**30:.3f}"
