@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from megatron.lm.evaluation.paired_difference import Interval, PairedDifference, paired_difference
 from tools.bench.rows import ROOT
 from tools.docs.evidence import Row, read
-from tools.docs.post import PPO, newest_runs
+from tools.docs.post import CURVES, PPO, newest_runs
 from tools.docs.rounding import TUNING
 from tools.reproduce import keep, versions
 from tools.reproduce.fine_tuning import HALF_WIDTH, RATES, Runs, by_level
@@ -99,10 +99,11 @@ def dpo_rates(quantity: str) -> dict[tuple[str, str], float]:
     return {(match[1], match[2]): results("fp8lm-table4")[name] for name, match in names.items() if match}
 
 
-def outside(measure: str) -> set[tuple[str, str]]:
-    """Return the learning rates and levels of DPO at which the interval of the loss from O0's excludes zero."""
+def margins(measure: str) -> dict[tuple[str, str], float]:
+    """Return by how many points the interval of DPO's loss from O0's excludes zero, by learning rate and level; negative if it includes
+    zero."""
     apart = dpo_rates(f"loss from O0's, in {measure}")
-    return {key for key, width in dpo_rates(f"loss from O0's, in {measure}: {HALF_WIDTH}").items() if abs(apart[key]) > width}
+    return {key: abs(apart[key]) - width for key, width in dpo_rates(f"loss from O0's, in {measure}: {HALF_WIDTH}").items()}
 
 
 def tuned3(level: str, pattern: str) -> tuple[float, float]:
@@ -121,6 +122,13 @@ def earlier_ppo() -> list[Row]:
     """PPO's rows of the reward `digits` at O0 and O3 that are not of the newest commit."""
     rows = [row for row in read(PPO) if row["reward"] == "digits"]
     return [row for row in rows if row["commit"] != rows[-1]["commit"]]
+
+
+def before_updates() -> dict[tuple[str, str], float]:
+    """Reward of PPO's first step by level and commit, in the recorded curves of the reward `digits`."""
+    commits = {row["commit"] for row in read(PPO) if row["reward"] == "digits"}
+    lines = [line for line in read(CURVES) if (line["run"], line["quantity"], line["step"]) == ("ppo", "reward", "1")]
+    return {(line["recipe"], line["commit"]): float(line["value"]) for line in lines if line["commit"] in commits}
 
 
 def between_trees() -> list[float]:

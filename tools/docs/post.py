@@ -13,6 +13,8 @@ SFT, DPO, PPO, ENCODERS, BOOLQ, EVALUATION, CURVES = (
 
 
 BASE = "O0"  # the level that others are compared with
+SPEEDS = ("tokens_per_s", "s_per_step", "rollout_tokens_per_s", "pairs_per_s")  # whose outliers are the host's: medians over seeds
+RUN = ("model", "recipe", "dtype", "seq_length", "global_batch_size", "steps", "seed")  # what tells runs of fine-tuning apart
 
 
 def rows_of(name: str) -> Sequence[Row]:
@@ -26,21 +28,33 @@ def newest_runs(rows: Sequence[Row], key: str) -> list[Row]:
     return [row for row in rows if (row["commit"], row["gpu"]) == last[row[key]]]
 
 
-def over_seeds(rows: Sequence[Row], same: Sequence[str]) -> list[Row]:
-    """Return a row for each combination of values under `same`: the means over seeds, and `seeds`, their number.
+def without_lora(rows: Sequence[Row]) -> list[Row]:
+    """Return the runs of fine-tuning that trained all weights."""
+    return [row for row in rows if not int(row.get("lora_rank") or 0)]
 
-    A column without a number in each row, such as a speed of runs that shared a card, has the value of the first row.
+
+def full_runs(rows: Sequence[Row]) -> list[Row]:
+    """Return the newest runs of each model that trained all weights; of several of a seed the last."""
+    newest = newest_runs(without_lora(rows), "model")
+    return list({tuple(row.get(key) for key in RUN): row for row in newest}.values())
+
+
+def over_seeds(rows: Sequence[Row], same: Sequence[str]) -> list[Row]:
+    """Return a row for each combination of values under `same`: the means over seeds, of speeds the medians, and `seeds`, their number.
+
+    Of several rows of a seed the last counts. A column without a number in each row, such as a speed of runs that shared a card, has the
+    value of the first seed.
     """
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in same), []).append(row)
+        groups.setdefault(tuple(row[key] for key in same), {})[row["seed"]] = row
     means: list[Row] = []
-    for group in groups.values():
+    for group in (list(runs.values()) for runs in groups.values()):
         mean = dict(group[0]) | {"seeds": str(len(group))}
         for key in (key for key in mean if key not in (*same, "seed", "seeds")):
             numbers = [number for row in group if (number := _number(row[key])) is not None]
             if len(numbers) == len(group) > 1:
-                mean[key] = str(statistics.fmean(numbers))
+                mean[key] = str((statistics.median if key in SPEEDS else statistics.fmean)(numbers))
         means.append(mean)
     return means
 
@@ -74,9 +88,9 @@ def _states(row: Row) -> str:
 
 
 def sft() -> Table | Absent:
-    """FP8-LM, Table 3: loss, memory and throughput of each level, compared with O0: means over the seeds of each model's newest commit."""
-    runs = newest_runs(rows_of(SFT), "model")
-    same = ("model", "seq_length", "global_batch_size", "steps", "commit", "gpu")
+    """FP8-LM, Table 3: loss, memory and throughput of each level, compared with O0: seeds of each model's newest commit, no LoRA."""
+    runs = full_runs(rows_of(SFT))
+    same = ("model", "dtype", "seq_length", "global_batch_size", "steps", "commit", "gpu")
     rows = sorted(over_seeds(runs, ("recipe", "parameters", *same)), key=lambda row: (int(row["parameters"]), row["recipe"]))
     columns: dict[str, Cell] = {
         "level": code("recipe"), "model": column("model"), "parameters M": column("parameters", 0, 1e-6), "steps": column("steps"),
@@ -92,7 +106,7 @@ def sft() -> Table | Absent:
 def dpo() -> Table | Absent:
     """Direct preference optimization at each level."""
     rows = rows_of(DPO)
-    same = ("model", "global_batch_size", "steps", "seed", "commit", "gpu")
+    same = ("model", "dtype", "global_batch_size", "steps", "seed", "commit", "gpu")
     columns: dict[str, Cell] = {
         "level": code("recipe"), "steps": column("steps"), "loss, first step": column("loss_first", 4), "loss": column("loss_last", 4),
         "chosen above rejected": column("accuracy_last", 2), "pairs/s": column("pairs_per_s", 1),
@@ -103,9 +117,9 @@ def dpo() -> Table | Absent:
 
 
 def ppo() -> Table | Absent:
-    """FP8-LM, Table 4: reward, and memory of the weights and states of all models: means over the seeds of each reward's newest commit."""
+    """FP8-LM, Table 4: reward, and memory of the weights and states of all models: over the seeds of each reward's newest commit."""
     runs = newest_runs(rows_of(PPO), "reward")
-    same = ("model", "reward", "global_batch_size", "steps", "commit", "gpu")
+    same = ("model", "dtype", "reward", "global_batch_size", "steps", "commit", "gpu")
     rows = over_seeds(runs, ("recipe", *same))
     columns: dict[str, Cell] = {
         "level": code("recipe"), "reward": column("reward"), "steps": column("steps"), "seeds": column("seeds"),

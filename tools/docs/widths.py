@@ -6,7 +6,7 @@ from collections.abc import Callable
 from megatron.lm.config.presets import PRESETS
 from tools.docs.cells import BENCH, REPRODUCE, Table, pick
 from tools.docs.evidence import Row
-from tools.docs.post import newest_runs
+from tools.docs.post import full_runs
 from tools.docs.tables import H200, STEP, best_and_same_run
 
 TUNED, LONG, LOOPS = f"{BENCH}/sft.csv", f"{REPRODUCE}/long_400m/curves.csv", f"{BENCH}/compile.csv"
@@ -35,12 +35,12 @@ def speeds() -> Table:
 
 def _pair(file: str, level: Callable[[Row], str]) -> tuple[str, list[Row], list[Row]]:
     """Return a file, its rows of O0 and its rows of O3; `level` returns the level of a row, or nothing if the row is not meant."""
-    rows = newest_runs(pick(file), "model") if file == TUNED else pick(file)
+    rows = full_runs(pick(file)) if file == TUNED else pick(file)
     return file, [row for row in rows if level(row) == BASE], [row for row in rows if level(row) == FASTEST]
 
 
 def _tuned(row: Row) -> str:
-    return row["recipe"] if (row["model"], row["lora_rank"]) == ("smollm2", "0") else ""
+    return row["recipe"] if row["model"] == "smollm2" else ""
 
 
 def _long(row: Row) -> str:

@@ -1,18 +1,21 @@
 """Findings of FP8-LM's Tables 3 and 4: fine-tuned models at each level, by SFT, DPO and PPO, compared with O0 by seed.
 
-Only runs of one commit and card are compared: of the results of a model or a reward, those of the newest commit. Runs of the same seed see
-the same data in the same order, so differences are taken seed by seed; with several seeds their mean has a 95 % interval.
+Only runs of one commit and card are compared. Of SFT and PPO these are the runs of the newest commit of each model or reward. Of DPO over
+learning rates, seeds ran at different commits, but all levels of a seed at the same one. Runs of the same seed see the same data in the
+same order, so differences are taken seed by seed; with several seeds their mean has a 95 % interval. Speeds do not depend on the seed, and
+their outliers are the host's, so theirs are medians.
 """
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.lm.evaluation.paired_difference import Interval, interval, paired_difference
 from tools.docs import rounding
 from tools.docs.cells import REPRODUCE
 from tools.docs.evidence import Row, read
-from tools.docs.post import BASE, CURVES, newest_runs
+from tools.docs.post import BASE, CURVES, full_runs, newest_runs, without_lora
 from tools.reproduce.entry import Finding
 from tools.reproduce.rlhf_memory import STATES4, WEIGHTS4
 from tools.reproduce.throughput import NO_TRIAL, together
@@ -23,7 +26,8 @@ GAIN3 = "O3: fall of the held-out loss in training, over O0's fall"
 LEVELS = ("O1", "O2", "O3")
 PAPERS = LEVELS[-1]  # the level compared with the paper's figures
 RATES = f"{REPRODUCE}/dpo_rates/tuning.csv"  # DPO at several learning rates, by compare_tuning.py
-SAME_RUN = ("model", "global_batch_size", "steps")  # of PPO at two levels, for a comparison
+SAME_RUN = ("model", "dtype", "seq_length", "global_batch_size", "steps")  # of SFT or PPO at two levels, for a comparison
+SAME_TREE = ("commit", "gpu")  # of one seed of DPO
 HALF_WIDTH = "half width of the 95 % interval"
 
 Runs = Mapping[str, Row]  # the runs of one level, by seed
@@ -68,6 +72,47 @@ def by_level(rows: Sequence[Row], runs: str, levels: Sequence[str] = ()) -> Mapp
     return found
 
 
+def same(levels: Mapping[str, Runs], keys: Sequence[str], which: str) -> None:
+    """Compare columns of each level's runs with those of O0's runs of the same seeds.
+
+    Args:
+        levels: level -> seed -> run.
+        keys: columns that must be equal; one that both runs lack is.
+        which: what they are, for the message.
+
+    Raises:
+        ValueError: if a column differs.
+    """
+    for level, seed, row in ((level, seed, row) for level, runs in levels.items() for seed, row in runs.items()):
+        base = levels[BASE][seed]
+        if differ := [f"{key} {base.get(key)!r} and {row.get(key)!r}" for key in keys if base.get(key) != row.get(key)]:
+            raise ValueError(f"the {which} of {BASE} and {level} with seed {seed} differ in {'; '.join(differ)}: run both levels with the "
+                             "same options at one commit")  # fmt: skip
+
+
+def courses(curves: Sequence[Row], run: str, quantity: str, runs: Sequence[Row]) -> Iterator[Finding]:
+    """Yield the recorded curve of each run: of its level, commit and card.
+
+    Args:
+        curves: lines of all curves; without one of this kind, nothing is yielded.
+        run: kind of training, such as "sft".
+        quantity: such as "loss".
+        runs: one of each level.
+
+    Raises:
+        ValueError: if a run has not one line per step.
+    """
+    lines = [line for line in curves if (line["run"], line["quantity"]) == (run, quantity)]
+    name = "training loss" if quantity == "loss" else quantity
+    for row in runs if lines else ():
+        course = [line for line in lines if all(line[key] == row[key] for key in ("recipe", *SAME_TREE))]
+        if len(course) != int(row["steps"]):
+            raise ValueError(f"{CURVES} has {len(course)} values of {run}'s {quantity} of {row['recipe']} at {row['commit']}, whose "
+                             f"run has {row['steps']} steps: keep the curve of one seed alone")  # fmt: skip
+        for line in course:
+            yield Finding(f"{line['recipe']}, {name}", float(line["value"]), x=float(line["step"]), where=line)
+
+
 def _last(runs: Runs) -> tuple[str, Row]:
     """Return seed and row of the run that was recorded last."""
     return list(runs.items())[-1]
@@ -84,30 +129,35 @@ def falls(runs: Runs) -> dict[str, float]:
 
 
 def sft_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Finding]:
-    """FP8-LM, Table 3: loss, memory and throughput of each model relative to O0, the largest model unnamed; Figure 5, the training
-    losses."""
-    compared = {row["model"]: int(row["parameters"]) for row in rows if row["recipe"] == BASE}  # at O0 a large model may not fit
+    """FP8-LM, Table 3: loss, memory and throughput of each model relative to O0, the largest model unnamed, all weights trained; Figure 5,
+    the training losses of that model's newest runs."""
+    at_base = [row for row in without_lora(rows) if row["recipe"] == BASE]  # a large model may not fit
+    compared = {row["model"]: int(row["parameters"]) for row in at_base}
     if not compared:
         raise ValueError("no fine-tuning result at O0, the baseline: examples/sft/run.sh runs all levels")
     largest = max(compared, key=compared.__getitem__)
-    newest = newest_runs(rows, "model")
     for model in compared:
-        own = [row for row in newest if row["model"] == model]
+        own = [row for row in full_runs(rows) if row["model"] == model]
         levels = by_level(own, f"fine-tuning result of {model} at {own[-1]['commit']}")
+        same(levels, SAME_RUN, f"fine-tuning results of {model} at {own[-1]['commit']}")
         for level in (name for name in LEVELS if name in levels):
             name = level if model == largest else f"{level}, {model}"
             yield from _tuned_level(name, levels[BASE], levels[level])
-    for row in curves:
-        if (row["run"], row["quantity"]) == ("sft", "loss"):
-            yield Finding(f"{row['recipe']}, training loss", float(row["value"]), x=float(row["step"]), where=row)
+        if model == largest:
+            yield from courses(curves, "sft", "loss", [_last(runs)[1] for _, runs in sorted(levels.items())])
 
 
 def _tuned_level(name: str, base: Runs, runs: Runs) -> Iterator[Finding]:
     """Compare a level's runs of supervised fine-tuning with O0's; `name`: of level and model."""
     ours, (seed, row) = name == PAPERS, _last(runs)  # the paper has one model, 7B
-    yield from mean(f"{name}: throughput from O0's at {row['commit']}", relative(base, runs, "tokens_per_s"), row,
-                    THROUGHPUT3 if ours else None, seed=seed)  # fmt: skip
     one = int(seed) if len(runs) == 1 else None
+    own, of_base = ([float(run["tokens_per_s"]) for run in level.values()] for level in (runs, {seed: base[seed] for seed in runs}))
+    for ending, speed in (
+        ("", statistics.median(own)),
+        *(((": slowest run", min(own)), (": fastest run", max(own))) if one is None else ()),
+    ):
+        quantity, change = f"{name}: throughput from O0's at {row['commit']}{ending}", 100 * (speed / statistics.median(of_base) - 1)
+        yield Finding(quantity, change, THROUGHPUT3 if ours and not ending else None, "%", seed=one, where=row)
     if row["peak_bytes"]:
         memory = 100 * relative(base, runs, "peak_bytes").mean
         yield Finding(f"{name}: peak memory from O0's", memory, MEMORY3 if ours else None, "%", seed=one, where=row)
@@ -160,7 +210,7 @@ def dpo_findings(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def dpo_rates(rows: Sequence[Row]) -> Iterator[Finding]:
     """Report the loss after DPO at each learning rate and level, in the layers that were trained and in BF16 layers, and its difference
-    from O0's of the same rate and seeds.
+    from O0's of the same rate and seeds. The losses are given seed by seed, since seeds ran at different commits.
 
     Before training the loss is ln 2 in any layers, so its fall is known. That of a level is divided by O0's, mean by mean, at a rate at
     which O0 learned: where the interval of its own fall excludes zero."""
@@ -172,13 +222,14 @@ def dpo_rates(rows: Sequence[Row]) -> Iterator[Finding]:
     for rate, runs in sorted(rates.items()):
         levels = by_level([row for _, row in runs], f"DPO result at learning rate {rate:.0e}", [level for level, _ in runs])
         start = f"DPO at learning rate {rate:.0e}"
+        same(levels, SAME_TREE, f"DPO results at learning rate {rate:.0e}")
         base, learned = levels[BASE], interval([math.log(2) - float(row["bf16_loss"]) for row in levels[BASE].values()])
         for level, seeds in sorted(levels.items()):
             name, (seed, row) = f"{start}, {level}", _last(seeds)
             one = int(seed) if len(seeds) == 1 else None
             for measure, key in (("its own layers", "own_loss"), ("BF16 layers", "bf16_loss")):
-                losses = interval([float(run[key]) for run in seeds.values()])
-                yield Finding(f"{name}: loss in {measure}", losses.mean, seed=one, where=row)
+                for of_run, run in seeds.items():
+                    yield Finding(f"{name}: loss in {measure}", float(run[key]), seed=int(of_run), where=run)
                 if level != BASE:
                     yield from mean(f"{name}: loss from O0's, in {measure}", relative(base, seeds, key), row, seed=seed)
             if level == BASE:
@@ -214,11 +265,7 @@ def ppo_runs(rows: Sequence[Row]) -> dict[str, Mapping[str, Runs]]:
         levels = by_level(runs, f"PPO result with reward `{reward}` at {runs[-1]['commit']}")
         if lacking := levels[BASE].keys() - levels[PAPERS].keys():
             raise ValueError(f"the {which} have seed {min(lacking)} at O0 and not at O3: run O3 with it too")
-        base, fp8 = ([levels[level][seed] for seed in levels[BASE]] for level in (BASE, PAPERS))
-        for one, other in zip(base, fp8, strict=True):
-            if differ := [f"{key} {one.get(key)!r} and {other.get(key)!r}" for key in SAME_RUN if one.get(key) != other.get(key)]:
-                raise ValueError(f"the {which} of O0 and O3 with seed {one['seed']} differ in {'; '.join(differ)}: run both levels with "
-                                 "the same options")  # fmt: skip
+        same(levels, SAME_RUN, which)
         found[reward] = {level: levels[level] for level in (BASE, PAPERS)}
     return found
 
@@ -239,14 +286,7 @@ def ppo_findings(rows: Sequence[Row], curves: Sequence[Row] = ()) -> Iterator[Fi
     yield Finding("O3: states from O0's", 100 * relative(base, levels[PAPERS], "state_mib").mean, unit="%", seed=one, where=row)
     for reward, of_reward in runs.items():
         yield from _rewards(reward, of_reward)
-    rewards = [line for line in curves if (line["run"], line["quantity"]) == ("ppo", "reward")]
-    for last in (base[seed], row):
-        course = [line for line in rewards if all(line[key] == last[key] for key in ("recipe", "commit", "gpu"))]
-        if rewards and len(course) != int(last["steps"]):
-            raise ValueError(f"{CURVES} has {len(course)} rewards of {last['recipe']} at {last['commit']}, whose run has {last['steps']} "
-                             "steps: keep the curve of one seed alone")  # fmt: skip
-        for line in course:
-            yield Finding(f"{line['recipe']}, reward", float(line["value"]), x=float(line["step"]), where=line)
+    yield from courses(curves, "ppo", "reward", [base[seed], row])
 
 
 def _with_sums(runs: Runs) -> Runs:

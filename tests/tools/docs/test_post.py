@@ -1,4 +1,4 @@
-"""Tables of what comes after pre-training: with rows by hand, and where none is on file."""
+"""Tables of what comes after pre-training: with rows by hand, and where none is recorded."""
 
 import csv
 
@@ -7,16 +7,16 @@ import pytest
 from tools.docs import cells, evidence, post
 
 PLACE = {"date": "2026-11-23", "commit": "0123456", "gpu": "NVIDIA H200", "driver": "", "torch": "2.11.0"}
-SFT = {"model": "smollm2", "parameters": "134515008", "recipe": "O0", "seq_length": "1024", "global_batch_size": "8",
-       "steps": "60", "seed": "1", "loss_last": "1.2345", "valid_loss_before": "1.5", "valid_loss_after": "1.25",
+SFT = {"model": "smollm2", "parameters": "134515008", "recipe": "O0", "dtype": "bf16", "lora_rank": "0", "seq_length": "1024",
+       "global_batch_size": "8", "steps": "60", "seed": "1", "loss_last": "1.2345", "valid_loss_before": "1.5", "valid_loss_after": "1.25",
        "tokens_per_s": "1000.0", "weight_bytes": "2.000",
        "gradient_bytes": "2.000", "master_bytes": "4.000", "moment_bytes": "8.000", "peak_bytes": "40.0"}  # fmt: skip
-DPO = {"model": "m", "global_batch_size": "8", "steps": "9", "seed": "1", "recipe": "O0", "loss_first": "0.6931", "loss_last": "0.6",
-       "accuracy_last": "0.75", "pairs_per_s": "3.00", "policy_weight_mib": "256", "reference_weight_mib": "256", "state_mib": "1536",
-       "peak_mib": "4000"}  # fmt: skip
-PPO = {"model": "m", "reward": "arithmetic", "global_batch_size": "64", "steps": "90", "seed": "1", "recipe": "O0", "reward_first": "0.1",
-       "reward_last": "0.8", "kl_last": "0.5", "s_per_step": "", "weight_mib": "768", "state_mib": "3000", "gradient_mib": "512",
-       "peak_mib": "9000"}  # fmt: skip
+DPO = {"model": "m", "dtype": "bf16", "global_batch_size": "8", "steps": "9", "seed": "1", "recipe": "O0", "loss_first": "0.6931",
+       "loss_last": "0.6", "accuracy_last": "0.75", "pairs_per_s": "3.00", "policy_weight_mib": "256",
+       "reference_weight_mib": "256", "state_mib": "1536", "peak_mib": "4000"}  # fmt: skip
+PPO = {"model": "m", "dtype": "bf16", "reward": "arithmetic", "global_batch_size": "64", "steps": "90", "seed": "1", "recipe": "O0",
+       "reward_first": "0.1", "reward_last": "0.8", "kl_last": "0.5", "s_per_step": "", "weight_mib": "768",
+       "state_mib": "3000", "gradient_mib": "512", "peak_mib": "9000"}  # fmt: skip
 ENCODER = {"precision": "bf16-d", "phase": "phase1", "steps": "9", "train_loss": "6", "valid_loss": "5.5", "ppl": "244.69", "peak_gib": ""}
 BOOLQ = {"precision": "bf16-d", "tuned_at": "bf16-d", "seed": "1", "steps": "9", "loss_first": "0.7", "loss_last": "0.6",
          "accuracy": "0.62", "majority": "0.6217"}  # fmt: skip
@@ -79,6 +79,37 @@ def test_seeds_of_the_newest_commit_are_averaged(root):
     assert [(line["reward"], line["seeds"], line["last 10"]) for line in lines(post.ppo())] == [
         ("arithmetic", "2", "0.700"), ("digits", "1", "0.800")
     ]  # fmt: skip
+
+
+def test_speeds_are_medians_and_other_values_means(root):
+    """One slow run, of a host that was busy, is not in the speed; results.md has medians too."""
+    runs = [SFT | {"seed": seed, "tokens_per_s": speed, "loss_last": loss}
+            for seed, speed, loss in (("1", "900", "1.0"), ("2", "1000", "1.0"), ("3", "100", "1.3"))]  # fmt: skip
+    write(root, post.SFT, *runs)
+    (line,) = lines(post.sft())
+    assert (line["tokens/s"], line["loss"]) == ("900", "1.100")
+
+
+def test_of_several_rows_of_a_seed_the_last_counts(root):
+    """A repeated run is no second seed."""
+    write(root, post.SFT, SFT, SFT | {"seed": "2", "loss_last": "2.0"}, SFT | {"loss_last": "1.0"})
+    (line,) = lines(post.sft())
+    assert (line["seeds"], line["loss"]) == ("2", "1.500")
+    write(root, post.PPO, PPO, PPO | {"seed": "2", "reward_last": "0.6"}, PPO | {"reward_last": "0.4"})
+    (line,) = lines(post.ppo())
+    assert (line["seeds"], line["last 10"]) == ("2", "0.500")
+
+
+def test_newer_runs_of_lora_hide_no_run_of_all_weights(root):
+    write(root, post.SFT, SFT, SFT | {"seed": "2", "loss_last": "9", "lora_rank": "8", "commit": "7654321"})
+    assert [(line["seeds"], line["loss"]) for line in lines(post.sft())] == [("1", "1.234")]
+
+
+def test_another_dtype_is_not_averaged_in(root):
+    write(root, post.SFT, SFT, SFT | {"seed": "2", "loss_last": "9", "dtype": "fp32"})
+    assert [(line["seeds"], line["loss"]) for line in lines(post.sft())] == [("1", "1.234"), ("1", "9.000")]
+    write(root, post.PPO, PPO, PPO | {"seed": "2", "dtype": "fp32", "reward_last": "0.2"})
+    assert [(line["seeds"], line["last 10"]) for line in lines(post.ppo())] == [("1", "0.800"), ("1", "0.200")]
 
 
 def test_encoders_and_boolq(root):

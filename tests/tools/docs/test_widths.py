@@ -18,7 +18,7 @@ def test_the_lines_are_ordered_by_width_and_each_has_its_ratio():
 
 
 def test_the_narrowest_model_is_of_the_rows_of_fine_tuning():
-    """Of the newest commit, whose seeds are medians."""
+    """Their medians over the seeds of the newest commit."""
     rows = pick(widths.TUNED, lambda row: row["model"] == "smollm2")
     speeds = [statistics.median(float(row["tokens_per_s"]) for row in rows if (row["recipe"], row["commit"]) == (level, rows[-1]["commit"]))
               for level in ("O0", "O3")]  # fmt: skip

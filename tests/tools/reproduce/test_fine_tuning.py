@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from megatron.lm.evaluation.paired_difference import Interval
 from tools.docs import rounding
 from tools.docs.evidence import read
 from tools.reproduce import fine_tuning, throughput
@@ -24,8 +25,7 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
     rows = [SFT, SFT | small, SFT | small | {"recipe": "O3", "tokens_per_s": "90", "valid_loss_after": "2.1"},
             SFT | {"recipe": "O3", "tokens_per_s": "130", "peak_bytes": "16"},
             SFT | {"model": "huge", "parameters": "9000", "recipe": "O3"}]  # fmt: skip
-    curve = {"run": "sft", "recipe": "O3", "step": "2", "quantity": "loss", "value": "1.5"}
-    found = list(fine_tuning.sft_findings(rows, [curve, curve | {"run": "ppo"}, curve | {"quantity": "valid_loss"}]))
+    found = list(fine_tuning.sft_findings(rows))
     lines = by_name(found)
     assert (lines["O3: throughput from O0's at 0123456"].ours, lines["O3: throughput from O0's at 0123456"].paper) == (
         pytest.approx(30),
@@ -39,7 +39,6 @@ def test_fine_tuning_is_told_from_o0_of_the_same_model_and_the_paper_stands_besi
     own = "held-out loss from O0's, each read in its own precision"
     assert lines[f"O3, small: {own}"].ours == pytest.approx(5)
     assert f"O3: {own}" not in lines
-    assert [(each.quantity, each.x, each.ours) for each in found if each.x is not None] == [("O3, training loss", 2.0, 1.5)]
     with pytest.raises(ValueError, match="no fine-tuning result at O0"):
         list(fine_tuning.sft_findings([SFT | {"recipe": "O3"}]))
 
@@ -50,8 +49,9 @@ def test_fine_tuning_with_several_seeds_is_paired_by_seed():
                                                       ("O3", "1", "60", "2.02", "1.02"), ("O3", "2", "80", "2.02", "1.5"))]  # fmt: skip
     found = by_name(fine_tuning.sft_findings(runs))
     speed = "O3: throughput from O0's at 0123456"
-    assert (found[speed].ours, found[speed].paper, found[speed].seed) == (pytest.approx(-50), 27, None)
-    assert found[f"{speed}: {fine_tuning.HALF_WIDTH}"].ours == pytest.approx(T2 * 10)
+    assert (found[speed].ours, found[speed].paper, found[speed].seed) == (pytest.approx(100 * (70 / 150 - 1)), 27, None)
+    slowest, fastest = (found[f"{speed}: {which} run"] for which in ("slowest", "fastest"))
+    assert (slowest.ours, fastest.ours, slowest.paper) == (pytest.approx(-60), pytest.approx(100 * (80 / 150 - 1)), None)
     own = "O3: held-out loss from O0's, each read in its own precision"
     assert found[own].ours == pytest.approx(1)
     assert found[f"{own}: {fine_tuning.HALF_WIDTH}"].ours == pytest.approx(T2 * 1)
@@ -64,8 +64,44 @@ def test_fine_tuning_with_several_seeds_is_paired_by_seed():
 
 def test_one_seed_has_no_interval_and_its_seed():
     found = by_name(fine_tuning.sft_findings([SFT, SFT | {"recipe": "O3"}]))
-    assert not any("half width" in name for name in found)
+    assert not any("half width" in name or "slowest" in name for name in found)
     assert {finding.seed for finding in found.values()} == {1}
+
+
+def test_speeds_are_medians_of_the_seeds():
+    """As on the results page: one run on a busy host does not move them."""
+    speeds = {"O0": ("100", "100", "40"), "O3": ("50", "10", "60")}
+    runs = [
+        SFT | {"seed": str(seed), "recipe": level, "tokens_per_s": speed} for level in speeds for seed, speed in enumerate(speeds[level])
+    ]
+    found = by_name(fine_tuning.sft_findings(runs))
+    assert found["O3: throughput from O0's at 0123456"].ours == pytest.approx(-50)
+
+
+def test_a_run_of_lora_is_no_run_of_all_weights():
+    lora = {"lora_rank": "8", "commit": "newer"}
+    rows = [SFT, SFT | {"recipe": "O3", "tokens_per_s": "130"}, SFT | lora, SFT | {"recipe": "O3", "tokens_per_s": "1"} | lora]
+    assert by_name(fine_tuning.sft_findings(rows))["O3: throughput from O0's at 0123456"].ours == pytest.approx(30)
+
+
+def test_levels_of_other_options_are_refused():
+    for key in ("dtype", "steps", "global_batch_size", "seq_length"):
+        with pytest.raises(ValueError, match=f"results of big at 0123456 of O0 and O3 with seed 1 differ in {key} '8' and '9': run both"):
+            list(fine_tuning.sft_findings([SFT | {key: "8"}, SFT | {"recipe": "O3", key: "9"}]))
+
+
+def test_training_losses_are_those_of_the_newest_commit():
+    """An earlier run's curve of the same level is left out; two seeds' curves of one level are refused."""
+    rows = [SFT | {"steps": "2", "recipe": level} for level in ("O0", "O3")]
+    line = {"run": "sft", "quantity": "loss", "recipe": "O0", "commit": "0123456", "gpu": "H200", "step": "1", "value": "2.5"}
+    course = [
+        line | {"recipe": level, "step": step, "value": value} for level in ("O3", "O0") for step, value in (("1", "2.5"), ("2", "1.5"))
+    ]
+    others = [line | {"commit": "old"}, line | {"gpu": "H100"}, line | {"run": "ppo"}, line | {"quantity": "valid_loss"}]
+    found = [(each.quantity, each.x, each.ours) for each in fine_tuning.sft_findings(rows, [*others, *course]) if each.x is not None]
+    assert found == [(f"{level}, training loss", x, y) for level in ("O0", "O3") for x, y in ((1.0, 2.5), (2.0, 1.5))]
+    with pytest.raises(ValueError, match=r"has 3 values of sft's loss of O0 at 0123456, whose run has 2 steps: keep the curve of one seed"):
+        list(fine_tuning.sft_findings(rows, [*others, *course, line]))
 
 
 def test_a_seed_without_its_o0_is_refused_by_name():
@@ -85,7 +121,7 @@ def test_of_two_commits_the_newest_counts():
 
 
 def test_tuning_by_seed_is_that_of_its_table():
-    """Of the rows on file, whose table on the results page has the same intervals."""
+    """Of the recorded rows, whose table on the results page has the same intervals."""
     found = {finding.quantity: finding.ours for finding in fine_tuning.tuned("sft")}
     assert len(found) == 2 * 2 * 2 * 2  # levels, roundings, measures, and half widths
     cells = {(line[0], line[1], line[2]): line[8] for line in rounding.tuning().cells}
@@ -141,7 +177,7 @@ def test_rewards_of_rlhf_are_those_of_the_newest_commit():
     assert values["O3: reward `arithmetic` of the last 10 steps"] == 0.1
     assert values["O3: KL from the reference in the last step, reward `digits`"] == 3
     assert values["O3: weights of all models from O0's"] == 0
-    with pytest.raises(ValueError, match=r"has 3 rewards of O0 at new, whose run has 2 steps"):
+    with pytest.raises(ValueError, match=r"has 3 values of ppo's reward of O0 at new, whose run has 2 steps"):
         list(fine_tuning.ppo_findings(rows, [*lines, point]))
     with pytest.raises(ValueError, match="`digits` at newer cover O3: run"):
         list(fine_tuning.ppo_findings([*rows, PPO | fp8 | {"commit": "newer"}]))
@@ -187,27 +223,49 @@ def test_dpo_at_each_rate_is_compared_with_o0_at_that_rate():
 
 
 def test_dpo_of_several_seeds_is_paired_by_seed():
-    """A fall of O0 whose interval includes zero is no denominator."""
+    """A fall of O0 whose interval includes zero is no denominator, and shares are quotients of sums."""
 
     def row(level, seed, own, fall):
         return {"case": f"{level} --lr 1e-6", "seed": seed, "own_loss": str(own), "bf16_loss": str(math.log(2) - fall), "commit": seed}
 
-    def shown(*falls):
-        rows = [row("O0", str(seed), 0.5 + seed, fall) for seed, fall in enumerate(falls)]
-        rows += [row("O2", str(seed), 1.1 * (0.5 + seed), fall / 2) for seed, fall in enumerate(falls)]
-        return by_name(fine_tuning.dpo_rates(rows))
+    def rows(*falls, shares=(0.5, 0.5)):
+        base = [row("O0", str(seed), 0.5 + seed, fall) for seed, fall in enumerate(falls)]
+        return base + [row("O2", str(seed), 1.1 * (0.5 + seed), share * falls[seed]) for seed, share in enumerate(shares)]
+
+    def shown(*falls, shares=(0.5, 0.5)):
+        return by_name(fine_tuning.dpo_rates(rows(*falls, shares=shares)))
 
     found = shown(0.1, 0.1001)
-    assert found["DPO at learning rate 1e-06, O0: loss in its own layers"].ours == 1.0
     own = "DPO at learning rate 1e-06, O2: loss from O0's, in its own layers"
     assert (found[own].ours, found[own].seed) == (pytest.approx(10), None)
     assert found[f"{own}: {fine_tuning.HALF_WIDTH}"].ours == pytest.approx(0, abs=1e-9)
     share = "DPO at learning rate 1e-06, O2: fall of the loss in BF16 layers, over O0's fall"
     assert found[share].ours == pytest.approx(0.5)
     assert share not in shown(0.1, -0.05)
+    assert shown(0.1, 0.11, shares=(0.2, 0.9))[share].ours == pytest.approx((0.02 + 0.099) / 0.21)  # the mean of the shares is 0.55
+    with pytest.raises(ValueError, match="of O0 and O2 with seed 1 differ in commit '1' and 'other': run both levels"):
+        list(fine_tuning.dpo_rates([*rows(0.1, 0.1)[:-1], rows(0.1, 0.1)[-1] | {"commit": "other"}]))
 
 
-def test_dpo_over_rates_on_file_covers_three_levels_at_three_rates():
+def test_dpo_gives_losses_seed_by_seed_with_their_commits():
+    """Seeds ran at different commits, and the sources of an entry are those of its findings."""
+    rows = [{"case": f"{level} --lr 1e-6", "seed": seed, "own_loss": own, "bf16_loss": "0.6", "commit": commit}
+            for level in ("O0", "O2") for seed, own, commit in (("7", "0.5", "old"), ("8", "0.7", "new"))]  # fmt: skip
+    found = [each for each in fine_tuning.dpo_rates(rows) if each.quantity == "DPO at learning rate 1e-06, O2: loss in its own layers"]
+    assert [(each.ours, each.seed, each.where["commit"]) for each in found] == [(0.5, 7, "old"), (0.7, 8, "new")]
+
+
+def test_a_fall_that_equals_its_half_width_is_no_denominator(monkeypatch):
+    """The interval includes zero then."""
+    rows = [{"case": f"{level} --lr 1e-6", "seed": seed, "own_loss": "0.6", "bf16_loss": "0.6", "commit": "one"}
+            for level in ("O0", "O2") for seed in "78"]  # fmt: skip
+    share = "DPO at learning rate 1e-06, O2: fall of the loss in BF16 layers, over O0's fall"
+    for half_width, given in ((0.25, False), (0.2499, True)):
+        monkeypatch.setattr(fine_tuning, "interval", lambda values, width=half_width: Interval(mean=0.25, half_width=width))
+        assert (share in by_name(fine_tuning.dpo_rates(rows))) is given
+
+
+def test_dpo_over_the_recorded_rates_covers_three_levels_at_three_rates():
     found = {finding.quantity: finding for finding in fine_tuning.dpo_rates(read(fine_tuning.RATES))}
     own = {name: finding.ours for name, finding in found.items() if name.endswith("own layers")}
     assert {name.removeprefix("DPO at learning rate ").partition(":")[0] for name in own} == {

@@ -1,13 +1,15 @@
 """After pre-training: what is made of rows, against rows by hand; a toy of each runs nightly (test_registry.py)."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from tools.docs.evidence import ROOT
+from tools.docs.evidence import ROOT, read
 from tools.reproduce import post
 from tools.reproduce.entry import Task
+from tools.reproduce.fine_tuning import RATES
 from tools.reproduce.registry import ENTRIES
 
 KEPT = Task("kept", "whole", Path("text"), Path("folder"))
@@ -39,20 +41,27 @@ def test_zero_shot_scores_differ_by_so_many_standard_errors():
 
 
 def test_the_page_of_fine_tuning_has_the_models_exported_to_bf16():
-    on_file = {finding.quantity: finding for finding in post.table3(KEPT)}
-    assert on_file[post.TUNED3].ours == pytest.approx(0.984029 / 0.980953)
+    recorded = {finding.quantity: finding for finding in post.table3(KEPT)}
+    assert recorded[post.TUNED3].ours == pytest.approx(0.984029 / 0.980953)
 
 
 def test_the_page_of_rlhf_has_the_rows_that_speak_against_it():
-    found = {finding.quantity: finding.ours for finding in post.table4(KEPT)}
+    findings = list(post.table4(KEPT))
+    found = {finding.quantity: finding.ours for finding in findings}
     assert found["DPO, O0: loss of the last steps"] < found["DPO, O0: loss of the first step"] < found["DPO, O3: loss of the last steps"]
     assert found["PPO, O3: time of a step"] > 3 * found["PPO, O0: time of a step"]
     counted = "O3, LLaMA-7B counted: states and gradients from O0's with FP32 gradients"
     assert found[counted] == pytest.approx(-62, abs=0.5)
     assert found["O3: states and gradients from O0's"] > found[counted]  # the baseline measured has BF16 gradients
     assert found["O3: reward `digits` of the last 10 steps"] > 0.9 > 0.2 > found["O3: reward `arithmetic` of the last 10 steps"]
-    own = "DPO at learning rate 2e-05, {}: loss in its own layers"
-    assert found[own.format("O0")] < math.log(2) < min(found[own.format(level)] for level in ("O2", "O3"))
+    own = {
+        (each.quantity, each.seed): each.ours
+        for each in findings
+        if re.fullmatch("DPO at .* 2e-05, .*: loss in its own layers", each.quantity)
+    }
+    assert {seed for _, seed in own} == {1234, 1235, 1236}
+    assert all((loss < math.log(2)) == (", O0" in name) for (name, _), loss in own.items())
+    assert {each.where["commit"] for each in findings if "learning rate" in each.quantity} == {row["commit"] for row in read(RATES)}
 
 
 def test_encoders_are_told_over_option_d():
