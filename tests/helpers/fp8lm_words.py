@@ -216,7 +216,7 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
      and len(before := before_updates()) == 4
      and all(abs(before[level, one] / before[level, other] - 1) < 0.02 for level, one in before
              for twin, other in before if twin == level)),
-    ("fp8lm-table4", "There O3 was above O0 in the first ten steps too, by less than half as much, and in the last ten, above nine",
+    ("fp8lm-table4", "There O3 was above O0 in the first ten steps too, by less than half as much, and in the last ten, where both",
      lambda: (apart := {key: float(earlier_ppo()[1][key]) - float(earlier_ppo()[0][key]) for key in ("reward_first", "reward_last")})
      and 0 < apart["reward_first"] < results("fp8lm-table4")["O3: reward `digits` of the first 10 steps, less O0's"] / 2
      and 0 < apart["reward_last"] < 0.01 and min(float(row["reward_last"]) for row in earlier_ppo()) > 0.9
