@@ -254,6 +254,7 @@ def table7_measured() -> Table:
     rows = measured_of_table7()
     columns = {
         "model": column("model"), "TP x PP x DP": lambda row: f"{row['tp']} x {row['pp']} x {row['dp']}", "case": case,
+        "cards": lambda row: row["gpu"].replace("NVIDIA ", "").removesuffix(" 80GB HBM3"),
         "GiB per micro-batch, counted": column("scope_gib", 2), "from shapes": column("shapes_scope_gib", 2),
         "change": column("scope_change"),
         "all transfers GiB, counted": column("all_gib", 2), "all from shapes": column("shapes_all_gib", 2),
