@@ -140,6 +140,9 @@ SAID: list[tuple[str, str, Callable[[], bool]]] = [
     ("fp8lm-table3", "runs at about half of O0's speed",
      lambda: all(-56 < change < -44 for name, change in results("fp8lm-table3").items()
                  if re.fullmatch("O[123]: throughput from O0's at [0-9a-f]+", name))),
+    ("fp8lm-table3", "falls by about half as much as with FP32 weights, and by less than half as much as at O2",
+     lambda: (times := {(line[0], line[1]): float(line[4].split()[0]) for line in post.starts().cells})
+     and 1.8 < times["`O0`", "FP32"] < 2.2 < times["`O2`", "BF16"]),
     ("fp8lm-table3", "runs of one FP8 level differ in speed by up to a seventh",
      lambda: round(1 / max(1 - min(speeds) / max(speeds) for level in LEVELS if (
          speeds := [float(run["tokens_per_s"]) for run in today(post.SFT, "model", "smollm2")[level].values()]))) == 7),

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron.lm.evaluation.paired_difference import interval
 from tools.docs.cells import BENCH, Absent, Cell, Table, code, column, of
 from tools.docs.evidence import ROOT, Row, read
 
@@ -11,6 +12,7 @@ SFT, DPO, PPO, ENCODERS, BOOLQ, EVALUATION, CURVES = (
     f"{BENCH}/{name}.csv" for name in ("sft", "dpo", "ppo", "encoders", "boolq", "evaluation", "post_curves")
 )
 
+STARTS = f"{BENCH}/sft_starts.csv"  # the first steps of a fine-tuning, with BF16 and with FP32 weights
 
 BASE = "O0"  # the level that others are compared with
 SPEEDS = ("tokens_per_s", "s_per_step", "rollout_tokens_per_s", "pairs_per_s")  # whose outliers are the host's: medians over seeds
@@ -103,6 +105,29 @@ def sft() -> Table | Absent:
     return replace(of(SFT, rows, columns), sources=[(SFT, runs)]) if rows else Absent(SFT)
 
 
+def starts() -> Table | Absent:
+    """Falls of the held-out loss in the first steps of a fine-tuning, by level and dtype of the weights, and relative to the first case of
+    the same seed."""
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows_of(STARTS):
+        cases.setdefault((row["recipe"], row["dtype"]), {})[row["seed"]] = row
+    if not cases:
+        return Absent(STARTS)
+    falls = {name: {seed: _fall(row) for seed, row in runs.items()} for name, runs in cases.items()}
+    base = next(iter(falls.values()))
+    cells = []
+    for (level, dtype), fall in falls.items():
+        ratio = interval([value / base[seed] for seed, value in fall.items()])
+        half = "" if ratio.half_width is None else f" ({' to '.join(f'{end:.2f}' for end in ratio.ends)})"
+        cells.append([f"`{level}`", dtype.upper(), str(len(fall)), f"{statistics.fmean(fall.values()):.4f}", f"{ratio.mean:.2f}{half}"])
+    columns = ["level", "weights of the model", "seeds", "fall of the held-out loss", "times the first line's, 95 % interval"]
+    return Table(columns, cells, [(STARTS, rows_of(STARTS))])
+
+
+def _fall(row: Row) -> float:
+    return float(row["valid_loss_before"]) - float(row["valid_loss_after"])
+
+
 def dpo() -> Table | Absent:
     """Direct preference optimization at each level."""
     rows = rows_of(DPO)
@@ -174,5 +199,5 @@ def _measured(row: Row) -> str:
 
 
 TABLES: dict[str, Callable[[], Table | Absent]] = {
-    "sft": sft, "dpo": dpo, "ppo": ppo, "encoders": encoders, "boolq": boolq, "evaluation": evaluation,
+    "sft": sft, "sft-starts": starts, "dpo": dpo, "ppo": ppo, "encoders": encoders, "boolq": boolq, "evaluation": evaluation,
 }  # fmt: skip

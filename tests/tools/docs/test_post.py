@@ -50,8 +50,20 @@ def lines(table):
 def test_without_rows_the_table_says_so(root, name):
     table = post.TABLES[name]()
     assert isinstance(table, cells.Absent)
-    assert table.markdown() == f"No GPU measurement is recorded for the table of {name}."
+    assert table.markdown() == f"No GPU measurement is recorded for the table of {name.replace('-', ' ')}."
     assert not table.sources
+
+
+def test_falls_of_the_first_steps_are_compared_by_seed(root):
+    base = SFT | {"valid_loss_before": "1.6", "valid_loss_after": "1.5"}
+    other = base | {"recipe": "O2", "valid_loss_before": "1.7", "valid_loss_after": "1.5"}
+    write(root, post.STARTS, base, base | {"seed": "2", "valid_loss_after": "1.4"}, base | {"dtype": "fp32", "valid_loss_after": "1.35"},
+          other, other | {"seed": "2", "valid_loss_after": "1.3"})  # fmt: skip
+    assert [list(line.values()) for line in lines(post.starts())] == [
+        ["`O0`", "BF16", "2", "0.1500", "1.00 (1.00 to 1.00)"],
+        ["`O0`", "FP32", "1", "0.2500", "2.50"],
+        ["`O2`", "BF16", "2", "0.3000", "2.00 (2.00 to 2.00)"],
+    ]
 
 
 def test_levels_stand_beside_o0_of_the_same_setting(root):
