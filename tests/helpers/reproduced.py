@@ -21,10 +21,14 @@ FP8_ENDS, MEAN_SQUARE = "--attention-precision fp8 --output-layer-precision fp8-
 FP8_TOTALS = re.compile(r"memory, (BF16|FP8)$|micro-batch 4: memory$")
 
 
+def recorded(entry: str) -> list[keep.Row]:
+    """The rows of the largest size of an entry with results."""
+    return list(keep.largest(ENTRIES[entry], keep.read(ROOT / keep.RESULTS / f"{entry}.csv"))[1])
+
+
 def results(entry: str, column: str = "ours", size: str = "") -> Values:
     """Quantity -> its mean over seeds, of a size, by default the largest with results; numbers only."""
-    every = keep.read(ROOT / keep.RESULTS / f"{entry}.csv")
-    rows = [row for row in every if row["size"] == size] if size else keep.largest(ENTRIES[entry], every)[1]
+    rows = [row for row in keep.read(ROOT / keep.RESULTS / f"{entry}.csv") if row["size"] == size] if size else recorded(entry)
     numbers: dict[str, list[float]] = {}
     for row in rows:
         if not row["x"] and re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", row[column]):
@@ -33,13 +37,11 @@ def results(entry: str, column: str = "ours", size: str = "") -> Values:
 
 
 def by_seed(entry: str, quantity: str) -> dict[str, float]:
-    _, rows = keep.largest(ENTRIES[entry], keep.read(ROOT / keep.RESULTS / f"{entry}.csv"))
-    return {row["seed"]: float(row["ours"]) for row in rows if row["quantity"] == quantity}
+    return {row["seed"]: float(row["ours"]) for row in recorded(entry) if row["quantity"] == quantity}
 
 
 def differences(entry: str) -> list[tuple[str, str, PairedDifference]]:
-    _, rows = keep.largest(ENTRIES[entry], keep.read(ROOT / keep.RESULTS / f"{entry}.csv"))
-    return keep.loss_differences(ENTRIES[entry], rows)
+    return keep.loss_differences(ENTRIES[entry], recorded(entry))
 
 
 def above(entry: str, base: str, other: str) -> list[float]:
@@ -215,22 +217,14 @@ def verdicts6(option: str) -> list[tuple[int, float, float, str]]:
     return [(len(paired.seeds), *paired.relative.ends, paired.verdict()) for paired in pairs]
 
 
-def flow_interval(name: str) -> tuple[float, float]:
-    """Ends of the interval of COAT's emulated flow against BF16, relative."""
-    (ends,) = (paired.relative.ends for _, other, paired in differences("coat-flow") if other == f"{name}: validation loss")
-    return ends
-
-
 def flow_over(name: str, other: str) -> Interval:
     """Relative difference of one emulated flow of COAT from another, with its interval over seeds."""
-    losses = [{int(seed): value for seed, value in by_seed("coat-flow", f"{one}: validation loss").items()} for one in (other, name)]
-    return paired_difference(*losses).relative
+    return paired_difference(*(by_seed("coat-flow", f"{one}: validation loss") for one in (other, name))).relative
 
 
 def behind(name: str, after: float, until: float) -> float:
     """Training loss of an emulated flow of COAT above BF16's, mean of the logged steps in a range and of the seeds."""
-    rows = keep.largest(ENTRIES["coat-flow"], keep.read(ROOT / keep.RESULTS / "coat-flow.csv"))[1]
-    within = [row for row in rows if row["x"] and after < float(row["x"]) <= until]
+    within = [row for row in recorded("coat-flow") if row["x"] and after < float(row["x"]) <= until]
     means = [statistics.fmean(float(row["ours"]) for row in within if row["quantity"] == f"{one}, training loss") for one in (name, "bf16")]
     return means[0] - means[1]
 
@@ -238,7 +232,7 @@ def behind(name: str, after: float, until: float) -> float:
 def plateau() -> dict[tuple[str, str], float]:
     """First step at which the training loss is below 2 nats per byte, by flow and seed of COAT's emulated flow."""
     left: dict[tuple[str, str], float] = {}
-    for row in keep.largest(ENTRIES["coat-flow"], keep.read(ROOT / keep.RESULTS / "coat-flow.csv"))[1]:
+    for row in recorded("coat-flow"):
         if row["x"] and float(row["ours"]) < 2:
             name, _, seed = row["piece"].rpartition(", seed ")
             left[name, seed] = min(float(row["x"]), left.get((name, seed), float("inf")))

@@ -38,7 +38,7 @@ LAYERS, HIDDEN, TOKENS, VOCABULARY = 24, 2048, 8192, 50304  # GPT-1.3B, micro-ba
 MOE, EXPERTS_AT, MOE_AT = f"{BENCH}/moe.csv", "d48e830b", "757f8790"
 LINEAR = 12 * HIDDEN**2 * LAYERS  # weights of its linear layers
 TP = "O3 --tensor-model-parallel-size 2 --sequence-parallel"
-PROFILED, PROFILED_TP, SPLIT_TP, COAT_UPDATE, ROTATED = "d77a990", "3ce29b82", "5fa3333b", "e3da096", "2c95adf"
+PROFILED, NEWER, SPLIT_TP, COAT_UPDATE, ROTATED = "d77a990", "3ce29b82", "5fa3333b", "e3da096", "2c95adf"
 TP_NCCL = f"{TP} --tp-transport nccl"
 # Whole steps that a rate is derived from: file, commit, case, micro-batch.
 FITTED = (
@@ -57,10 +57,10 @@ FITTED = (
     (STEP, ROTATED, "O0", "8"),
     (PARALLEL, "d2fde52", "O3", "4"),
     (MOE, MOE_AT, "O0, mock data", "1"),
-    (STEP, PROFILED_TP, "O3", "4"),
-    (STEP, PROFILED_TP, "O2", "4"),
+    (STEP, NEWER, "O3", "4"),
+    (STEP, NEWER, "O2", "4"),
     (GRID, SPLIT_TP, TP, "8"),
-    (GRID, PROFILED_TP, TP_NCCL, "8"),
+    (GRID, NEWER, TP_NCCL, "8"),
 )
 PROBE = "probe of two H200s outside the repository"
 PROBED = (
@@ -125,7 +125,7 @@ def profiled(kind: str, commit: str = PROFILED, case: str = "O3") -> float:
 
 def profiled_tp(kind: str) -> float:
     """Return the seconds per step of a kind of kernel with TP 2 and twice the tokens."""
-    return profiled(kind, PROFILED_TP, TP_NCCL)
+    return profiled(kind, NEWER, TP_NCCL)
 
 
 def step(name: str, commit: str, case: str, micro_batch: int = 4) -> float:
@@ -136,7 +136,7 @@ def step(name: str, commit: str, case: str, micro_batch: int = 4) -> float:
 def arithmetic() -> Iterator[Rate]:
     """Yield the rates of GEMMs and attention."""
     products = 6 * LINEAR * TOKENS / 1e12
-    yield Rate("fp8 gemm", HIDDEN / 2, products / profiled_tp("GEMM FP8"), "TFLOP/s", f"{PROFILE}: GEMM FP8, TP 2", PROFILED_TP)
+    yield Rate("fp8 gemm", HIDDEN / 2, products / profiled_tp("GEMM FP8"), "TFLOP/s", f"{PROFILE}: GEMM FP8, TP 2", NEWER)
     whole = products / profiled("GEMM FP8")
     yield Rate("fp8 gemm", HIDDEN, whole, "TFLOP/s", f"{PROFILE}: GEMM FP8", PROFILED)
     head = 6 * TOKENS * VOCABULARY * HIDDEN / profiled("GEMM") / 1e12
@@ -173,10 +173,10 @@ def elements() -> Iterator[Rate]:
     rest = sum(map(profiled, ("cast", "other", "memory"))) - LINEAR * (transpose + pack)
     yield Rate("rest of a layer", None, rest / hidden * per, "ps", f"{PROFILE}: cast, other and memory, less what goes by weight", PROFILED)
     over_two = sum(map(profiled_tp, ("cast", "other", "memory"))) - LINEAR / 2 * (transpose + pack)
-    yield Rate("rest of a layer, tp", None, over_two / (2 * hidden) * per, "ps", f"{PROFILE}: cast, other and memory, TP 2", PROFILED_TP)
+    yield Rate("rest of a layer, tp", None, over_two / (2 * hidden) * per, "ps", f"{PROFILE}: cast, other and memory, TP 2", NEWER)
     yield Rate("loss", None, profiled("loss") / (TOKENS * VOCABULARY) * per, "ps", f"{PROFILE}: loss", PROFILED)
     loss_tp = profiled_tp("loss") / (2 * TOKENS * VOCABULARY / 2)
-    yield Rate("loss, tp", None, loss_tp * per, "ps", f"{PROFILE}: loss, TP 2", PROFILED_TP)
+    yield Rate("loss, tp", None, loss_tp * per, "ps", f"{PROFILE}: loss, TP 2", NEWER)
     kernels = sum(float(row["ms"]) for row in read(PROFILE) if row["commit"] == PROFILED and row["kind"] != "idle") * 1e-3
     gap = (step(STEP, PROFILED, "O3") - kernels) / LAYERS
     yield Rate("gap", None, gap * 1e6, "us", f"{STEP}: O3, less its kernels of {PROFILE}, a layer", PROFILED)
@@ -243,8 +243,8 @@ def whole_steps() -> Iterator[Rate]:
     """Yield the rates that are a difference between two whole steps, or a remainder of one."""
     per, hidden, operands = 1e12, TOKENS * HIDDEN * LAYERS, 16 * TOKENS * HIDDEN * LAYERS
     scaled_weights, fp8_weights = optimizer("O2"), optimizer("O3")
-    cast = step(STEP, PROFILED_TP, "O2") - step(STEP, PROFILED_TP, "O3") - (optimizer("O2", PROFILED_TP) - optimizer("O3", PROFILED_TP))
-    yield Rate("cast of a weight", None, cast / LINEAR * per, "ps", f"{STEP}: O2 less O3, the update aside", PROFILED_TP)
+    cast = step(STEP, NEWER, "O2") - step(STEP, NEWER, "O3") - (optimizer("O2", NEWER) - optimizer("O3", NEWER))
+    yield Rate("cast of a weight", None, cast / LINEAR * per, "ps", f"{STEP}: O2 less O3, the update aside", NEWER)
     weight = step(STEP, PROFILED, "O2") - step(STEP, PROFILED, "O3") - (scaled_weights - fp8_weights)  # at the commits below
     in_time = step(STEP, "130f7fa", "O2+tensorwise") - step(STEP, "130f7fa", "O2")
     yield Rate("just in time", None, in_time / operands * per, "ps", f"{STEP}: O2+tensorwise less O2", "130f7fa")
@@ -276,11 +276,11 @@ def whole_steps() -> Iterator[Rate]:
     gathered = 1311.6e6 * 1.08 / 2 / 320e9
     surcharge = two - alone + fp8_weights / 2 - gathered
     yield Rate("data parallel", None, surcharge / 1311.6e6 * per, "ps", f"{PARALLEL}: O3 on two GPUs less {STEP}: O3 on one", "d2fde52")
-    of_step = [row["kind"] for row in read(PROFILE) if (row["commit"], row["case"]) == (PROFILED_TP, TP_NCCL)]
+    of_step = [row["kind"] for row in read(PROFILE) if (row["commit"], row["case"]) == (NEWER, TP_NCCL)]
     beside = sum(profiled_tp(kind) for kind in of_step if kind not in ("NCCL", "idle")) + gap
-    sent = float(one(GRID, gpu=GPU, commit=PROFILED_TP, case=TP_NCCL)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
-    exposed = (step(GRID, PROFILED_TP, TP_NCCL, 8) - beside) / sent
-    yield Rate("tp exposed", None, exposed, "share", f"{GRID}: {TP_NCCL}, less its kernels", PROFILED_TP)
+    sent = float(one(GRID, gpu=GPU, commit=NEWER, case=TP_NCCL)["activation_mib"]) * 2**20 / 320e9 + (10 * LAYERS + 4) * 45e-6
+    exposed = (step(GRID, NEWER, TP_NCCL, 8) - beside) / sent
+    yield Rate("tp exposed", None, exposed, "share", f"{GRID}: {TP_NCCL}, less its kernels", NEWER)
     for name, case in (("host bf16", "O0"), ("host fp8", "O3")):
         eager = step(STEP, "fb6e7d2", case) / LAYERS * 1e6
         yield Rate(name, None, eager, "us", f"{STEP}: {case}, eager and unfused, a layer", "fb6e7d2")

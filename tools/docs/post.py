@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron.lm.config.blend_file import number_of
 from megatron.lm.evaluation.paired_difference import interval
 from tools.docs.cells import BENCH, Absent, Cell, Table, code, column, of
 from tools.docs.evidence import ROOT, Row, read
@@ -54,18 +55,11 @@ def over_seeds(rows: Sequence[Row], same: Sequence[str]) -> list[Row]:
     for group in (list(runs.values()) for runs in groups.values()):
         mean = dict(group[0]) | {"seeds": str(len(group))}
         for key in (key for key in mean if key not in (*same, "seed", "seeds")):
-            numbers = [number for row in group if (number := _number(row[key])) is not None]
+            numbers = [number for row in group if (number := number_of(row[key])) is not None]
             if len(numbers) == len(group) > 1:
                 mean[key] = str((statistics.median if key in SPEEDS else statistics.fmean)(numbers))
         means.append(mean)
     return means
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _gain(rows: Sequence[Row], key: str, same: Sequence[str]) -> Cell:

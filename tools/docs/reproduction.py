@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.lm.config.blend_file import number_of
 from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS
 from tools.docs.drawing import draw_panels
 from tools.docs.evidence import ROOT, Row, marked
@@ -92,20 +93,12 @@ def difference(row: Row) -> str:
     try:
         ours, paper = float(row["ours"]), float(row["paper"])
     except ValueError:
-        return "same" if row["ours"] == row["paper"] else "differs in kind" if _is_number(row["ours"]) else "differs"
+        return "same" if row["ours"] == row["paper"] else "differs in kind" if number_of(row["ours"]) is not None else "differs"
     return f"{ours - paper:+.3g}" if not paper or row["unit"] == "%" else f"{100 * (ours / paper - 1):+.1f} %"
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _short(text: str) -> str:
-    return f"{float(text):.4g}" if _is_number(text) else text
+    return f"{float(text):.4g}" if number_of(text) is not None else text
 
 
 def source(one: Entry) -> str:

@@ -41,7 +41,8 @@ def same_case(case: str, preset: str = "") -> tuple[str, ...]:
 def newer_o0(rows: Iterable[Row]) -> str:
     """Return a sentence for a table with rows of O0 from before the last tree that made it faster; else empty."""
     steps = [row for row in pick(STEP, whole_step) if row["case"] == BASE]
-    faster = [(before, row) for before, row in itertools.pairwise(steps) if float(before["ms"]) >= FASTER * float(row["ms"])]
+    trees = [(before, row) for before, row in itertools.pairwise(steps) if before["commit"] != row["commit"]]
+    faster = [(before, row) for before, row in trees if float(before["ms"]) >= FASTER * float(row["ms"])]
     if not faster:
         return ""
     before, since = faster[-1]

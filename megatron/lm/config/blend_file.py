@@ -70,7 +70,7 @@ def read_blend_per_split(path: str) -> dict[str, tuple[str, ...]]:
 
 
 def number_of(word: str) -> float | None:
-    """Convert a word of a flag to a number; None if it is a name."""
+    """Convert a word, such as one of a flag, to a number; None if it is none."""
     try:
         return float(word)
     except ValueError:
