@@ -19,6 +19,7 @@ from msamp.numerics import recipe
 from msamp.optim import updates
 
 TESTS = Path(__file__).parent
+CASES = pytest.StashKey[int]()
 
 # Triton reads this when it is first imported, and kernels are made for one or the other when their file is. Not in a hook: where single
 # files are named on the command line, the conftests beside them are imported first, and one of them imports Triton.
@@ -44,6 +45,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if [Path(path).resolve() for path in session.config.args] == [TESTS]:  # all of them, in several processes
         rewritten.keep(rewritten.part(session.config, TESTS), session.config)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.config.stash[CASES] = item.config.stash.get(CASES, 0) + 1
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that what is left is shared out
@@ -108,6 +113,12 @@ def groups_go_in_a_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "destroy_process_group", destroy_later)
         yield
+
+
+@pytest.fixture
+def cases_collected(request: pytest.FixtureRequest) -> int:
+    """Number of cases in the files that this run collected, those that -m, -k or --shard left out included."""
+    return request.config.stash[CASES]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
