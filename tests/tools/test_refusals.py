@@ -9,14 +9,12 @@ from helpers.refusals import code
 
 REFUSALS = [
     ("bench.bench_attention", "", "no GPU is available"),
-    ("bench.bench_compile", "--steps 1", "argument --steps: 1 is out of range"),
-    ("bench.bench_compile", "--warm-up 0", "argument --warm-up: 0 is out of range"),
     ("bench.bench_data_parallel", "--steps 1", "give 2"),
     ("bench.bench_data_parallel", "--cases O4", "O3"),
     ("bench.bench_fsdp", "--cases O9", "'O9' is unknown; choose one of bf16, torchao, O1, O2"),
     *(("bench.bench_generate", f"{flag} 0", f"argument {flag}: 0 is out of range") for flag in ("--batch-size", "--prompt", "--tokens")),
     *(
-        ("bench.bench_moe_baselines", f"{flag} 0", f"argument {flag}: 0 is out of range")
+        ("bench.baselines.bench_moe_baselines", f"{flag} 0", f"argument {flag}: 0 is out of range")
         for flag in ("--layers", "--micro-batches", "--steps")
     ),
     ("bench.bench_kernels", "--repeats 1", "argument --repeats: 1 is out of range: give 2"),
@@ -31,8 +29,6 @@ REFUSALS = [
     ("bench.bench_step", "--steps 1", "argument --steps: 1 is out of range: give 2"),
     ("bench.bench_step", "--levels --deterministic", "unrecognized arguments: --deterministic"),
     ("bench.bench_step", "--levels O9+--deterministic", "'O9'"),
-    ("bench.profile_step", "--level O4", "precision 'O4' is unknown"),
-    ("bench.profile_step", "", "no GPU is available"),
     ("reproduce.coat_memory", "--cases O9+--flag", "--cases 'O9 --flag': give a precision"),
     ("reproduce.coat_memory", "--micro-batch-size 0", "argument --micro-batch-size: 0 is out of range"),
     ("reproduce.coat_memory", "", "no GPU is available"),

@@ -346,7 +346,7 @@ def test_autocast_in_the_loop():
 
 
 # With inductor too: what it does to operators that change their arguments, no other backend does.
-@pytest.mark.nightly(8)  # by default: a layer in test_linear.py of nn, a model in test_bench_compile.py
+@pytest.mark.nightly(8)  # by default: a layer in test_linear.py of nn
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_compiled_model_trains_alike(backend: str):
     a, b = mlp(), mlp()
@@ -356,6 +356,30 @@ def test_the_compiled_model_trains_alike(backend: str):
     want = train(low, optimizer, 18)
     got = train(torch.compile(other, backend=backend), other_optimizer, 18)
     assert torch.allclose(got, want, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@every_level
+def test_graphs_of_torch_train_as_an_eager_loop_does(level):
+    """With mode="reduce-overhead" torch replays CUDA graphs, which write amaxes and read weights where they have always been."""
+    losses = []
+    for compiled in (False, True):
+        net = mlp().cuda()
+        low, optimizer = msamp.initialize(net, adamw(net), level)
+        torch._dynamo.reset()
+        if compiled:
+            low.compile(mode="reduce-overhead")
+        curve = []
+        for x, y in batches(34, "cuda"):
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = (low(x).float() - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            curve.append(float(loss))
+        losses.append(curve)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_on_one_process_zero_changes_nothing_and_gradients_are_the_user_s():

@@ -2,7 +2,8 @@
 
 import collections
 
-from tools.bench import bench_moe_baselines, check_plan
+from tools.bench import check_plan
+from tools.bench.baselines import bench_moe_baselines
 from tools.bench.derive_rates import FITTED, GRID, MOE, STEP
 from tools.docs.evidence import read
 from tools.docs.planner import CAUSES

@@ -9,8 +9,8 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from helpers.definitions import grouped_mm
-from tools.bench import bench_moe_baselines as bench
 from tools.bench import rows
+from tools.bench.baselines import bench_moe_baselines as bench
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 8}
 WORK = bench.Work(micro_batch=2, micro_batches=2, seq_length=16)

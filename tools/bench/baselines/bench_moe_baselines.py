@@ -1,9 +1,9 @@
-"""Measure training steps of OLMoE's shape in transformers and in megatron-core on one GPU: the baselines of our mixtures of experts.
+"""Measure training steps of OLMoE's shape in transformers on one GPU: the baselines of our mixtures of experts.
 
-    python tools/bench/bench_moe_baselines.py                                        16 layers, 8 micro-batches of 1 x 4,096 tokens
-    python tools/bench/bench_moe_baselines.py --cases bf16-master torchao --layers 8 --data-path enwik8/train_text_document
+    python tools/bench/baselines/bench_moe_baselines.py          16 layers, 8 micro-batches of 1 x 4,096 tokens
+    python tools/bench/baselines/bench_moe_baselines.py --cases bf16-master torchao --layers 8 --data-path enwik8/train_text_document
 
-All cases but one train transformers' `OlmoeForCausalLM` from random weights, with attention by `scaled_dot_product_attention`, and every
+All cases train transformers' `OlmoeForCausalLM` from random weights, with attention by `scaled_dot_product_attention`, and every
 layer and the loss under torch.compile. A step is forward and backward of all micro-batches, clipping to a norm of 1, and torch's fused
 AdamW:
 
@@ -11,7 +11,6 @@ AdamW:
                    per parameter, as in Megatron-LM and at our O0
     bf16           weights, gradients and moments in BF16: 8 bytes per parameter, but updates below the last bit of a weight are lost
     torchao        as bf16-master, with torchao's FP8 (pip install torchao): linear layers with a scale per tensor, experts with one per row
-    megatron       plain megatron-core in BF16 with FP32 masters, its experts one after another (`tools.bench.moe_in_megatron`)
 
 FP32 weights under autocast are no case: autocast does not reach `grouped_mm`, and transformers multiplies FP32 experts one by one in FP32.
 The router's losses, which ours computes too, are left out. Tokens are random, or from --data-path. A row with a case's speed and its
@@ -19,7 +18,6 @@ peak memory, without the peak of building the model, is appended to --csv; a cas
 """
 
 import argparse
-import contextlib
 import gc
 import itertools
 import json
@@ -40,13 +38,11 @@ from megatron.lm.shell.arguments import Parser, count
 from tools.bench import rows
 from tools.bench.bench_experts import FP8_ALIGNMENT, GroupedMM, grouped_layer, torchao_fp8
 from tools.bench.bench_grouped import BF16, failure
-from tools.bench.moe_in_megatron import MegatronTrainer, started
 
 CASES = {
     "bf16-master": "transformers BF16, FP32 master weights",
     "bf16": "transformers BF16, no master weights",
     "torchao": "transformers and torchao FP8, FP32 master weights",
-    "megatron": "Megatron-core BF16, sequential experts",
 }
 PRESET = "olmoe-1b-7b"
 WARM_UP = 3
@@ -220,19 +216,18 @@ def measure(case: str, config: Any, work: Work, steps: int, data_path: str | Non
     """
     cuda = device.type == "cuda"
     batches, losses, rates = token_rows(data_path, config.vocab_size, work, device), [], []
-    with started() if case == "megatron" else contextlib.nullcontext():
-        trainer = MegatronTrainer(config, device) if case == "megatron" else Trainer(case, config, device)
+    trainer = Trainer(case, config, device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP + steps):
+        batch = list(itertools.islice(batches, work.micro_batches))
         if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(WARM_UP + steps):
-            batch = list(itertools.islice(batches, work.micro_batches))
-            if cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            losses.append(trainer.step(batch).item())
-            if cuda:
-                torch.cuda.synchronize()
-            rates.append(work.tokens / (time.perf_counter() - start))
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses.append(trainer.step(batch).item())
+        if cuda:
+            torch.cuda.synchronize()
+        rates.append(work.tokens / (time.perf_counter() - start))
     if not all(map(math.isfinite, losses)):
         raise ValueError(f"losses {losses} of {CASES[case]} are not all finite: its speed says nothing")
     low, median, high = rows.percentiles(rates[WARM_UP:])
