@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train under Slurm, from the first GPU check to the last iteration, across as many time limits as needed. From the root of the checkout:
+# Train under Slurm to the last iteration, across as many time limits as needed. From the root of the checkout:
 #
 #   DATA=corpus_text_document SAVE=checkpoints sbatch examples/slurm/pretrain.sh examples/gpt3/pretrain_gpt_7b.sh --save-interval 500
 #
@@ -10,8 +10,8 @@
 #   ATTEMPTS  how often training starts within one allocation if a process fails (default 3)
 #   REQUEUES  how often the job is requeued at its time limit (default 100)
 #   ROOT      the checkout (default: the folder of submission)
-# Before every start megatron.lm.tools.check_cluster checks the GPUs with known products and the links with known sums. Slurm sends SIGUSR1
-# ten minutes before the limit: every process saves and exits, and the job is requeued. Allow more time than a step and a save take.
+# Check GPUs and links beforehand with DCGM and nccl-tests (docs/guide/clusters.md). Slurm sends SIGUSR1 ten minutes before the limit: every
+# process saves and exits, and the job is requeued. Allow more time than a step and a save take.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
@@ -91,24 +91,12 @@ requeue() {
 before=$(saved)
 for ((attempt = 1; attempt <= ATTEMPTS; attempt++)); do
   # A new port each time: the last one may still be in use.
-  port=$((20000 + (SLURM_JOB_ID * 16 + 2 * attempt) % 20000))
-  export MASTER_PORT=$port
+  export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 16 + attempt) % 20000))
   code=0
-  # shellcheck disable=SC2016  # expanded in each task
-  step bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' check \
-    "$PYTHON" -m megatron.lm.tools.check_cluster --hosts "${HOSTS[@]}" || code=$?
-  if ((code && !leaving)); then
-    echo "error: the check of GPUs and links failed, training was not started: exclude the machine it names (sbatch --exclude=HOST)" >&2
-    exit "$code"
-  fi
-  export MASTER_PORT=$((port + 1))
-  if ((!leaving)); then
-    code=0
-    step bash "$SCRIPT" --save "$SAVE" --load "$SAVE" --exit-code-unfinished "$UNFINISHED" "$@" || code=$?
-    if ((code == 0)); then
-      echo "training is finished"
-      exit 0
-    fi
+  step bash "$SCRIPT" --save "$SAVE" --load "$SAVE" --exit-code-unfinished "$UNFINISHED" "$@" || code=$?
+  if ((code == 0)); then
+    echo "training is finished"
+    exit 0
   fi
   if ((leaving)); then
     requeue

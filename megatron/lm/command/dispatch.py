@@ -25,7 +25,6 @@ COMMANDS = {
     "quickstart": Command("megatron.lm.command.quickstart", "train a small GPT in BF16 and at O2 and compare the two"),
     "torchrun": Command("megatron.lm.shell.torchrun", "start a command on several processes: torchrun with errors in one line"),
     "plan": Command("megatron.lm.tools.plan", "predict memory, bytes sent and time per step, grid by grid"),
-    "check-cluster": Command("megatron.lm.tools.check_cluster", "check a job's GPUs and their links before training"),
     "prepare-text": Command("megatron.lm.tools.prepare_text", "prepare a public text for training"),
     "clean-data": Command("megatron.lm.tools.clean_data", "drop duplicates and poor text from a corpus"),
     "preprocess": Command("megatron.lm.tools.preprocess_data", "tokenize a corpus into megatron-core's datasets"),

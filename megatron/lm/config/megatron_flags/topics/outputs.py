@@ -94,7 +94,7 @@ FLAGS = (
     ),
     *dropped(TIMERS, "--log-timers-to-tensorboard", "--timing-log-level N", "--timing-log-option TEXT", "--no-barrier-with-level-1-timing"),
     *dropped(
-        "the log names a stuck rank after --distributed-timeout-minutes; `python -m megatron.lm.tools.check_cluster` finds slow GPUs",
+        "the log names a stuck rank after --distributed-timeout-minutes; DCGM finds slow GPUs",
         "--log-straggler",
         "--disable-straggler-on-startup",
         "--straggler-ctrlr-port N",
