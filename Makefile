@@ -28,9 +28,9 @@ LINTED = msamp megatron tools tests docs examples setup.py
 # Tests that need the extra `integrations`: by host, and of our file for a host.
 HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accelerate.py lightning.py transformers.py)
 # Files with tests of what the extras `eval`, `data` and `wandb` bring; `--extras` leaves out those that `make test` has run.
-EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/cleaning tests/megatron/lm/tools/test_evaluate.py \
+EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate.py \
   tests/megatron/lm/tools/convert/test_fp8_export.py \
-  tests/megatron/lm/tools/test_clean_data.py tests/megatron/lm/data/preprocessing/test_rows.py \
+  tests/megatron/lm/data/preprocessing/test_rows.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
 .PHONY: help venv environments quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs docs-versions tables bench bench-gate clean
@@ -84,7 +84,7 @@ test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, pef
 	REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS) $(ARGS)
 
 test-extras: override PYTHON = .venv-extras/bin/python
-test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of cleaning data, with the extras `eval`, `data` and `wandb`, which it installs
+test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of Parquet input, with the extras `eval`, `data` and `wandb`, which it installs
 	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu" --extras $(EXTRA_TESTS) $(ARGS)
 
 test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)

@@ -16,7 +16,6 @@ training/     the training state, optimizer and schedule, gradient all-reduce, h
 model/        the GPT, and the choice of its FP8 layers
 hugging_face/ folders of Hugging Face and their models, read without running their code
 data/         tokenizers, preprocessing of text, reading of datasets, batches
-cleaning/     filters for raw text
 processes/    rendezvous, process groups, device and seeds, the grid of ranks, megatron-core without CUDA
 shell/        command-line behavior: flags, files, logs, exit codes, SIGINT, torchrun without its traceback
 config/       settings by section, their rules, presets, recipes from flags, recipes of the baselines

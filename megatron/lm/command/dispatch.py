@@ -26,7 +26,6 @@ COMMANDS = {
     "torchrun": Command("megatron.lm.shell.torchrun", "start a command on several processes: torchrun with errors in one line"),
     "plan": Command("megatron.lm.tools.plan", "predict memory, bytes sent and time per step, grid by grid"),
     "prepare-text": Command("megatron.lm.tools.prepare_text", "prepare a public text for training"),
-    "clean-data": Command("megatron.lm.tools.clean_data", "drop duplicates and poor text from a corpus"),
     "preprocess": Command("megatron.lm.tools.preprocess_data", "tokenize a corpus into megatron-core's datasets"),
     "convert": Command("megatron.lm.tools.convert_checkpoint", "convert checkpoints to and from Hugging Face, Megatron-LM and safetensors"),
     "evaluate": Command("megatron.lm.tools.evaluate", "evaluate models: bits per byte, and tasks with lm-eval"),
