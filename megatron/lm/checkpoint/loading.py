@@ -27,7 +27,7 @@ from megatron.lm.config.cli import config_from_dict, config_to_dict
 from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.saved_schedule import differing_schedule
 from megatron.lm.config.sections.parallel import AXES
-from megatron.lm.data.reading.order import carry, check_same
+from megatron.lm.data.reading.order import check_same
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.processes.grid import Grid
@@ -341,7 +341,6 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
         return
     training.health = health.of(info)
     _restore_guard(training, info)
-    carry(info, training.data)
     optimizer.skipped_steps = info["skipped_steps"]
     # The position in the schedule; its shape is this run's, which equals the saved one without --override-opt-param-scheduler.
     training.schedule.apply_pending()

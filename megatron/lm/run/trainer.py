@@ -23,7 +23,6 @@ from megatron.lm.data.masked import MASKED, masked, model_vocabulary
 from megatron.lm.data.preprocessing.indexing import read_counts
 from megatron.lm.data.reading import order
 from megatron.lm.data.reading.same_data import check_same_data
-from megatron.lm.data.reading.token_digests import TokenDigests
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.errors import RunStopped
 from megatron.lm.graphs import step_graph
@@ -44,7 +43,6 @@ from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
-from megatron.lm.run.token_check import TokenCheck
 from megatron.lm.run.watchdog import IN_STEP, READING, Watchdog
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
@@ -73,7 +71,6 @@ class Trainer:
         self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
         splits = {"training": self.train_data, "validation": self.valid_data, "test": self.test_data}
         check_same_data(splits, self.tokenizer, config.training.seed)
-        self.digests = TokenDigests(self.train_data)
         vocab_size = model_vocabulary(config, self.tokenizer)
         self.training = build_training(config, vocab_size)
         if self.train_data is not None:
@@ -82,9 +79,7 @@ class Trainer:
         self.config = config = self.training.config
         self.rollback = Rollback()
         self.watchdog = Watchdog.of(config)
-        self.token_check = TokenCheck(self.training, self.digests, self.watchdog)
         if config.checkpoint.load:
-            self.token_check.before_load()
             checkpoint.load(self.training)
             if config.checkpoint.resumes_itself:
                 self.rollback.saved(self.training.iteration)
@@ -228,7 +223,6 @@ class Trainer:
                 self.watchdog.leave_if_alone(error)  # before code that waits for the device, and so for the other ranks
                 raise
             finally:
-                self.digests.close()
                 self._release()
         if why == LAUNCHER_GONE:
             raise RunStopped(self._leaving(why))
@@ -243,8 +237,6 @@ class Trainer:
         self.profiles.close()
         self.lost_updates.judge()
         self._release()
-        if self.saver is None:
-            self.token_check.at_end()
         if why is None:
             self._save()
             self._evaluate("valid", self.valid_data)
@@ -338,7 +330,7 @@ class Trainer:
         """Save and evaluate if due; return why the run stops here, or None."""
         why = verdict.leave or (f"--exit-interval {self.config.training.exit_interval}" if due.leave else None)
         if due.save or verdict.save or why:
-            self._save(leaving=verdict.leave is not None)  # before the evaluation, which may fail
+            self._save()  # before the evaluation, which may fail
         elif due.save_non_persistent:
             self._save(persistent=False)
         if due.evaluation:
@@ -394,10 +386,8 @@ class Trainer:
         counts = read_counts(blend.prefixes[0])
         return loss / math.log(2) * counts.tokens / counts.text_bytes if counts is not None else None
 
-    def _save(self, *, persistent: bool = True, leaving: bool = False) -> None:
+    def _save(self, *, persistent: bool = True) -> None:
         if self.saver is not None:
-            self.watchdog.at("hashing the training data")
-            self.token_check.before_save(leaving=leaving)
             self.watchdog.at("comparing weights")
             check_replicas(self.training, self.training.iteration, finite=False)  # a checkpoint of copies that differ cannot be resumed
             self.watchdog.at("saving")

@@ -8,9 +8,10 @@ different order; for a run of one epoch its order equals this one. A blend draws
 does not depend on the length of the run either.
 
 The entry `data` of a checkpoint has everything that determines the order: the seed, and for each dataset its weight, the documents used
-for training, and digests of its index, of a part of its tokens, and of all of them once these are known (`token_digests`; else None). Paths
-and names do not matter. A resume also compares the settings
-that decide what a sample is, such as `--reset-attention-mask`.
+for training, digests of its index and of a part of its tokens, and when the tokens were last modified. The index has the length of every
+document, so another size is another index. Paths and names do not matter, and neither does the time alone: a copy of the data is the same
+data, but the log names it, since tokens outside of the part may have changed. A resume also compares the settings that decide what a sample
+is, such as `--reset-attention-mask`.
 """
 
 from __future__ import annotations
@@ -129,22 +130,15 @@ def description(train: Dataset, seed: int) -> dict[str, Any]:
     return {"order": ORDER, "seed": seed, "datasets": [_dataset(part, float(weight)) for part, weight in parts]}
 
 
-def sources(train: Dataset | None) -> list[tuple[str, Path]]:
-    """Return prefix and index cache of each dataset in the training data, each once; none for mock data, which has no files."""
-    parts = train.datasets if isinstance(train, EpochBlend) else [train]
-    files = (part for part in parts if isinstance(part, EpochDataset) and not isinstance(part, MockDataset))
-    return list({part.dataset_path: Path(part.config.path_to_cache) for part in files}.items())
-
-
 def _dataset(part: Any, weight: float) -> dict[str, Any]:
-    source: dict[str, str | None]
+    source: dict[str, str | int]
     if isinstance(part, MockDataset):
         tokens = f"{part.dataset.vocab_size} ids, {part.dataset.eod_token} ends a document"
-        content = _digest(tokens.encode())
-        source = {"prefix": MOCK, "index": _digest(part.dataset.sequence_lengths.tobytes()), "content": content, "whole": content}
+        source = {"prefix": MOCK, "index": _digest(part.dataset.sequence_lengths.tobytes()), "content": _digest(tokens.encode())}
     else:
-        index, content = _digest(part.dataset.index.bin_buffer), _content(Path(f"{part.dataset_path}.bin"))
-        source = {"prefix": part.dataset_path, "index": index, "content": content, "whole": None}
+        file = Path(f"{part.dataset_path}.bin")
+        source = {"prefix": part.dataset_path, "index": _digest(part.dataset.index.bin_buffer), "content": _content(file)}
+        source["modified"] = file.stat().st_mtime_ns
     return source | {
         "weight": weight,
         "documents": [int(part.indices[0]), int(part.indices[-1]) + 1],
@@ -194,19 +188,12 @@ def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None)
         return f"--override-data: the data continues at sample {info['consumed_samples']} of other data: {'; '.join(differing)}"
     if saved is None:
         return "the checkpoint has no digests of its data: it is assumed to be the data of this run"
-    lacking = [entry["prefix"] for entry in saved["datasets"] if entry.get("whole") is None]
-    return f"the checkpoint has no digest of all tokens of {', '.join(lacking)}: only samples of them are compared" if lacking else None
-
-
-def carry(info: dict[str, Any], now: dict[str, Any] | None) -> None:
-    """Enter the checkpoint's digests of all tokens into `now`, the data of the run that resumes it, where they are not known there yet:
-    they are compared when they are, and until then its checkpoints keep them."""
-    saved = info.get("data")
-    if now is None or saved is None or not info["iteration"] or len(saved["datasets"]) != len(now["datasets"]):
-        return
-    for old, new in zip(saved["datasets"], now["datasets"], strict=True):
-        if new["whole"] is None and (old["index"], old["content"]) == (new["index"], new["content"]):
-            new["whole"] = old.get("whole")
+    pairs = list(zip(saved["datasets"], now["datasets"], strict=True))
+    touched = [new["prefix"] for old, new in pairs if old.get("modified", new.get("modified")) != new.get("modified")]
+    notes = [f"{', '.join(touched)} was written again since the checkpoint: only samples of its tokens are compared"] if touched else []
+    if any("modified" in new and "modified" not in old for old, new in pairs):
+        notes.append("the checkpoint has no times of its data, and its digests of all tokens, if any, are ignored: samples are compared")
+    return "; ".join(notes) or None
 
 
 def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -219,7 +206,7 @@ def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         prefix = new["prefix"]
         if old["index"] != new["index"]:
             differing.append(f"{prefix} is not the same dataset as {old['prefix']}")
-        elif old["content"] != new["content"] or (old.get("whole") or new["whole"]) != (new["whole"] or old.get("whole")):
+        elif old["content"] != new["content"]:
             differing.append(f"{prefix} has other tokens than {old['prefix']}, in documents of the same lengths")
         elif old["documents"] != new["documents"]:
             differing.append("documents {} to {} of {} (saved: {} to {}), see --split".format(*new["documents"], prefix, *old["documents"]))

@@ -50,7 +50,7 @@ def check_same_data(datasets: Mapping[str, Dataset | None], tokenizer: Tokenizer
 
 
 def _digest(about: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the data, without the paths."""
+    """Return the SHA-256 of the data, without paths and times, which differ between machines."""
     contents = {name: _without_paths(value) for name, value in about.items()}
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
@@ -58,7 +58,7 @@ def _digest(about: Mapping[str, Any]) -> str:
 def _without_paths(value: Any) -> Any:
     if not isinstance(value, dict) or "datasets" not in value:
         return value
-    return value | {"datasets": [{key: x for key, x in one.items() if key != "prefix"} for one in value["datasets"]]}
+    return value | {"datasets": [{key: x for key, x in one.items() if key not in ("prefix", "modified")} for one in value["datasets"]]}
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -117,11 +118,8 @@ def test_a_zero_filled_index_is_made_anew(prefix, tmp_path, capsys):
 
 
 def described(settings, samples=10):
-    """The description of the training data, as a checkpoint has it once all tokens were hashed."""
-    data = description(train(settings, samples), settings.training.seed)
-    for entry in data["datasets"]:
-        entry["whole"] = entry["content"]
-    return data
+    """The description of the training data, as a checkpoint has it."""
+    return description(train(settings, samples), settings.training.seed)
 
 
 def info(then, iteration=5, settings=None):
@@ -144,7 +142,16 @@ def test_the_same_data_elsewhere_is_the_same(prefix, tmp_path):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"p{suffix}").rename(tmp_path / "moved" / f"p{suffix}")
     settings = config(data_path=(str(tmp_path / "moved" / "p"),), split="80,19,1", train_iters=1000, load="somewhere")
-    assert check_same(info(then), settings, described(settings, 1000)) is None
+    now = described(settings, 1000)
+    assert check_same(info(then), settings, now) is None
+    os.utime(tmp_path / "moved" / "p.bin", ns=(0, 0))  # written again with the same tokens, or with others that no sample covers
+    assert "p was written again" in check_same(info(then), settings, described(settings, 1000))
+
+
+def test_a_checkpoint_with_digests_of_all_tokens_says_that_they_are_ignored(prefix):
+    now = described(config(data_path=(prefix,)))
+    then = now | {"datasets": [{key: x for key, x in now["datasets"][0].items() if key != "modified"} | {"whole": "0" * 64}]}
+    assert "digests of all tokens, if any, are ignored" in check_same(info(then), config(data_path=(prefix,), load="somewhere"), now)
 
 
 def replaced(prefix, other):
