@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from msamp.numerics import accumulation
 from msamp.numerics.block_scale import values
 from msamp.numerics.granularity import Block
 
@@ -138,13 +139,17 @@ def scaled_mm(
         a_scale_inv, b_scale_inv: FP32, 0-dim.
         bias: [N] of `out_dtype`, or None.
         out_dtype: torch.bfloat16, torch.float16 or torch.float32.
-        fast_accum: let the tensor cores keep partial sums at reduced precision.
+        fast_accum: let the tensor cores keep partial sums at reduced precision (`msamp.numerics.accumulation`).
 
     Returns:
         [M, N] of `out_dtype`. Dimensions that are not multiples of 16 are padded internally.
     """
     if not fp8_hardware(a.device):
-        out = emulated_mm(a, b, a_scale_inv, b_scale_inv, out_dtype)
+        if accumulation.like_hopper():
+            sums = accumulation.product(a, b, "fast" if fast_accum else "full")
+            out = (sums * (a_scale_inv * b_scale_inv)).to(out_dtype)
+        else:
+            out = emulated_mm(a, b, a_scale_inv, b_scale_inv, out_dtype)
         return out if bias is None else out + bias
     M, N = a.shape[0], b.shape[0]
     if 0 in (M, N, a.shape[1]):  # cuBLAS rejects empty operands

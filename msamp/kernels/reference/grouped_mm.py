@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from msamp.kernels.scaled_mm import SPAN, _decode
+from msamp.numerics import accumulation
 
 GROUP_ALIGNMENT = 128  # rows to which a group may be padded, so that no block of a weight gradient's sum reaches into the next group
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,11 +116,10 @@ def grouped_mm(
     """
     check_grouped(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype)
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    left, right = _decode(a, torch.float32), _decode(b, torch.float32)
     factors = a_scale_inv * b_scale_inv
     for e, (start, end) in enumerate(zip(*Groups.of(offsets, a.shape[0]), strict=True)):
         if end > start:
-            out[start:end] = _product(left[start:end], right[e], fast_accum).mul_(factors[e]).to(out_dtype)
+            out[start:end] = _product(a[start:end], b[e], fast_accum).mul_(factors[e]).to(out_dtype)
     return out
 
 
@@ -156,17 +156,19 @@ def grouped_mm_grad_weight(
     """
     check_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype)
     out = a_t.new_zeros((offsets.numel(), a_t.shape[0], b_t.shape[0]), dtype=out_dtype)
-    left, right = _decode(a_t, torch.float32), _decode(b_t, torch.float32)
     factor = a_scale_inv * b_scale_inv
     for e, (start, end) in enumerate(zip(*Groups.of(offsets, a_t.shape[1]), strict=True)):
         if end > start:
-            out[e] = _product(left[:, start:end], right[:, start:end], fast_accum).mul_(factor).to(out_dtype)
+            out[e] = _product(a_t[:, start:end], b_t[:, start:end], fast_accum).mul_(factor).to(out_dtype)
     return out
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, fast_accum: bool) -> torch.Tensor:
-    """Return `left @ right.T` in FP32; without fast accumulation, partial sums over 128 elements are added from the first to the last, as
-    the kernel adds them."""
+def _product(a: torch.Tensor, b: torch.Tensor, fast_accum: bool) -> torch.Tensor:
+    """Return `a @ b.T` of FP8 codes in FP32; without fast accumulation, partial sums over 128 elements are added from the first to the
+    last, as the kernel adds them. The tensor cores' sums are `msamp.numerics.accumulation`'s."""
+    if accumulation.like_hopper():
+        return accumulation.product(a, b, "fast" if fast_accum else "full")
+    left, right = _decode(a, torch.float32), _decode(b, torch.float32)
     out = left.new_zeros((left.shape[0], right.shape[0]))
     span = max(1, left.shape[1]) if fast_accum else SPAN
     for at in range(0, left.shape[1], span):

@@ -1,0 +1,109 @@
+"""Hopper's sums of FP8 products: by hand, against bits that an H200 recorded, and against another implementation."""
+
+import itertools
+
+import pytest
+import torch
+
+from helpers.fp8_sums import CASES, E4M3, E5M2, digest, operands
+from msamp.kernels import ops
+from msamp.numerics.accumulation import accumulating, product
+
+ONE = torch.ones(())
+
+
+def row(*numbers: float, dtype=E4M3) -> torch.Tensor:
+    return torch.tensor([numbers]).to(dtype)
+
+
+def test_products_are_cut_13_bits_below_the_largest_of_their_block():
+    large, below = 2.0**8, 2.0**-6
+    assert product(row(large, 1.0), row(1.0, 2.0**-5), "fast") == large + 2.0**-5  # 13 bits below
+    assert product(row(large, 1.5, -1.5), row(1.0, 2.0**-5, 2.0**-5), "fast") == large  # both cut to 2^-5, toward zero
+    assert product(row(large, 1.0), row(1.0, below), "fast") == large
+    one_by_one = row(large, *[1.0] * 40)
+    assert product(one_by_one, row(1.0, *[below] * 40), "fast") == large  # also in the next block, where the sum is the largest
+    assert product(one_by_one, row(1.0, *[below] * 40), "exact") == large + 40 * below
+
+
+def test_full_accumulation_promotes_after_128_products():
+    a, b = row(2.0**8, *[1.0] * 255), row(1.0, *[2.0**-6] * 255)
+    assert product(a, b, "fast") == 2.0**8
+    assert product(a, b, "full") == 2.0**8 + 128 * 2.0**-6
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [(E4M3, -6), (E5M2, -14)], ids=str)
+def test_a_subnormal_number_has_the_smallest_exponent(dtype, exponent):
+    """So 2^(exponent - 2) aligns like 2^exponent, and what is 13 bits below that is cut."""
+    a, b = row(2.0 ** (exponent - 2), 2.0 ** (exponent + 1), dtype=dtype), row(2.0**8, 2.0**-8)
+    assert product(a, b, "fast") == 2.0 ** (exponent + 6)
+    assert product(row(1.0, 1.0), row(2.0**-9, 0.0), "fast") == 2.0**-9
+
+
+def test_values_that_are_not_finite_follow_ieee():
+    a, b = row(1.0, float("inf"), 0.0, dtype=E5M2), row(1.0, -2.0, 3.0)
+    assert product(a, b, "full") == float("-inf")
+    assert product(a, row(1.0, 0.0, 3.0), "full").isnan()
+
+
+def test_leading_dimensions_broadcast():
+    a, b = (operands(CASES[0])[i].view(4, 8, 128) for i in (0, 1))
+    got = product(a.view(2, 2, 8, 128)[:, :1], b.view(2, 2, 8, 128), "fast")
+    assert got[1, 0].equal(product(a[2], b[2], "fast"))
+    assert got[0, 1].equal(product(a[0], b[1], "fast"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "culprit"),
+    [
+        ((row(1.0), row(1.0), "slow"), "slow"),
+        ((row(1.0).float(), row(1.0), "fast"), "float32"),
+        ((row(1.0), row(1.0, 2.0), "fast"), "1, 2"),
+    ],
+)
+def test_what_it_refuses(arguments, culprit):
+    with pytest.raises(ValueError, match=culprit):
+        product(*arguments)
+    with pytest.raises(ValueError, match="bf16"), accumulating("bf16"):
+        pass
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_twins_sum_like_hopper_when_asked_to(fast):
+    a, b = (x[:16] for x in operands(CASES[7]))
+    want = product(a, b, "fast" if fast else "full")
+    offsets, long = (torch.tensor([n], dtype=torch.int32) for n in (16, a.shape[1]))
+
+    def twins() -> list[torch.Tensor]:
+        return [
+            ops.scaled_mm(a, b, ONE, ONE, None, torch.float32, fast_accum=fast),
+            ops.grouped_mm(a, b[None], offsets, ONE, ONE[None], torch.float32, fast_accum=fast),
+            ops.grouped_mm_grad_weight(a, b, long, ONE, ONE, torch.float32, fast_accum=fast)[0],
+        ]
+
+    with accumulating("hopper"):
+        assert all(got.equal(want) for got in twins())
+    assert not any(got.equal(want) for got in twins())
+
+
+@pytest.mark.nightly(40)
+@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+def test_another_implementation_has_the_same_bits(pair):
+    mmaemu = pytest.importorskip("mmaemu", reason="pip install mmaemu")
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor(0.3), torch.tensor(1.7)
+
+    def any_code(dtype: torch.dtype, rows: int, K: int) -> torch.Tensor:
+        return torch.randint(0, 256, (rows, K), generator=generator).to(torch.uint8).view(dtype)
+
+    def wide(dtype: torch.dtype, rows: int, K: int) -> torch.Tensor:
+        x = torch.randn(rows, K, generator=generator) * torch.randint(-12, 6, (rows, K), generator=generator).float().exp2()
+        return x.clamp(-448, 448).to(dtype)
+
+    for K, make in itertools.product((16, 32, 48, 128, 144, 208, 512, 4096), (any_code, wide)):
+        a, b = make(pair[0], 16, K), make(pair[1], 32, K)
+        for fast, out in itertools.product((True, False), (torch.float32, torch.bfloat16)):
+            want = mmaemu.scaled_mm(a, b.t(), *scales, out_dtype=out, use_fast_accum=fast, splitk=1)
+            with accumulating("hopper"):
+                got = ops.scaled_mm(a, b, *scales, None, out, fast_accum=fast)
+            assert digest(got) == digest(want), (K, make.__name__, fast, out)
