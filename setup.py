@@ -45,6 +45,7 @@ setup(
     package_data={
         "msamp": ["py.typed"],
         "megatron.lm.data.tokenizers": ["requirements-text.txt"],
+        "megatron.lm.config.megatron_flags": ["flags.toml"],
         "megatron.lm.planning": ["rates.csv"],
         "megatron.lm.evaluation.tasks": [
             "boolq.yaml",

@@ -9,8 +9,7 @@ import pytest
 
 import msamp
 from megatron.lm.config.cli import _parser
-from megatron.lm.config.megatron_flags.table import TABLE
-from megatron.lm.config.megatron_flags.topics.row import DROPPED, TRANSLATED
+from megatron.lm.config.megatron_flags.table import DROPPED, TRANSLATED, rows
 
 ROOT = Path(__file__).parents[1]
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -91,7 +90,7 @@ def problems(page: Path, root: Path = ROOT) -> list[str]:
     """What a page names that does not exist."""
     text, found = page.read_text(encoding="utf-8"), []
     known = _flags(_parser({})) | OTHERS
-    known |= {row.flag for rows in TABLE.values() for row in rows if row.verdict.treatment in (TRANSLATED, DROPPED)}
+    known |= {row.flag for row in rows() if row.treatment in (TRANSLATED, DROPPED)}
     for tool in TOOLS:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', tool.read_text(encoding="utf-8")))
     for part in _code(_ours(text)):

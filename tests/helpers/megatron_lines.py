@@ -111,7 +111,6 @@ LINES = {
 --tensorboard-dir x
 --profile
 --record-memory-history
---yaml-cfg x.yaml
 --wandb-project p
 --wandb-exp-name e
 --wandb-save-dir d
@@ -225,6 +224,7 @@ LINES = {
 --bert-no-binary-head
 """,
     "refused": """
+--yaml-cfg x.yaml
 --fp8-format e4m3
 --use-legacy-models
 --optimizer sgd

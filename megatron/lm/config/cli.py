@@ -5,7 +5,6 @@ Megatron-LM first go through the table of `megatron_flags`.
 """
 
 import argparse
-import difflib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +14,9 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron.lm.config.blend_file import read_blend, read_blend_per_split
 from megatron.lm.config.from_checkpoint import Saved, taken
-from megatron.lm.config.megatron_flags.apply import apply, given_by
-from megatron.lm.config.megatron_flags.defaults import described, differing, megatron_settings, null_vocabulary
-from megatron.lm.config.megatron_flags.in_context import Given
+from megatron.lm.config.megatron_flags.apply import apply, described, differing, given_by
 from megatron.lm.config.megatron_flags.listing import help_sections
-from megatron.lm.config.megatron_flags.yaml_file import words_of
+from megatron.lm.config.megatron_flags.table import GivenFlags, closest
 from megatron.lm.config.presets import PRESETS, in_other_units, preset, published_vocabulary
 from megatron.lm.config.sections.outputs import CheckpointConfig
 from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, SIZE, choices_of, flag
@@ -69,13 +66,13 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     Raises:
         ValueError: from `saved`, for an unreadable checkpoint.
     """
-    argv, lines_of_file = _with_yaml(list(sys.argv[1:] if argv is None else argv))
+    argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _preset_parser(add_help=False).parse_known_args(argv)[0].preset
     settings = in_other_units(preset(chosen), given_by(argv).flags) if chosen else {}
     given = given_by(argv, settings)
     defaults, megatron_defaults = differing(given), "--megatron-defaults" in given.flags
     if megatron_defaults:
-        settings = megatron_settings(defaults) | settings
+        settings = {name: value for default in defaults for name, value in default.settings.items()} | settings
     about = _about_loading(given)
     from_checkpoint = taken(about, saved(about)) if saved is not None and about.use_checkpoint_args and about.load is not None else None
     if from_checkpoint is not None:
@@ -88,11 +85,12 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     except ValueError as error:
         parser.error(str(error))
     argv = list(applied.argv)
-    values, lines = vars(parser.parse_args(argv)), [*lines_of_file, *applied.lines]
+    values, lines = vars(parser.parse_args(argv)), list(applied.lines)
     if from_checkpoint is not None:
         lines += filter(None, (from_checkpoint.line, from_checkpoint.override(values, frozenset(given.flags))))
-    if megatron_defaults and (from_checkpoint is None or "vocab_size" not in from_checkpoint.settings):
-        null_vocabulary(values)
+    in_checkpoint = from_checkpoint is not None and "vocab_size" in from_checkpoint.settings
+    if megatron_defaults and values["tokenizer_type"] == "NullTokenizer" and values["vocab_size"] is not None and not in_checkpoint:
+        values["vocab_size"] += 1  # Megatron-LM's V counts the tokens before the end of document, whose id is V
     try:
         _read_blends(values)
     except ValueError as error:
@@ -103,26 +101,6 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
         {name: {f.name: values[f.name] for f in fields(cls) if f.name in values} for name, cls in section_types().items()}
     )
     return Parsed(config, tuple(lines) if megatron_defaults or not defaults else (*lines, described(defaults)))
-
-
-def _with_yaml(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Put the words of the file of `--yaml-cfg` before a command line; flags of the command line override the file's.
-
-    Returns:
-        The words, and log lines.
-    """
-    given = given_by(argv).flags
-    if "--yaml-cfg" not in given:
-        return argv, []
-    path = next(iter(given["--yaml-cfg"]), "")
-    try:
-        words = words_of(path, known_flags())
-    except ValueError as error:
-        _preset_parser(add_help=False).error(str(error))
-    of_file = given_by(words).flags
-    replaced = [name for name in of_file if name in given]
-    kept = [word for name, values in of_file.items() if name not in given for word in (name, *values)]
-    return [*kept, *argv], [f"--yaml-cfg {path}: the command line replaces {', '.join(replaced)}"] if replaced else []
 
 
 def _read_blends(values: dict[str, Any]) -> None:
@@ -145,7 +123,7 @@ def _read_blends(values: dict[str, Any]) -> None:
         values["data_path"] = read_blend(shared)
 
 
-def _about_loading(given: Given) -> CheckpointConfig:
+def _about_loading(given: GivenFlags) -> CheckpointConfig:
     """Parse the flags about the checkpoint to load and `--use-checkpoint-args` before all others."""
     switches: dict[str, Any] = {f.name: flag(f.name) in given.flags for f in fields(CheckpointConfig) if f.default is False}
     return CheckpointConfig(
@@ -226,12 +204,8 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
 def _refuse_unknown_keys(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> None:
     for key in data:
         if key not in known:
-            raise ValueError(f"{key!r} is not a known {what}{_did_you_mean(key, known)}; known: {', '.join(known)}")
-
-
-def _did_you_mean(word: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+            close = closest(key, known)
+            raise ValueError(f"{key!r} is not a known {what}{f' (did you mean {close}?)' if close else ''}; known: {', '.join(known)}")
 
 
 def _kind(hint: Any) -> tuple[type, bool, bool]:
@@ -290,9 +264,6 @@ def _preset_parser(**kwargs: Any) -> argparse.ArgumentParser:
         help="use Megatron-LM's default for each absent flag; docs/reference/megatron_flags.md lists those that differ",
     )
     parser.add_argument("--data-args-path", metavar="FILE", help="file with the arguments of --data-path, a weight and a prefix per line")
-    parser.add_argument(
-        "--yaml-cfg", metavar="FILE", help="Megatron-LM's YAML of arguments; flags on the command line replace those of the file"
-    )
     parser.add_argument(
         "--per-split-data-args-path",
         metavar="FILE",

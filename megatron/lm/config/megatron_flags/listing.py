@@ -1,16 +1,10 @@
 """The table as text: sections of `--help`, and the page `docs/reference/megatron_flags.md`."""
 
 import textwrap
-from collections.abc import Iterator
 
-from megatron.lm.config.megatron_flags.defaults import DEFAULTS
-from megatron.lm.config.megatron_flags.table import TABLE
-from megatron.lm.config.megatron_flags.topics.row import ACCEPTED, DROPPED, REFUSED, TRANSLATED, Row
+from megatron.lm.config.megatron_flags.table import DROPPED, REFUSED, TRANSLATED, defaults, rows
 
 PAGE = "docs/reference/megatron_flags.md"
-LIMITS = {
-    "--expert-tensor-parallel-size N": "only 1, with which each process has whole experts; the rules refuse more"
-}  # of accepted flags
 WIDTH = 132
 HEADING = "Megatron flags"
 HEAD = """# Flags of Megatron-LM
@@ -18,8 +12,8 @@ HEAD = """# Flags of Megatron-LM
 What the trainer does with each flag of Megatron-LM (core_v0.16.1, and some of older versions). Start
 `megatron.lm.pretrain` instead of `pretrain_gpt.py` ([before and after](../guide/moving.md#from-megatron-lm)) and keep the flags, unless one
 is refused: the message names all of them. `--bf16` alone computes in BF16: replace it by `--opt-level O3` for FP8, since both together are
-refused. `--bf16 --fp8-format hybrid` becomes O1 with FP32 states. `make tables` generates this page from the table in
-`megatron/lm/config/megatron_flags/`.
+refused. `--bf16 --fp8-format hybrid` becomes O1 with FP32 states. `make tables` generates this page from
+`megatron/lm/config/megatron_flags/flags.toml`.
 
 - **accepted**: the trainer has the flag, with Megatron-LM's meaning. [Its own page](flags.md) describes it.
 - **translated**: the trainer has it under another name.
@@ -50,40 +44,27 @@ EXAMPLES = """examples:
 
 def help_sections() -> str:
     """Return the end of `--help`: how Megatron-LM's flags are treated, and three examples."""
-    rows = [row for group in TABLE.values() for row in group]
     parts = [f"{HEADING} (the log names those that a run drops or translates; {PAGE} gives the reasons):"]
     for treatment, label in ((TRANSLATED, "translated"), (DROPPED, "dropped, since they have no effect here"), (REFUSED, "refused")):
-        lines = [f"{row.line} -> {' '.join(row.verdict.becomes)}" if treatment == TRANSLATED else row.line for row in _of(rows, treatment)]
-        whole = ", ".join(line.replace(" ", "\0") for line in lines)  # a flag and its value stay on one line
-        listed = textwrap.fill(whole, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")
+        some = [row for row in rows() if row.treatment == treatment and not row.conditional]
+        lines = [f"{row.line} -> {' '.join(row.becomes)}" if treatment == TRANSLATED else row.line for row in some]
+        joined = ", ".join(line.replace(" ", "\0") for line in lines)  # a flag and its value stay on one line
+        listed = textwrap.fill(joined, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")
         parts.append(f"  {label}:\n{listed}")
     return "\n".join(parts) + "\n\n" + EXAMPLES
 
 
 def page() -> str:
     """Return the page of the documentation."""
-    differing = [
-        f"| {_code(default.what) if default.what[0] == '-' else default.what} | {default.megatron} | {default.ours} |"
-        for default in DEFAULTS
-    ]
-    parts = [HEAD, DIFFERENT + "\n".join(differing) + "\n"]
-    for subject, rows in TABLE.items():
-        parts.append(f"## {subject.capitalize()}\n")
-        parts.append("| flag | here | |\n| --- | --- | --- |")
-        parts += [f"| {_code(row.line)} | {row.verdict.treatment} | {_cell(row)} |" for row in rows]
-        parts.append("")
-    return "\n".join(parts)
-
-
-def _cell(row: Row) -> str:
-    if row.verdict.treatment == ACCEPTED:
-        return LIMITS.get(row.line, "")
-    return _code(" ".join(row.verdict.becomes)) if row.verdict.treatment == TRANSLATED else row.verdict.says
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"
-
-
-def _of(rows: list[Row], treatment: str) -> Iterator[Row]:
-    return (row for row in rows if row.verdict.treatment == treatment)
+    parts = [HEAD, DIFFERENT]
+    for default in defaults():
+        what = f"`{default.what}`" if default.what.startswith("--") else default.what
+        parts.append(f"| {what} | {default.megatron} | {default.ours} |\n")
+    some = [row for row in rows() if not row.conditional]
+    for subject in dict.fromkeys(row.subject for row in some):
+        parts.append(f"\n## {subject.capitalize()}\n\n| flag | here | |\n| --- | --- | --- |\n")
+        for row in some:
+            if row.subject == subject:
+                text = f"`{' '.join(row.becomes)}`" if row.treatment == TRANSLATED else row.why
+                parts.append(f"| `{row.line}` | {row.treatment} | {text} |\n")
+    return "".join(parts)
