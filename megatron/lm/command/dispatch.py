@@ -30,12 +30,16 @@ COMMANDS = {
     "convert": Command("megatron.lm.tools.convert_checkpoint", "convert checkpoints to and from Hugging Face, Megatron-LM and safetensors"),
     "evaluate": Command("megatron.lm.tools.evaluate", "evaluate models: bits per byte, and tasks with lm-eval"),
     "generate": Command("megatron.lm.tools.generate", "continue prompts"),
-    "watch": Command("megatron.lm.tools.watch.command", "watch training runs live, on the terminal and as a page"),
     "report": Command("megatron.lm.tools.report", "write a page about training runs"),
     "compare": Command("megatron.lm.tools.loss_compare", "compare the losses of training runs"),
     "inspect": Command("megatron.lm.tools.inspect_scales", "show what the precision recorder measured"),
     "env": Command("megatron.lm.command.environment", "print versions, GPUs and settings for a bug report"),
-    "completion": Command("megatron.lm.command.completion", "print a completion script for bash or zsh"),
+}
+INSTEAD = {  # of commands of earlier versions
+    "check-cluster": "`dcgmi diag` and nccl-tests check GPUs and links (docs/guide/clusters.md)",
+    "clean-data": "datatrove filters and deduplicates text (docs/guide/data.md)",
+    "completion": "`msamp --help` lists the commands",
+    "watch": "give the trainer --tensorboard-dir or --wandb-project",
 }
 
 
@@ -65,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"msamp {msamp_version()}")
         return 0
+    if name in INSTEAD:
+        return refuse(f"msamp {name} was removed: {INSTEAD[name]}")
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, 1)
         meant = f"did you mean {close[0]}? " if close else ""

@@ -1,17 +1,15 @@
-"""Print what a bug report needs: versions, GPUs with their links, and the environment variables that change training.
+"""Print what an issue form asks for: versions, GPUs, and the environment variables that change training.
 
     msamp env
-    msamp env --json
 
-It answers in an environment without torch too, which it then reports.
+It works without torch too, and then reports that torch is missing.
 """
 
+import contextlib
 import importlib.util
-import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -19,48 +17,28 @@ from pathlib import Path
 
 from megatron.lm.shell import arguments, exit_codes
 
-PACKAGES = (
-    "megatron-core",
-    "triton",
-    "nvidia-cudnn-frontend",
-    "transformer-engine",
-    "torchao",
-    "flash-attn",
-    "numpy",
-    "transformers",
-    "accelerate",
-    "lightning",
-)
-# No others, since variables may contain passwords.
-PREFIXES = ("CUDA_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")
+PACKAGES = ("megatron-core", "triton", "transformer-engine", "torchao", "flash-attn", "numpy", "transformers", "accelerate")
+PREFIXES = ("CUDA_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")  # no others: variables may contain passwords
 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = arguments.Parser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    options = parser.parse_args(argv)
-    description = dict(describe())
-    if options.json:
-        print(json.dumps(description, indent=1))
-        return
-    width = max(map(len, description))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in description.items()))
+    arguments.Parser(description=__doc__).parse_args(argv)
+    print("\n".join(f"{name:<24}  {value}" for name, value in describe()))
 
 
 def describe() -> Iterator[tuple[str, str]]:
-    """Yield names and values, first the ones that a reader of a report looks for."""
-    yield "msamp", _msamp()
-    yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield "system", f"{platform.platform()}, {len(os.sched_getaffinity(0))} CPU cores"
+    """Yield names and values."""
+    yield "msamp", f"{msamp_version()} ({msamp_file().parents[1]})"
+    yield "python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}, {len(os.sched_getaffinity(0))} CPU cores"
     if importlib.util.find_spec("torch") is None:
         yield "torch", "not installed"
     else:
         yield from _torch()
     for package in PACKAGES:
-        if (installed := _version(package)) is not None:
-            yield package, installed
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
     for name in sorted(os.environ):
         if name.startswith(PREFIXES):
             yield name, os.environ[name]
@@ -81,51 +59,17 @@ def msamp_version() -> str:
     return match[1]
 
 
-def _msamp() -> str:
-    """Return version, commit and folder."""
-    folder = msamp_file().parents[1]
-    git = _output("git", "-C", str(folder), "log", "-1", "--format=%h of %cs") if (folder / ".git").exists() else ""
-    changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no") if git else ""
-    return f"{msamp_version()}{f', commit {git}' if git else ''}{' with changes' if changed else ''} ({folder})"
-
-
 def _torch() -> Iterator[tuple[str, str]]:
     import torch
 
-    built = torch.version.cuda
-    yield "torch", f"{torch.__version__}{f', CUDA {built}' if built else ', without CUDA'}"
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         yield "GPU", "none: torch sees no CUDA device"
         return
-    from msamp.kernels.scaled_mm import fp8_hardware
-
-    yield "driver", _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or "unknown"
     yield "cuDNN, NCCL", f"{torch.backends.cudnn.version()}, {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    count = torch.cuda.device_count()
-    for number in range(count):
-        known = torch.cuda.get_device_properties(number)
-        fp8 = "FP8 GEMMs" if fp8_hardware(torch.device("cuda", number)) else "no FP8 GEMMs"
-        memory = f"{known.total_memory / 2**30:.0f} GiB"
-        yield f"GPU {number}", f"{known.name}, {memory}, compute capability {known.major}.{known.minor}, {fp8}"
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    if pairs:
-        reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-        yield "GPU to GPU", f"{reached} of {len(pairs)} directed pairs can copy directly"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _output(*line: str) -> str:
-    """Return what a command prints; empty if it fails."""
-    try:
-        return subprocess.run(line, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        yield f"GPU {number}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
 
 if __name__ == "__main__":

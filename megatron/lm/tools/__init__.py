@@ -2,7 +2,6 @@
 
 before a run    plan (the grids that fit a cluster, and their times), prepare_text (real text and its tokenizer, downloaded),
                 preprocess_data (text of one's own -> datasets)
-during it       watch/ (loss, speed and underflow by layer, live)
 after it        report and loss_compare (runs side by side), inspect_scales (what the precision recorder saw), generate (a prompt
                 continued)
 to elsewhere    convert_checkpoint, with convert/ (Hugging Face, safetensors, FP8 for inference)

@@ -105,18 +105,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue  # cut off when the run was killed
         try:
-            steps[_iteration(step)] = with_series(step)
+            steps[_iteration(step)] = dict(step) | {"series": dict(_series(step)), "total": _total_row(step)}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path}, line {number} is not a recorded step ({error!r}): give {expected}") from None
     if not steps:
         raise ValueError(f"{path} contains no recorded step: give {expected}")
     return [steps[iteration] for iteration in sorted(steps)]
-
-
-def with_series(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded step with `series` and `total`, as `read` does; ValueError, KeyError, TypeError, AttributeError or OverflowError if
-    it is not one."""
-    return dict(step) | {"series": dict(_series(step)), "total": _total_row(step)}
 
 
 def _iteration(step: Mapping[str, Any]) -> int:
