@@ -18,7 +18,9 @@ dist.init_process_group("nccl" if cuda else "gloo") if ranks > 1 else None
 torch.manual_seed(0)  # equal weights
 model = msamp.convert(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 16)).to(device), recipes.O2)
 weights, rest = ([p for p in model.parameters() if isinstance(p, msamp.ScalingTensor) == fp8] for fp8 in (True, False))
-optimizer = msamp.FP8AdamW([{"params": weights, "formats": recipes.O2.states}, {"params": rest, "formats": recipes.FP32_STATES}], lr=2e-3)
+optimizer = msamp.LowPrecisionOptimizer(
+    [{"params": weights, "formats": recipes.O2.states}, {"params": rest, "formats": recipes.FP32_STATES}], lr=2e-3
+)
 formats = dict.fromkeys(weights, recipes.O2.states.grad) | dict.fromkeys(rest, recipes.FP32_STATES.grad)
 sync = msamp.grad_sync(model, formats, dist.group.WORLD if ranks > 1 else None)
 scales, generator = msamp.ScalingState(model), torch.Generator().manual_seed(rank)  # different data on every rank

@@ -16,7 +16,7 @@ from msamp.nn.convert import convert
 from msamp.numerics import recipe
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 
 opt_levels = ["O1", "O2", "O3"]
 
@@ -25,7 +25,7 @@ Dtypes = SimpleNamespace(kfloat8_e4m3=E4M3, kfloat8_e5m2=E5M2, kfloat16=FP16, kb
 _MOMENTS: dict[torch.dtype, Format] = {torch.uint8: E4M3, torch.float16: FP16, torch.float32: FP32}
 
 
-class LBAdamW(FP8AdamW):
+class LBAdamW(LowPrecisionOptimizer):
     """MS-AMP's AdamW: moments in `exp_avg_dtype` and `exp_avg_sq_dtype`, torch.uint8 (E4M3), torch.float16 (scaled) or torch.float32.
 
     Raises:

@@ -13,7 +13,7 @@ from msamp.numerics.formats import Format
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
 ACCUMULATORS = ("fp8", "fp8-sr", "bf16", "fp32")
-OWNER = "owner"  # no accumulation on this rank: each micro-batch is sent, and the owners accumulate (`msamp.comm.owner_sums`)
+OWNER = "owner"  # no accumulation on this rank: each micro-batch is sent, and the owners accumulate (`msamp.comm.bucket_sender`)
 
 
 class Draws:

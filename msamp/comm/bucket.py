@@ -5,13 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from msamp.comm.guessed_pack import GuessedPack
 from msamp.comm.partition import Piece
-from msamp.numerics.formats import Format
+from msamp.kernels import ops
+from msamp.kernels.reference.pack import TALLY, FlatPiece
+from msamp.kernels.tables import Tables
+from msamp.numerics.formats import E4M3, Format
+from msamp.numerics.tensor import Tally
 
 
 @dataclass(eq=False)
-class Segment:
+class BucketPiece:
     """One piece of a parameter in a bucket.
 
     Attributes:
@@ -42,12 +45,12 @@ class Bucket:
         ranks, rank: of the data-parallel group.
 
     Attributes:
-        segments: all pieces in the order of the flat buffer, by (owner, parameter, row).
-        owned: the segments of this rank.
+        pieces: all pieces in the order of the flat buffer, by (owner, parameter, row).
+        owned: the pieces of this rank.
         sizes: elements that each rank owns.
         cut: whether any parameter has more than one piece.
         own: this rank's slice of the flat buffer.
-        spans: for each segment its parameter, its first element there, its number of elements, and its first element in the flat buffer.
+        flat_pieces: for each piece its parameter, first element there, number of elements, and first element in the flat buffer.
         tables: of the launches over this bucket's gradients.
         gradients: this rank's gradients, by index in `params`; None until backward has produced one.
         waiting: number of gradients that are still missing.
@@ -61,26 +64,25 @@ class Bucket:
         self.params = list(params)
         self.names = list(names)
         self.format = fmt
-        self.segments: list[Segment] = []
+        self.pieces: list[BucketPiece] = []
         self.sizes = [0] * ranks
         start = 0
         for piece in sorted(pieces, key=lambda piece: (piece.owner, piece.tensor, piece.row)):
             p = self.params[piece.tensor]
             elements = piece.rows * (p.numel() // max(1, p.shape[0])) if p.dim() else 1
-            self.segments.append(Segment(piece.tensor, piece.row, piece.rows, piece.owner, start, elements))
+            self.pieces.append(BucketPiece(piece.tensor, piece.row, piece.rows, piece.owner, start, elements))
             self.sizes[piece.owner] += elements
             start += elements
-        self.owned = [segment for segment in self.segments if segment.owner == rank]
+        self.owned = [piece for piece in self.pieces if piece.owner == rank]
         self.own = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
-        self.cut = len(self.segments) > len(self.params)
-        self.spans = [
-            (segment.index, segment.row * (segment.elements // max(1, segment.rows)), segment.elements, segment.start)
-            for segment in self.segments
+        self.cut = len(self.pieces) > len(self.params)
+        self.flat_pieces = [
+            (piece.index, piece.row * (piece.elements // max(1, piece.rows)), piece.elements, piece.start) for piece in self.pieces
         ]
         device = self.params[0].device
-        self._packed = GuessedPack(self.spans, len(self.params), device, tallied=True)
-        own_spans = [(s.index, s.start - self.own.start, s.elements, s.start - self.own.start) for s in self.owned]
-        self._averaged = GuessedPack(own_spans, len(self.params), device, tallied=False)
+        self._packed = GuessedPack(self.flat_pieces, len(self.params), device, tallied=True)
+        own_pieces = [(s.index, s.start - self.own.start, s.elements, s.start - self.own.start) for s in self.owned]
+        self._averaged = GuessedPack(own_pieces, len(self.params), device, tallied=False)
         self.tables = self._packed.tables
         self.clear()
 
@@ -91,8 +93,8 @@ class Bucket:
         self.sent = False
         self.absent: set[int] = set()
         self.forget()
-        for segment in self.owned:
-            segment.grad = None
+        for piece in self.owned:
+            piece.grad = None
 
     def present(self) -> list[torch.Tensor]:
         """Return the parameters for which any rank had a gradient."""
@@ -101,10 +103,10 @@ class Bucket:
     def __str__(self) -> str:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} ... {self.names[-1]}"
 
-    def part(self, segment: Segment, own: torch.Tensor) -> torch.Tensor:
-        """Return the elements of one of this rank's segments in `own`, this rank's slice of a flat buffer."""
-        start = segment.start - self.own.start
-        return own[start : start + segment.elements]
+    def part(self, piece: BucketPiece, own: torch.Tensor) -> torch.Tensor:
+        """Return the elements of one of this rank's pieces in `own`, this rank's slice of a flat buffer."""
+        start = piece.start - self.own.start
+        return own[start : start + piece.elements]
 
     def measure(self, gradients: Sequence[torch.Tensor], fmt: Format) -> torch.Tensor:
         """Return the amax of each gradient, FP32 [parameters], +inf for a non-finite one; see `GuessedPack.measure`. `gradients` and `fmt`:
@@ -122,7 +124,7 @@ class Bucket:
         return self._packed.pack(gradients, fmt, factor)
 
     def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """Return the tallies of each segment of the buffer that `flatten` returned last, int64 [segments, 3]; see `GuessedPack.tallies`."""
+        """Return the tallies of each piece of the buffer that `flatten` returned last, int64 [pieces, 3]; see `GuessedPack.tallies`."""
         return self._packed.tallies(flat)
 
     def measure_mean(self, payloads: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -147,8 +149,8 @@ class Bucket:
     def unflatten(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return one payload per parameter from the flat buffer, in the parameter's shape: a view if the parameter is not cut."""
         parts: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.params]
-        for segment in self.segments:
-            parts[segment.index].append((segment.row, flat[segment.start : segment.start + segment.elements]))
+        for piece in self.pieces:
+            parts[piece.index].append((piece.row, flat[piece.start : piece.start + piece.elements]))
         payloads = []
         for p, pieces in zip(self.params, parts, strict=True):
             ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
@@ -160,3 +162,105 @@ class Bucket:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """View a flat contiguous tensor as uint8, which every backend can send and every device can concatenate, unlike FP8."""
     return x.view(torch.uint8)
+
+
+class GuessedPack:
+    """Packs pieces of the same tensors into a flat buffer, step after step, with one read of each tensor instead of two.
+
+    The factors follow from the tensors' amaxes; they are powers of two, and usually those of the step before. So `measure`, which reads the
+    tensors for their amaxes, packs them in the same read with the last factors as a guess, and `pack`, which gets the right factors, packs
+    again only the tensors for which the guess was wrong. The result does not depend on the guess. A bucket has two of these: one for its
+    gradients, one for the mean over the ranks.
+
+    Args:
+        pieces: as for `ops.pack`; together they fill the buffer.
+        tensors: number of tensors.
+        device: of the tensors.
+        tallied: whether pieces into E4M3 are also tallied (`ops.pack`), for the gradient norm.
+
+    Attributes:
+        pieces: as passed.
+        tables: of the launches.
+    """
+
+    def __init__(self, pieces: Sequence[FlatPiece], tensors: int, device: torch.device, *, tallied: bool) -> None:
+        self.pieces, self.tables = pieces, Tables(device)
+        self._elements = sum(elements for _, _, elements, _ in pieces)
+        self._tallied = tallied
+        # The last step's factors, always in the same memory, since CUDA graphs read and write them.
+        self._guess = torch.ones(tensors, device=device, dtype=torch.float32)
+        self._tensor_of_piece = torch.tensor([tensor for tensor, *_ in pieces], dtype=torch.int64, device=device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what `measure` packed and `pack` did not use, and the tallies."""
+        self._guessed: _Guessed | None = None
+        self._tally: Tally | None = None
+
+    def measure(self, xs: Sequence[torch.Tensor], fmt: Format, *, ranks: int = 1) -> torch.Tensor:
+        """Return the amax of each tensor's values, FP32 [tensors], +inf if one is not finite.
+
+        Args:
+            xs, fmt: those of `pack`.
+            ranks: rows of each x, whose mean in FP32 is its value.
+        """
+        flat = torch.empty(self._elements, dtype=fmt.dtype, device=xs[0].device)
+        amaxes = torch.zeros(len(xs), device=flat.device, dtype=torch.float32)
+        tallied = self._tallied and fmt == E4M3
+        tallies = torch.zeros(2, len(self.pieces), TALLY, dtype=torch.int64, device=flat.device) if tallied else None
+        first = None if tallies is None else tallies[0]
+        ops.pack(self.tables, xs, self.pieces, flat, self._guess, amaxes=amaxes, tallies=first, ranks=ranks, divisor=ranks)
+        self._guessed = _Guessed(tuple(xs), versions_of(xs), fmt, ranks, flat, tallies)
+        return amaxes
+
+    def pack(self, xs: Sequence[torch.Tensor], fmt: Format, factor: torch.Tensor | None = None, *, ranks: int = 1) -> torch.Tensor:
+        """Return the flat buffer with `cast(x * factor)` of each tensor.
+
+        Args:
+            xs: contiguous; [ranks, n] with several `ranks`.
+            fmt: of the buffer.
+            factor: FP32 [tensors]; None casts without one.
+            ranks: as for `measure`.
+        """
+        guessed = self._guessed
+        self.forget()
+        if guessed is None or factor is None or not guessed.of(xs, fmt, ranks):
+            flat = torch.empty(self._elements, dtype=fmt.dtype, device=xs[0].device)
+            ops.pack(self.tables, xs, self.pieces, flat, factor, ranks=ranks, divisor=ranks)
+            return flat
+        flat, tallies = guessed.flat, guessed.tallies
+        again = None if tallies is None else tallies[1]
+        ops.pack(self.tables, xs, self.pieces, flat, factor, tallies=again, unless=self._guess, ranks=ranks, divisor=ranks)
+        if tallies is not None:
+            right = (factor == self._guess)[self._tensor_of_piece]
+            self._tally = Tally(torch.where(right.unsqueeze(1), tallies[0], tallies[1]), flat)
+        self._guess.copy_(factor)
+        return flat
+
+    def tallies(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """Return the tallies of each piece of the buffer that `pack` returned last, int64 [pieces, 3].
+
+        None if there are none, if `flat` is another buffer, or if it has changed since.
+        """
+        return None if self._tally is None else self._tally.of(flat)
+
+
+@dataclass(frozen=True)
+class _Guessed:
+    """What `measure` packed: the tensors and their versions, the format, rows per tensor, the buffer, and tallies of both passes."""
+
+    xs: tuple[torch.Tensor, ...]
+    versions: list[int]
+    format: Format
+    ranks: int
+    flat: torch.Tensor
+    tallies: torch.Tensor | None
+
+    def of(self, xs: Sequence[torch.Tensor], fmt: Format, ranks: int) -> bool:
+        same = len(xs) == len(self.xs) and all(a is b for a, b in zip(xs, self.xs, strict=True))
+        return same and fmt == self.format and ranks == self.ranks and versions_of(xs) == self.versions
+
+
+def versions_of(xs: Sequence[torch.Tensor]) -> list[int]:
+    """Return the version counters of tensors; -1 for inference tensors, which have none."""
+    return [-1 if x.is_inference() else x._version for x in xs]

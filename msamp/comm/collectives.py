@@ -1,7 +1,7 @@
 """Collectives for any dtype over any backend, which count their bytes and name lost ranks."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -254,3 +254,27 @@ def _all_reduce_by_exchange(x: torch.Tensor, op: dist.ReduceOp.RedOpType, group:
         dist.ReduceOp.MAX: torch.amax,
     }
     x.copy_(combine[op](received, 0).view(x.shape))
+
+
+class OtherRanks:
+    """The ranks that average the gradients of some parameters, if not those of the rest of the model: experts under expert parallelism.
+
+    N ranks share the experts of a layer, and each computes its experts for the tokens of all N. So an expert has C copies, fewer than the D
+    data-parallel copies of the rest, and each copy's gradient already contains the tokens of N ranks. The gradient of the mean loss is the
+    sum over the copies divided by D, whatever C is:
+
+        average = (C / D) mean over the C copies
+
+    Args:
+        peers: the ranks, a subset of those that see different tokens; a single one averages nothing.
+        params: the parameters, which share no bucket with others.
+        weight: factor of the average, C / D.
+
+    Raises:
+        ValueError: if the weight is not positive.
+    """
+
+    def __init__(self, peers: Peers, params: Iterable[torch.Tensor], weight: float) -> None:
+        if not weight > 0:
+            raise ValueError(f"the weight of an average is {weight}; it must be positive: pass copies over data-parallel ranks")
+        self.peers, self.params, self.weight = peers, frozenset(params), weight

@@ -26,6 +26,7 @@ and `partition` decides which rank owns what.
 """
 
 import contextlib
+import enum
 import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,17 +38,24 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from msamp.comm.accumulate import OWNER, Accumulator, Draws, accumulator, squares_are_finite
-from msamp.comm.bucket import Bucket, Segment
+from msamp.comm.bucket import Bucket, BucketPiece
 from msamp.comm.bucket_sender import BucketSender
-from msamp.comm.collectives import Peers
+from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.exchange import Exchange, by_name
 from msamp.comm.grad_marks import GradMarks
-from msamp.comm.other_ranks import OtherRanks
 from msamp.comm.partition import BucketPlan
 from msamp.comm.sync_checks import check_formats, check_same_on_all_ranks, check_sums, check_sums_in_fp32
 from msamp.numerics.formats import Format
 from msamp.numerics.stochastic_rounding import tensor_key
+
+
+class Phase(enum.Enum):
+    """What happens to a gradient that autograd delivers; `no_sync` and the way to accumulate decide."""
+
+    LAST = "its bucket is sent once complete, and the average is delivered"
+    EARLIER = "its bucket is sent once complete, and the owner adds it to the sum of the step's micro-batches"
+    HELD = "it is added to the sum on this rank, and nothing is sent"
 
 
 class GradSync:
@@ -73,13 +81,14 @@ class GradSync:
         scaling: how a sum that can overflow gets headroom, one of the exchange's scalings; None is its default.
         mu_rule: "halve" (the default) or "paper", for a scaling with an adaptive mu, see `msamp.comm.grad_scaling`.
         accumulate: how gradients accumulate over micro-batches on this rank, see `msamp.comm.accumulate`; or "owner": each micro-batch is
-            sent at once and the owner accumulates, see `msamp.comm.owner_sums`. Every rank must then run the same number of micro-batches.
+            sent at once and the owner accumulates, see `msamp.comm.bucket_sender.OwnerSums`. Every rank must then run the same number of
+            micro-batches.
         overlap: send buckets during backward, else in `finish`.
         seed: of stochastic rounding.
         sums: parameters with unscaled gradients that are also summed over ranks outside the group, in `finish` and before the average:
             copies of a weight on other pipeline stages, norms under sequence parallelism. All ranks of such a group must pass the same
             shapes in the same order. Their buckets are sent last.
-        others: the parameters that other ranks average, see `msamp.comm.other_ranks`; None if all have the same replicas.
+        others: the parameters that other ranks average, see `msamp.comm.collectives.OtherRanks`; None if all have the same replicas.
         sent: the counter of sent bytes; None creates one.
         heed_zero_grad: notice when gradients held under `no_sync` were cleared by `module.zero_grad()` or `p.grad = None`, and drop them.
             Between such micro-batches `p.grad` is a NaN marker (`msamp.comm.grad_marks`). False saves that host time in a loop that only
@@ -142,26 +151,23 @@ class GradSync:
             self.buckets, peers, self.exchange, self.scaling, mu_rule=mu_rule, shard=shard, device=device, others=others
         )
         self.autoscale, self.statistics, self.own_proposals = self.sender.autoscale, self.sender.statistics, self.sender.own_proposals
-        self._at_owner = accumulate == OWNER
-        if self._at_owner:
+        at_owner = accumulate == OWNER
+        if at_owner:
             check_sums_in_fp32(self.exchange, self.sender.wires)
+        self._under_no_sync = {b: Phase.EARLIER if at_owner and b not in self._held_back else Phase.HELD for b in self.buckets}
         self._draws = Draws(tensor_key(seed, "gradient sums", peers.rank), device) if accumulate == "fp8-sr" else None
-        local = "fp32" if self._at_owner else accumulate  # for the buckets that are held back
+        local = "fp32" if at_owner else accumulate  # for the buckets that are held back
         self._accumulators: dict[Format, Accumulator] = {fmt: accumulator(local, fmt, self._draws) for fmt in self.sender.wires}
         self.params = [p for bucket in self.buckets for p in bucket.params]
         self._marks = GradMarks() if heed_zero_grad else None
-        self._hook()
-        self.steps = 0
-        self.clear()
-
-    def _hook(self) -> None:
-        """Register the hooks that autograd calls for each gradient."""
         # A weak reference: hooks live in autograd's graph, where the collector does not find a cycle back to the model.
         hook = functools.partial(_take, weakref.ref(self))
         for number, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(hook)
             if self._marks is not None:  # runs before a gradient is added; by number: `model.to` cannot swap a tensor with weak references
                 p.register_hook(unserializable_hook(functools.partial(_make_way, weakref.ref(self), number)))
+        self.steps = 0
+        self.clear()
 
     def __str__(self) -> str:
         scaled = sorted({str(bucket.format) for bucket in self.buckets if bucket.format.scaled}) or ["no FP8 gradients"]
@@ -186,7 +192,7 @@ class GradSync:
         """Return the ranks that average a bucket's gradients."""
         return self.sender.peers_of(bucket)
 
-    def owned(self, p: Tensor) -> list[Segment]:
+    def owned(self, p: Tensor) -> list[BucketPiece]:
         """Return the pieces of a parameter that this rank owns."""
         return self._owned.get(p, [])
 
@@ -199,8 +205,8 @@ class GradSync:
         self._totals: dict[Tensor, Tensor] = {}
         if self._marks is not None:
             self._marks.clear()
-        self._holding: object | None = None
-        self._next, self._partial = 0, False  # partial (owner sums only): the current micro-batch is not the step's last
+        self._no_sync: object | None = None  # a token while the context of that name is open
+        self._next, self._filling = 0, Phase.LAST  # the next bucket to send, and the phase of the gradients in the buckets
         self.sender.clear()
 
     @torch.no_grad()
@@ -217,21 +223,21 @@ class GradSync:
             self._send_rest()
         dropped = [*self._totals.values(), *(average for *_, average in self.averages() if average is not None)]
         finite = squares_are_finite(dropped, self.params[0].device, self.peers if left else None) if dropped or left else None
-        holding = self._holding
+        no_sync = self._no_sync
         self.clear()
-        self._holding = holding
+        self._no_sync = no_sync
         return finite
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for all micro-batches of a step but the last: gradients accumulate on this rank and none are sent."""
         # A token, because megatron-core's pipeline leaves the exit of an evaluation's context to the garbage collector, at any later time.
-        self._holding = token = object()
+        self._no_sync = token = object()
         try:
             yield
         finally:
-            if self._holding is token:
-                self._holding = None
+            if self._no_sync is token:
+                self._no_sync = None
 
     def wait(self) -> None:
         """Make the compute stream wait for the buckets that this micro-batch has sent, if any: a captured stream cannot wait for one on
@@ -254,8 +260,8 @@ class GradSync:
                 f"{self.names[p]} is on {p.device}, and the gradient synchronizer was built for {bucket.tables.device}; move the model "
                 "first, then call msamp.initialize"
             )
-        at_owner = self._at_owner and bucket not in self._held_back
-        if at_owner and self._partial and (bucket.gradients[i] is not None or bucket.sent):
+        phase = Phase.LAST if self._no_sync is None else self._under_no_sync[bucket]
+        if self._filling is Phase.EARLIER and bucket not in self._held_back and (bucket.gradients[i] is not None or bucket.sent):
             self._next_micro_batch()
         if bucket.gradients[i] is not None or bucket.sent:
             raise ValueError(
@@ -264,16 +270,19 @@ class GradSync:
                 "to drop the gradients (the optimizer's zero_grad() does; the model's cannot)"
             )
         total = self._totals.pop(p, None)
-        if at_owner:
-            self._partial = self._holding is not None
-        elif self._holding is not None:
+        if phase is Phase.HELD:
             self._totals[p] = self._accumulators[bucket.format].add(total, g)
             if self._marks is not None:
                 self._marks.put(p)
             return
+        if bucket not in self._held_back:
+            self._filling = phase
         bucket.gradients[i] = g if total is None else self._accumulators[bucket.format].last(total, g)
         bucket.waiting -= 1
-        while self.overlap and self._next < len(self.buckets) and self._ready(self.buckets[self._next]):
+        while self.overlap and self._next < len(self.buckets):
+            following = self.buckets[self._next]
+            if following.waiting or following in self._held_back:
+                break
             self._send_next()
 
     def _next_micro_batch(self) -> None:
@@ -283,10 +292,7 @@ class GradSync:
             self._send_next()
         for bucket in coming:
             bucket.clear()
-        self._next, self._partial = 0, False
-
-    def _ready(self, bucket: Bucket) -> bool:
-        return not bucket.waiting and bucket not in self._held_back
+        self._next, self._filling = 0, Phase.LAST
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -303,7 +309,7 @@ class GradSync:
             bucket, i = self._place[p]
             bucket.gradients[i] = total
         self._totals = {}
-        if self._partial:  # every micro-batch ran under `no_sync`
+        if self._filling is Phase.EARLIER:  # every micro-batch ran under `no_sync`
             self._next_micro_batch()
         for others, params in self.sums:
             self._add_up(others, params)
@@ -357,11 +363,11 @@ class GradSync:
         bucket = self.buckets[self._next]
         self._next += 1
         bucket.sent = True
-        self.sender.send(bucket, last=not self._partial or bucket in self._held_back)
+        self.sender.send(bucket, last=self._filling is Phase.LAST or bucket in self._held_back)
 
     def averages(self) -> list[tuple[Any, str, Any]]:
         """Return where this step's averages are stored, for `restore`: a CUDA graph writes later ones to the same memory."""
-        held: list[tuple[Any, str, Any]] = [(segment, "grad", segment.grad) for bucket in self.buckets for segment in bucket.owned]
+        held: list[tuple[Any, str, Any]] = [(piece, "grad", piece.grad) for bucket in self.buckets for piece in bucket.owned]
         return held + [(p, "main_grad", p.main_grad) for p in self.names]  # type: ignore[attr-defined]
 
     def restore(self, averages: Sequence[tuple[Any, str, Any]]) -> None:
@@ -393,12 +399,12 @@ class GradSync:
         return [name for bucket in self.buckets if bucket.format.scaled for name in bucket.names]
 
 
-def _owned(buckets: Sequence[Bucket]) -> dict[Tensor, list[Segment]]:
+def _owned(buckets: Sequence[Bucket]) -> dict[Tensor, list[BucketPiece]]:
     """Map each parameter to its pieces that this rank owns."""
-    owned: dict[Tensor, list[Segment]] = {}
+    owned: dict[Tensor, list[BucketPiece]] = {}
     for bucket in buckets:
-        for segment in bucket.owned:
-            owned.setdefault(bucket.params[segment.index], []).append(segment)
+        for piece in bucket.owned:
+            owned.setdefault(bucket.params[piece.index], []).append(piece)
     return owned
 
 

@@ -66,9 +66,12 @@ class Statistics:
         if not (self.active and bucket.format.scaled):
             return
         payloads = bucket.unflatten(flat)
-        self.count_packed(first, gradients, payloads)
-        if self.recording:
-            self.record_packed(first, gradients, payloads, factor)
+        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True), first):
+            if g is not None:
+                ops.count_(self.counts[:SUM_NONZERO, i], g, payload)
+        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True)) if self.recording else ():
+            if g is not None:
+                ops.tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal())
 
     def observe_reduced(self, first: int, bucket: Bucket, reduced: Reduced, factor: torch.Tensor, *, ranks: int, fp32_sum: bool) -> None:
         """Measure this rank's slice of the averages of the same bucket.
@@ -81,46 +84,21 @@ class Statistics:
         if not (self.active and bucket.format.scaled):
             return
         if ranks == 1 and reduced.before is reduced.own:
-            self.count_same(slice(first, first + len(bucket.params)))
+            # The sum of a single rank is its payload, which need not be read again.
+            place = slice(first, first + len(bucket.params))
+            packed, summed = self.counts[:SUM_NONZERO, place], self.counts[SUM_NONZERO:, place]
+            summed.copy_(torch.stack([packed[NONZERO] - packed[VANISHED], packed[SATURATED], torch.zeros_like(packed[VANISHED])]))
             return
         before = reduced.reference()
-        self.count_reduced(first, bucket, reduced.own, before)
-        if self.recording and ranks > 1 and reduced.scale_inv is not None:
-            self.record_reduced(first, bucket, reduced.own, reduced.scale_inv, before if fp32_sum else None, factor)
-
-    def count_packed(self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor]) -> None:
-        """Count one bucket's payloads before the exchange; `first`: index of its first tensor."""
-        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True), first):
-            if g is not None:
-                ops.count_(self.counts[:SUM_NONZERO, i], g, payload)
-
-    def count_reduced(self, first: int, bucket: Bucket, own: torch.Tensor, before: torch.Tensor) -> None:
-        """Count this rank's slice of the sum; `before`: flat reference values for counting underflow."""
-        for segment in bucket.owned:
-            row = self.counts[SUM_NONZERO:, first + segment.index]
-            ops.count_(row, bucket.part(segment, before), bucket.part(segment, own))
-
-    def count_same(self, place: slice) -> None:
-        """Count the sum of a single rank, which is its payload, without reading it again; `place`: of the bucket's tensors."""
-        packed, summed = self.counts[:SUM_NONZERO, place], self.counts[SUM_NONZERO:, place]
-        summed.copy_(torch.stack([packed[NONZERO] - packed[VANISHED], packed[SATURATED], torch.zeros_like(packed[VANISHED])]))
-
-    def record_packed(
-        self, first: int, gradients: Sequence[torch.Tensor | None], payloads: Sequence[torch.Tensor], factor: torch.Tensor
-    ) -> None:
-        """Record tallies of one bucket's payloads before the exchange; `factor`: FP32 [parameters], from gradients to payloads."""
-        for i, (g, payload) in enumerate(zip(gradients, payloads, strict=True)):
-            if g is not None:
-                ops.tally_(self.tallies[0, first + i], g, payload, factor[i].reciprocal())
-
-    def record_reduced(
-        self, first: int, bucket: Bucket, own: torch.Tensor, scale_inv: torch.Tensor, before: torch.Tensor | None, factor: torch.Tensor
-    ) -> None:
-        """Record tallies of this rank's slice of the sum; `before`: flat, the FP32 sum times `factor`, None if no rank has it."""
-        for segment in bucket.owned:
-            payload, inv = bucket.part(segment, own), scale_inv[segment.index]
-            values = payload.float() * inv if before is None else bucket.part(segment, before) / factor[segment.index]
-            ops.tally_(self.tallies[1, first + segment.index], values, payload, inv)
+        for piece in bucket.owned:
+            row = self.counts[SUM_NONZERO:, first + piece.index]
+            ops.count_(row, bucket.part(piece, before), bucket.part(piece, reduced.own))
+        if not self.recording or ranks == 1 or reduced.scale_inv is None:
+            return
+        for piece in bucket.owned:
+            payload, inv = bucket.part(piece, reduced.own), reduced.scale_inv[piece.index]
+            values = bucket.part(piece, before) / factor[piece.index] if fp32_sum else payload.float() * inv
+            ops.tally_(self.tallies[1, first + piece.index], values, payload, inv)
 
     def combine(self, peers: Peers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the counts' sums and maxima over the ranks, int64 [6, n] each; one small collective."""

@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msamp.comm.accumulate import ACCUMULATORS, OWNER
-from msamp.comm.collectives import Peers
-from msamp.comm.exchange import Exchange, Wire
-from msamp.comm.other_ranks import OtherRanks
-from msamp.comm.owner_sums import SummingWire
+from msamp.comm.collectives import OtherRanks, Peers
+from msamp.comm.exchange import Exchange, SummingWire, Wire
 from msamp.numerics.formats import Format
 
 

@@ -1,4 +1,4 @@
-"""The optimizer for a user's own loop: FP8AdamW whose step also averages the gradients and rolls the scales of the casts.
+"""The optimizer for a user's own loop: a LowPrecisionOptimizer whose step also averages the gradients and rolls the scales of the casts.
 
 Both are part of the object rather than hooks, which torch drops from copies and pickles. A (model, optimizer) pair that is copied together
 continues training like the original. On several processes the optimizer cannot be copied, since the gradient synchronizer is attached to
@@ -25,11 +25,10 @@ from msamp.optim.backward_casts import BackwardCasts
 from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.decision import GradientDecision, LossScale
 from msamp.optim.foreign_states import in_own_formats, packed_names, unpacked_names
-from msamp.optim.kept_states import update_of
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.shard import Holding, Whole, gradient
 from msamp.optim.states import local, parameter_kind, weight_format
-from msamp.optim.updates import formats_of
+from msamp.optim.updates import formats_of, update_of
 from msamp.parallel.data_parallel import grad_sync
 
 _MARK = "_msamp_taken"  # attribute of a gradient
@@ -78,7 +77,7 @@ class GradScale:
         """Do nothing: GradScaler tracks overflows itself."""
 
 
-class LoopOptimizer(FP8AdamW):
+class LoopOptimizer(LowPrecisionOptimizer):
     """The optimizer that `msamp.initialize` returns.
 
     A step that is skipped, because of a non-finite gradient or by torch's GradScaler, does not change the amax histories and scales of the
@@ -94,7 +93,7 @@ class LoopOptimizer(FP8AdamW):
         recipe: defines the formats.
         scaling: the scales of the model's linear layers, which a step rolls.
         grad_sync: averages gradients over several processes; None on one.
-        settings: other arguments of FP8AdamW; of `formats` only the update is used, by default the recipe's.
+        settings: other arguments of LowPrecisionOptimizer; of `formats` only the update is used, by default the recipe's.
 
     Attributes:
         grad_sync: as given.
@@ -128,7 +127,7 @@ class LoopOptimizer(FP8AdamW):
         _LIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like FP8AdamW's, with the recipe's formats if the group has none, and a name for each parameter if the other groups have names.
+        """Like the base class's, with the recipe's formats if the group has none, and names if the other groups have them.
 
         On several processes the call is collective if a parameter newly requires a gradient, such as one that was frozen before: its
         gradients are averaged from then on (`renew_grad_sync`).
@@ -286,7 +285,7 @@ class LoopOptimizer(FP8AdamW):
         return norm
 
     def ready(self) -> list[Holding]:
-        """Like FP8AdamW's, with the gradients' average over the processes. Collective."""
+        """Like the base class's, with the gradients' average over the processes. Collective."""
         self._average()
         return super().ready()
 
@@ -302,7 +301,7 @@ class LoopOptimizer(FP8AdamW):
         self._warned = True
 
     def update(self) -> None:
-        """Average the gradients over the processes, run FP8AdamW's update, and compute the next scales of the casts."""
+        """Average the gradients over the processes, run the base class's update, and compute the next scales of the casts."""
         if self.grad_sync is not None:
             self._tell_of_clipping()
         self._average()
@@ -334,7 +333,7 @@ class LoopOptimizer(FP8AdamW):
         return GradScale(factor)
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
-        """Like FP8AdamW's; a step is also not usable if torch's GradScaler found an overflow on any process."""
+        """Like the base class's; a step is also not usable if torch's GradScaler found an overflow on any process."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return super().decide(ready)
@@ -357,16 +356,16 @@ class LoopOptimizer(FP8AdamW):
         return replace(decision, usable=decision.usable & (found_inf == 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Like FP8AdamW's; COAT's payloads have separate keys (`msamp.optim.foreign_states`)."""
+        """Like the base class's; COAT's payloads have separate keys (`msamp.optim.foreign_states`)."""
         packed = super().state_dict()
         elsewhere = {_ON_FIRST_RANK: True} if any(self.state.values()) and not packed["state"] else {}
         return {**packed, **elsewhere, "state": packed_names(packed["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like FP8AdamW's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to this optimizer's formats.
+        """Like the base class's; states of torch's AdamW, Adam, SGD and Muon and of other recipes are converted to its formats.
 
         Raises:
-            ValueError: as FP8AdamW's, and for what `state_dict` returned under ZeRO on another rank than the first.
+            ValueError: as the base class's, and for what `state_dict` returned under ZeRO on another rank than the first.
         """
         if state_dict.get(_ON_FIRST_RANK):
             raise ValueError(

@@ -23,7 +23,7 @@ from msamp.nn.expert_matrices import joined_weights
 from msamp.nn.linear import transposed_weights
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.updates import MASTER
 
 _EXACT = contextvars.ContextVar("exact", default=False)  # True disables the hook of `save_plain`
@@ -38,7 +38,9 @@ def exact_state_dict(model: nn.Module) -> dict[str, Any]:
         _EXACT.reset(token)
 
 
-def plain_state_dict(model: nn.Module, optimizer: FP8AdamW | None = None, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def plain_state_dict(
+    model: nn.Module, optimizer: LowPrecisionOptimizer | None = None, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """Return the state dict of the unconverted model: the same keys, with plain tensors of the same dtypes.
 
     Args:
@@ -97,7 +99,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_plain(model: nn.Module, optimizer: FP8AdamW | None = None) -> RemovableHandle:
+def save_plain(model: nn.Module, optimizer: LowPrecisionOptimizer | None = None) -> RemovableHandle:
     """Make `model.state_dict()` return `plain_state_dict(model, optimizer)` from now on, so that everything that calls it saves plain
     weights: `save_pretrained`, transformers' Trainer, accelerate, safetensors. `msamp.initialize` does this for models with
     `save_pretrained`.
@@ -114,7 +116,7 @@ def save_plain(model: nn.Module, optimizer: FP8AdamW | None = None) -> Removable
 class _Plain:
     """A `state_dict` hook that converts the state to the plain one."""
 
-    def __init__(self, optimizer: FP8AdamW | None = None) -> None:
+    def __init__(self, optimizer: LowPrecisionOptimizer | None = None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
 
     def __call__(self, model: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: Any) -> None:
@@ -128,7 +130,7 @@ class _Plain:
         return {"optimizer": None}
 
 
-def masters_of(optimizer: FP8AdamW) -> dict[int, torch.Tensor] | None:
+def masters_of(optimizer: LowPrecisionOptimizer) -> dict[int, torch.Tensor] | None:
     """Return id of a parameter -> its separate master; None on ranks other than the first under ZeRO."""
     optimizer.reload_model_params()  # weights may have been loaded since the last step
     params = [p for group in optimizer.param_groups for p in group["params"]]

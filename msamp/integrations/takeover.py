@@ -7,23 +7,33 @@ do the same:
     check_optimizer(adamw, recipe)
     low = LoopOptimizer(parameter_groups(adamw, model, recipe), recipe, ScalingState(model))
     retire(adamw, low)
+
+The second half is for a second `msamp.initialize` on a model, for another stage of training. Weights at O3 and COAT are E4M3, and only the
+optimizer's masters have more bits: a second optimizer that started from the weights would change each by up to 6 %. So it takes the masters
+of the former optimizer, whose step then raises. FP8 layers keep the format and the casts of their weights; a recipe with others is refused.
 """
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from msamp.integrations.loop_optimizer import LoopOptimizer, parameter_formats
+from msamp.integrations.loop_optimizer import LoopOptimizer, optimizers_of, parameter_formats
+from msamp.nn.linear import Loading
+from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import recipe as recipes
 from msamp.numerics.formats import ALL as ALL_FORMATS
 from msamp.numerics.formats import by_name
 from msamp.numerics.recipe import FP32_STATES, GEMMS, KINDS, Recipe, StateFormats
+from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
 from msamp.optim.optimizer import LowPrecisionOptimizer
+from msamp.optim.shard import Whole
 from msamp.optim.states import parameter_kind
-from msamp.optim.updates import format_names
+from msamp.optim.updates import MASTER, format_names
 
 ACCEPTED = {"Adam": None, "AdamW": None, "SGD": "sgd-momentum", "Muon": "muon"}  # class in torch.optim -> update; None: the recipe's
 _GRAD_FORMATS = tuple(fmt.name for fmt in ALL_FORMATS)
@@ -85,7 +95,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     if kind not in ACCEPTED or vars(torch.optim).get(kind) is not type(optimizer):  # torch.optim.Muon exists since torch 2.9
         raise ValueError(
             f"optimizer is a {type(optimizer).__module__}.{kind}; accepted are torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, "
-            "torch.optim.Muon, a list of them, and None (which makes an FP8AdamW with AdamW's defaults)"
+            "torch.optim.Muon, a list of them, and None (which makes a LowPrecisionOptimizer with AdamW's defaults)"
         )
     if getattr(optimizer, _RETIRED, False):
         raise ValueError("this optimizer was replaced by an earlier msamp.initialize; build a new one from model.parameters()")
@@ -193,13 +203,65 @@ def retire(optimizer: torch.optim.Optimizer, low: LoopOptimizer, groups: slice |
     """Disable the given optimizer: its step raises. It shares the groups of `low`, or some of them, so that a scheduler bound to it, before
     or after, sets the learning rates of `low`."""
     optimizer.param_groups = low.param_groups if groups is None else low.param_groups[groups]
-    optimizer.register_step_pre_hook(_refuse_step)
+    reason = "this optimizer was replaced by msamp.initialize and has no states; step the one that it returned: "
+    optimizer.register_step_pre_hook(functools.partial(_refuse_step, reason + "model, optimizer = msamp.initialize(model, optimizer)"))
     setattr(optimizer, _RETIRED, True)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler bound to it would warn that it never steps
 
 
-def _refuse_step(*_: Any) -> None:
-    raise ValueError(
-        "this optimizer was replaced by msamp.initialize and has no states; step the one that it returned: "
-        "model, optimizer = msamp.initialize(model, optimizer)"
-    )
+def former_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recipe: Recipe) -> list[LoopOptimizer]:
+    """Return the optimizers of earlier `msamp.initialize` calls on a model, which the given optimizers replace, without changing them.
+
+    Raises:
+        ValueError: if a layer is in FP8 with another recipe, or a former optimizer shares no parameter with the given ones.
+    """
+    former = optimizers_of(model.parameters())
+    names = " and ".join(sorted({repr(each.recipe.name) for each in former})) or "an earlier conversion"
+    held = {id(p) for each in former for group in each.param_groups for p in group["params"]}
+    for name, module in model.named_modules():
+        weights = [p for p in module.parameters(recurse=False) if isinstance(p, ScalingTensor)]
+        scaling = getattr(module, "scaling", None)
+        if not isinstance(module, Loading) or not weights or not isinstance(scaling, LinearScaling):
+            continue
+        if not weights[0].requires_grad and id(weights[0]) not in held:
+            continue  # a frozen base that was converted separately: no optimizer of this recipe updates its weights
+        if weights[0].format != recipe.weight or scaling.gemm != recipe.gemm:
+            raise ValueError(
+                f"{name or 'the model'} is already in FP8 with {names} (weight {weights[0].format}, {scaling.described}), but recipe "
+                f"{recipe.name!r} stores or casts it differently; use the recipe of the first msamp.initialize, or load "
+                "msamp.plain_state_dict(model, optimizer) into a new model and initialize that one"
+            )
+    given = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for each in former:
+        if not any(id(p) in given for group in each.param_groups for p in group["params"]):
+            raise ValueError(
+                "the model already has an optimizer of msamp.initialize for other parameters, and both would roll the scales of its "
+                "casts; pass all optimizers in one list, msamp.initialize(model, [first, second]), or delete the first one"
+            )
+    return former
+
+
+def take_masters(former: LoopOptimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the FP32 values of a former optimizer's separate masters. Collective under ZeRO."""
+    former.reload_model_params()  # weights may have been loaded since the last step
+    params = [p for group in former.param_groups for p in group["params"]]
+    states: list[Any] = [former.state.get(p, {}) for p in params]
+    if former.shard.ranks > 1:
+        gathered = [former.state_dict()["state"]]
+        dist.broadcast_object_list(gathered, group=former.group, group_src=0)
+        states = [gathered[0].get(index, {}) for index in range(len(params))]
+    return {p: fp32_values(state[MASTER.key]).to(p.device) for p, state in zip(params, states, strict=True) if MASTER.key in state}
+
+
+def release(former: LoopOptimizer) -> None:
+    """Disable a former optimizer: its step raises, and it no longer averages gradients or has states."""
+    reason = "a second msamp.initialize on the model replaced this optimizer and took its masters; step the optimizer that it returned"
+    former.register_step_pre_hook(functools.partial(_refuse_step, reason))
+    former.casts.detach()
+    former.grad_sync, former.shard = None, Whole()
+    former.state.clear()
+    former.live = False
+
+
+def _refuse_step(reason: str, *_: Any) -> None:
+    raise ValueError(reason)

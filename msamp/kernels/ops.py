@@ -67,10 +67,6 @@ def _implementation(twin: Callable[..., Any], device_type: str) -> Callable[...,
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
-def _on_cpu(twin: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **flags: _implementation(twin, "cpu")(*args, **flags)
-
-
 def _on_cuda(twin: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: torch.Tensor | list[torch.Tensor], *args: object, **flags: object) -> Any:
         device = x[0].device if isinstance(x, list) else x.device
@@ -106,7 +102,7 @@ def _operator(twin: Function, mutates: tuple[str, ...] = (), fake: Fake | None =
     name = twin.__name__
     _LIBRARY.define(name + torch.library.infer_schema(twin, mutates_args=mutates))
     on_cuda = _on_cuda(twin)
-    _LIBRARY.impl(name, _on_cpu(twin), "CPU")
+    _LIBRARY.impl(name, lambda *args, **flags: _implementation(twin, "cpu")(*args, **flags), "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"msamp::{name}", fake or twin, lib=_LIBRARY)
     operator = getattr(torch.ops.msamp, name).default
@@ -150,22 +146,14 @@ def _in_parts(sums: torch.Tensor, twin: Callable[..., Any], *of: Any) -> torch.T
     return sums.new_empty((importlib.import_module(run.__module__).parts(*of), sums.shape[1]))
 
 
-def _fake_activate_backward(grad_a: torch.Tensor, y: torch.Tensor, kind: str, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
-    twin = _activate.activate_backward
-    *others, sums = twin(grad_a, y, kind, *args, **flags)
-    return *others, _in_parts(sums, twin, y.shape[0], kind)
+def _fake_sums(twin: Callable[..., Any], of: Callable[..., tuple[Any, ...]]) -> Fake:
+    """Return the fake of an operator whose last result is column sums; `of`: its arguments -> the arguments of the kernel's `parts`."""
 
+    def fake(*args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
+        *others, sums = twin(*args, **flags)
+        return *others, _in_parts(sums, twin, *of(*args))
 
-def _fake_cast_transpose(x: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
-    twin = _cast_transpose.cast_transpose
-    *others, sums = twin(x, *args, **flags)
-    return *others, _in_parts(sums, twin, x.shape[0])
-
-
-def _fake_expert_swiglu_backward(grad_a: torch.Tensor, y: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
-    twin = _expert_swiglu.expert_swiglu_backward
-    *others, sums = twin(grad_a, y, *args, **flags)
-    return *others, _in_parts(sums, twin, grad_a.shape[1])
+    return fake
 
 
 def _fake_grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
@@ -186,12 +174,6 @@ def _fake_normalize_backward(grad_y: torch.Tensor, x: torch.Tensor, *args: Any, 
     return grad_x, *(_in_parts(vector, twin, *x.shape, x.device) for vector in sums)
 
 
-def _fake_rotary_backward(dq: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
-    twin = _rotary.rotary_backward
-    *others, sums = twin(dq, *args, **flags)
-    return *others, _in_parts(sums, twin, dq.shape[0] * dq.shape[1])
-
-
 def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
     # Not the twin: its cached tables of values would be fake tensors from then on.
     return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
@@ -200,19 +182,29 @@ def _fake_scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **flags: Any) 
 accumulate = _operator(_accumulate.accumulate, mutates=("payload", "scale_inv", "draw"), fake=lambda *_: None)
 add_payload_ = _operator(_accumulate.add_payload_, mutates=("g",))
 activate = _operator(_activate.activate, mutates=_CHANNEL_SLOTS)
-activate_backward = _operator(_activate.activate_backward, mutates=_SLOTS, fake=_fake_activate_backward)
+activate_backward = _operator(
+    _activate.activate_backward,
+    mutates=_SLOTS,
+    fake=_fake_sums(_activate.activate_backward, lambda grad_a, y, kind, *_: (y.shape[0], kind)),
+)
 amax = _operator(_amax.amax)
 block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))
 block_scaled_mm = _operator(_scaled_mm.block_scaled_mm, fake=_fake_scaled_mm)
 cast = _operator(_cast.cast)
 cast_columns = _operator(_cast_columns.cast_columns)
-cast_transpose = _operator(_cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_cast_transpose)
+cast_transpose = _operator(
+    _cast_transpose.cast_transpose, mutates=_SLOTS, fake=_fake_sums(_cast_transpose.cast_transpose, lambda x, *_: (x.shape[0],))
+)
 cast_transposed = _operator(_cast_transpose.cast_transposed)
 cross_entropy_ = _operator(_cross_entropy.cross_entropy_, mutates=("logits",))
 cross_entropy_of_parts_ = _operator(_cross_entropy.cross_entropy_of_parts_, mutates=("logits",))
 expert_cast = _operator(_expert_cast.expert_cast)
 expert_swiglu = _operator(_expert_swiglu.expert_swiglu, mutates=_SLOTS)
-expert_swiglu_backward = _operator(_expert_swiglu.expert_swiglu_backward, mutates=_SLOTS, fake=_fake_expert_swiglu_backward)
+expert_swiglu_backward = _operator(
+    _expert_swiglu.expert_swiglu_backward,
+    mutates=_SLOTS,
+    fake=_fake_sums(_expert_swiglu.expert_swiglu_backward, lambda grad_a, *_: (grad_a.shape[1],)),
+)
 group_cast = _operator(_group_cast.group_cast)
 group_decode = _operator(_group_cast.group_decode)
 group_tokens = _operator(_group_tokens.group_tokens)
@@ -225,7 +217,9 @@ normalize_transposed = _operator(_normalize.normalize_transposed)
 permute = _operator(_permute.permute)
 rotary_ = _operator(_rotary.rotary_, mutates=("qkv",))
 rotary_cast = _operator(_rotary.rotary_cast, mutates=_THREE_SLOTS)
-rotary_backward = _operator(_rotary.rotary_backward, mutates=_SLOTS, fake=_fake_rotary_backward)
+rotary_backward = _operator(
+    _rotary.rotary_backward, mutates=_SLOTS, fake=_fake_sums(_rotary.rotary_backward, lambda dq, *_: (dq.shape[0] * dq.shape[1],))
+)
 scale_from_amax = _operator(_scale_from_amax.scale_from_amax)
 scaled_mm = _operator(_scaled_mm.scaled_mm, fake=_fake_scaled_mm)
 scaled_mm_ = _operator(_scaled_mm.scaled_mm_, mutates=("out",))
@@ -243,4 +237,4 @@ adamw = _over_many(_adamw.adamw, _adamw.check_amaxes)
 coat_adamw = _over_many(_coat_adamw.coat_adamw, _adamw.check_amaxes)
 collage = _over_many(_collage.collage)
 grad_stats = _over_many(_grad_stats.grad_stats, _grad_stats.check_lengths)
-pack = _over_many(_pack.pack, _pack.check_spans)
+pack = _over_many(_pack.pack, _pack.check_pieces)

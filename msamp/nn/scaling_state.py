@@ -334,8 +334,8 @@ class ScalingState:
         Args:
             group: ranks that combine their amaxes (MAX, one small all-reduce for the whole model), so that every rank has the same
                 histories and any rank's checkpoint works for all.
-            usable: bool 0-dim, whether the step counts (`FP8AdamW.usable`), the same on all ranks of `group`. If not, histories, scales
-                and `seen` do not change. None: it counts.
+            usable: bool 0-dim, whether the step counts (`LowPrecisionOptimizer.usable`), the same on all ranks of `group`. If not,
+                histories, scales and `seen` do not change. None: it counts.
             copies: those of `group` with the same channels of a layer, if not all have them: under tensor parallelism the data-parallel
                 ranks. None: all.
         """

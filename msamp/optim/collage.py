@@ -1,6 +1,6 @@
 """Collage in your own loop (Lee et al. 2024): AdamW on BF16 weights that keeps the rounding errors of BF16, and a measure of its quality.
 
-`collage_adamw` returns this library's optimizer (`FP8AdamW`) with the formats of an option of Collage's Table 2. The arithmetic is in
+`collage_adamw` returns a `LowPrecisionOptimizer` with the formats of an option of Collage's Table 2. The arithmetic is in
 `msamp.kernels.reference.collage`. The update is delta = -lr (m^ / (sqrt(v^) + eps) + weight_decay theta), including the decay. The last
 column is the bytes per parameter of weight, gradient and all states:
 
@@ -31,7 +31,7 @@ from msamp.kernels.reference.adamw import Hyper
 from msamp.kernels.reference.collage import VARIANTS, step_
 from msamp.numerics import descent_quality, mcf
 from msamp.numerics.recipe import COLLAGE_FORMATS, StateFormats
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.updates import format_names
 
 
@@ -44,14 +44,14 @@ def collage_adamw(
     *,
     variant: str = "plus",
     **settings: Any,
-) -> FP8AdamW:
+) -> LowPrecisionOptimizer:
     """Return AdamW for BF16 parameters and gradients with an option of Collage.
 
     Args:
         params: BF16 parameters or groups; a group may have its own `variant`.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         variant: a row of the table above.
-        settings: other arguments of `FP8AdamW`, such as `clip_grad` and `shard`.
+        settings: other arguments of `LowPrecisionOptimizer`, such as `clip_grad` and `shard`.
 
     Raises:
         ValueError: if the variant is unknown, a number is out of range, or a parameter is not a plain BF16 tensor.
@@ -59,7 +59,7 @@ def collage_adamw(
     groups = list(params)
     for group in (group for group in groups if isinstance(group, dict) and "variant" in group):
         group["formats"] = _formats(group.pop("variant"))
-    return FP8AdamW(groups, lr, betas, eps, weight_decay, formats=_formats(variant), **settings)
+    return LowPrecisionOptimizer(groups, lr, betas, eps, weight_decay, formats=_formats(variant), **settings)
 
 
 def _formats(variant: str) -> StateFormats:
@@ -83,7 +83,7 @@ class UpdateQuality(NamedTuple):
 
 
 @torch.no_grad()
-def update_quality(optimizer: FP8AdamW) -> UpdateQuality:
+def update_quality(optimizer: LowPrecisionOptimizer) -> UpdateQuality:
     """Run the next update on copies, in the variant's own arithmetic, and measure its quality. Call it between `backward` and `step`.
 
     It requires 16 bytes per parameter, waits for the device and changes nothing. Gradients are not clipped.

@@ -11,9 +11,9 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.formats import Format
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.optim.clip import clip_coefficient, first_pass, norms_from_square_sums, scaled_first, second_pass, units
-from msamp.optim.kept_states import update_of
 from msamp.optim.shard import Holding, Shard
 from msamp.optim.states import scale_inv, weight_format
+from msamp.optim.updates import update_of
 
 SCALE_INV = -1  # row of the table of amaxes: the gradient's scale_inv
 

@@ -14,9 +14,8 @@ from msamp.kernels.reference.store import store_
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.range_expand import quantize_expanded
-from msamp.optim.kept_states import kept_states
 from msamp.optim.states import MAX, as_stored, begun, by_key, local, make_master, own_values, parameter_names, without_rounding
-from msamp.optim.updates import MASTER, Formats, State, formats_of, named_formats
+from msamp.optim.updates import MASTER, Formats, State, formats_of, kept_states, named_formats
 
 _PACKED = "_coat"  # key suffix of a payload with group scales
 TURNED = "stored_transposed"  # attribute of a weight whose optimizer states from before the conversion are transposed

@@ -68,10 +68,10 @@ def _packed(tables: Tables, gs: Sequence[torch.Tensor], fmt: Format, scales: tor
     sizes = [g.numel() for g in gs]
     rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     flat = torch.empty(sum(rooms), dtype=fmt.dtype, device=gs[0].device)
-    spans, start = [], 0
+    pieces, start = [], 0
     for i, (size, room) in enumerate(zip(sizes, rooms, strict=True)):
-        spans.append((i, 0, size, start))
+        pieces.append((i, 0, size, start))
         start += room
-    ops.pack(tables, gs, spans, flat, scales)
+    ops.pack(tables, gs, pieces, flat, scales)
     parts = zip(flat.split(rooms), gs, sizes, rooms, strict=True)
     return [(part if size == room else part[:size]).view(g.shape) for part, g, size, room in parts]

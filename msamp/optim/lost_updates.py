@@ -13,7 +13,7 @@ import torch
 
 from msamp.kernels.tables import Tables
 from msamp.numerics.descent_quality import undelivered_share
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.states import parameter_names
 from msamp.optim.update_error import rehearse_batches
 
@@ -22,7 +22,7 @@ SUMS = 2  # per parameter: the wanted distance, and the part of it that is store
 
 
 @torch.no_grad()
-def update_distances(optimizer: FP8AdamW, sample: int | None = SAMPLE) -> torch.Tensor:
+def update_distances(optimizer: LowPrecisionOptimizer, sample: int | None = SAMPLE) -> torch.Tensor:
     """Run the next update on copies of some rows, and sum the wanted and the stored changes. It changes nothing and does not wait for the
     device. It runs the collectives with which the ranks decide about a step.
 
@@ -64,8 +64,8 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     `effective` is the change of the stored master. With stochastic rounding it is 0 up to noise. Rounding of the moments does not count.
 
     Args:
-        optimizer: the result of `msamp.initialize`, or an FP8AdamW. On several processes the call is collective and averages the gradients
-            as `step` would, so no backward may follow before `step`.
+        optimizer: the result of `msamp.initialize`, or a LowPrecisionOptimizer. On several processes the call is collective and averages
+            the gradients as `step` would, so no backward may follow before `step`.
 
     Returns:
         Name -> fraction, the same on all processes that share the optimizer. It is 0 for a parameter without an update: if it is frozen or
@@ -74,7 +74,9 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     Raises:
         ValueError: if the optimizer is not one of these.
     """
-    if not isinstance(optimizer, FP8AdamW):
-        raise ValueError(f"the optimizer is {type(optimizer).__name__}; pass the optimizer from msamp.initialize, or an FP8AdamW")
+    if not isinstance(optimizer, LowPrecisionOptimizer):
+        raise ValueError(
+            f"the optimizer is {type(optimizer).__name__}; pass the optimizer from msamp.initialize, or a LowPrecisionOptimizer"
+        )
     sums = optimizer.shard.total(update_distances(optimizer)).tolist()
     return {name: undelivered_share(*row) for name, row in zip(parameter_names(optimizer), sums, strict=True)}

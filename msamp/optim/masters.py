@@ -7,7 +7,7 @@ weight still equals the cast master, the master element stays; otherwise it take
 masters compare equal, so either can be loaded first.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -18,7 +18,6 @@ from msamp.numerics.quantize import cast
 from msamp.numerics.scaling import inverse, scale_from_amax
 from msamp.numerics.tensor import PLAIN, ScalingTensor
 from msamp.optim import updates
-from msamp.optim.shard import Holding
 from msamp.optim.states import local, payload, scale_inv, weight_format
 
 _CHUNK = 2**24  # elements compared at a time, with about six FP32 temporaries of 64 MiB
@@ -112,25 +111,3 @@ def version_of(*tensors: torch.Tensor) -> tuple[int, ...]:
             x = x.payload if isinstance(x, ScalingTensor) else x
         versions += (id(x), x._version)
     return tuple(versions)
-
-
-def with_values(
-    wholes: Sequence[Holding], holdings: Iterable[Holding], initial: Iterable[tuple[torch.Tensor, torch.Tensor]]
-) -> Iterator[tuple[Holding, torch.Tensor]]:
-    """Yield the holdings of parameters with the values to begin with, in one pass over the holdings: a mixture of experts has thousands.
-
-    Args:
-        wholes: a holding of every parameter of the optimizer.
-        holdings: of this process.
-        initial: pairs of a parameter and its values.
-
-    Raises:
-        ValueError: a parameter of `initial` is not in the optimizer.
-    """
-    held: dict[int, list[Holding]] = {id(whole.param): [] for whole in wholes}
-    for holding in holdings:
-        held[id(holding.param)].append(holding)
-    for p, values in initial:
-        if id(p) not in held:
-            raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
-        yield from ((holding, values) for holding in held[id(p)])

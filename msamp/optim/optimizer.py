@@ -19,6 +19,7 @@ A step has four parts, none of which makes the host wait:
 Next: `updates.adamw` has the update, `states` the formats in memory, `shard` the interface that ZeRO implements.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,11 +34,9 @@ from msamp.numerics.recipe import O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.clip import check_max_norm, contiguous
-from msamp.optim.decision import GradientDecision, LossScale, Measured, decide, measure, weight_scale_invs
+from msamp.optim.decision import GradientDecision, LossScale, decide, measure, weight_scale_invs
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.kept_amaxes import KeptAmaxes
-from msamp.optim.kept_states import expected_states, kept_states, update_of
-from msamp.optim.masters import follow_states_, version_of, with_values
+from msamp.optim.masters import follow_states_, version_of
 from msamp.optim.shard import Holding, Shard, Whole
 from msamp.optim.states import (
     begun,
@@ -50,7 +49,7 @@ from msamp.optim.states import (
     saved_states,
     take_groups,
 )
-from msamp.optim.update_batches import update_batches
+from msamp.optim.update_batches import KeptAmaxes, update_batches
 from msamp.optim.updates import StepInputs, Update, UpdateBatch, formats_of, named_formats, take_options, updates_of
 
 
@@ -191,7 +190,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         param_group["formats"] = named_formats(param_group.get("formats", self.defaults["formats"]), len(listed))
         foreign = take_options(param_group, self.defaults)
         for p, formats in zip(listed, formats_of({"params": listed, "formats": param_group["formats"]}), strict=True):
-            update, master = update_of(formats), formats["master"]
+            update, master = updates.update_of(formats), formats["master"]
             update.check_group(formats, param_group.get("decoupled", self.defaults["decoupled"]))
             dtype = p[1].dtype if isinstance(p, tuple) else p.dtype
             if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -226,9 +225,15 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def init_masters(self, initial: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Initialize masters from pairs (parameter, its values before FP8 rounding); a parameter that is its own master is skipped."""
-        for holding, values in with_values(self._whole(), self.holdings(), initial):
-            if not is_own_master(holding.param, by_name(holding.formats["master"])):
-                self._init_state(holding, values)
+        held: dict[int, list[Holding]] = {id(p): [] for p in self._params()}
+        for holding in self.holdings():
+            held[id(holding.param)].append(holding)
+        for p, values in initial:
+            if id(p) not in held:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is not in this optimizer; add its group first")
+            for holding in held[id(p)]:
+                if not is_own_master(p, by_name(holding.formats["master"])):
+                    self._init_state(holding, values)
 
     def restart(self) -> None:
         """Reset all masters and moments from the current parameters, for new weights that the old moments do not fit."""
@@ -256,7 +261,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def _init_state(self, holding: Holding, values: torch.Tensor | None = None) -> None:
         state = self.state[holding.weight]
         state["step"] = torch.zeros((), device=holding.weight.device, dtype=torch.float32)
-        for declared, fmt in kept_states(holding.param, holding.formats):
+        for declared, fmt in updates.kept_states(holding.param, holding.formats):
             if declared.copy:
                 # From the whole parameter, so that its scale does not depend on how it is cut.
                 state[declared.key] = holding.master(fmt, values)
@@ -331,16 +336,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """Return the norm, clip coefficient and verdict for the gradients of `ready` (from `self.ready`, all with states). Collective under
         ZeRO; changes no weight and no state."""
-        rows = max(update_of(whole.formats).master_row for whole in self._whole())
-        measured = self._measure(ready, lambda holdings: self._kept.of(holdings, self.state, self.batches, self._table(), rows))
+        rows = max(updates.update_of(whole.formats).master_row for whole in self._whole())
+        kept = functools.partial(self._kept.of, states=self.state, batches=self.batches, tables=self._table(), rows=rows)
+        measured = measure(ready, self._params(), self._table(), self.shard, kept, self.combine_norms)
         return decide(measured, clip_grad=self.clip_grad, loss_scale=self.loss_scale)
 
     def norm_of(self, ready: Sequence[Holding]) -> torch.Tensor:
         """Return the FP64 0-dim norm of the gradients of `ready` before clipping, as in a step; collective under ZeRO."""
-        return self._measure(ready, None).norm
-
-    def _measure(self, ready: Sequence[Holding], kept: Callable[[Sequence[Holding]], torch.Tensor] | None) -> Measured:
-        return measure(ready, self._params(), self._table(), self.shard, kept, self.combine_norms)
+        return measure(ready, self._params(), self._table(), self.shard, None, self.combine_norms).norm
 
     def batches(self, holdings: Sequence[Holding]) -> Iterator[UpdateBatch]:
         """See `update_batches`; the holdings must have states."""
@@ -399,7 +402,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         states, names = saved_states(self, state_dict, "formats"), parameter_names(self)
         for whole in self._whole():
             if whole.index in states:
-                check_state(names[whole.index], states[whole.index], expected_states(whole.param, whole.formats, whole.param.shape))
+                check_state(names[whole.index], states[whole.index], updates.expected_states(whole.param, whole.formats, whole.param.shape))
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for update in updates_of(group):
                 update.check_numbers({**group, **saved})
@@ -428,7 +431,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """
         names = parameter_names(self)
         for holding in self.holdings():
-            expected = expected_states(holding.param, holding.formats, holding.weight.shape)
+            expected = updates.expected_states(holding.param, holding.formats, holding.weight.shape)
             check_state(names[holding.index], states.get(holding.place, {}), expected, whole=False)
         self._take(states)
 

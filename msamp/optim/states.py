@@ -1,6 +1,6 @@
-"""Storage of optimizer states: the interface of a state format, functions on stored states, and checks of saved ones.
+"""Storage of optimizer states: how they begin, functions on stored states, and checks of saved ones.
 
-A format defines how a state is initialized; the update loads and stores it (`msamp.kernels.reference`). A stored state is one of:
+The update loads and stores a state (`msamp.kernels.reference`). A stored state is one of:
 
 - a torch tensor, FP32 or BF16;
 - a ScalingTensor, E4M3, E5M2 or FP16 with one scale per tensor, which follows from a bound on its values (FP8-LM section 2.2);
@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -41,8 +41,8 @@ def warn_of(formats: Mapping[str, str]) -> None:
 
     formats: by state, "master", "grad", "m" and "v".
     """
-    for state_format in SEEN.keys() & formats.items():
-        _warn_once(SEEN[state_format])
+    for named in SEEN.keys() & formats.items():
+        _warn_once(SEEN[named])
 
 
 @functools.cache
@@ -50,61 +50,18 @@ def _warn_once(message: str) -> None:
     warnings.warn(f"{message} (FP8-LM, Table 6)", stacklevel=5)
 
 
-class StateFormat(Protocol):
-    """The interface of a state format."""
-
-    format: Format
-
-    def init(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a state of zeros with the shape and device of `like`."""
-
-    def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the initial values of the state's additional tensors, by their key suffix."""
-
-
-class PlainFormat:
-    """FP32 or BF16 as a torch tensor without a scale; also a remainder in E4M3 (`mcf.remainder_payload`)."""
-
-    def __init__(self, fmt: Format) -> None:
-        self.format = fmt
-
-    def init(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=self.format.dtype, device=like.device)
-
-    def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {}
-
-
-class ScaledFormat(PlainFormat):
-    """ScalingTensors whose scale follows from a bound on their values."""
-
-    def init(self, like: torch.Tensor) -> torch.Tensor:
-        return ScalingTensor(super().init(like), torch.ones((), device=like.device, dtype=torch.float32), torch.float32)
-
-
-class CoatFormat(PlainFormat):
-    """E4M3 or E5M2 with dynamic range expansion.
-
-    For a weight [.., n], the state `exp_avg` is the payload in the weight's shape, and `exp_avg_max` and `exp_avg_k` are FP32
-    [.., ceil(n / 128)]. So a slice of the weight's rows corresponds to the same rows of all three.
-    """
-
-    def beside(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        largest = torch.zeros(STATE_GROUP.groups(like.shape), device=like.device, dtype=torch.float32)
-        return {MAX: largest, EXPONENT: torch.ones_like(largest)}
-
-
-def state_format(fmt: Format) -> StateFormat:
-    """Return the state format for `fmt`."""
-    if fmt.group:
-        return CoatFormat(fmt)
-    return ScaledFormat(fmt) if fmt.scaled else PlainFormat(fmt)
-
-
 def begun(key: str, fmt: Format, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the entries of the optimizer state for a state of zeros with the shape and device of `like`."""
-    state = state_format(fmt)
-    return {key: state.init(like)} | {key + name: x for name, x in state.beside(like).items()}
+    """Return the entries of the optimizer state for a state of zeros in `fmt`, with the shape and device of `like`.
+
+    COAT's formats have a maximum and an exponent for each group of a row: for a weight [.., n], `exp_avg` is the payload in the weight's
+    shape, and `exp_avg_max` and `exp_avg_k` are FP32 [.., ceil(n / 128)]. So a slice of the weight's rows corresponds to the same rows of
+    all three.
+    """
+    zeros = torch.zeros(like.shape, dtype=fmt.dtype, device=like.device)
+    if fmt.group:
+        largest = torch.zeros(STATE_GROUP.groups(like.shape), device=like.device, dtype=torch.float32)
+        return {key: zeros, key + MAX: largest, key + EXPONENT: torch.ones_like(largest)}
+    return {key: ScalingTensor(zeros, torch.ones((), device=like.device, dtype=torch.float32), torch.float32) if fmt.scaled else zeros}
 
 
 def by_key(key: str, x: Stored) -> dict[str, torch.Tensor]:
@@ -207,9 +164,7 @@ def make_master(p: torch.Tensor, master: Format, values: torch.Tensor | None = N
     values = fp32_values(p if values is None else values).to(p.device)
     if master.scaled:
         return ScalingTensor.quantize(values, master)
-    copy = state_format(master).init(p)
-    copy.copy_(values)
-    return copy
+    return torch.empty(p.shape, dtype=master.dtype, device=p.device).copy_(values)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from msamp.numerics.formats import FP32
 from msamp.numerics.range_expand import Expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.shard import Holding
 from msamp.optim.states import copy_of_rows, decoded, own_values, payload, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, State, StepInputs, UpdateBatch
@@ -65,7 +65,7 @@ class BothWays(NamedTuple):
 
 
 @torch.no_grad()
-def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
+def rehearse(optimizer: LowPrecisionOptimizer) -> Iterator[Rehearsal]:
     """Run the next `step` of `optimizer` on copies with the current gradients, some rows at a time. If the step will be skipped, it yields
     nothing; on a GPU, where the host does not wait to know, it yields an update that changes nothing.
 
@@ -78,7 +78,7 @@ def rehearse(optimizer: FP8AdamW) -> Iterator[Rehearsal]:
 
 
 @torch.no_grad()
-def rehearse_batches(optimizer: FP8AdamW, sample: int | None = None) -> Iterator[BothWays]:
+def rehearse_batches(optimizer: LowPrecisionOptimizer, sample: int | None = None) -> Iterator[BothWays]:
     """Like `rehearse`, but yield whole batches.
 
     Args:

@@ -6,9 +6,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from msamp.comm.collectives import Peers
+from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.grad_sync import GradSync
-from msamp.comm.other_ranks import OtherRanks
 from msamp.comm.partition import BucketPlan, numbered, plan_buckets
 from msamp.numerics.formats import Format
 

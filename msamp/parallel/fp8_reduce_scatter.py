@@ -143,12 +143,12 @@ class FP8ReduceScatter:
             starts.append(width)
             width += -(-part.elements // ALIGNMENT) * ALIGNMENT
         message = torch.empty(peers.ranks * width, dtype=torch.uint8, device=output.device).view(self.format.dtype)
-        spans = [
+        pieces = [
             (rank * len(parts) + i, 0, part.elements, rank * width + starts[i])
             for rank in range(peers.ranks)
             for i, part in enumerate(parts)
         ]
-        ops.pack(self._table("cast", output.device), rows, spans, message, scales.repeat(peers.ranks))
+        ops.pack(self._table("cast", output.device), rows, pieces, message, scales.repeat(peers.ranks))
         received = peers.all_to_all(message, [width] * peers.ranks, f"the gradients of {self.module or 'the model'}")
         targets = [(i, start, part.elements, part.start) for i, (start, part) in enumerate(zip(starts, parts, strict=True))]
         ops.pack(self._table("round", output.device), [received] * len(parts), targets, output, scale_invs * factor, ranks=peers.ranks)

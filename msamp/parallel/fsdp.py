@@ -32,10 +32,9 @@ from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.clip import contiguous
 from msamp.optim.grad_cast import GradCast
-from msamp.optim.kept_states import kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, copy_of_rows, is_scaled, local, make_master, payload, scale_inv, weight_format
-from msamp.optim.updates import formats_of
+from msamp.optim.updates import formats_of, kept_states
 from msamp.parallel.sharded_weight import GatheredCodes
 
 
@@ -94,7 +93,7 @@ class Rows(Holding):
 
 
 class FSDP:
-    """The `Shard` (`msamp.optim.shard`) of an FP8AdamW whose parameters `fully_shard` has sharded.
+    """The `Shard` (`msamp.optim.shard`) of a LowPrecisionOptimizer whose parameters `fully_shard` has sharded.
 
     The gradient is FSDP's average in `p.grad`; the step quantizes it with one scale for all ranks.
 

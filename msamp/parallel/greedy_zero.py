@@ -35,21 +35,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from msamp.comm.bucket import Bucket, Segment, as_bytes
+from msamp.comm.bucket import Bucket, BucketPiece, as_bytes
 from msamp.comm.collectives import Peers
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.kept_states import kept_states, update_of
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, is_scaled, payload, scale_inv, view_of_rows
-from msamp.optim.updates import formats_of
+from msamp.optim.updates import formats_of, kept_states, update_of
 
 
 class ZeRO:
     """The `Shard` of an optimizer that distributes its states over the data-parallel ranks: each rank updates the tensors, or rows of
     tensors, that it owns.
 
-        optimizer = FP8AdamW(groups, clip_grad=1.0, shard=ZeRO(sync))
+        optimizer = LowPrecisionOptimizer(groups, clip_grad=1.0, shard=ZeRO(sync))
 
     FP8 weights are gathered in FP8, and every rank computes their scales itself. On a GPU the all-gather overlaps with the next forward,
     where each module waits only for its own weights. Pieces of a cut tensor share its scales, and the norm is exact however tensors are
@@ -81,7 +80,7 @@ class ZeRO:
             raise ValueError("the gradient synchronizer was built without sharding; build it with shard=True, or leave out shard=ZeRO(...)")
         self.sync = sync
         self.gathers = True
-        self._views: dict[Segment, tuple[torch.Tensor, slice | None]] = {}
+        self._views: dict[BucketPiece, tuple[torch.Tensor, slice | None]] = {}
         self._columns: list[tuple[Peers, torch.Tensor]] | None = None
         self._device = next(iter(sync.names)).device
         self.overlaps = overlap and self.ranks > 1
@@ -125,30 +124,30 @@ class ZeRO:
 
     def _is_cut(self, p: torch.Tensor) -> bool:
         bucket = self.sync.bucket_of(p)
-        return any(segment.rows != p.shape[0] for segment in bucket.segments if bucket.params[segment.index] is p)
+        return any(piece.rows != p.shape[0] for piece in bucket.pieces if bucket.params[piece.index] is p)
 
     def holdings(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Return the holdings that this rank owns, in parameter order."""
         return [holding for holding, _ in self._owned(wholes)]
 
-    def _owned(self, wholes: Sequence[Holding]) -> list[tuple[Holding, Segment]]:
-        owned: list[tuple[Holding, Segment]] = []
+    def _owned(self, wholes: Sequence[Holding]) -> list[tuple[Holding, BucketPiece]]:
+        owned: list[tuple[Holding, BucketPiece]] = []
         for whole in wholes:
-            for segment in self.sync.owned(whole.param):
-                if segment not in self._views:
-                    self._views[segment] = _view(whole.param, segment)
-                weight, rows = self._views[segment]
+            for piece in self.sync.owned(whole.param):
+                if piece not in self._views:
+                    self._views[piece] = _view(whole.param, piece)
+                weight, rows = self._views[piece]
                 part = Holding(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(owned), key=whole.key)
-                owned.append((part, segment))
+                owned.append((part, piece))
         return owned
 
     def ready(self, wholes: Sequence[Holding]) -> list[Holding]:
         """Return the holdings for which `sync` has an averaged gradient on this rank."""
         self._sort(wholes)
         holdings = []
-        for holding, segment in self._owned(wholes):
-            holding.grad = segment.grad
-            if segment.grad is not None:
+        for holding, piece in self._owned(wholes):
+            holding.grad = piece.grad
+            if piece.grad is not None:
                 own_inv, whole = scale_inv(holding.weight), scale_inv(holding.param)
                 if holding.rows is not None and own_inv is not None and whole is not None:
                     own_inv.copy_(whole)  # loading a model changes only the parameter's own
@@ -232,15 +231,15 @@ class ZeRO:
         stored = [payload(p).data for p in bucket.params]
         peers = self.sync.peers_of(bucket)
         sizes = [0] * peers.ranks
-        for segment in bucket.segments:
-            sizes[segment.owner] += segment.elements * stored[segment.index].element_size()
-        parts = [as_bytes(_rows(stored[segment.index], segment).reshape(-1)) for segment in bucket.owned]
+        for piece in bucket.pieces:
+            sizes[piece.owner] += piece.elements * stored[piece.index].element_size()
+        parts = [as_bytes(_rows(stored[piece.index], piece).reshape(-1)) for piece in bucket.owned]
         own = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=stored[0].device)
         flat = peers.all_gather(own, sizes, f"the weights of {bucket}")
         start = 0
-        for segment in bucket.segments:
-            target = _rows(stored[segment.index], segment)
-            if segment.owner != peers.rank:
+        for piece in bucket.pieces:
+            target = _rows(stored[piece.index], piece)
+            if piece.owner != peers.rank:
                 target.copy_(flat[start : start + target.nbytes].view(target.dtype).view(target.shape))
             start += target.nbytes
 
@@ -314,20 +313,20 @@ class ZeRO:
         states: dict[int, dict[str, torch.Tensor]] = {}
         for whole, step in zip(wholes, steps, strict=True):
             if step >= 0:
-                own_states = [(state[holding.weight], segment) for holding, segment in owned if holding.param is whole.param]
+                own_states = [(state[holding.weight], piece) for holding, piece in owned if holding.param is whole.param]
                 gathered = self._gather_states(whole, own_states)
                 if self.sync.peers.rank == 0:
                     states[whole.index] = {"step": step.clone(), **gathered}
         return states
 
-    def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], Segment]]) -> dict[str, torch.Tensor]:
+    def _gather_states(self, whole: Holding, owned: Sequence[tuple[Mapping[str, torch.Tensor], BucketPiece]]) -> dict[str, torch.Tensor]:
         """Assemble the states of a parameter from its pieces on the group's first rank; collective."""
         name, gathered = self.sync.names[whole.param], {}
         for declared, fmt in kept_states(whole.param, whole.formats):
             for key, like in begun(declared.key, fmt, whole.param).items():
                 x, scale = torch.zeros_like(payload(like)), torch.zeros((), device=whole.param.device, dtype=torch.float32)
-                for state, segment in owned:
-                    _rows(x, segment).copy_(payload(state[key]))
+                for state, piece in owned:
+                    _rows(x, piece).copy_(payload(state[key]))
                     own_scale = scale_inv(state[key])
                     scale = scale if own_scale is None else own_scale.clone()
                 # Each byte is zero on every rank but its owner.
@@ -338,18 +337,18 @@ class ZeRO:
         return gathered
 
 
-def _view(p: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, slice | None]:
+def _view(p: torch.Tensor, piece: BucketPiece) -> tuple[torch.Tensor, slice | None]:
     """Return a view of the rows of a parameter that an owner updates. A piece of a cut parameter has its own copy of the scale, since the
     update of each piece writes it."""
-    if p.dim() == 0 or segment.rows == p.shape[0]:
+    if p.dim() == 0 or piece.rows == p.shape[0]:
         return p, None
-    rows = slice(segment.row, segment.row + segment.rows)
+    rows = slice(piece.row, piece.row + piece.rows)
     return view_of_rows(p, rows), rows
 
 
-def _rows(x: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """Return a view of the rows of a segment."""
-    return x[segment.row : segment.row + segment.rows] if x.dim() else x
+def _rows(x: torch.Tensor, piece: BucketPiece) -> torch.Tensor:
+    """Return a view of the rows of a piece."""
+    return x[piece.row : piece.row + piece.rows] if x.dim() else x
 
 
 def _wait_for(alive: "weakref.ref[ZeRO]", buckets: Iterable[Bucket], *_: Any) -> None:

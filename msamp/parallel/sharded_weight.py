@@ -195,9 +195,9 @@ class GatheredCodes:
         multipliers, scale_invs = scales_of_weights(self._cast, amaxes, stored)
         self._scales.copy_(scale_invs)
         payloads = [weight.payload for weight in weights]
-        spans = [(i, 0, x.numel(), start) for i, (x, start) in enumerate(zip(payloads, self._starts, strict=True)) if x.numel()]
-        if spans:
-            ops.pack(self._tables, payloads, spans, self._flat, multipliers)
+        pieces = [(i, 0, x.numel(), start) for i, (x, start) in enumerate(zip(payloads, self._starts, strict=True)) if x.numel()]
+        if pieces:
+            ops.pack(self._tables, payloads, pieces, self._flat, multipliers)
         for weight, codes, scale_inv in zip(weights, self._codes, self._scale_invs, strict=True):
             weight.send(codes, scale_inv)
 

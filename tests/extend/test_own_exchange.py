@@ -51,14 +51,14 @@ class BF16Wire:
     def reduce(self, bucket: Bucket, flat: Tensor, factor: Tensor, peers: Peers, shard: bool) -> Reduced:
         mean = sum_in_rank_order(peers.all_to_all(flat, bucket.sizes, f"the gradients of {bucket}")) / peers.ranks
         amax = torch.zeros_like(factor)
-        for segment in bucket.owned:
-            if segment.elements:
-                amax[segment.index] = torch.maximum(amax[segment.index], bucket.part(segment, mean).abs().amax())
+        for piece in bucket.owned:
+            if piece.elements:
+                amax[piece.index] = torch.maximum(amax[piece.index], bucket.part(piece, mean).abs().amax())
         peers.all_reduce(amax, torch.distributed.ReduceOp.MAX, f"the amax of the gradients of {bucket}")
         scale = scale_from_amax(amax, self.average.max)
         own = torch.empty_like(mean, dtype=self.average.dtype)
-        for segment in bucket.owned:
-            bucket.part(segment, own).copy_(quantize(bucket.part(segment, mean), scale[segment.index], self.average))
+        for piece in bucket.owned:
+            bucket.part(piece, own).copy_(quantize(bucket.part(piece, mean), scale[piece.index], self.average))
         return Reduced(own, None, inverse(scale), mean)
 
 

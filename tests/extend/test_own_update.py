@@ -26,7 +26,7 @@ from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP32
 from msamp.numerics.recipe import Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim import updates
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.update_error import rehearse
 from msamp.optim.updates import MASTER, State, StepInputs, Update, UpdateBatch
 
@@ -206,7 +206,7 @@ def test_it_is_torch_s_momentum_but_for_the_rounding_of_the_state():
     start = [torch.randn(shape, generator=generator) * 0.1 for shape in ((24, 16), (8, 8))]
     gradients = [[torch.randn(x.shape, generator=generator) * 1e-2 for x in start] for _ in range(2)]
     ours, theirs = ([nn.Parameter(x.clone()) for x in start] for _ in range(2))
-    optimizer = FP8AdamW(ours, lr=0.5, betas=(0.75, 0.0), weight_decay=0.0, formats=MATRICES)
+    optimizer = LowPrecisionOptimizer(ours, lr=0.5, betas=(0.75, 0.0), weight_decay=0.0, formats=MATRICES)
     reference = torch.optim.SGD(theirs, lr=0.5, momentum=0.75)
     carried = [torch.zeros(()) for _ in start]
     for number, gs in enumerate(gradients):
@@ -231,12 +231,12 @@ def test_it_is_torch_s_momentum_but_for_the_rounding_of_the_state():
 
 def test_what_it_does_not_take_is_refused_by_name():
     with pytest.raises(ValueError, match=r"m is coat-e4m3.*update 'momentum' requires one for momentum_buffer; choose one of fp32, bf16"):
-        FP8AdamW([nn.Parameter(torch.ones(2, 2))], formats=StateFormats(m=COAT_E4M3, update="momentum"))
+        LowPrecisionOptimizer([nn.Parameter(torch.ones(2, 2))], formats=StateFormats(m=COAT_E4M3, update="momentum"))
 
 
 def test_the_state_of_fp32_is_plain():
     p = nn.Parameter(torch.ones(4, 4))
-    optimizer = FP8AdamW([p], formats=VECTORS)
+    optimizer = LowPrecisionOptimizer([p], formats=VECTORS)
     p.grad = torch.ones(4, 4)
     optimizer.step()
     assert optimizer.state[p]["momentum_buffer"].dtype is FP32.dtype

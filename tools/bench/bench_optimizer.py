@@ -34,7 +34,7 @@ from msamp.numerics.formats import BF16, E4M3, FP32, Format
 from msamp.numerics.recipe import KINDS, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
@@ -145,7 +145,7 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     formats = {p: group["formats"].grad for group in model.groups() for p in group["params"]}
     sync = grad_sync(model, formats)
     betas, scaler = (optim.adam_beta1, optim.adam_beta2), build_loss_scaler(config, recipe)
-    optimizer = FP8AdamW(
+    optimizer = LowPrecisionOptimizer(
         model.groups(), optim.lr, betas, optim.adam_eps, optim.weight_decay, clip_grad=optim.clip_grad or None, loss_scale=scaler
     )
     gradients = [torch.randn(p.shape, device=device, dtype=p.dtype) * 1e-4 for p in sync.names]

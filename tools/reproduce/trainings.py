@@ -18,7 +18,7 @@ from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, wri
 from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT
 from megatron.lm.tools.report import Run, read_run
 from msamp.optim.collage import collage_adamw, update_quality
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from tools.reproduce.compare_precisions import Job, Session, cards, complete, train
 
 ENWIK8 = "data/enwik8"  # relative to the root: written by `megatron.lm.tools.prepare_text enwik8`
@@ -169,7 +169,7 @@ def collage(
         for p, g in zip(weights.values(), torch.autograd.grad(loss, list(wide.values())), strict=True):
             p.grad = g.to(dtype)
         report = step % every == 0 or step == loop.steps
-        quality = update_quality(optimizer) if report and isinstance(optimizer, FP8AdamW) else None
+        quality = update_quality(optimizer) if report and isinstance(optimizer, LowPrecisionOptimizer) else None
         optimizer.step()
         losses.append(float(loss.detach()))
         if report:

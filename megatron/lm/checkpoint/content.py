@@ -26,9 +26,8 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.processes.grid import Grid, Ranks
 from megatron.lm.training.state import Training
-from msamp.optim.kept_states import update_of
 from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv, weight_format
-from msamp.optim.updates import MASTER, WEIGHT, remainders
+from msamp.optim.updates import MASTER, WEIGHT, remainders, update_of
 
 
 def at(key: str, offset: Sequence[int]) -> str:

@@ -23,9 +23,8 @@ from megatron.lm.config.cli import config_from_dict
 from megatron.lm.training.state import Training
 from msamp.numerics.formats import by_name
 from msamp.numerics.range_expand import Expanded
-from msamp.optim.kept_states import update_of
 from msamp.optim.states import is_own_master, weight_format
-from msamp.optim.updates import MASTER, formats_of
+from msamp.optim.updates import MASTER, formats_of, update_of
 
 _STATES = {MASTER.key: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -11,10 +11,9 @@ from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, FP32, Format
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.kept_states import kept_states
 from msamp.optim.shard import Holding
 from msamp.optim.states import by_key, is_own_master, weight_format
-from msamp.optim.updates import MASTER, WEIGHT, State
+from msamp.optim.updates import MASTER, WEIGHT, State, kept_states
 
 
 def check_number(stored: Stored, name: str, x: Tensor, low: float, high: float, dtype: torch.dtype, *, whole: bool = False) -> None:

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from megatron.lm.config import Config
 from megatron.lm.processes.grid import Grid, is_expert
-from msamp.comm.collectives import Peers
+from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
-from msamp.comm.other_ranks import OtherRanks
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import Recipe
 from msamp.optim.states import parameter_kind

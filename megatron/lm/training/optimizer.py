@@ -18,10 +18,9 @@ from msamp.numerics import formats
 from msamp.numerics.recipe import KINDS, Recipe
 from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.optim.device_flag import DeviceFlag
-from msamp.optim.kept_states import kept_states, update_of
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.states import parameter_kind, weight_format
-from msamp.optim.updates import MASTER, WEIGHT, formats_of
+from msamp.optim.updates import MASTER, WEIGHT, formats_of, kept_states, update_of
 from msamp.parallel.greedy_zero import ZeRO
 
 
@@ -89,7 +88,7 @@ def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
 
 def build_optimizer(
     model: nn.Module, config: Config, recipe: Recipe, grad_sync: GradSync, loss_scaler: LossScaler | None = None
-) -> FP8AdamW:
+) -> LowPrecisionOptimizer:
     """Build this rank's optimizer, with all states, or under ZeRO the states of the tensors it owns; `loss_scaler` from
     `build_loss_scaler`."""
     optim = config.optimizer
@@ -106,7 +105,7 @@ def build_optimizer(
         group["keys"] = [keys[p] for p in group["params"]]
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
     shard = ZeRO(grad_sync, config.communication.overlap_param_gather) if grad_sync.shard else None
-    optimizer = FP8AdamW(groups, shard=shard, **settings)
+    optimizer = LowPrecisionOptimizer(groups, shard=shard, **settings)
     optimizer.init_masters(take_initial_weights(model))
     return optimizer
 
@@ -160,7 +159,7 @@ class Schedule(OptimizerParamScheduler):
         return super().state_dict()
 
 
-def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
+def build_schedule(optimizer: LowPrecisionOptimizer, config: Config) -> Schedule:
     """Build megatron-core's schedule, in iterations or with `--train-samples` in samples: linear warm-up, then `--lr-decay-style`."""
     optim, steps = config.optimizer, config.schedule_steps
     schedule = Schedule(
@@ -182,7 +181,7 @@ def build_schedule(optimizer: FP8AdamW, config: Config) -> Schedule:
     return schedule
 
 
-def bytes_per_parameter(optimizer: FP8AdamW) -> dict[str, float]:
+def bytes_per_parameter(optimizer: LowPrecisionOptimizer) -> dict[str, float]:
     """Return the mean bytes per parameter of each kind of state on this rank, from their formats.
 
     Keys: weight; master (0 if the weight is its own master); grad, the gradient that the optimizer reads (an FP8 gradient is wider while

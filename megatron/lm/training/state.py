@@ -22,7 +22,7 @@ from msamp.fp16.scaler import LossScaler
 from msamp.nn.precision_guard import LayerGuard
 from msamp.nn.scaling_state import ScalingState
 from msamp.optim.device_flag import DeviceCopy, DeviceFlag
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 
 Batches = Iterator[dict[str, Tensor]]
 
@@ -42,7 +42,7 @@ class Training:
     config: Config
     grid: Grid
     model: nn.Module
-    optimizer: FP8AdamW
+    optimizer: LowPrecisionOptimizer
     schedule: Schedule
     grad_sync: GradSync
     scaling: ScalingState

@@ -18,13 +18,13 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, of_dtype
 from msamp.numerics.quantize import cast, quantize
 
-Span = tuple[int, int, int, int]
-TALLY = 3  # numbers per run
+FlatPiece = tuple[int, int, int, int]
+TALLY = 3  # numbers per piece
 
 
-def check_spans(
+def check_pieces(
     xs: Sequence[torch.Tensor],
-    spans: Sequence[Span],
+    pieces: Sequence[FlatPiece],
     out: torch.Tensor,
     factors: torch.Tensor | None,
     *,
@@ -34,16 +34,16 @@ def check_spans(
     ranks: int = 1,
     divisor: int = 1,
 ) -> None:
-    """Raise a ValueError for a run outside its tensor or `out`, or for factors, tallies or devices that do not match. Arguments as in
+    """Raise a ValueError for a piece outside its tensor or `out`, or for factors, tallies or devices that do not match. Arguments as in
     `pack`, without its tables."""
     for name, numbers in (("factors", factors), ("amaxes", amaxes), ("factors of before", unless)):
         if numbers is not None and numbers.numel() != len(xs):
             raise ValueError(f"{len(xs)} tensors were passed with {numbers.numel()} {name}; pass as many of each")
     if unless is not None and factors is None:
         raise ValueError("unless was passed without factors to compare with; pass both")
-    if tallies is not None and (out.dtype != E4M3.dtype or tallies.shape != (len(spans), TALLY)):
+    if tallies is not None and (out.dtype != E4M3.dtype or tallies.shape != (len(pieces), TALLY)):
         raise ValueError(
-            f"tallies are {list(tallies.shape)} for {len(spans)} runs into {out.dtype}; they must be [runs, {TALLY}], for {E4M3.dtype}"
+            f"tallies are {list(tallies.shape)} for {len(pieces)} pieces into {out.dtype}; they must be [pieces, {TALLY}], for {E4M3.dtype}"
         )
     if not all(x.device == out.device for x in xs):
         raise ValueError(f"tensors are not all on {out.device}, where the buffer is; pass tensors of one device")
@@ -53,10 +53,10 @@ def check_spans(
     if uneven is not None:
         raise ValueError(f"a tensor is {list(uneven.shape)}; with ranks={ranks} each must be [{ranks}, n], the payload of a rank in a row")
     sizes, room = [x.numel() // ranks for x in xs], out.numel()
-    for i, first, elements, start in spans:
+    for i, first, elements, start in pieces:
         if min(first, elements, start) < 0 or first + elements > sizes[i] or start + elements > room:
             raise ValueError(
-                f"a run of {elements} elements from {first}, written at {start}, exceeds tensor {i} of {sizes[i]} elements or the buffer "
+                f"a piece of {elements} elements from {first}, written at {start}, exceeds tensor {i} of {sizes[i]} elements or the buffer "
                 f"of {room}; a gradient must have its parameter's shape"
             )
 
@@ -64,7 +64,7 @@ def check_spans(
 def pack(
     tables: Tables | None,
     xs: Sequence[torch.Tensor],
-    spans: Sequence[Span],
+    pieces: Sequence[FlatPiece],
     out: torch.Tensor,
     factors: torch.Tensor | None,
     *,
@@ -74,24 +74,24 @@ def pack(
     ranks: int = 1,
     divisor: int = 1,
 ) -> None:
-    """Write `cast(x * factor)` for runs of tensors to `out`: one read, one write.
+    """Write `cast(x * factor)` for pieces of tensors to `out`: one read, one write.
 
     Args:
         tables: stores the kernel's table of addresses; the twin needs none.
         xs: contiguous, in any format; [ranks, n] with several `ranks`.
-        spans: for each run the index in `xs`, its first element there, its number of elements, and its first element in `out`.
+        pieces: for each piece the index in `xs`, its first element there, its number of elements, and its first element in `out`.
         out: flat, in any format, changed in place.
         factors: FP32 [len(xs)]; None: 1.
-        amaxes: FP32 [len(xs)], raised to the largest magnitude of each tensor's runs, +inf if one is not finite; None: not measured.
-        tallies: int64 [len(spans), 3], for E4M3, the statistics of each run: the largest magnitude of its codes' values, as the bits of
+        amaxes: FP32 [len(xs)], raised to the largest magnitude of each tensor's pieces, +inf if one is not finite; None: not measured.
+        tallies: int64 [len(pieces), 3], for E4M3, the statistics of each piece: the largest magnitude of its codes' values, as the bits of
             FP32; the sum of their squares in 1 / `PAYLOAD_UNITS`, as whole units and 2^-30 units, not yet `carried`. With a NaN among the
             values the largest is infinity and the others are meaningless. None: not measured.
         unless: FP32 [len(xs)], the factors with which `out` was written before: a tensor whose factor did not change is skipped.
-        ranks: rows of each x. Its values are the sum of the rows in FP32, always in their order; runs are of a row.
+        ranks: rows of each x. Its values are the sum of the rows in FP32, always in their order; pieces are of a row.
         divisor: by which the values are divided in FP32, before anything else.
     """
     fmt = of_dtype(out.dtype)
-    for run, (i, first, elements, start) in enumerate(spans):
+    for piece, (i, first, elements, start) in enumerate(pieces):
         if unless is not None and factors is not None and unless[i] == factors[i]:
             continue
         x, *others = xs[i].reshape(ranks, -1)[:, first : first + elements].float()
@@ -107,8 +107,8 @@ def pack(
             amaxes[i] = torch.maximum(amaxes[i], _largest(x))
         if tallies is not None:
             values = part.float()
-            tallies[run, 0] = torch.maximum(tallies[run, 0], _largest(values).view(torch.int32))
-            tallies[run, 1:] += square_sum(values.nan_to_num(), torch.ones((), dtype=torch.float64, device=x.device), PAYLOAD_UNITS)
+            tallies[piece, 0] = torch.maximum(tallies[piece, 0], _largest(values).view(torch.int32))
+            tallies[piece, 1:] += square_sum(values.nan_to_num(), torch.ones((), dtype=torch.float64, device=x.device), PAYLOAD_UNITS)
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:

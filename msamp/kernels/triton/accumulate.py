@@ -93,7 +93,7 @@ def _as_read(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def accumulate(g: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor, draw: torch.Tensor | None, key: int, first: bool) -> None:
+def accumulate(g, payload, scale_inv, draw, key, first):
     """See the reference twin."""
     numel, fmt = g.numel(), of_dtype(payload.dtype)
     constants = {
@@ -108,7 +108,7 @@ def accumulate(g: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor, 
     )
 
 
-def add_payload_(g: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
+def add_payload_(g, payload, scale_inv):
     """See the reference twin."""
     numel, block = g.numel(), 2 * BLOCK
     _add_payload_kernel[max(1, triton.cdiv(numel, block)),](

@@ -188,17 +188,7 @@ def parts(M: int, kind: str) -> int:
     return max(1, triton.cdiv(M, BACKWARD[kind][0] * BACKWARD[kind][3]))
 
 
-def activate(
-    y: torch.Tensor,
-    kind: str,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    scale_inv_slot: torch.Tensor | None = None,
-    channel_scale: torch.Tensor | None = None,
-    channel_amax_slot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def activate(y, kind, scale, amax_slot, dtype, *, scale_inv_slot=None, channel_scale=None, channel_amax_slot=None):
     """See the reference twin."""
     F = features(y, kind)
     check_channels(F, channel_scale, channel_amax_slot, just_in_time=scale is None and dtype.itemsize == 1)
@@ -217,19 +207,8 @@ def activate(
 
 
 def activate_backward(
-    grad_a: torch.Tensor,
-    y: torch.Tensor,
-    kind: str,
-    a_scale_inv: torch.Tensor,
-    a_dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    colsum: bool = False,
-    scale_inv_slot: torch.Tensor | None = None,
-    channel_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_a, y, kind, a_scale_inv, a_dtype, scale, amax_slot, dtype, *, colsum=False, scale_inv_slot=None, channel_scale=None
+):
     """See the reference twin."""
     check_gradient(grad_a, y, kind)
     check_channels(grad_a.shape[1], channel_scale, None)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from msamp.kernels.reference.adamw import Batch, check_keys
 from msamp.kernels.reference.store import NEAREST, Rounding
-from msamp.kernels.tables import Tables, rows_of
+from msamp.kernels.tables import rows_of
 from msamp.kernels.triton.adamw_scalars import (
     COLUMNS,
     ROW,
@@ -289,18 +289,7 @@ def constants_of(batch: Batch, m: int, v: int, master: int, rounding: Rounding) 
     return {**constants, "WIDE": wide, "WHOLE": whole}
 
 
-def adamw(
-    tables: Tables,
-    batch: Batch,
-    hyper: torch.Tensor,
-    amaxes: torch.Tensor,
-    kept: torch.Tensor,
-    coefficient: torch.Tensor | None,
-    usable: torch.Tensor,
-    *,
-    decoupled: bool,
-    rounding: Rounding = NEAREST,
-) -> None:
+def adamw(tables, batch, hyper, amaxes, kept, coefficient, usable, *, decoupled, rounding=NEAREST):
     """See the reference twin; `hyper` is FP64 [8], from `hyper_numbers`."""
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weights)
     rows = _table_rows(batch, columns, [g.numel() for g in batch.grads])

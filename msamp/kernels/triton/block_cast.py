@@ -132,18 +132,7 @@ def _block_cast_kernel(
         _tell(top, 1.0, amax, None)
 
 
-def block_cast(
-    x: torch.Tensor,
-    multiplier: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    *,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    scale_rule: str,
-    row: bool,
-    col: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def block_cast(x, multiplier, amax_slot, *, rows, columns, dtype, scale_rule, row, col):
     """See the reference twin."""
     check_block_cast(x, rows, columns, scale_rule)
     x = x.contiguous()

@@ -34,7 +34,7 @@ def _cast_columns_kernel(
         tl.store(y + at, v, mask=inside)
 
 
-def cast_columns(x: torch.Tensor, scale: torch.Tensor | None, channel_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_columns(x, scale, channel_scale, dtype):
     """See the reference twin."""
     check_channel_scale(x, channel_scale)
     x = x.contiguous()

@@ -244,18 +244,7 @@ def parts(M: int) -> int:
     return max(1, -(-M // TILE_M))
 
 
-def cast_transpose(
-    x: torch.Tensor,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    row: bool = False,
-    col: bool = False,
-    colsum: bool = False,
-    scale_inv_slot: torch.Tensor | None = None,
-    maxima: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def cast_transpose(x, scale, amax_slot, dtype, *, row=False, col=False, colsum=False, scale_inv_slot=None, maxima=None):
     """See the reference twin."""
     check_asked(row=row, col=col, colsum=colsum)
     check_maxima(maxima, scale)
@@ -275,7 +264,7 @@ def cast_transpose(
     return y, y_t, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, x.device, maxima), partial
 
 
-def cast_transposed(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_transposed(x, scale_inv, dtype):
     """See the reference twin."""
     x = x.contiguous()
     M, N = x.shape

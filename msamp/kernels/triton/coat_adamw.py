@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import Batch
-from msamp.kernels.reference.store import NEAREST, Rounding
-from msamp.kernels.tables import Tables, numbered, rows_of
+from msamp.kernels.reference.store import NEAREST
+from msamp.kernels.tables import numbered, rows_of
 from msamp.kernels.triton.adamw import (
     _averages,
     _fma,
@@ -258,18 +257,7 @@ def _size(shape: torch.Size) -> int:
     return size - (size > 0 and length % 16 != 0)
 
 
-def coat_adamw(
-    tables: Tables,
-    batch: Batch,
-    hyper: torch.Tensor,
-    amaxes: torch.Tensor,
-    kept: torch.Tensor,
-    coefficient: torch.Tensor | None,
-    usable: torch.Tensor,
-    *,
-    decoupled: bool,
-    rounding: Rounding = NEAREST,
-) -> None:
+def coat_adamw(tables, batch, hyper, amaxes, kept, coefficient, usable, *, decoupled, rounding=NEAREST):
     """See the reference twin; `hyper` is FP64 [8], from `hyper_numbers`."""
     m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
     columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)

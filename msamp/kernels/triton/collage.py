@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.adamw import Batch, Hyper
+from msamp.kernels.reference.adamw import Hyper
 from msamp.kernels.reference.collage import VARIANTS
-from msamp.kernels.tables import Tables, numbered, rows_of
+from msamp.kernels.tables import numbered, rows_of
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 
@@ -224,14 +224,7 @@ def _collage_kernel(
         tl.store(p_pointer + at, _payload(p, 7, HARDWARE), mask=inside)
 
 
-def collage(
-    tables: Tables,
-    batch: Batch,
-    hyper: torch.Tensor,
-    update: str,
-    coefficient: torch.Tensor | None,
-    usable: torch.Tensor,
-) -> None:
+def collage(tables, batch, hyper, update, coefficient, usable):
     """See the reference twin."""
     variant, none = VARIANTS[update], [0] * len(batch.grads)
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weight_remainders, batch.v_remainders)

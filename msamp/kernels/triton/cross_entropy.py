@@ -101,7 +101,7 @@ def _block(V: int) -> int:
     return min(BLOCK, triton.next_power_of_2(V))
 
 
-def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def cross_entropy_(logits, labels, weights):
     """See the reference twin."""
     M, V = logits.shape
     _check(logits)
@@ -113,7 +113,7 @@ def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Te
     return losses
 
 
-def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+def softmax_parts(logits, labels, first):
     """See the reference twin."""
     M, V = logits.shape
     _check(logits)
@@ -123,9 +123,7 @@ def softmax_parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> tor
     return parts
 
 
-def cross_entropy_of_parts_(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, first: int
-) -> torch.Tensor:
+def cross_entropy_of_parts_(logits, labels, weights, parts, first):
     """See the reference twin."""
     M, V = logits.shape
     _check(logits)

@@ -65,7 +65,7 @@ def _expert_cast_kernel(
         )  # fmt: skip
 
 
-def expert_cast(payload: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def expert_cast(payload, stored, dtype):
     """See the reference twin."""
     check_weights(payload, stored)
     payload, kept = payload.contiguous(), payload.dtype == dtype

@@ -110,16 +110,7 @@ def parts(F: int) -> int:
     return max(1, triton.cdiv(F, BACKWARD["swiglu"][1]))
 
 
-def expert_swiglu(
-    y: torch.Tensor,
-    probs: torch.Tensor,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    scale_inv_slot: torch.Tensor | None = None,
-    end: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expert_swiglu(y, probs, scale, amax_slot, dtype, *, scale_inv_slot=None, end=None):
     """See the reference twin."""
     F = features(y, "swiglu")
     check_probs(y, probs)
@@ -137,19 +128,7 @@ def expert_swiglu(
     return a, _quantise(launch, scale, amax_slot, scale_inv_slot, dtype, y.device)
 
 
-def expert_swiglu_backward(
-    grad_a: torch.Tensor,
-    y: torch.Tensor,
-    probs: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    a_dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    scale_inv_slot: torch.Tensor | None = None,
-    end: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def expert_swiglu_backward(grad_a, y, probs, a_scale_inv, a_dtype, scale, amax_slot, dtype, *, scale_inv_slot=None, end=None):
     """See the reference twin."""
     check_gradient(grad_a, y, "swiglu")
     check_probs(y, probs)

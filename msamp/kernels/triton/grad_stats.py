@@ -1,6 +1,5 @@
 """Amaxes and sums of squares of many gradients, with one launch per format and one read. Twin: `msamp.kernels.reference.grad_stats`."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ import triton
 import triton.language as tl
 
 from msamp.kernels.reference.grad_stats import carried
-from msamp.kernels.tables import Tables, numbered
+from msamp.kernels.tables import numbered
 from msamp.kernels.triton.pack import _amax_of_bits, _bits, _e4m3_square, _in_payload_units, _pointer, _span, _value
 from msamp.numerics.formats import of_dtype
 from msamp.numerics.tensor import ScalingTensor
@@ -94,14 +93,7 @@ def _grad_stats_kernel(
         tl.atomic_add(sums + 2 * index + 1, rest_total, sem="relaxed")
 
 
-def grad_stats(
-    tables: Tables,
-    gs: Sequence[torch.Tensor],
-    factors: torch.Tensor | None = None,
-    units: Sequence[int] = (),
-    *,
-    squares: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def grad_stats(tables, gs, factors=None, units=(), *, squares=True):
     """See the reference twin."""
     stats = torch.zeros(2, len(gs), device=tables.device, dtype=torch.float32)
     sums = torch.zeros(len(gs) if squares else 0, 2, dtype=torch.int64, device=tables.device)

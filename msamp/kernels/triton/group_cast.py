@@ -70,7 +70,7 @@ def _grid(x: torch.Tensor, size: int) -> tuple[tuple[int], dict[str, int]]:
     return (triton.cdiv(M * a_row, held),), {"groups": M * a_row, "a_row": a_row, "N": N, "GROUPS": held, "SIZE": size}
 
 
-def group_cast(x: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def group_cast(x, size, dtype):
     """See the reference twin."""
     check_group_cast(x, size)
     x = x.contiguous()
@@ -85,7 +85,7 @@ def group_cast(x: torch.Tensor, size: int, dtype: torch.dtype) -> tuple[torch.Te
     return y, exponents
 
 
-def group_decode(payload: torch.Tensor, exponents: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+def group_decode(payload, exponents, size, dtype):
     """See the reference twin."""
     check_group_cast(payload, size)
     payload = payload.contiguous()

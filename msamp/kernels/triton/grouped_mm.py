@@ -293,17 +293,7 @@ def tiling_of(product: str, summed: int, device: torch.device, *, fast_accum: bo
     return TILINGS[product, fast_accum][summed <= SHORT]
 
 
-def grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offsets: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    out_dtype: torch.dtype,
-    *,
-    fast_accum: bool,
-    tiles: torch.Tensor | None = None,
-) -> torch.Tensor:
+def grouped_mm(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, tiles=None):
     """See the reference twin."""
     check_grouped(a, b, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a.is_cuda and not fp8_hardware(a.device):
@@ -349,17 +339,7 @@ def _multiply(
     return out
 
 
-def grouped_mm_grad_weight(
-    a_t: torch.Tensor,
-    b_t: torch.Tensor,
-    offsets: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    out_dtype: torch.dtype,
-    *,
-    fast_accum: bool,
-    aligned: bool = False,
-) -> torch.Tensor:
+def grouped_mm_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype, *, fast_accum, aligned=False):
     """See the reference twin."""
     check_grad_weight(a_t, b_t, offsets, a_scale_inv, b_scale_inv, out_dtype)
     if a_t.is_cuda and not fp8_hardware(a_t.device):
@@ -397,7 +377,7 @@ def _multiply_grad_weight(
     return out
 
 
-def grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
+def grouped_tiles(offsets, rows, block):
     """See the reference twin."""
     check_offsets(offsets, offsets.device)
     if block < 1:

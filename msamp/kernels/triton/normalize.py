@@ -149,19 +149,7 @@ def _rows(N: int) -> tuple[dict[str, int], int]:
     return {"ROWS": rows, "BLOCK": block}, rows * block
 
 
-def normalize(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    rms: bool,
-    scale_inv_slot: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def normalize(x, residual, weight, bias, eps, scale, amax_slot, dtype, *, rms, scale_inv_slot=None):
     """See the reference twin."""
     check_normalize(x, residual, weight, bias, dtype, rms=rms)
     x = x.contiguous()
@@ -185,17 +173,7 @@ def normalize(
     return total, y, scale_inv, mean, rstd
 
 
-def normalize_transposed(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale_inv: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    rms: bool,
-) -> torch.Tensor:
+def normalize_transposed(x, mean, rstd, weight, bias, scale_inv, dtype, *, rms):
     """See the reference twin."""
     check_normalize(x, None, weight, bias, dtype, rms=rms)
     x = x.contiguous()
@@ -222,17 +200,7 @@ def parts(M: int, N: int, device: torch.device) -> int:
     return max(1, min(multiprocessors * _backward_warps(elements)[1], triton.cdiv(M, tile["ROWS"])))
 
 
-def normalize_backward(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    grad_residual: torch.Tensor | None,
-    *,
-    rms: bool,
-    maxima: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def normalize_backward(grad_y, x, mean, rstd, weight, grad_residual, *, rms, maxima=False):
     """See the reference twin."""
     check_backward(grad_y, x, weight, grad_residual)
     grad_y, x = grad_y.contiguous(), x.contiguous()

@@ -3,15 +3,12 @@
 This file also contains the functions with which kernels over many tensors read and write any format. Mantissa bits identify a format.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from msamp.kernels.reference.pack import Span
-from msamp.kernels.tables import Tables, numbered
+from msamp.kernels.tables import numbered
 from msamp.kernels.triton.cast import _fp8_code
 from msamp.numerics.formats import of_dtype
 
@@ -193,19 +190,7 @@ def _pack_kernel(
         tl.atomic_add(tally + 2, rest, sem="relaxed")
 
 
-def pack(
-    tables: Tables,
-    xs: Sequence[torch.Tensor],
-    spans: Sequence[Span],
-    out: torch.Tensor,
-    factors: torch.Tensor | None,
-    *,
-    amaxes: torch.Tensor | None = None,
-    tallies: torch.Tensor | None = None,
-    unless: torch.Tensor | None = None,
-    ranks: int = 1,
-    divisor: int = 1,
-) -> None:
+def pack(tables, xs, pieces, out, factors, *, amaxes=None, tallies=None, unless=None, ranks=1, divisor=1):
     """See the reference twin."""
     base, size = out.data_ptr(), out.element_size()
     addresses, dtypes = [x.data_ptr() for x in xs], [x.dtype for x in xs]
@@ -214,7 +199,7 @@ def pack(
     for dtype in set(dtypes):
         rows = [
             Row(elements, addresses[i] + first * dtype.itemsize, base + start * size, strides[i], i, run)
-            for run, (i, first, elements, start) in enumerate(spans)
+            for run, (i, first, elements, start) in enumerate(pieces)
             if dtypes[i] == dtype
         ]
         table, parts = tables.lay_out(("pack", dtype), rows, 3, CHUNK, again=unless is not None)

@@ -73,9 +73,7 @@ def _unpermute_kernel(y, places, out, T, N, TOP_K: tl.constexpr, TOKENS: tl.cons
     tl.store(out + t.to(tl.int64)[:, None] * N + n[None, :], _rounded(total, out.dtype.element_ty, HARDWARE), mask=inside)
 
 
-def permute(
-    x: torch.Tensor, source: torch.Tensor, top_k: int, *, row: bool = False, col: bool = False, end: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def permute(x, source, top_k, *, row=False, col=False, end=None):
     """See the reference twin."""
     check_payload(x, top_k)
     check_rows(x, source, "source", 1)
@@ -98,7 +96,7 @@ def permute(
     return y, y_t
 
 
-def unpermute(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def unpermute(y, places):
     """See the reference twin."""
     check_rows(y, places, "places", 2)
     y = y.contiguous()

@@ -212,7 +212,7 @@ def parts(M: int) -> int:
     return max(1, triton.cdiv(M, BACKWARD_TILE_M))
 
 
-def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> None:
+def rotary_(qkv, cos, sin, heads, groups):
     """See the reference twin."""
     d = head_width(qkv, heads, groups)
     (s, b, _), r = qkv.shape, cos.shape[1]
@@ -225,18 +225,7 @@ def rotary_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int,
     )  # fmt: skip
 
 
-def rotary_cast(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    heads: int,
-    groups: int,
-    scales: torch.Tensor | None,
-    amax_slots: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    scale_inv_slots: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scale_inv_slots=None):
     """See the reference twin."""
     check_three(scales, "scales")
     check_three(amax_slots, "amax_slots")
@@ -264,20 +253,7 @@ def rotary_cast(
     return query, key, value, scale_invs if scale_inv_slots is None else nothing(torch.float32, device)
 
 
-def rotary_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    scale: torch.Tensor | None,
-    amax_slot: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    colsum: bool = False,
-    scale_inv_slot: torch.Tensor | None = None,
-    scale_invs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def rotary_backward(dq, dk, dv, cos, sin, scale, amax_slot, dtype, *, colsum=False, scale_inv_slot=None, scale_invs=None):
     """See the reference twin."""
     check_gradients(dq, dk, dv)
     check_three(scale_invs, "scale_invs")

@@ -40,7 +40,7 @@ def _scale_from_maxima_kernel(maxima, scale, count, EXPONENT: tl.constexpr, MANT
     tl.store(scale, _scale(tl.max(top), 1.0, EXPONENT, MANTISSA))
 
 
-def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None, otherwise: float) -> torch.Tensor:
+def scale_from_amax(amax, fp_max, last, otherwise):
     """See the reference twin."""
     scale = torch.empty_like(amax)
     exponent, mantissa = _fields(fp_max)
@@ -51,7 +51,7 @@ def scale_from_amax(amax: torch.Tensor, fp_max: float, last: torch.Tensor | None
     return scale
 
 
-def scale_from_maxima(maxima: torch.Tensor, fp_max: float) -> torch.Tensor:
+def scale_from_maxima(maxima, fp_max):
     """See the reference twin. One program is enough: there are a few hundred maxima."""
     scale = torch.empty((), dtype=torch.float32, device=maxima.device)
     exponent, mantissa = _fields(fp_max)

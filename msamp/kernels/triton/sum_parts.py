@@ -1,7 +1,5 @@
 """Sum and round the partial column sums of several tensors in one launch. Twin: `msamp.kernels.reference.sum_parts`."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +27,7 @@ def _sum_parts_kernel(
         block -= tl.cdiv(N, BLOCK_N)
 
 
-def sum_parts(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def sum_parts(parts, dtype):
     """See the reference twin."""
     sums = [torch.empty(x.shape[1], dtype=dtype, device=x.device) for x in parts]
     rows, widths = (tuple(x.shape[i] for x in parts) for i in range(2))

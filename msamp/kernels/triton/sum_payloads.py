@@ -32,9 +32,7 @@ def _sum_payloads_kernel(
         tl.store(y + at, _fp8_code(total, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
 
 
-def sum_payloads(
-    payloads: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype, own: torch.Tensor | None = None, rank: int = 0
-) -> torch.Tensor:
+def sum_payloads(payloads, factor, dtype, own=None, rank=0):
     """See the reference twin."""
     check_payloads(payloads, own, rank)
     ranks, numel = payloads.shape

@@ -153,7 +153,7 @@ def _mantissa(x: torch.Tensor) -> int:
     return of_dtype(x.dtype).mantissa_bits
 
 
-def count_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor) -> None:
+def count_(row, x, payload):
     """See the reference twin."""
     if x.numel():
         _count_kernel[(triton.cdiv(x.numel(), COUNT_CHUNK),)](
@@ -163,7 +163,7 @@ def count_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv: torch.Tensor) -> None:
+def tally_(row, x, payload, scale_inv):
     """See the reference twin."""
     if not x.numel():
         return
@@ -177,7 +177,7 @@ def tally_(row: torch.Tensor, x: torch.Tensor, payload: torch.Tensor, scale_inv:
     _finish_kernel[(TALLY_SUMS + 2,)](partials, programs, row, scale_inv, SUMS=TALLY_SUMS, FINISH=FINISH)
 
 
-def tally_update_(row: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor, stored: torch.Tensor, scale_inv: torch.Tensor) -> None:
+def tally_update_(row, before, wanted, stored, scale_inv):
     """See the reference twin."""
     if not before.numel():
         return

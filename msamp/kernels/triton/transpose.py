@@ -21,7 +21,7 @@ def _transpose_kernel(x, y, M, N, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, T
     _put_transposed(words, y, quad, column, q, n, M, left, columns, ALIGNED)
 
 
-def transpose(x: torch.Tensor) -> torch.Tensor:
+def transpose(x):
     """See the reference twin."""
     check_payload(x)
     x = x.contiguous()

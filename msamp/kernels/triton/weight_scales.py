@@ -41,7 +41,7 @@ def _weight_scales_kernel(
     tl.store(scale_inv, _inverse(scale))
 
 
-def weight_scales(payload: torch.Tensor, scale_inv: torch.Tensor, fp_max: float) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_scales(payload, scale_inv, fp_max):
     """See the reference twin."""
     payload = payload.contiguous()
     numel, device = payload.numel(), payload.device

@@ -7,7 +7,7 @@ new update rule is one object, which can be in a user's own file:
         def run(self, tables, batch, inputs): ...
 
     updates.register(Momentum("momentum", (MASTER, State("momentum_buffer", "m", "momentum")), kept=("momentum_buffer",)))
-    optimizer = FP8AdamW(params, formats=StateFormats(m=E4M3, update="momentum"))
+    optimizer = LowPrecisionOptimizer(params, formats=StateFormats(m=E4M3, update="momentum"))
 
 Every process must register it before it builds an optimizer.
 
@@ -20,7 +20,17 @@ these amaxes, combines them over ranks, and passes them to `run` as rows of one 
 `kept` in order, then the master's.
 """
 
-from msamp.optim.updates.registry import by_name, own_keys, register, remainders, take_options, updates_of
+from msamp.optim.updates.registry import (
+    by_name,
+    expected_states,
+    kept_states,
+    own_keys,
+    register,
+    remainders,
+    take_options,
+    update_of,
+    updates_of,
+)
 from msamp.optim.updates.update import (
     MASTER,
     WEIGHT,
@@ -35,6 +45,7 @@ from msamp.optim.updates.update import (
 )
 
 __all__ = [
-    "MASTER", "WEIGHT", "Formats", "State", "StepInputs", "Update", "UpdateBatch", "by_name", "format_names", "formats_of",
-    "named_formats", "own_keys", "register", "remainders", "take_options", "updates_of",
+    "MASTER", "WEIGHT", "Formats", "State", "StepInputs", "Update", "UpdateBatch", "by_name", "expected_states",
+    "format_names", "formats_of", "kept_states", "named_formats", "own_keys", "register", "remainders", "take_options", "update_of",
+    "updates_of",
 ]  # fmt: skip

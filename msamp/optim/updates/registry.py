@@ -1,4 +1,4 @@
-"""The registry of updates by name, and the options of a parameter group for its updates."""
+"""The registry of updates by name, the states that an update stores for a parameter, and the options of a parameter group."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -9,10 +9,10 @@ import torch
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics.formats import Format
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.updates.adamw import MOMENTS, AdamW
-from msamp.optim.updates.collage import collage_update
+from msamp.optim.states import Expected, expected_moment, weight_format
+from msamp.optim.updates.adamw import MOMENTS, AdamW, collage_update
 from msamp.optim.updates.momentum import MOMENTUM, SGD, Muon
-from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, State, Update
+from msamp.optim.updates.update import MASTER, ROUNDING_FIELDS, WEIGHT, Formats, State, Update
 
 _KNOWN: dict[str, Update] = {
     "fp32": AdamW("fp32", (MASTER, *MOMENTS), kept=("exp_avg", "exp_avg_sq")),
@@ -32,6 +32,27 @@ def by_name(name: str) -> Update:
     if name not in _KNOWN:
         raise ValueError(f"update {name!r} is unknown; choose one of {', '.join(_KNOWN)}, or register it (msamp.optim.updates.register)")
     return _KNOWN[name]
+
+
+def update_of(formats: Formats) -> Update:
+    """Return the update that the formats name."""
+    return by_name(formats["update"])
+
+
+def kept_states(p: torch.Tensor, formats: Formats) -> Iterator[tuple[State, Format]]:
+    """Yield the states that the optimizer stores for a parameter, with their formats."""
+    for state in update_of(formats).states:
+        fmt = state.format_beside(weight_format(p), formats)
+        if fmt is not None:
+            yield state, fmt
+
+
+def expected_states(p: torch.Tensor, formats: Formats, shape: torch.Size) -> dict[str, Expected]:
+    """Return the requirements on the saved states of a parameter, or of its rows in `shape`, by key."""
+    expected = {"step": Expected(torch.empty((), device="meta", dtype=torch.float32), least=0.0)}
+    for state, fmt in kept_states(p, formats):
+        expected |= expected_moment(state.key, fmt, shape, non_negative=state.non_negative)
+    return expected
 
 
 def updates_of(group: Mapping[str, Any]) -> list[Update]:

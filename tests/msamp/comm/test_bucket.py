@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.numerics import bits, make
-from msamp.comm.bucket import Bucket, as_bytes
+from msamp.comm.bucket import Bucket
 from msamp.comm.partition import Piece, plan_buckets
 from msamp.kernels.reference.grad_stats import carried, grad_stats
 from msamp.numerics.formats import ALL, E4M3, FP32
@@ -28,25 +28,13 @@ def planned(ranks: int, rank: int = 0, shapes=SHAPES) -> tuple[Bucket, tuple[Pie
 @world_sizes
 def test_segments_tile_the_flat_buffer_owner_after_owner(ranks):
     bucket, pieces = planned(ranks)
-    assert bucket.segments[0].start == 0
-    for a, b in itertools.pairwise(bucket.segments):
+    assert bucket.pieces[0].start == 0
+    for a, b in itertools.pairwise(bucket.pieces):
         assert b.start == a.start + a.elements
         assert (a.owner, a.index, a.row) < (b.owner, b.index, b.row)
-    assert bucket.segments[-1].start + bucket.segments[-1].elements == sum(math.prod(shape) for shape in SHAPES)
-    assert sorted((s.index, s.row, s.rows, s.owner) for s in bucket.segments) == sorted(map(tuple, pieces))
+    assert bucket.pieces[-1].start + bucket.pieces[-1].elements == sum(math.prod(shape) for shape in SHAPES)
+    assert sorted((s.index, s.row, s.rows, s.owner) for s in bucket.pieces) == sorted(map(tuple, pieces))
     assert bucket.cut == (len(pieces) > len(SHAPES))
-
-
-@world_sizes
-def test_the_slice_of_a_rank_is_what_it_owns(ranks):
-    end = 0
-    for rank in range(ranks):
-        bucket, pieces = planned(ranks, rank)
-        assert [(s.index, s.row, s.rows) for s in bucket.owned] == sorted(p[:3] for p in pieces if p.owner == rank)
-        assert bucket.own.start == end
-        assert bucket.own.stop - bucket.own.start == bucket.sizes[rank] == sum(s.elements for s in bucket.owned)
-        end = bucket.own.stop
-    assert end == sum(math.prod(shape) for shape in SHAPES)
 
 
 def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -79,49 +67,6 @@ def test_unflatten_is_the_way_back(fmt, ranks):
         assert bits(x).equal(bits(y))
 
 
-def test_a_whole_parameter_comes_back_as_a_view():
-    bucket, _ = planned(1)
-    flat = bucket.flatten(gradients(torch.float32), FP32)
-    assert all(x.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for x in bucket.unflatten(flat))
-
-
-def test_pieces_may_come_in_any_order_and_leave_ranks_empty():
-    params = [torch.arange(6.0).view(3, 2), torch.arange(10.0, 14.0)]
-    pieces = [Piece(1, 0, 4, 2), Piece(0, 2, 1, 0), Piece(0, 0, 2, 2)]
-    bucket = Bucket(params, ["a", "b"], E4M3, pieces, 4, 3)
-    assert bucket.sizes == [2, 0, 8, 0]
-    assert bucket.owned == []
-    assert bucket.own == slice(10, 10)
-    flat = bucket.flatten(params, FP32)
-    assert flat.tolist() == [4, 5, 0, 1, 2, 3, 10, 11, 12, 13]
-    assert all(x.equal(p) for x, p in zip(bucket.unflatten(flat), params, strict=True))
-    assert bucket.spans == [(0, 4, 2, 0), (0, 0, 4, 2), (1, 0, 4, 6)]
-
-
-def test_clear_forgets_a_step():
-    bucket, _ = planned(2)
-    bucket.gradients[0], bucket.waiting, bucket.sent, bucket.absent = torch.ones(7), 3, True, {1}
-    bucket.owned[0].grad = torch.ones(1)
-    bucket.clear()
-    assert bucket.gradients == [None] * len(SHAPES)
-    assert (bucket.waiting, bucket.sent, bucket.absent) == (len(SHAPES), False, set())
-    assert all(segment.grad is None for segment in bucket.owned)
-
-
-def test_messages_name_a_bucket_by_its_ends():
-    assert str(planned(1)[0]) == "p0 ... p8"
-    assert str(planned(1, shapes=[(2,)])[0]) == "p0"
-
-
-@formats
-def test_as_bytes_shares_memory(fmt):
-    x = torch.zeros(4, dtype=torch.uint8).view(torch.uint8).repeat(fmt.bytes).view(fmt.dtype)
-    as_bytes(x).fill_(1)
-    assert as_bytes(x).dtype is torch.uint8
-    assert as_bytes(x).shape == (4 * fmt.bytes,)
-    assert bits(x).eq(1).all()
-
-
 @world_sizes
 @pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt.scaled], ids=str)
 def test_a_guess_changes_no_bit(fmt, ranks):
@@ -138,8 +83,8 @@ def test_a_guess_changes_no_bit(fmt, ranks):
         if fmt != E4M3:
             assert bucket.tallies(flat) is None
             continue
-        for segment, (largest, *squares) in zip(bucket.segments, bucket.tallies(flat), strict=True):
-            codes = want[segment.start : segment.start + segment.elements]
+        for piece, (largest, *squares) in zip(bucket.pieces, bucket.tallies(flat), strict=True):
+            codes = want[piece.start : piece.start + piece.elements]
             stats, sums = grad_stats(None, [ScalingTensor(codes, torch.ones(()))])
             assert largest.to(torch.int32).view(torch.float32) == stats[0, 0]
             assert carried(torch.stack(squares)[None]).equal(sums)
@@ -175,7 +120,7 @@ def test_what_was_told_of_a_buffer_holds_until_it_changes():
     bucket.measure(made, E4M3)
     flat = bucket.flatten(made, E4M3, factor)
     assert bucket.tallies(flat.clone()) is None
-    assert bucket.tallies(flat).shape == (len(bucket.segments), 3)
+    assert bucket.tallies(flat).shape == (len(bucket.pieces), 3)
     flat[:7].view(torch.uint8).zero_()
     assert bucket.tallies(flat) is None
     bucket.measure(made, E4M3)

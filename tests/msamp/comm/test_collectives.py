@@ -5,8 +5,6 @@ A rank dies with exit code 0 here, so that `dist.run` gives the others the time 
 
 import datetime
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -20,7 +18,6 @@ from helpers.numerics import bits, make
 from msamp.comm import collectives
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.statistics import Statistics
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.parallel.data_parallel import grad_sync
 
@@ -149,15 +146,6 @@ def test_collectives_on_their_way(ranks):
         assert found["bad sizes"].startswith(f"rank {rank}: the all-to-all of three elements failed: every rank still answers (")
 
 
-def test_a_rank_stands_by_its_place_in_the_group(ranks):
-    assert [rank["place"] for rank in ranks] == [None, (0, 2), None, (1, 2)]
-
-
-def test_a_failure_of_all_names_no_rank(ranks):
-    for rank, found in enumerate(ranks):
-        assert found["reduced"]["bad sizes"].startswith(f"rank {rank}: the all-to-all of three elements failed: every rank still answers (")
-
-
 def test_one_rank_runs_no_collective():
     sent = WireBytes()
     peers = Peers(None, sent)
@@ -217,28 +205,6 @@ def dying_groups(folder: str) -> None:
     survive(folder, lambda: backward_with_a_death(group, lost))
 
 
-def dying_store(folder: str) -> None:
-    """Rank 2 dies where statistics are combined; then rank 0, and with it the rendezvous store that it keeps."""
-    timeout = datetime.timedelta(seconds=60)
-    torch.distributed.init_process_group("gloo", timeout=timeout)
-    rank = torch.distributed.get_rank()
-    later, first = new_groups([1, 2], [0, 1])
-    peers = Peers(first if rank == 0 else later, WireBytes())
-    if rank != 0:
-        statistics = Statistics([8], torch.device("cpu"), always=True)
-        statistics.combine(peers)
-        if rank == 2:
-            os._exit(0)
-        survive(folder, lambda: statistics.combine(peers))
-        Path(folder, "1").rename(Path(folder, "statistics"))
-        peers = Peers(first, WireBytes())
-    peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.MIN, "x")
-    if rank == 0:
-        os._exit(0)
-    survive(folder, lambda: peers.all_reduce(torch.ones(1), torch.distributed.ReduceOp.MIN, "the scales of a ... b"))
-    os._exit(0)  # without a store the process group cannot be taken down in order
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("survivors")
@@ -258,46 +224,3 @@ def test_a_rank_lost_while_a_collective_is_on_its_way_is_named(reports):
     seconds, message = reports["6"].split(" ", 1)
     assert message.startswith("rank 6: the all-gather of input failed: rank 7 does not answer (")
     assert float(seconds) <= TIMEOUT
-
-
-@pytest.fixture(scope="module")
-def store_reports(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("store")
-    with pytest.raises(FileNotFoundError, match="result_"):
-        dist.run(dying_store, 3, str(folder), timeout=60, init=False)
-    return {file.name: file.read_text() for file in folder.iterdir()}
-
-
-@pytest.mark.nightly(4)
-def test_a_rank_lost_while_statistics_are_combined_is_named(store_reports):
-    assert store_reports["statistics"].split(" ", 1)[1].startswith("rank 1: the ")
-    assert "failed: rank 2 does not answer" in store_reports["statistics"]
-
-
-def test_rank_0_is_named_when_the_store_went_with_it(store_reports):
-    seconds, message = store_reports["1"].split(" ", 1)
-    assert message.startswith("rank 1: the all-reduce of the scales of a ... b failed: rank 0 does not answer (")
-    assert float(seconds) <= TIMEOUT
-
-
-GROUP_ENDS = """
-import gc, weakref
-import torch, torch.distributed as dist
-import msamp
-from msamp.numerics.recipe import FP32_STATES
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = torch.nn.Linear(32, 32)
-sync = msamp.grad_sync(model, dict.fromkeys(model.parameters(), FP32_STATES.grad), dist.group.WORLD)
-optimizer = msamp.FP8AdamW(model.parameters(), formats=FP32_STATES)
-group = weakref.ref(dist.group.WORLD)
-dist.destroy_process_group()
-gc.collect()
-assert group() is None, "something holds the group"
-"""
-
-
-@pytest.mark.nightly(5)
-def test_a_process_group_ends_when_it_is_destroyed():
-    """Else its threads run into the interpreter's end, and one that drops a tensor there aborts the process."""
-    done = subprocess.run([sys.executable, "-c", GROUP_ENDS], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr

@@ -30,22 +30,6 @@ every_kind = pytest.mark.parametrize("kind", list(parameters()))
 
 
 @every_kind
-def test_a_mark_that_stands_is_lifted_and_says_that_nothing_was_cleared(kind):
-    p, marks = parameters()[kind], GradMarks()
-    assert not marks.lift(p)
-    for _ in range(2):
-        marks.put(p)
-        assert p.grad.shape == p.shape
-        assert p.grad.untyped_storage().nbytes() <= 4
-        assert marks.holds(p)
-        if p.numel():
-            with pytest.raises(RuntimeError, match="single memory location"):  # clipping by somebody who takes it for a gradient
-                p.grad.mul_(2.0)
-        assert not marks.lift(p)
-        assert p.grad is None
-
-
-@every_kind
 def test_what_clears_gradients_is_noticed(kind):
     p, marks = parameters()[kind], GradMarks()
     module = nn.ParameterList([p])
@@ -64,14 +48,6 @@ def test_what_clears_gradients_is_noticed(kind):
     p.grad = own = torch.zeros(p.shape, dtype=p.dtype)
     assert marks.lift(p)
     assert p.grad is own
-
-
-def test_all_are_lifted_together():
-    marks, ps = GradMarks(), list(parameters().values())
-    for p in ps:
-        marks.put(p)
-    marks.clear()
-    assert all(p.grad is None for p in ps)
 
 
 def layer_and_sync():

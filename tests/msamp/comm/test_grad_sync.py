@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from helpers.numerics import make
 from helpers.synced import model_of, stamp, synced, told_right
 from msamp.comm.accumulate import ACCUMULATORS
-from msamp.comm.exchange import Exchange, FP32SumWire, NCCLWire, pack_scaled
 from msamp.comm.grad_sync import GradSync
 from msamp.kernels import ops
-from msamp.nn.linear import FP8Linear
 from msamp.numerics.formats import ALL, BF16, E4M3, E5M2, FP16, FP32, Format
-from msamp.numerics.recipe import O2, O3
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.parallel.data_parallel import grad_sync
 
 INF, NAN = float("inf"), float("nan")
@@ -57,18 +54,6 @@ def test_one_micro_batch_is_quantised_once(dtype, shard, fmt):
     assert p.main_grad is None
     assert sync.owned(p)[0].grad is None
     assert sync.sent.rows() == {}
-
-
-@pytest.mark.parametrize("recipe", [O2, O3])
-def test_of_an_fp8_layer_only_main_grad_is_left(recipe):
-    layer = FP8Linear(32, 32, recipe=recipe, dtype=torch.bfloat16)
-    sync = grad_sync(layer, {layer.weight: E4M3, layer.bias: FP32})
-    layer(make("normal", (4, 32)).bfloat16()).sum().backward()
-    sync.finish()
-    assert layer.weight.grad is None
-    assert layer.bias.grad is None
-    assert layer.weight.main_grad.format is E4M3
-    assert layer.bias.main_grad.equal(torch.full((32,), 4.0))
 
 
 def test_a_tied_weight_gets_the_sum_of_both_uses():
@@ -126,7 +111,7 @@ def test_buckets_leave_in_their_order_whatever_order_they_fill_in():
 @pytest.mark.parametrize("when", [0, 1])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_gone_in_the_next(when, fmt, bad, accumulate):
     p, sync = one(fmt, accumulate=accumulate)
-    optimizer = FP8AdamW([p])
+    optimizer = LowPrecisionOptimizer([p])
     for step in range(2):
         for i in range(2):
             g = make("normal", (4, 8), i)
@@ -158,10 +143,6 @@ def test_stochastic_rounding_goes_on_where_it_was_saved():
     assert step(*one(E4M3, accumulate="fp8-sr", seed=8)) != found[0]
 
 
-def test_any_seed_that_torch_takes_will_do():
-    assert one(E4M3, accumulate="fp8-sr", seed=2**32 - 1)[1].steps == 0
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("between", [False, True])
 def test_a_second_gradient_is_refused(between, overlap):
@@ -172,14 +153,6 @@ def test_a_second_gradient_is_refused(between, overlap):
     with pytest.raises(ValueError, match=r"fp8-e4m3_p got a second gradient in one step .* run every backward .* under no_sync\(\)"):
         back(p, torch.ones(4, 8))
     assert p.grad is None
-
-
-def test_no_sync_ends_with_its_block_even_if_that_fails():
-    p, sync = one(E4M3)
-    with pytest.raises(KeyError), sync.no_sync():
-        raise KeyError
-    back(p, torch.ones(4, 8))
-    assert sync.buckets[0].sent
 
 
 @pytest.mark.parametrize("how", ["added", "thawed"])
@@ -215,19 +188,6 @@ def test_unknown_choices_are_refused(options, message):
         synced(model, **options)
     back(model["fp8-e4m3_p"], torch.ones(4, 8))
     assert model["fp8-e4m3_p"].grad is not None  # nothing was hooked
-
-
-def test_an_exchange_that_lacks_what_mu_needs_is_refused():
-    """E5M2 payloads, averages in E4M3: how full these are says nothing of that sum."""
-    odd = Exchange(name="odd", wire=lambda _: NCCLWire(E5M2), sums_in_fp32=False, scalings=("auto", "pre"))
-    with pytest.raises(ValueError, match=r"'auto' detects overflow .* odd turns fp8-e5m2 payloads into fp8-e4m3; choose .* 'pre'"):
-        one(E4M3, exchange=odd)
-    assert one(E5M2, exchange=odd)[1].scaling.name == "auto"
-    p, sync = one(E4M3, exchange=odd, scaling="pre")
-    words = r"exchange odd returned averages of fp8-e4m3_p in torch.float8_e5m2, .* round to torch.float8_e4m3fn"
-    with pytest.raises(ValueError, match=words):
-        back(p, torch.ones(4, 8))
-    assert str(sync) == "gradients in 1 buckets (fp8-e4m3, odd)"
 
 
 def test_a_parameter_without_format_or_of_an_unsupported_dtype_is_refused():
@@ -282,20 +242,6 @@ def test_a_gradient_that_passes_the_hooks_by_is_named():
         sync.finish()
 
 
-def test_layers_of_msamp_keep_their_hooks_on_the_same_device():
-    model = nn.Sequential(FP8Linear(16, 16))
-    sync = grad_sync(model, {p: E4M3 if p.dim() == 2 else FP32 for p in model.parameters()})
-    model.to("cpu")
-    model(torch.ones(2, 16)).sum().backward()
-    sync.finish()
-    assert model[0].weight.main_grad.dequantize().equal(torch.full((16, 16), 2.0))
-    sync.clear()
-    for bucket in sync.buckets:
-        bucket.tables.device = torch.device("cuda:7")
-    with pytest.raises(ValueError, match=r"is on cpu, and the gradient synchronizer was built for cuda:7; move the model first"):
-        model(torch.ones(2, 16)).sum().backward()
-
-
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("exchange", ["fp32-sum", "nccl"])
 def test_gradients_of_one_rank_are_told_of_and_equal_those_without_a_guess(exchange, shard, monkeypatch):
@@ -319,45 +265,3 @@ def test_gradients_of_one_rank_are_told_of_and_equal_those_without_a_guess(excha
 
 def refuse(*args: Any, **flags: Any) -> Any:
     raise AssertionError("a gradient is read once more")
-
-
-def test_a_parameter_without_a_gradient_takes_no_guess_and_spoils_none():
-    model = model_of({"fp8-e4m3_a": (4, 8), "fp8-e4m3_b": (4, 8)}, torch.bfloat16)
-    sync = synced(model)
-    for step in range(3):
-        gs = {name: make("normal", (4, 8), seed=step).bfloat16() for name in list(model)[: 1 if step == 1 else 2]}
-        sync.clear()
-        give(model, gs)
-        sync.finish()
-        for name, g in gs.items():
-            assert stamp(model[name].main_grad) == stamp(ScalingTensor.quantize(g, E4M3))
-    assert len(sync.buckets) == 1
-
-
-class Halving(FP32SumWire):
-    """Changes what was packed, in place."""
-
-    def reduce(self, bucket, flat, factor, peers, shard):
-        flat.copy_((flat.float() * 0.5).to(flat.dtype))
-        return super().reduce(bucket, flat, factor, peers, shard)
-
-
-class Alone(FP32SumWire):
-    """Packs by itself."""
-
-    def pack(self, bucket, gradients, factor):
-        return torch.cat([pack_scaled(g, f, self.format).view(torch.uint8).flatten() for g, f in zip(gradients, factor, strict=True)]).view(
-            self.format.dtype
-        )
-
-
-@pytest.mark.parametrize("wire", [Halving, Alone])
-def test_a_wire_that_changes_or_makes_its_payload_is_told_nothing_of(wire, monkeypatch):
-    p, sync = one(E4M3)
-    monkeypatch.setitem(sync.sender.wires, E4M3, wire(E4M3))
-    for step in range(2):
-        sync.clear()
-        back(p, make("normal", (4, 8), seed=step).bfloat16())
-        sync.finish()
-        assert p.main_grad.tally is None
-        assert all(bucket._packed._guessed is None for bucket in sync.buckets)

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,10 +41,10 @@ def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
     found: dict[str, dict[int, tuple]] = {}
     for name, p in model.named_parameters():
         assert p.grad is None
-        segments = [(segment.row, segment.grad) for segment in sync.owned(p) if segment.grad is not None]
-        assert not (segments and p.main_grad is not None)
-        assert all(told_right(g) for g in [p.main_grad, *(g for _, g in segments)] if g is not None), f"of {name} was told what it is not"
-        found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else segments)}
+        pieces = [(piece.row, piece.grad) for piece in sync.owned(p) if piece.grad is not None]
+        assert not (pieces and p.main_grad is not None)
+        assert all(told_right(g) for g in [p.main_grad, *(g for _, g in pieces)] if g is not None), f"of {name} was told what it is not"
+        found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else pieces)}
     return found
 
 
@@ -338,16 +337,6 @@ def test_nccl_over_gloo_follows_mu(ranks, case):
         assert found[0][1]["fp8-e4m3_opposed"] < 0.6  # each rank saturates, and no sum does
 
 
-def test_shares_over_the_ranks(ranks):
-    """Step 1, in which hot is at the maximum everywhere and of the other tensors a few elements are; nobody asked for counts of "post"."""
-    auto, post = ([rank["mu"][case][0][1][2] for rank in ranks] for case in (0, 2))
-    elements = sum(math.prod(scenario.shape) for scenario in MU.values() if scenario.format.scaled)
-    assert auto == [auto[0]] * len(ranks)
-    assert 2000 / elements <= auto[0]["grad_saturation"] <= 2010 / elements
-    assert 2000 / elements <= auto[0]["grad_saturation_reduced"] <= 2010 / elements
-    assert set(post[0].values()) == {0.0}
-
-
 def test_mu_is_loaded_by_name_at_any_world_size(ranks):
     for rank in ranks:
         assert rank["loaded"]["steps"] == 41
@@ -430,12 +419,6 @@ def test_different_models_are_refused_on_every_rank(ranks):
             f"ValueError: the ranks' models differ: where rank 0 has {mine}, rank {last} has {theirs}; build the same model on every rank"
         )
         assert [rank["different"][what] for rank in ranks] == [want] * len(ranks)
-
-
-def test_a_format_that_one_rank_lacks_is_refused_on_every_rank(ranks):
-    for message in (rank["different"]["without format"] for rank in ranks):
-        assert message.startswith("ValueError: ")
-        assert "fp8-e4m3_b" in message
 
 
 def test_bytes_on_the_wire(ranks):

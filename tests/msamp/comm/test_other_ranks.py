@@ -8,9 +8,8 @@ from torch import Tensor
 
 from helpers import dist
 from helpers.synced import model_of, synced
-from msamp.comm.collectives import Peers
+from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.other_ranks import OtherRanks
 from msamp.numerics.tensor import fp32_values
 
 SHAPES = {"fp8-e4m3_shared": (8, 16), "fp8-e4m3_expert": (8, 16), "bf16_expert": (4, 6), "fp32_expert": (5,), "fp32_shared": (7,)}
@@ -41,7 +40,7 @@ def averages(copies: int, shard: bool, accumulate: str, micro_batches: int) -> t
     sync.finish()
     found: dict[str, Any] = {}
     for name, p in model.named_parameters():
-        pieces = [segment.grad for segment in sync.owned(p)] if shard else [p.main_grad]
+        pieces = [piece.grad for piece in sync.owned(p)] if shard else [p.main_grad]
         found[name] = [(set(fp32_values(g).flatten().tolist()), g.numel()) for g in pieces]
     return rank, found
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from helpers.numerics import golden
-from msamp.comm.partition import Piece, partition, plan_buckets
+from msamp.comm.partition import partition, plan_buckets
 
 SIZES = {"345m": (24, 1024, 1), "1.3b": (24, 2048, 1), "7b": (32, 4096, 1), "13b": (40, 5120, 1), "175b": (96, 12288, 1)}
 SIZES |= {"13b-tp2": (40, 5120, 2), "175b-tp8": (96, 12288, 8)}
@@ -56,18 +56,6 @@ def test_pieces_tile_the_tensors_and_loads_are_theirs(ranks):
     assert found == partition(MODEL, ranks)
 
 
-def test_one_rank_owns_whole_tensors():
-    assert partition(MODEL, 1).pieces == tuple(Piece(i, 0, shape[0] if shape else 1, 0) for i, shape in enumerate(MODEL))
-
-
-def test_whole_tensors_at_345m_on_128_ranks_would_pad_by_78_percent():
-    shapes = linear_weights(*SIZES["345m"])
-    whole = partition(shapes, 128, limit=math.inf)
-    assert len(whole.pieces) == len(shapes)
-    assert whole.padding == pytest.approx(0.78, abs=0.005)
-    assert partition(shapes, 128).padding <= 0.05
-
-
 @pytest.mark.parametrize(
     ("shapes", "ranks", "pieces", "largest"),
     [
@@ -84,16 +72,6 @@ def test_what_cannot_be_balanced_ends_with_the_best_cut(shapes, ranks, pieces, l
     found = partition(shapes, ranks)
     assert_tiled(shapes, found.pieces)
     assert (len(found.pieces), max(found.loads)) == (pieces, largest)
-
-
-def test_what_ranks_carry_only_breaks_ties():
-    shapes = [(3, 4), (2, 4), (2, 4), (1, 4)]
-    plain = partition(shapes, 3, limit=math.inf)
-    assert [piece.owner for piece in plain.pieces] == [0, 1, 2, 1]
-    held = partition(shapes, 3, limit=math.inf, carried=[9, 8, 1])
-    assert [piece.owner for piece in held.pieces] == [2, 1, 0, 1]
-    assert sorted(held.loads) == sorted(plain.loads)
-    assert partition(shapes, 3, carried=[5, 5, 5]) == partition(shapes, 3)
 
 
 @pytest.mark.parametrize("ranks", [2**k if k in (1, 3, 7) else pytest.param(2**k, marks=pytest.mark.nightly) for k in range(1, 11)])
@@ -133,27 +111,6 @@ def test_buckets_are_ordered_by_when_their_last_tensor_appears():
     kinds = ["fp8", "fp32", "fp8", "fp8", "fp8", "fp32", "fp8"]
     plan = plan_buckets(shapes, kinds, 1, bucket_elements=32)
     assert [bucket.tensors for bucket in plan.buckets] == [(0, 2), (3,), (4,), (1, 5), (6,)]
-
-
-def test_a_tiny_bucket_that_cannot_be_balanced_cuts_nothing_else():
-    weights = [(64, 64)] * 256
-    alone = plan_buckets(weights, ["fp8"] * 256, 64)
-    plan = plan_buckets([*weights, (3,)], ["fp8"] * 256 + ["fp32"], 64)
-    assert plan.busiest == pytest.approx(64 / 3)
-    assert plan.padding <= 0.05
-    assert plan.buckets[:-1] == alone.buckets
-
-
-def test_buckets_are_cut_further_until_the_whole_keeps_the_limit():
-    loose = plan_buckets([(1000, 8)], ["fp8"], 3, limit=0.25)
-    assert (len(loose.buckets[0].pieces), loose.padding) == (8, pytest.approx(0.125))
-    tight = plan_buckets([(1000, 8)], ["fp8"], 3)
-    assert (len(tight.buckets[0].pieces), max(tight.loads)) == (32, 344 * 8)
-
-
-def test_an_empty_plan():
-    plan = plan_buckets([], [], 3)
-    assert (plan.buckets, plan.loads, plan.padding, plan.busiest) == ((), (0, 0, 0), 0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from msamp.comm.counters import WireBytes
 from msamp.comm.exchange import Reduced
 from msamp.comm.partition import Piece
 from msamp.comm.statistics import NONZERO, SATURATED, SUM_NONZERO, SUM_SATURATED, SUM_VANISHED, VANISHED, Statistics
-from msamp.kernels import ops
 from msamp.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.metrics import judge, saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import quantize
@@ -32,10 +31,10 @@ def by_hand(values: list[float], payload: list[float], fmt: Format) -> tuple[int
 
 @scaled
 def test_a_packed_bucket_is_counted_in_its_place_and_absent_tensors_are_not(fmt):
-    statistics = Statistics([1, 12, 12, 12], CPU, always=False)
-    payload = quantize(planted(fmt), 1.0, fmt)
-    zeros = torch.zeros(12).to(fmt.dtype)
-    statistics.count_packed(1, [planted(fmt), None, torch.zeros(12)], [payload, payload, zeros])
+    statistics = Statistics([1, 12, 12, 12], CPU, always=True)
+    bucket = Bucket([torch.zeros(12) for _ in "abc"], list("abc"), fmt, [Piece(i, 0, 12, 0) for i in range(3)], 1, 0)
+    flat = bucket.flatten([planted(fmt), planted(fmt), torch.zeros(12)], fmt)
+    statistics.observe_packed(1, bucket, [planted(fmt), None, torch.zeros(12)], flat, torch.ones(3))
     assert statistics.counts[:, 1].tolist() == [9, 3, 2, 0, 0, 0]
     assert not statistics.counts[:, [0, 2, 3]].any()
     statistics.clear()
@@ -52,7 +51,8 @@ def test_pieces_of_a_sum_add_up_to_their_tensor(fmt, rank):
     flat = bucket.flatten([values[:3], values.view(3, 4)], FP32)
     payload = quantize(flat, 1.0, fmt)
     statistics = Statistics([5, 3, 12], CPU, always=True)
-    statistics.count_reduced(1, bucket, payload[bucket.own], flat[bucket.own])
+    reduced = Reduced(payload[bucket.own], None, None, flat[bucket.own])
+    statistics.observe_reduced(1, bucket, reduced, torch.ones(2), ranks=2, fp32_sum=True)
     a = by_hand(values[:3].tolist(), quantize(values[:3], 1.0, fmt).float().tolist(), fmt)
     owned = values[8:] if rank == 0 else values[:8]
     b = by_hand(owned.tolist(), quantize(owned, 1.0, fmt).float().tolist(), fmt)
@@ -60,30 +60,6 @@ def test_pieces_of_a_sum_add_up_to_their_tensor(fmt, rank):
     assert statistics.counts[SUM_VANISHED].tolist() == [0, a[2] * rank, b[2]]
     assert statistics.counts[SUM_NONZERO].tolist() == [0, a[0] * rank, b[0]]
     assert not statistics.counts[:SUM_NONZERO].any()
-
-
-@scaled
-def test_the_sum_of_a_single_rank_is_counted_with_its_payload(fmt, monkeypatch):
-    params = [torch.zeros(5), torch.zeros(3, 4), torch.zeros(4)]
-    bucket = Bucket(params, ["a", "b", "absent"], fmt, [Piece(0, 0, 5, 0), Piece(1, 0, 3, 0), Piece(2, 0, 4, 0)], 1, 0)
-    gradients = [torch.tensor([0.0, float("nan"), fmt.smallest / 4, 1.0, float("inf")]), planted(fmt).view(3, 4), torch.zeros(4)]
-    flat, found, launches = bucket.flatten(gradients, fmt), [], []
-    count = ops.count_
-    monkeypatch.setattr(ops, "count_", lambda *args: launches.append(1) or count(*args))
-    for reduced in (Reduced(flat, flat, torch.ones(3), flat), Reduced(flat, flat, torch.ones(3), flat.clone())):
-        statistics = Statistics([1, 5, 12, 4], CPU, always=True)
-        statistics.observe_packed(1, bucket, [*gradients[:2], None], flat, torch.ones(3))
-        statistics.observe_reduced(1, bucket, reduced, torch.ones(3), ranks=1, fp32_sum=True)
-        found.append((statistics.counts.clone(), len(launches)))
-        launches.clear()
-    assert found[0][0].equal(found[1][0])
-    assert found[0][0][SUM_NONZERO].any()
-    assert [number for _, number in found] == [2, 5]
-
-
-def test_active_follows_always():
-    assert Statistics([1], CPU, always=True).active
-    assert not Statistics([1], CPU, always=False).active
 
 
 def test_shares_of_one_rank():
@@ -104,25 +80,20 @@ def test_shares_of_one_rank():
     assert largest.equal(statistics.counts)
 
 
-def test_shares_without_anything_to_count_are_zero():
-    for numel in ([], [10]):
-        assert set(Statistics(numel, CPU, always=False).shares(Peers(None, WireBytes())).values()) == {0.0}
-
-
 @scaled
 def test_tallies_are_the_definitions_of_payload_and_sum(fmt):
     """Rank 1 owns a, and two rows of b in two pieces; the factor 4 is in the payloads, the sum's own scale is 8."""
     values, factor = planted(fmt).nan_to_num(posinf=0), torch.tensor([4.0, 4.0])
     bucket = Bucket([torch.zeros(3), torch.zeros(3, 4)], ["a", "b"], fmt, [Piece(0, 0, 3, 1), Piece(1, 0, 1, 1), Piece(1, 1, 2, 1)], 2, 1)
     gradients = [values[:3], values.view(3, 4)]
-    payloads = [quantize(g, 4.0, fmt) for g in gradients]
     statistics = Statistics([5, 3, 12], CPU, always=False)
     statistics.watch(False, record=True)
     assert statistics.active
-    statistics.record_packed(1, [None, gradients[1]], payloads, factor)
+    statistics.observe_packed(1, bucket, [None, gradients[1]], bucket.flatten(gradients, fmt, factor), factor)
     own = quantize(bucket.flatten(gradients, FP32), 8.0, fmt)
     scale_inv = torch.full((2,), 1 / 8)
-    statistics.record_reduced(1, bucket, own, scale_inv, bucket.flatten(gradients, FP32) * 4.0, factor)
+    reduced = Reduced(own, None, scale_inv, bucket.flatten(gradients, FP32) * 4.0)
+    statistics.observe_reduced(1, bucket, reduced, factor, ranks=2, fp32_sum=True)
     assert not statistics.tallies[:, 0].any()
     assert not statistics.tallies[0, 1].any()
     for tally, g, scale in (
@@ -137,7 +108,7 @@ def test_tallies_are_the_definitions_of_payload_and_sum(fmt):
         assert found["sqnr_db"] == pytest.approx(sqnr_db(g, payload.float() / scale))
         assert (found["amax"], found["scale"]) == (g.abs().max(), scale)
     statistics.clear()
-    statistics.record_reduced(1, bucket, own, scale_inv, None, factor)  # exchange nccl: the sum in FP32 is nowhere
+    statistics.observe_reduced(1, bucket, reduced, factor, ranks=2, fp32_sum=False)  # exchange nccl: the sum in FP32 is nowhere
     assert judge(statistics.tallies[1, 2].tolist())["saturation"] == pytest.approx(saturation_frac(own[3:], fmt))
     statistics.watch(False)
     assert not statistics.active

@@ -3,9 +3,8 @@
 import torch
 
 from helpers import dist
-from msamp.comm.collectives import Peers
+from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.counters import WireBytes
-from msamp.comm.other_ranks import OtherRanks
 from msamp.comm.sync_checks import check_same_on_all_ranks
 from msamp.numerics.formats import BF16
 

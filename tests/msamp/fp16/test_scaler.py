@@ -49,22 +49,6 @@ def test_the_scale_moves_as_torchs_grad_scaler_moves_it(pattern):
     assert len(set(got)) > 1, "the pattern moved nothing"
 
 
-def test_defaults_are_the_designs():
-    scaler = LossScaler()
-    assert scaler.scale(CPU).item() == 65536.0
-    assert scales(scaler, [False] * 2000) == [65536.0] * 1999 + [131072.0]
-    assert scales(scaler, [True, True]) == [65536.0, 32768.0]
-
-
-def test_a_static_scale_stays():
-    assert scales(LossScaler(8), [True, False, True, *[False] * 5]) == [8.0] * 8
-
-
-def test_a_dynamic_scale_stays_within_its_limits():
-    scaler = LossScaler(init_scale=4.0, growth_interval=1, min_loss_scale=2.0, max_loss_scale=8.0)
-    assert scales(scaler, [False, False, False, True, True, True]) == [8.0, 8.0, 8.0, 4.0, 2.0, 2.0]
-
-
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_hysteresis_counts_as_megatron_cores_scaler(pattern, hysteresis):
@@ -74,32 +58,6 @@ def test_hysteresis_counts_as_megatron_cores_scaler(pattern, hysteresis):
             theirs.update(overflow)
             want.append(float(theirs.scale))
     assert scales(LossScaler(growth_interval=3, hysteresis=hysteresis), pattern) == want
-
-
-def test_hysteresis_2_forgives_one_overflow_until_the_scale_doubles():
-    pattern = [True, True, False, True, False, False, False, True, False]
-    assert scales(LossScaler(growth_interval=3, hysteresis=2), pattern) == [
-        65536.0, 32768.0, 32768.0, 16384.0, 16384.0, 16384.0, 32768.0, 32768.0, 32768.0,
-    ]  # fmt: skip
-
-
-def test_in_place_the_scale_keeps_its_memory():
-    scaler, usual = LossScaler(growth_interval=2, hysteresis=2, in_place=True), LossScaler(growth_interval=2, hysteresis=2)
-    before, pattern = scaler.scale(CPU), [True, True, False, False, True]
-    assert scales(scaler, pattern) == scales(usual, pattern)
-    scaler.load_state_dict({"loss_scale": 512.0, "unskipped": 1})
-    assert scaler.scale(CPU) is before
-    assert (before.item(), scaler.multiply(torch.tensor(0.5)).item()) == (512.0, 256.0)
-
-
-def test_the_scale_is_one_object_until_it_may_have_changed_and_is_never_written_to():
-    scaler = LossScaler()
-    before = scaler.scale(CPU)
-    assert scaler.scale(CPU) is before
-    scaler.update(torch.tensor(True))
-    assert scaler.scale(CPU) is not before
-    assert before.item() == 65536.0
-    assert before.dtype == torch.float32
 
 
 def test_a_saved_scaler_goes_on_where_it_was():

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import msamp
 from helpers import dist
-from helpers.carried_over import COLLECTIVE, WAYS, begin, carried, net, train
+from helpers.carried_over import WAYS, begin, carried, net, train
 from helpers.choices import each_once
 from helpers.numerics import make
 
@@ -55,13 +55,6 @@ def test_former_lists_and_hooks_still_act(way, level):
     assert frozen
 
 
-def test_so_they_do_on_two_processes():
-    for same, fired, clipped, _ in dist.run(through_former_lists, 2, "second call"):
-        assert same
-        assert fired == ["hook", "post"]
-        assert clipped == pytest.approx(1.0, rel=0.05)
-
-
 # ----------------------------------------------------------------------------------------------------- a second stage
 
 
@@ -85,12 +78,6 @@ def test_a_second_stage_keeps_the_masters(level):
     assert max(moved_by_a_second_stage(WAYS, level).values()) < 1e-4
 
 
-def test_so_it_does_on_two_processes():
-    """O3, under ZeRO."""
-    for moved in dist.run(moved_by_a_second_stage, 2, COLLECTIVE, "O3"):
-        assert max(moved.values()) < 1e-4
-
-
 # -------------------------------------------------------------------------------------- states of torch's optimizers
 
 
@@ -109,16 +96,6 @@ def test_states_that_were_taken_over_continue(way, level):
     """Bit for bit, but for what is set anew: a second call begins the windows of the scales again."""
     want, got = taken_over(None, level), taken_over(way, level)
     assert got == (pytest.approx(want, rel=0.01) if way == "second call" else want)
-
-
-def taken_over_each_way(level: str) -> dict[str | None, list[float]]:
-    return {way: taken_over(way, level) for way in (None, *COLLECTIVE)}
-
-
-def test_so_do_they_on_two_processes():
-    for found in dist.run(taken_over_each_way, 2, "O3"):
-        for way in COLLECTIVE:
-            assert found[way] == pytest.approx(found[None], rel=0.01)
 
 
 def empty_states_loaded() -> str:
@@ -181,13 +158,3 @@ def test_an_average_in_few_bits_warns_and_one_in_a_float_copy_follows(way, level
     warned, off = average_of(way, level, in_floats=True)
     assert not warned
     assert off < 1e-3
-
-
-def averages_each_way() -> list[tuple[bool, float]]:
-    return [average_of(way, "O2", in_floats) for way in COLLECTIVE for in_floats in (False, True)]
-
-
-def test_so_does_an_average_on_two_processes():
-    for found in dist.run(averages_each_way, 2):
-        assert [warned for warned, _ in found] == [True, False] * len(COLLECTIVE)
-        assert all(off < 1e-3 for _, off in found[1::2])

@@ -234,55 +234,12 @@ class Experts(nn.Module):
         return torch.einsum("bf,efo->bo", torch.einsum("bi,eif->bf", x, self.gate_up_proj).relu(), self.down_proj)
 
 
-def mixture() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 32), Experts())
-
-
-@each_once(level=["O1", "O3"], way=WAYS)
-def test_the_share_of_experts_is_said_each_way(level, way):
-    """The survey says what share of the FLOPs experts leave in 16 bits, and they train."""
-    pair = begin(level, mixture())
-    lines = str(msamp.survey(pair[0]))
-    assert f"{4 * 2 * 32 * 64 / (32 * 32 + 4 * 2 * 32 * 64):.1%} of the FLOPs stay in 16 or 32 bits" in lines
-    train(*pair, range(2))
-    model, optimizer = carried(way, pair, level, mixture)
-    assert str(msamp.survey(model)) == lines
-    before = model[1].down_proj.detach().clone()
-    train(model, optimizer, range(2, 3))
-    assert type(model[1].down_proj) is nn.Parameter
-    assert not model[1].down_proj.equal(before)
-
-
-@each_once(level=["O1", "O3"], way=WAYS)
-def test_a_default_dtype_left_on_changes_no_bit_each_way(level, way):
-    """`torch.set_default_dtype` left on changes no bit of a run that is carried over."""
-    losses = []
-    for dtype in (torch.float32, torch.float64):
-        pair = begin(level)
-        fresh = net()
-        torch.set_default_dtype(dtype)
-        try:
-            train(*pair, range(2))
-            losses.append(train(*carried(way, pair, level, lambda fresh=fresh: fresh), range(2, 4)))
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert losses[0] == losses[1]
-
-
 def assert_refuses_second_derivatives(model: nn.Module, first: str) -> None:
     x = make("normal", (4, 32)).requires_grad_()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=rf"{re.escape(first)} was called under a .*exclude_names"):
         torch.func.vmap(model)(x.detach())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_second_derivatives_and_transforms_are_refused_each_way(way):
-    pair = begin("O2")
-    train(*pair, range(2))
-    assert_refuses_second_derivatives(carried(way, pair, "O2")[0], "0.weight")
 
 
 # ------------------------------------------------------------------------------------------------------------- two processes

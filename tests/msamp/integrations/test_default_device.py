@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist
 from helpers.numerics import make
 from helpers.short_window import short
 
@@ -66,25 +65,6 @@ NIGHTLY = [("O1", {}), ("bf16", {}), ("collage-plus", {}), ("O2", {"fp8_recipe":
 def test_a_default_device_left_on_changes_no_bit(case):
     want = trained(None, *case)
     assert all(a.equal(b) for a, b in zip(trained("meta", *case), want, strict=True))
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_nor_with_another_optimizer(optimizer):
-    want = trained(None, "O2", {}, optimizer)
-    assert all(a.equal(b) for a, b in zip(trained("meta", "O2", {}, optimizer), want, strict=True))
-
-
-def test_nor_on_two_processes():
-    (want, _), (got, other) = (dist.run(trained, 2, device, "O2", {}) for device in (None, "meta"))
-    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(want, got, other, strict=True))
-
-
-def test_a_model_made_under_the_default_device_is_on_it():
-    with default_device("meta"), pytest.raises(ValueError, match=r"0\.weight is on the meta device"):
-        msamp.initialize(nn.Sequential(nn.Linear(32, 32)), None, "O2")
-    with default_device("cpu"):
-        low = msamp.FP8Linear(32, 32)
-    assert {p.device.type for p in (*low.parameters(), *low.buffers())} == {"cpu"}
 
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace", "rand", "randn", "randint", "randperm", "as_tensor")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist
 from helpers.numerics import make
 from helpers.short_window import short
 
@@ -63,8 +62,3 @@ def test_a_default_dtype_left_on_changes_no_bit(recipe, settings):
     want = trained(torch.float32, recipe, **settings)
     for dtype in (torch.bfloat16, torch.float64):
         assert all(a.equal(b) for a, b in zip(trained(dtype, recipe, **settings), want, strict=True))
-
-
-def test_nor_on_two_processes():
-    (want, _), (got, other) = (dist.run(trained, 2, dtype, "O2") for dtype in (torch.float32, torch.float64))
-    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(want, got, other, strict=True))

@@ -61,9 +61,3 @@ def losses(recipe: str, zero: bool) -> list[float]:
         optimizer.zero_grad()
         found.append(loss.item())
     return found
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", ["collage-plus", "bf16"])
-def test_experts_that_stay_in_16_bits_are_sharded_too(recipe):
-    assert run(losses, 2, recipe, True) == run(losses, 2, recipe, False)

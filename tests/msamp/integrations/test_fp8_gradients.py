@@ -71,25 +71,6 @@ def test_gradients_of_linear_weights_are_e4m3_in_the_weight_s_dtype(level, dtype
             assert p.grad.held.payload.dtype == torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("settings", [{"recipe": "coat"}, {"recipe": "bf16"}, {"grad_format": "bf16"}, {"grad_format": "fp32"}], ids=str)
-def test_other_recipes_and_formats_leave_gradients_plain(settings):
-    model = mlp()
-    model, _ = msamp.initialize(model, adamw(model), **settings)
-    backward(model)
-    assert narrow(model) == []
-    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
-
-
-def test_a_format_of_gradients_replaces_the_recipe_s_in_the_optimizer_too():
-    model, optimizer = started(grad_format="fp8-e5m2")
-    backward(model)
-    assert model[0].weight.grad.held.payload.dtype == torch.float8_e5m2
-    model, optimizer = started(grad_format="bf16")
-    stored = [formats["grad"] for formats in optimizer.param_groups[0]["formats"]]
-    assert stored == ["bf16" if name in MATRICES else "fp32" for name, _ in model.named_parameters()]
-    assert optimizer.recipe.states.v == msamp.recipes.O2.states.v
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -182,18 +163,6 @@ def test_clipping_by_torch_and_by_msamp_folds_into_the_scale():
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
-def test_clipping_by_value_and_writing_reach_the_optimizer():
-    model, optimizer = started(dtype=torch.float32)
-    backward(model)
-    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
-    assert max(float(p.grad.abs().max()) for p in model.parameters()) == pytest.approx(1e-4)
-    for p in model.parameters():
-        p.grad.data.zero_()
-        p.grad.view(-1)[0] = 3.0
-    optimizer.step()
-    assert float(optimizer.grad_norm) == pytest.approx(3.0 * len(list(model.parameters())) ** 0.5)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_grad_scaler_unscales_and_skips(level):
     model, optimizer = started(level, torch.float32)
@@ -212,39 +181,6 @@ def test_grad_scaler_unscales_and_skips(level):
     assert 0 < float(norm) < 100
     assert scaler.get_scale() == 512.0
     assert optimizer.skipped_steps == 1
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad_either_way_trains_alike(to_none):
-    results = []
-    for early in (True, False):
-        model, optimizer = started()
-        for step in range(3):
-            optimizer.zero_grad(set_to_none=to_none if early else True)
-            backward(model, step)
-            assert narrow(model) == MATRICES
-            optimizer.step()
-        results.append(model)
-    assert_same(*results)
-    optimizer.zero_grad(set_to_none=False)
-    before = optimizer.state[model[0].weight]["step"].clone()
-    optimizer.step()  # of zeros, as torch's
-    assert optimizer.state[model[0].weight]["step"] == before + 1
-
-
-def test_a_penalty_on_gradients_is_refused_through_fp8_and_works_beside_it():
-    model, optimizer = started(dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True)
-    optimizer.zero_grad()
-    keep = msamp.filters.all_of(msamp.filters.DEFAULT, msamp.filters.exclude_names(r"^5$"))
-    model, optimizer = msamp.initialize(model := mlp(), adamw(model), accept=keep)
-    hidden = model[:5](torch.randn(8, 64))
-    (slope,) = torch.autograd.grad(model[5](hidden.detach().requires_grad_()).square().sum(), [model[5].weight], create_graph=True)
-    (model[5](hidden).square().mean() + slope.square().sum()).backward()
-    assert narrow(model) == MATRICES[:2]
-    assert model[5].weight.grad is not None
-    optimizer.step()
 
 
 # -------------------------------------------------------------------------------------------------------- copies, load, move
@@ -268,52 +204,6 @@ def test_a_copy_casts_too_and_trains_on_bit_for_bit(how):
     assert_same(model, other)
 
 
-@pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_between_backward_and_step_has_no_gradient_as_torch_s_and_no_trace_of_a_bad_one(how, bad):
-    pair = model, optimizer = started()
-    steps(model, optimizer, 2)
-    optimizer.zero_grad()
-    (loss_of(model, 2) * (float("inf") if bad else 1.0)).backward()
-    assert narrow(model) == MATRICES
-    other, second = how(pair)
-    assert all(p.grad is None for p in other.parameters())
-    assert all(p.grad is not None for p in model.parameters())
-    optimizer.zero_grad()
-    for each in (pair, (other, second)):
-        steps(*each, 2, first=3)
-    assert_same(model, other)
-
-
-def test_loaded_weights_and_states_leave_the_hooks():
-    model, optimizer = started()
-    steps(model, optimizer, 2)
-    weights_of, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    other, second = started()
-    other.load_state_dict(weights_of)
-    second.load_state_dict(states)
-    for pair in ((model, optimizer), (other, second)):
-        steps(*pair, 2, first=2)
-        assert narrow(pair[0]) == MATRICES
-    assert_same(model, other)
-
-
-def test_a_second_initialize_casts_once_for_the_new_optimizer():
-    model, optimizer = started()
-    steps(model, optimizer, 1)
-    model, second = msamp.initialize(model, adamw(model), "O2")
-    second.zero_grad()
-    with optimizer.no_sync():  # the former optimizer says nothing any more
-        backward(model)
-    assert narrow(model) == MATRICES
-    second.step()
-    fired = []
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda _: fired.append(1))
-    steps(model, second, 1)
-    assert len(fired) == len(list(model.parameters()))
-
-
 def test_a_model_that_is_moved_keeps_its_hooks_and_gradients():
     """`model.to` swaps the contents of low-precision weights, upon which torch forgets their hooks, those of the loop too."""
     model, optimizer = started(dtype=torch.float32)
@@ -331,36 +221,6 @@ def test_a_model_that_is_moved_keeps_its_hooks_and_gradients():
     backward(model)
     assert narrow(model) == MATRICES
     assert fired == ["before", "after"] * 2
-
-
-@pytest.mark.filterwarnings("ignore:no given optimizer has")
-def test_groups_added_and_layers_unfrozen_later():
-    model = mlp().bfloat16()
-    model[5].requires_grad_(False)
-    model, optimizer = msamp.initialize(model, torch.optim.AdamW([*model[0].parameters(), *model[5].parameters()]))
-    steps(model, optimizer, 1)
-    assert narrow(model) == MATRICES[:1]
-    optimizer.add_param_group({"params": model[3].parameters()})
-    model[5].requires_grad_(True)
-    steps(model, optimizer, 2)
-    assert narrow(model) == MATRICES
-    model[0].requires_grad_(False)
-    optimizer.zero_grad()
-    backward(model)
-    assert narrow(model) == MATRICES[1:]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_models_cast_too():
-    model, optimizer = started()
-    eager, _ = started()
-    model.compile(backend="aot_eager")
-    backward(model)
-    backward(eager)
-    assert narrow(model) == MATRICES
-    got, want = model[0].weight.grad, eager[0].weight.grad
-    assert torch.allclose(got.dequantize().float(), want.dequantize().float(), rtol=0.2, atol=float(want.abs().max()) * 0.02)
-    optimizer.step()
 
 
 # ---------------------------------------------------------------------------------------------------------- several processes

@@ -19,8 +19,7 @@ from helpers import dist
 from helpers.fsdp_nets import FusedNet, everything, message
 from msamp.integrations import fsdp
 from msamp.nn.saved_activations import IN_GROUPS
-from msamp.numerics.formats import FP32
-from msamp.numerics.recipe import COAT, O2
+from msamp.numerics.recipe import COAT
 from msamp.numerics.tensor import ScalingTensor
 
 STEPS = 5
@@ -215,19 +214,6 @@ def test_ranks_with_batches_of_their_own_train_like_one_process_with_all(ranks):
     assert torch.allclose(losses, torch.tensor(expected), rtol=0.02)
 
 
-def test_gradients_reduced_in_fp8_train_almost_as_those_that_fsdp_reduces(ranks):
-    for own in ranks[1]:
-        assert own["fp8-e4m3"] != own[None]
-        assert torch.allclose(torch.tensor(own["fp8-e4m3"]), torch.tensor(own[None]), rtol=0, atol=0.1 * own[None][0])
-
-
-def test_weights_are_gathered_at_one_byte_an_element(ranks):
-    for own in ranks[1]:
-        rows, bias = 2 * 17, 4 * 2 * 17
-        assert set(own["sent"]) == {(torch.uint8, rows * WIDE + bias)}
-        assert len(own["sent"]) == 2 * STEPS  # forward, backward
-
-
 @pytest.mark.promise(
     "FSDP2", "At COAT each rank stores the moments of its rows of matrices in FP8, with a maximum and an exponent per group."
 )
@@ -260,24 +246,6 @@ def test_norms_and_activations_of_a_sharded_block_keep_their_inputs_in_fp8_group
 
 def test_a_step_of_which_one_rank_has_no_finite_gradient_leaves_no_trace(ranks):
     assert [own["skipped"] for own in ranks[1]] == [(1, True)] * 2
-
-
-def compiled_alike() -> list[list[float]]:
-    """Losses as it is, with each block compiled, and with the whole model compiled."""
-    losses = []
-    for compiled in (lambda model: [], lambda model: model.blocks, lambda model: [model]):
-        model, optimizer = sharded(Net())
-        for module in compiled(model):
-            module.compile(backend="aot_eager")
-        losses.append(train(model, optimizer, range(STEPS), torch.distributed.get_rank(), 2))
-    return losses
-
-
-@pytest.mark.nightly(15)
-def test_compiled_it_trains_with_the_same_losses():
-    for plain, blocks, whole in dist.run(compiled_alike, 2):
-        assert plain == blocks == whole
-        assert len(set(plain)) == STEPS
 
 
 def resumed(folder: str) -> tuple[list[float], bool]:
@@ -319,11 +287,3 @@ def test_what_cannot_be_sharded_or_copied_is_refused_with_the_fix(ranks):
         assert all("cannot be copied or pickled; load its state_dict() into a new one" in text for text in own["copies"])
         assert "blocks.0.0.weight has no master, and a rank of FSDP2 has no whole weight to initialize it from" in own["no master"]
         assert "has moments in coat-e4m3, whose groups are along dim 0 of a vector, where FSDP2 cuts it over 2 ranks" in own["vectors"]
-
-
-def test_masters_wider_than_a_weight_in_fp16_are_refused():
-    model = Net()
-    wide = replace(O2, name="o2-wide", states=O2.states.varied(master=FP32))
-    with pytest.raises(ValueError, match=r"weights in fp16 and masters in fp32; .* with masters in fp16 or fp32: use O1, O2, O3 or coat"):
-        fsdp.prepare(model, wide)
-    assert type(model.head) is nn.Linear

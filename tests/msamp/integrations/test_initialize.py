@@ -9,13 +9,11 @@ from torch import nn
 
 import msamp
 from helpers.mlp_loop import adamw, batches, mlp, train
-from helpers.numerics import make
-from msamp.nn.filters import include_names
 from msamp.nn.linear import FP8Linear
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.shard import Whole
 from msamp.optim.updates import format_names
 
@@ -43,20 +41,12 @@ def test_the_loss_follows_the_fp32_curve(level, cls, device):
     assert got[-10:].mean() < 1.15 * want[-10:].mean()
 
 
-@one_level
-def test_a_bf16_model_follows_its_own_curve(level, device):
-    plain, low = mlp().to(device, torch.bfloat16), mlp().to(device, torch.bfloat16)
-    want = train(plain, adamw(plain), 20, device, dtype=torch.bfloat16)
-    got = train(*msamp.initialize(low, adamw(low), level), 20, device, dtype=torch.bfloat16)
-    assert got[-10:].mean() < 1.15 * want[-10:].mean()
-
-
 @every_level
 def test_what_has_become_of_the_model(level):
     model = mlp()
     low, optimizer = msamp.initialize(model, adamw(model), opt_level=level)
     assert low is model
-    assert isinstance(optimizer, FP8AdamW)
+    assert isinstance(optimizer, LowPrecisionOptimizer)
     assert [type(low[i]) for i in (0, 3, 5)] == [FP8Linear] * 3
     assert type(low[2]) is nn.LayerNorm
     assert low[0].weight.format is (E4M3 if level == "O3" else FP16)
@@ -68,19 +58,6 @@ def test_what_has_become_of_the_model(level):
     assert ("master" in state) == (level == "O3")
     assert optimizer.state[low[2].weight]["exp_avg"].dtype == torch.float32
     assert optimizer.state[low[0].bias]["exp_avg"].dtype == torch.float32
-
-
-def test_o2_is_the_default_level():
-    model = mlp()
-    assert msamp.initialize(model, adamw(model))[1].param_groups[0]["formats"][0] == format_names(recipe.O2.states)
-
-
-def test_at_o3_the_master_starts_from_the_weight_as_it_was():
-    model = mlp()
-    weight = model[0].weight.detach().clone()
-    low, optimizer = msamp.initialize(model, adamw(model), "O3")
-    master = optimizer.state[low[0].weight]["master"].dequantize()
-    assert (master - weight).norm() < 1e-3 * weight.norm()
 
 
 # ------------------------------------------------------------------------------------------------------ optimizers
@@ -107,29 +84,6 @@ def test_param_groups_are_mapped(level, cls):
     formats = [g["formats"] for g in optimizer.param_groups]
     states, fp32 = format_names(recipe.by_name(level).states), format_names(recipe.FP32_STATES)
     assert formats == [[states, fp32], states, fp32]
-
-
-def test_adam_with_decoupled_decay_stays_decoupled():
-    model = mlp()
-    optimizer = msamp.initialize(model, torch.optim.Adam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True))[1]
-    assert all(g["decoupled"] for g in optimizer.param_groups)
-
-
-def test_without_an_optimizer_one_with_adamw_s_defaults_is_made():
-    model = mlp()
-    count = len(list(model.parameters()))
-    low, optimizer = msamp.initialize(model)
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == count
-    assert all((g["lr"], g["betas"], g["weight_decay"], g["decoupled"]) == (1e-3, (0.9, 0.999), 0.01, True) for g in optimizer.param_groups)
-    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in low.parameters()}
-
-
-def test_parameters_outside_the_optimizer_stay_outside():
-    model = mlp()
-    low, optimizer = msamp.initialize(model, torch.optim.AdamW(model[5].parameters(), lr=1e-2), "O3")
-    before = low[0].weight.payload.clone().view(torch.uint8)
-    train(low, optimizer, 3)
-    assert low[0].weight.payload.view(torch.uint8).equal(before)
 
 
 @pytest.mark.parametrize("scheduler", [
@@ -160,14 +114,6 @@ def test_any_other_optimizer_is_refused_with_those_accepted(make_it):
     optimizer = make_it(model.parameters())
     with pytest.raises(ValueError, match=rf"{type(optimizer).__name__}; accepted are torch\.optim\.AdamW, torch\.optim\.Adam, "):
         msamp.initialize(model, optimizer)
-    assert_untouched(model)
-
-
-@pytest.mark.parametrize("level", ["O4", "o2", "", 2])
-def test_an_unknown_level_is_refused_with_those_known(level):
-    model = mlp()
-    with pytest.raises(ValueError, match=rf"precision {level!r} is unknown; choose one of fp32, .*O1, O2, O3"):
-        msamp.initialize(model, adamw(model), level)
     assert_untouched(model)
 
 
@@ -218,84 +164,7 @@ def test_a_convolution_net_trains(level, device):
     assert losses[-1] < 0.2 * losses[0]
 
 
-class TinyLM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 32)
-        self.layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-        self.fc = nn.Linear(32, 32)
-        self.out = nn.Linear(32, 64, bias=False)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.fc(self.layer(self.embedding(x))))
-
-
-@one_level
-def test_a_transformer_with_tied_weights_trains(level):
-    torch.manual_seed(0)
-    model, optimizer = msamp.initialize(tiny := TinyLM(), adamw(tiny, lr=3e-3), level)
-    assert model.out.weight is model.embedding.weight
-    losses = []
-    for _ in range(60):
-        start = torch.randint(0, 64, (32, 1))
-        tokens = (start + torch.arange(9)) % 64
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
-@one_level
-def test_a_model_that_is_itself_a_linear(level):
-    model = nn.Linear(64, 16)
-    low, optimizer = msamp.initialize(model, adamw(model, lr=1e-2), level)
-    assert isinstance(low, FP8Linear)
-    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(low.weight), id(low.bias)}
-    losses = train(low, optimizer, 20)
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_a_layer_used_twice_is_trained_once():
-    layer = nn.Linear(64, 64)
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(64, 16))
-    low, optimizer = msamp.initialize(model, adamw(model, lr=1e-2))
-    assert low[0] is low[2]
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == 4
-    losses = train(low, optimizer, 20)
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_a_filter_leaves_layers_out():
-    model = mlp()
-    low, optimizer = msamp.initialize(model, adamw(model), accept=include_names("^3$"))
-    assert [isinstance(low[i], FP8Linear) for i in (0, 3, 5)] == [False, True, False]
-    train(low, optimizer, 2)
-
-
 # ------------------------------------------------------------------------------------------------------- the loop
-
-
-def test_the_end_of_an_optimizer_step_rolls_the_histories():
-    model = mlp()
-    low, optimizer = msamp.initialize(model, adamw(model))
-    train(low, optimizer, 17)
-    for i in (0, 3, 5):
-        assert low[i].scaling.seen == 17
-        assert low[i].scaling.delayed
-        assert low[i].scaling.amax.eq(0).all()
-        assert (low[i].scaling.history > 0).all()
-
-
-def test_micro_batches_roll_once():
-    model = mlp()
-    low, optimizer = msamp.initialize(model, adamw(model))
-    for x, y in batches(3):
-        (low(x) - y).square().mean().backward()
-    optimizer.step()
-    assert low[0].scaling.seen == 1
 
 
 @every_level
@@ -413,34 +282,3 @@ def test_the_optimizer_clips():
     with pytest.raises(ValueError, match=r"clipping norm is -1\.0; it must be greater than 0"):
         msamp.initialize(model, adamw(model), clip_grad=-1.0)
     assert_untouched(model)
-
-
-def test_distributed_data_parallel_is_refused(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(mlp())
-        with pytest.raises(ValueError, match=r"DistributedDataParallel does not support FP8 weights; pass model\.module"):
-            msamp.initialize(model, adamw(model))
-        assert_untouched(model)
-        _, optimizer = msamp.initialize(model.module, adamw(model))  # a group of one is one process
-        assert optimizer.grad_sync is None
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.gpu
-@every_level
-def test_parameters_and_optimizer_memory_on_the_gpu(level):
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(8)))
-    parameters = 8 * 2048 * 2048
-    low, optimizer = msamp.initialize(model, adamw(model), level)
-    low(make("normal", (64, 2048), device="cuda").bfloat16()).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    low.zero_grad()
-    torch.cuda.synchronize()
-    standing = (torch.cuda.memory_allocated() - before) / parameters
-    want = {"O1": 2 + 8, "O2": 2 + 3, "O3": 1 + 2 + 3}[level]
-    assert standing <= want * 1.05

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import msamp
-from helpers import dist
 from helpers.choices import each_once
 from helpers.numerics import make
 
@@ -141,19 +140,3 @@ def test_a_momentum_encoder_in_few_bits_warns_and_one_in_a_float_copy_follows(re
     said, off, way = momentum_encoder(recipe, "float")
     assert not said
     assert off < 1e-3 * way
-
-
-def test_so_does_one_on_two_processes():
-    for said, off, way in dist.run(momentum_encoder, 2, "O2", "low"):
-        assert said
-        assert off > 0.3 * way
-
-
-@pytest.mark.parametrize("recipe", ["O1", "O2", "O3"])
-def test_torch_s_moving_average_warns(recipe):
-    low, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)
-    average = AveragedModel(low, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-    average.update_parameters(low)
-    train_one(low, optimizer, 0)
-    with pytest.warns(UserWarning, match=r"changes are lost.*msamp\.float_copy"):
-        average.update_parameters(low)

@@ -14,8 +14,6 @@ from msamp.nn.linear import FP8Linear
 from msamp.numerics.recipe import by_name
 from msamp.numerics.scaling import Delayed
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.shard import Whole
-from msamp.parallel.greedy_zero import ZeRO
 
 LEVELS = ("O1", "O2", "O3")
 STEPS = 8
@@ -225,20 +223,12 @@ def test_zero_is_the_same_to_the_bit(ranks, level):
     assert not ranks[1][level, True]["state"]  # the first rank has it all
 
 
-def test_o3_spreads_the_optimizer_by_default(ranks):
-    assert ranks[0]["default"] == {"O1": Whole, "O2": Whole, "O3": ZeRO}
-
-
 @every_way
 def test_micro_batches_under_no_sync_are_one_step(ranks, zero):
     whole, accumulated = ranks[0]["O2", zero], ranks[0]["accumulated"][zero]
     assert torch.allclose(accumulated["losses"], whole["losses"], rtol=0.02)
     assert accumulated["bytes"] == whole["bytes"]
     assert same(accumulated["model"], ranks[1]["accumulated"][zero]["model"])
-
-
-def test_a_closure_is_a_backward_like_any_other(ranks):
-    assert ranks[0]["closure"]["losses"].equal(ranks[0]["O2", False]["losses"][:5])
 
 
 def test_clipping_by_the_norm_of_the_average(ranks):

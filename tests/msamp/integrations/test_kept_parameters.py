@@ -1,6 +1,5 @@
 """Lists of parameters that a loop took before `msamp.initialize`, on one and on two processes."""
 
-import copy
 import io
 import pickle
 import warnings
@@ -12,7 +11,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 import msamp
-from helpers import dist
 
 LEVELS = ("O1", "O3", "coat", "bf16")
 
@@ -65,39 +63,6 @@ def test_lists_taken_before_initialize_act_on_the_converted_model(level):
     assert found["same"]
 
 
-def test_lists_taken_before_initialize_act_on_two_processes():
-    for found in dist.run(through_lists, 2, "O1"):
-        assert found["large"] > 5
-        assert found["clipped"] == pytest.approx(1.0, rel=0.05)
-        assert sorted(found["fired"]) == ["hook", "post"]
-        assert found["same"]
-
-
-def test_frozen_through_a_list_a_layer_does_not_train_and_copies_have_parameters_of_their_own():
-    model = mlp()
-    first = list(model[0].parameters())
-    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), recipe="O2")
-    for p in first:
-        p.requires_grad_(False)
-    before = [msamp.fp32_values(p).clone() for p in first]
-    for other, its in ((model, optimizer), copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))):
-        loss_of(other).backward()
-        its.step()
-        assert all(msamp.fp32_values(p).equal(q) for p, q in zip(other[0].parameters(), before, strict=True))
-        assert other is model or all(p is not q for p, q in zip(other.parameters(), model.parameters(), strict=True))
-
-
-def test_matrices_that_no_optimizer_holds_are_named():
-    model = mlp()
-    with pytest.warns(UserWarning, match=r"no given optimizer has 2\.weight.*in a list, msamp\.initialize\(model, \[first, second\]\)"):
-        msamp.initialize(model, torch.optim.AdamW(model[0].parameters()), recipe="O2")
-    frozen = mlp()
-    frozen[2].requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        msamp.initialize(frozen, torch.optim.AdamW(frozen[0].parameters()), recipe="O2")
-
-
 COMPUTED = {
     "weight_norm": nn.utils.weight_norm,
     "spectral_norm": nn.utils.spectral_norm,
@@ -125,12 +90,6 @@ def test_a_layer_whose_weight_is_computed_stays_as_it_is_and_trains(kind):
         losses.append(float(loss.detach()))
         assert pickle.loads(pickle.dumps(model.state_dict())).keys() == model.state_dict().keys()
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
-
-
-def test_a_layer_whose_forward_was_replaced_stays_as_it_is():
-    model = mlp()
-    model[0].forward = model[0].forward  # as accelerate's hooks do
-    assert "its forward was replaced" in msamp.survey(model).left["0"]
 
 
 def refused(what: str) -> list[bool]:
@@ -174,11 +133,6 @@ def test_a_refusal_leaves_the_whole_model_as_it_was(what):
     assert all(refused(what))
 
 
-@pytest.mark.parametrize("what", ["a view", "a rank alone"])
-def test_a_refusal_on_two_processes_is_everyone_s_and_leaves_the_model(what):
-    assert all(map(all, dist.run(refused, 2, what)))
-
-
 def after_moves(level: str | None) -> dict[str, object]:
     """What hooks, attributes, weak references and lists of a converted model do after `model.to` and its kin."""
     model, fired = mlp(), []
@@ -218,21 +172,6 @@ def after_moves(level: str | None) -> dict[str, object]:
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_hooks_fire_once_after_the_model_was_moved_or_cast(level):
     assert after_moves(level) == {"counts": {(4, 4)}, "removed": 0, "same": True, "own": {"kept"}}
-
-
-def test_so_they_do_on_two_processes():
-    for found in dist.run(after_moves, 2, "O2"):
-        assert found == {"counts": {(4, 4)}, "removed": 0, "same": True, "own": {"kept"}}
-
-
-def test_a_live_view_is_named_where_a_cast_would_leave_it_behind():
-    model, _ = msamp.initialize(mlp(), None, recipe="O2")
-    view = model[0].weight.view(-1)
-    model.to("cpu")  # changes nothing
-    with pytest.raises(ValueError, match=r"0\.weight cannot be replaced in place.*the variable 'view'.*model\.to"):
-        model.bfloat16()
-    del view
-    assert model.bfloat16()[0].weight.dtype == torch.bfloat16
 
 
 def test_a_gradient_moves_with_its_weight():

@@ -6,10 +6,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
 
 import msamp
-from helpers import dist
 from helpers.numerics import make
 
 
@@ -66,28 +64,3 @@ def test_a_parameter_without_values_to_train_is_told_what_to_do(name):
         with pytest.raises(ValueError, match=match):
             msamp.initialize(model, None, recipe="O2")
     assert [type(module) for module in model.modules()] == kinds
-
-
-def refused_on_each_rank() -> None:
-    for make_model, match in WITHOUT.values():
-        with pytest.raises(ValueError, match=match):
-            msamp.initialize(make_model(), None, recipe="O2")
-    with pytest.raises(RuntimeError, match=r"0\.weight was called"):
-        torch.func.vmap(converted())(make("normal", (4, 32)))
-
-
-def test_so_do_two_processes():
-    dist.run(refused_on_each_rank, 2)
-
-
-@pytest.mark.parametrize(
-    "how", [lambda layer: prune.l1_unstructured(layer, "weight", 0.5), parametrizations.spectral_norm], ids=["pruned", "norm"]
-)
-def test_a_layer_pruned_after_conversion_is_shown_as_what_it_computes_in(how):
-    model = converted()
-    assert len(msamp.survey(model).converted) == 2
-    how(model[0])
-    model(make("normal", (4, 32)))
-    assert "multiplied in that dtype and not in FP8" in str(model[0])
-    assert msamp.survey(model).converted == ["2"]
-    assert any(name.startswith("0") for name in msamp.survey(model).left)

@@ -4,14 +4,13 @@ import copy
 import gc
 import itertools
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import msamp
-from helpers import dist, moe_model
+from helpers import moe_model
 from helpers.numerics import make
 from msamp.integrations.saving import exact_state_dict, fp8_state_dict, plain_state_dict, save_plain
 from msamp.numerics import recipe
@@ -53,13 +52,6 @@ def test_a_plain_state_has_the_keys_and_the_values_of_the_unconverted_model(leve
     assert all(p.equal(msamp.fp32_values(weights[name])) for name, p in other.named_parameters())
 
 
-def test_at_o3_the_values_are_those_of_the_masters():
-    model, optimizer = trained("O3")
-    state, weight = plain_state_dict(model, optimizer), model[2][0].weight
-    assert state["2.0.weight"].equal(optimizer.state[weight]["master"].dequantize())
-    assert not state["2.0.weight"].equal(weight.dequantize())
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_plain_state_of_another_dtype_is_rounded_once_from_the_masters(level):
     """BF16's half step is more than what three steps at 1e-6 move."""
@@ -79,13 +71,6 @@ def test_a_plain_state_of_another_dtype_is_rounded_once_from_the_masters(level):
     assert moved[0] < 0.5 * moved[1]
 
 
-def test_weights_that_were_loaded_are_saved_and_not_their_old_masters():
-    model, optimizer = trained("O3")
-    source = plain_model().state_dict()
-    model.load_state_dict(source)
-    assert (plain_state_dict(model, optimizer)["2.0.weight"] - source["2.0.weight"]).norm() < 0.05 * source["2.0.weight"].norm()
-
-
 @every_level
 def test_a_converted_model_loads_a_plain_state_and_its_scales_start_anew(level):
     model, _ = trained(level)
@@ -99,13 +84,6 @@ def test_a_converted_model_loads_a_plain_state_and_its_scales_start_anew(level):
     want = ScalingTensor.quantize(source[2][0].weight.detach(), model[2][0].weight.format)
     assert torch.equal(model[2][0].weight.detach(), want)
     assert model.load_state_dict({"2.0.bias": torch.zeros(64)}, strict=False).missing_keys  # nothing of a weight: its scales stay
-
-
-def test_what_is_assigned_is_quantised_too():
-    model, _ = trained("O3")
-    model.load_state_dict(plain_model().state_dict(), assign=True)
-    assert isinstance(model[2][0].weight, ScalingTensor)
-    assert run(model, torch.arange(4).view(2, 2)).isfinite().all()
 
 
 def test_a_plain_state_that_is_not_finite_is_refused_by_name():
@@ -155,28 +133,6 @@ def test_a_model_that_saves_plain_says_so_until_it_is_told_otherwise():
     assert isinstance(model.state_dict()["2.0.weight"], ScalingTensor)
 
 
-def test_an_unconverted_model_is_plain_already():
-    model = plain_model()
-    assert all(x is y or x.equal(y) for x, y in zip(plain_state_dict(model).values(), model.state_dict().values(), strict=True))
-
-
-def under_zero() -> tuple[list[str], bool]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer = trained("O3", steps=1)
-    state = plain_state_dict(model, optimizer)
-    asked_alone = plain_state_dict(model)["2.0.weight"]
-    return list(state), bool(state) and not state["2.0.weight"].equal(asked_alone)
-
-
-@pytest.mark.nightly(10)
-def test_under_zero_the_first_rank_gets_the_masters():
-    (first, finer), (other, _) = dist.run(under_zero, 2)
-    assert first == list(plain_model().state_dict())
-    assert finer
-    assert other == []
-
-
 @pytest.mark.promise("Conversion", "An average in `msamp.float_copy(model)` loses nothing; one kept in FP8 is warned about.")
 def test_a_float_copy_averages_what_fp8_would_round_away():
     model, _ = trained("O3", steps=0)
@@ -189,18 +145,6 @@ def test_a_float_copy_averages_what_fp8_would_round_away():
     want = torch.lerp(start, msamp.fp32_values(model[2][0].weight), 0.01)
     assert torch.allclose(average.module[2][0].weight, want, rtol=1e-5, atol=1e-6)
     assert run(average.module, torch.arange(4).view(2, 2)).isfinite().all()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_torch_s_averages_work_on_the_model_itself(level):
-    model, _ = trained(level, steps=0)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    start = msamp.fp32_values(model[2][0].weight).clone()
-    average.update_parameters(model)
-    with torch.no_grad():
-        model[2][0].weight.mul_(3.0)
-    average.update_parameters(model)
-    assert torch.allclose(msamp.fp32_values(average.module[2][0].weight), 2 * start, rtol=1e-3, atol=1e-6)
 
 
 def shared() -> nn.Sequential:
@@ -227,11 +171,6 @@ def shared_states(level: str) -> list[bool]:
 @pytest.mark.parametrize("level", ["O1", "O3", "coat"])
 def test_a_layer_under_several_names_has_a_plain_state_without_scales(level):
     assert shared_states(level) == [True] * 3
-
-
-def test_a_layer_under_several_names_has_a_plain_state_on_two_processes():
-    for found in dist.run(shared_states, 2, "O1"):
-        assert all(found)
 
 
 RECIPES = [("O2", None), ("O2", "tensorwise"), ("O2", "blockwise"), ("O3", None), ("coat", None)]

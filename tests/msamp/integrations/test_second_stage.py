@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist, moe_model
+from helpers import dist
 
 
 def mlp() -> nn.Sequential:
@@ -75,18 +75,6 @@ def test_another_way_to_store_or_cast_weights_is_refused_with_the_standing_recip
     train(model, optimizer, 1)
 
 
-def test_an_optimizer_over_other_parameters_is_refused_with_the_list_form():
-    model = mlp()
-    first, second = torch.optim.AdamW(model[0].parameters()), torch.optim.AdamW(model[2].parameters())
-    with pytest.warns(UserWarning, match="no given optimizer has"):
-        model, low = msamp.initialize(model, first, recipe="O2")
-    with pytest.raises(ValueError, match=r"for other parameters.*in one list, msamp\.initialize\(model, \[first, second\]\)"):
-        msamp.initialize(model, second, recipe="O2")
-    with pytest.raises(ValueError, match=r"replaced by an earlier msamp\.initialize"):
-        msamp.initialize(model, first, recipe="O2")
-    train(model, low, 1)
-
-
 def test_a_frozen_base_that_was_converted_by_itself_takes_a_trained_layer_of_another_recipe():
     """As adapters over a base of one byte: no optimizer holds its weights, so their format is nobody's to refuse."""
     base = msamp.convert(mlp(), msamp.recipes.by_name("O3")).requires_grad_(False)
@@ -96,12 +84,3 @@ def test_a_frozen_base_that_was_converted_by_itself_takes_a_trained_layer_of_ano
     train(model, optimizer)
     for p, bits in zip((base[0].weight, base[2].weight), before, strict=True):
         assert p.payload.view(torch.uint8).equal(bits)
-
-
-def test_a_second_stage_takes_the_masters_of_every_expert():
-    model, first = moe_model.initialized("O3")
-    moe_model.train(model, first, 2)
-    masters = [first.state[p]["master"].dequantize() for p in model.experts.parameters()]
-    _, second = msamp.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-3), "O3", accept=moe_model.KEEP)
-    assert all(second.state[p]["master"].dequantize().equal(m) for p, m in zip(model.experts.parameters(), masters, strict=True))
-    moe_model.train(model, second, 1)

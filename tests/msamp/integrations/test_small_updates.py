@@ -14,8 +14,6 @@ import msamp
 from msamp.numerics.recipe import Recipe
 from msamp.numerics.tensor import fp32_values
 
-LEVELS = ("O1", "O2", "O3", "coat")
-
 
 @functools.cache
 def large_feature_loss(recipe: str | None, steps: int = 120, **settings: Any) -> float:
@@ -59,12 +57,6 @@ def test_a_huge_feature_does_not_make_a_training_diverge(recipe, moment_rounding
     settings: dict[str, Any] = {} if recipe in ("O1", "coat") else {"moment_rounding": moment_rounding}
     masters = {} if recipe == "coat" else {"master_rounding": "nearest"}
     assert large_feature_loss(recipe, **settings, **masters) < 2 * large_feature_loss(None)
-
-
-@pytest.mark.parametrize("recipe", ["O3", *(pytest.param(name, marks=pytest.mark.nightly(3)) for name in ("O1", "O2"))])
-def test_stochastic_masters_do_not_make_it_diverge_either(recipe):
-    """Over 16 data sets 1.56 to 1.58 times the loss of FP32 in the mean, at most 1.97 times; with everything to nearest 1.48 to 1.52."""
-    assert large_feature_loss(recipe) < 2 * large_feature_loss(None)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "O2", "coat", *(pytest.param(name, marks=pytest.mark.nightly(2)) for name in ("O1", "O3"))])

@@ -7,18 +7,15 @@ import torch
 from torch import nn
 
 import msamp
-from helpers.moe_model import EXPERTS, KEEP, Mixture, initialized, train
+from helpers.moe_model import KEEP, Mixture, train
 from helpers.numerics import make
 from msamp.integrations.loop_optimizer import LoopOptimizer
 from msamp.integrations.takeover import (
     check_optimizer,
     chosen_recipe,
     defaults_of,
-    divide_parameters,
-    is_decoupled,
     parameter_groups,
     retire,
-    update_name,
 )
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe as recipes
@@ -58,17 +55,6 @@ def test_the_recipe_is_the_one_that_all_arguments_name():
         chosen_recipe("O1", "O2", None)
 
 
-def test_the_update_and_the_decay_follow_from_the_class_and_its_options():
-    weight = nn.Parameter(torch.zeros(4, 4))
-    adam, sgd = torch.optim.Adam([weight]), torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    assert update_name(adam, adam.param_groups[0]) is None
-    assert update_name(sgd, sgd.param_groups[0]) == "sgd-momentum"
-    assert update_name(sgd, {"momentum": 0.0}) == "sgd"
-    assert not is_decoupled(adam, {})
-    assert is_decoupled(torch.optim.AdamW([weight]), {})
-    assert defaults_of(sgd)["formats"].update == "sgd-momentum"
-
-
 def test_the_states_of_experts_are_divided_among_their_matrices():
     model = Mixture()
     adamw = torch.optim.AdamW(model.named_parameters(), lr=3e-3)
@@ -91,19 +77,3 @@ def _continued(model: nn.Module, adamw: torch.optim.Optimizer) -> tuple[nn.Modul
     other = torch.optim.AdamW(again.named_parameters(), lr=3e-3)
     other.load_state_dict(copy.deepcopy(adamw.state_dict()))
     return again, other
-
-
-def test_dividing_without_names_and_without_states():
-    whole, other = nn.Parameter(torch.ones(2, 3, 4)), nn.Parameter(torch.ones(3))
-    adamw, parts = torch.optim.AdamW([{"params": [other, whole]}]), [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
-    divide_parameters(adamw, {whole: parts})
-    assert [id(p) for p in adamw.param_groups[0]["params"]] == [id(p) for p in (other, *parts)]
-    assert not adamw.state
-
-
-def test_experts_are_clipped_together_and_their_scales_are_their_own():
-    model, optimizer = initialized("O2", clip_grad=1e-3)
-    train(model, optimizer, 2)
-    assert len(optimizer.grad_amaxes) == 5 + 2 * EXPERTS
-    moments = {float(optimizer.state[p]["exp_avg"].scale_inv) for p in model.experts.parameters()}
-    assert len(moments) > 1

@@ -1,5 +1,9 @@
 """The op table: what torch knows of each operator, and which implementation a device gets."""
 
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.adamw_inputs import adamw_batch
 from helpers.agreement import assert_codes
 from helpers.numerics import bits, make
-from msamp.kernels import ops
+from msamp.kernels import ops, reference
 from msamp.kernels.reference.activate import activate, activate_backward
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.block_cast import block_cast
@@ -279,7 +283,7 @@ def test_functions_over_many_tensors_are_on_the_device_of_their_tables(name, mon
         ("grad_stats", ([ONES], torch.ones(2), [1]), "1 gradients were passed with 2 factors and 1 units"),
         ("grad_stats", ([ONES, ONES.to("meta")],), "gradients are on cpu, meta"),
         ("pack", ([ONES], [(0, 0, 3, 0)], torch.zeros(3), torch.ones(2)), "1 tensors were passed with 2 factors"),
-        ("pack", ([ONES], [(0, 0, 4, 0)], torch.zeros(4), None), "a run of 4 elements from 0, written at 0, exceeds tensor 0 of 3"),
+        ("pack", ([ONES], [(0, 0, 4, 0)], torch.zeros(4), None), "a piece of 4 elements from 0, written at 0, exceeds tensor 0 of 3"),
         ("pack", ([ONES], [(0, 0, 3, 1)], torch.zeros(3), None), "exceeds tensor 0 of 3 elements or the buffer of 3"),
     ],
 )
@@ -287,3 +291,17 @@ def test_unequal_lengths_are_refused_before_anything_is_read(name, args, message
     monkeypatch.setattr(ops, "_implementation", lambda twin, device: pytest.fail("nothing may run"))
     with pytest.raises(ValueError, match=message):
         getattr(ops, name)(Tables(torch.device("cpu")), *args)
+
+
+def test_kernels_repeat_names_and_defaults_of_their_twins():
+    """Types and shapes are declared by the twin alone."""
+    pytest.importorskip("triton")
+    for file in sorted(Path(reference.__path__[0]).glob("*.py")):
+        if importlib.util.find_spec(f"msamp.kernels.triton.{file.stem}") is None or file.stem == "__init__":
+            continue
+        twins, kernels = (importlib.import_module(f"msamp.kernels.{room}.{file.stem}") for room in ("reference", "triton"))
+        for name, kernel in inspect.getmembers(kernels, inspect.isfunction):
+            twin = getattr(twins, name, None)
+            if kernel.__module__ == kernels.__name__ and not name.startswith("_") and inspect.isfunction(twin):
+                ours, theirs = ([(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()] for f in (kernel, twin))
+                assert ours == theirs, (file.stem, name)

@@ -6,10 +6,8 @@ import torch
 from helpers.block_halves import (
     HEADS,
     B,
-    D,
     H,
     S,
-    attend,
     attention_half,
     attention_settings,
     check_casts,
@@ -18,18 +16,14 @@ from helpers.block_halves import (
     watch_casts,
 )
 from helpers.numerics import COAT_GRADIENTS, KINDS, codes, make
-from msamp.comm.collectives import Peers
-from msamp.comm.counters import WireBytes
-from msamp.kernels import scaled_mm
-from msamp.nn.attention_block import AttentionBlock, split_heads
+from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.fp8_attention import CASTS_HERE
 from msamp.nn.saved_activations import GroupedFP8
 from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT
 from msamp.numerics import recipe
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import quantize
-from msamp.numerics.scaling import Current, inverse
-from msamp.parallel.head_exchange import HeadExchange
+from msamp.numerics.scaling import inverse
 
 every_level = pytest.mark.parametrize("level", [recipe.O2, recipe.O3], ids=lambda r: r.name)
 
@@ -91,22 +85,6 @@ def test_fp8_attention_is_nearly_the_same_function_and_recomputed_to_the_same_bi
     assert fp8.scaling.amax.equal(amaxes)
 
 
-@pytest.mark.parametrize("scaling", [None, Current()], ids=["delayed", "just in time"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["attention in BF16", "attention in FP8"])
-def test_the_scales_of_products_are_aligned_as_cublas_wants_them(fp8, scaling, monkeypatch):
-    half = attention_half(recipe.O3 if scaling is None else recipe.O3.with_scaling(scaling), "cpu")
-    x, grad = inputs()
-    seen, multiply = [], scaled_mm.emulated_mm
-
-    def aligned(a, b, a_scale_inv, b_scale_inv, dtype):
-        seen.append((a_scale_inv.data_ptr() % 16, b_scale_inv.data_ptr() % 16))
-        return multiply(a, b, a_scale_inv, b_scale_inv, dtype)
-
-    monkeypatch.setattr(scaled_mm, "emulated_mm", aligned)
-    run(half, x, grad, attention_settings(half, fp8=fp8_attention(half) if fp8 else None))
-    assert seen == [(0, 0)] * 6
-
-
 def test_watches_of_fp8_attention_are_told_what_was_cast():
     half = attention_half(recipe.O2, "cpu", 2)
     x, grad = inputs()
@@ -132,19 +110,6 @@ def test_recomputing_attention_changes_no_bit(level, device):
     assert all(a.equal(b) for a, b in zip(kept, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_heads_shared_by_one_rank_change_no_bit(recompute):
-    half = attention_half(recipe.O2, "cpu", 2)
-    x, grad = inputs()
-    out, plain = run(half, x, grad, attention_settings(half, 2))
-    told = watch_casts(half)
-    exchange = HeadExchange(Peers(None, WireBytes()), attend)
-    again, shared = run(half, x, grad, attention_settings(half, 2, sharing=exchange, recompute=recompute))
-    assert out.equal(again)
-    assert all(a.equal(b) for a, b in zip(plain, shared, strict=True))
-    check_casts(half, told)
-
-
 @pytest.mark.parametrize(("groups", "rms", "bias"), [(HEADS, False, True), (2, True, False)], ids=["MHA, LayerNorm", "GQA, RMSNorm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_input_kept_in_groups_changes_no_output_and_little_of_the_gradients(kind, groups, rms, bias, device):
@@ -158,35 +123,12 @@ def test_an_input_kept_in_groups_changes_no_output_and_little_of_the_gradients(k
     assert min(sqnr_db(want.float(), got.float()) for want, got in zip(wanted[1:], found[1:], strict=True)) > least[1]
 
 
-def test_without_gradients_the_output_is_the_same_and_nothing_is_recorded(device):
-    half = attention_half(recipe.O3, device)
-    x, grad = inputs(device=device)
-    with torch.no_grad():
-        through, delta = AttentionBlock.apply(x, *half.arguments(), attention_settings(half, keep=False))
-    assert not any(scaling.amax.any() for scaling in half.scaling.values())
-    out, _ = run(half, x, grad, attention_settings(half))
-    assert out.equal(through + delta)
-
-
 def test_the_amax_of_every_operand_enters_its_slot(device):
     half = attention_half(recipe.O3, device)
     x, grad = inputs(device=device)
     run(half, x, grad, attention_settings(half))
     assert all((scaling.amax > 0).all() for scaling in half.scaling.values())
     assert half.scaling["proj"].amax[GRAD_OUTPUT] == grad.abs().amax()
-
-
-def test_a_delayed_scale_is_used_as_it_is(device):
-    half, just_in_time = attention_half(recipe.O3, device), attention_half(recipe.O3.with_scaling(Current()), device)
-    x, grad = inputs(device=device)
-    how = attention_settings(half)
-    small = how.qkv.x._replace(scale=torch.tensor(2.0**-20, device=device))
-    how = how._replace(qkv=how.qkv._replace(x=small))
-    out, _ = run(half, x, grad, how)
-    usual, _ = run(just_in_time, x, grad, attention_settings(just_in_time))
-    assert not out.equal(usual)  # so small a scale makes every element vanish: attention adds the same to all tokens
-    added = (out - x.detach()).float()
-    assert (added - added[:1, :1]).abs().max() <= 0.1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -216,11 +158,3 @@ def test_watches_are_told_the_values_before_each_cast_and_change_no_bit(groups, 
     check_casts(half, told)
     assert out.equal(again)
     assert all(a.equal(b) for a, b in zip(grads, same, strict=True))
-
-
-def test_heads_are_split_in_megatrons_order():
-    qkv = torch.arange(8 * D, dtype=torch.float32).expand(1, 1, -1)  # groups of 2 queries, a key, a value
-    query, key, value = split_heads(qkv, 4, 2)
-    assert query[0, 0, :, 0].tolist() == [0, D, 4 * D, 5 * D]
-    assert key[0, 0, :, 0].tolist() == [2 * D, 6 * D]
-    assert value[0, 0, :, 0].tolist() == [3 * D, 7 * D]

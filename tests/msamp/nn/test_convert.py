@@ -11,7 +11,7 @@ from torch import nn
 import msamp
 from helpers.moe_model import KEEP, Mixture
 from helpers.numerics import make
-from msamp.nn.convert import convert, float_copy, survey
+from msamp.nn.convert import convert, survey
 from msamp.nn.expert_matrices import ExpertMatrices
 from msamp.nn.filters import DEFAULT, all_of, exclude_names, include_names, min_features
 from msamp.nn.linear import FP8Linear
@@ -77,11 +77,6 @@ def test_filters_decide_by_name_and_shape(accept, want):
     assert converted(convert(Tree(), recipe.O2, accept)) == want
 
 
-@pytest.mark.parametrize("level", [recipe.BF16, recipe.FP32], ids=lambda r: r.name)
-def test_a_recipe_without_fp8_changes_nothing(level):
-    assert converted(convert(Tree(), level)) == []
-
-
 @every_level
 def test_a_model_that_is_itself_a_linear(level):
     plain = nn.Linear(32, 48)
@@ -92,26 +87,6 @@ def test_a_model_that_is_itself_a_linear(level):
     assert convert(kept, level) is kept
 
 
-def test_a_layer_used_twice_stays_one_layer():
-    layer = nn.Linear(32, 32)
-    model = convert(nn.Sequential(layer, nn.ReLU(), layer, nn.Sequential(layer)), recipe.O2)
-    assert isinstance(model[0], FP8Linear)
-    assert model[2] is model[0]
-    assert model[3][0] is model[0]
-    assert len(list(model.parameters())) == 2
-
-
-def test_tied_weights_are_left_alone():
-    model = nn.ModuleDict({"embedding": nn.Embedding(64, 32), "hidden": nn.Linear(32, 32), "out": nn.Linear(32, 64)})
-    model["out"].weight = model["embedding"].weight
-    convert(model, recipe.O2)
-    assert converted(model) == ["hidden"]
-    assert model["out"].weight is model["embedding"].weight
-    pair = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
-    pair[1].weight = pair[0].weight
-    assert converted(convert(pair, recipe.O2)) == []
-
-
 def test_subclasses_of_linear_are_left_alone():
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,13 +94,6 @@ def test_subclasses_of_linear_are_left_alone():
 
     model = nn.Sequential(Scaled(32, 32), nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
     assert converted(convert(model, recipe.O2)) == []
-
-
-def test_converting_twice_changes_nothing_more():
-    model = convert(Tree(), recipe.O2)
-    layers = {name: model.get_submodule(name) for name in converted(model)}
-    convert(model, recipe.O2)
-    assert all(model.get_submodule(name) is layer for name, layer in layers.items())
 
 
 def test_modes_and_frozen_weights_are_kept():
@@ -181,23 +149,6 @@ def test_a_convolution_net_passes_through_and_trains(level):
                 p.copy_(value - 0.3 * p.grad)
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
-
-
-def test_conversion_leaves_the_values_where_they_were():
-    model = net()
-    want = copy.deepcopy(model).eval()
-    convert(model, recipe.O2).eval()
-    x = torch.randn(8, 1, 8, 8)
-    assert sqnr_db(want(x), model(x)) > 22
-    assert model[5].weight.dtype == torch.float32
-
-
-@every_level
-def test_print_shows_each_layer_s_precision(level):
-    text = str(convert(Tree(), level))
-    stored = "fp8-e4m3" if level is recipe.O3 else "fp16"
-    assert text.count(f"weight {stored}, GEMM fp8-e4m3 x fp8-e4m3, grad_output fp8-e5m2") == 6
-    assert "(lm_head): Linear(in_features=32, out_features=100" in text
 
 
 @pytest.mark.promise("Optimizer states", "Python attributes of a weight survive conversion, copies and pickles.")
@@ -276,30 +227,6 @@ def test_a_survey_of_a_converted_model_says_what_each_layer_is_with_whatever_fil
     assert survey(low).converted == ["body", "router"]
 
 
-def test_a_survey_s_shares_are_of_all_parameters_and_of_the_products():
-    model = nn.Sequential(
-        nn.Embedding(100, 32), nn.Linear(32, 96, bias=False), nn.Linear(96, 32, bias=False), nn.Conv1d(32, 32, 3, bias=False)
-    )
-    found = survey(model, accept=exclude_names(r"^2$"))
-    assert found.parameter_share == pytest.approx(3072 / (3200 + 2 * 3072 + 3072))
-    assert found.flop_share == pytest.approx(1 / 3)
-    text = str(found)
-    assert text.startswith("1 of 3 layers with weights are in FP8: 24.7% of the parameters, 33.3% of the FLOPs")
-    assert "not converted, its name is excluded: 2" in text
-    assert "not converted, a convolution: 3" in text
-    nothing = survey(nn.ReLU())
-    assert (nothing.flop_share, nothing.parameter_share, nothing.holders) == (0, 0, ())
-
-
-def test_a_filter_of_one_s_own_gives_its_reason_in_general():
-    assert survey(nn.Linear(32, 32), accept=lambda name, layer: False).left == {"": "accept= leaves it out"}
-
-
-def test_adapters_stay_out_by_default():
-    model = nn.ModuleDict({"base_layer": nn.Linear(32, 32), "lora_A": nn.ModuleDict({"default": nn.Linear(32, 16)})})
-    assert converted(convert(model, recipe.O2)) == ["base_layer"]
-
-
 def test_a_transformer_encoder_in_evaluation_takes_no_fused_path():
     torch.manual_seed(0)
     plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2).eval()
@@ -309,37 +236,6 @@ def test_a_transformer_encoder_in_evaluation_takes_no_fused_path():
     padding[0, -2:] = True
     with torch.no_grad():
         assert sqnr_db(plain(x, src_key_padding_mask=padding)[padding.logical_not()], low(x, src_key_padding_mask=padding)[~padding]) > 20
-
-
-def test_a_float_copy_is_plain_in_the_same_places():
-    model = convert(Tree(), recipe.O2)
-    wide = float_copy(model)
-    assert all(type(p.data) is torch.Tensor and p.dtype == torch.float32 for p in wide.parameters())
-    assert [n for n, _ in wide.named_parameters()] == [n for n, _ in model.named_parameters()]
-    assert isinstance(model.blocks[0].experts["a"].weight, ScalingTensor)
-    x = make("normal", (4, 32))
-    assert sqnr_db(wide(x), model(x)) > 18
-
-
-class JoinedExperts(nn.Module):
-    """Experts as transformers 5 has them: one 3-D weight for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 128))
-        self.down_proj = nn.Parameter(torch.randn(4, 64, 64))
-
-
-def test_the_survey_says_what_share_of_the_flops_each_reason_leaves_in_16_bits():
-    model = nn.ModuleDict({"body": nn.Linear(64, 256), "experts": JoinedExperts(), "lm_head": nn.Linear(64, 512)}).bfloat16()
-    lines = str(survey(model)).splitlines()
-    total = 64 * 256 + 4 * 64 * (128 + 64) + 64 * 512
-    reads = "not converted, JoinedExperts reads its own parameters (gate_up_proj (4, 64, 128), down_proj (4, 64, 64))"
-    assert lines[1].strip().startswith(reads)
-    assert lines[1].endswith(f": experts; {4 * 64 * 192 / total:.1%} of the FLOPs stay in 16 or 32 bits")
-    assert lines[2].endswith(f"lm_head; {64 * 512 / total:.1%} of the FLOPs stay in 16 or 32 bits")
-    assert f"{64 * 256 / total:.1%} of the FLOPs (each weight once)" in lines[0]
-    assert all(p.dtype == torch.bfloat16 for p in model["experts"].parameters())
 
 
 def test_experts_are_divided_and_the_whole_weight_is_empty():
@@ -388,18 +284,3 @@ class SharedExperts(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-
-
-def test_a_filter_may_leave_experts_out():
-    left = survey(Mixture(), accept=exclude_names("experts")).left
-    assert left["experts"] == "its name is excluded"
-    assert "experts" in survey(Mixture(), accept=exclude_names(r"experts\.fc2_weight")).left
-
-
-def test_a_weight_of_experts_that_is_not_finite_is_named():
-    model = Mixture()
-    with torch.no_grad():
-        model.experts.fc2_weight[3, 0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"experts.fc2_weight holds 1 values that are NaN or infinite"):
-        convert(model, recipe.O2, KEEP)
-    assert model.experts.fc1_weight.shape == (4, 96, 32)

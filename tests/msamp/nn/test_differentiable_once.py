@@ -8,11 +8,7 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist
 from helpers.numerics import make
-from msamp.nn.activation import Activation
-from msamp.nn.differentiable_once import differentiable_once
-from msamp.nn.norm import LayerNorm
 
 REFUSED = r"create_graph=True reached {}, which has no second derivative.*exclude_names"
 functional = torch.autograd.functional
@@ -61,32 +57,3 @@ def test_layers_that_a_filter_keeps_have_second_derivatives():
     with pytest.warns(UserWarning, match="converted no layer"):
         msamp.initialize(model, None, recipe="O2", accept=kept)
     assert functional.hvp(f, x, torch.ones_like(x))[1].equal(want)
-
-
-@pytest.mark.parametrize("module", [LayerNorm(32), Activation("gelu"), msamp.RMSNorm(32, 1e-5)], ids=lambda m: type(m).__name__)
-def test_so_are_those_of_norms_and_activations(module):
-    with pytest.raises(RuntimeError, match=REFUSED.format("a low-precision layer")):
-        functional.hvp(lambda x: module(x).sum(), make("normal", (2, 32)), torch.ones(2, 32))
-
-
-def test_one_value_is_passed_on_as_it_is():
-    @differentiable_once
-    def backward(ctx, grad):
-        assert not torch.is_grad_enabled()
-        return grad
-
-    with torch.no_grad():
-        assert backward(None, x := torch.ones(1)) is x
-
-
-def refused_on_each_rank() -> bool:
-    model = ends_in_fp8()
-    x = make("normal", (2, 32)).requires_grad_()
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    model(x).sum().backward()
-    return x.grad is not None
-
-
-def test_two_processes_refuse_it_too():
-    assert dist.run(refused_on_each_rank, 2) == [True, True]

@@ -118,16 +118,3 @@ def test_a_linear_layer_of_one_rank_gives_back_what_it_gathers(end, keeps_gather
         assert got.equal(want)
     assert ends.out
     assert all(rows.given_back == 1 for rows in ends.out)
-
-
-def test_a_rank_that_adds_no_bias_lacks_it():
-    with_bias, without = (found("MLP", True, OneRank(False, adds_bias), False)[0].float() for adds_bias in (True, False))
-    bias = mlp_half(O3).tensors["fc2_bias"].float()
-    torch.testing.assert_close((with_bias - without).mean((0, 1)), bias, rtol=0.05, atol=0.02)
-
-
-def test_what_is_not_finite_on_a_rank_makes_a_shared_scale_nan():
-    half, ends = mlp_half(O3), OneRank(False)
-    x, delta = (make("normal", (S, B, H), seed=seed).to(torch.bfloat16) for seed in (1, 2))
-    x[0, 0, 0] = float("inf")
-    assert MLPBlock.apply(x, delta, *half.arguments(), mlp_settings(half, ends=ends)).isnan().all()

@@ -76,41 +76,6 @@ def test_two_ranks_share_the_experts():
     torch.testing.assert_close(total, whole(x, probs, choices))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_rounded_where_a_linear_layer_rounds(dtype):
-    experts, (x, probs, choices) = layer(dtype), routed()
-    want = one_by_one(x.to(dtype).float(), probs, choices, *(w.float() for w in experts.parameters()))
-    y = experts(x.to(dtype), probs, choices)
-    assert y.dtype == dtype
-    assert (y - want).norm() < (0.01 if dtype == torch.bfloat16 else 0.002) * want.norm()
-    with torch.autocast("cpu", dtype):
-        assert layer()(x, probs, choices).dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_swiglu_probability_and_sum_are_in_fp32(dtype, monkeypatch):
-    monkeypatch.setattr(expert_layer, "_torch_multiplies", lambda rows, weight: False)  # the same products as below, to the bit
-    experts, (x, probs, choices) = layer(dtype), routed()
-    fc1, fc2 = experts.parameters()
-    rows = torch.zeros((*choices.shape, HIDDEN), dtype=dtype)
-    for e in range(EXPERTS):
-        token, choice = torch.where(choices == e)
-        gate, up = (x.to(dtype)[token] @ fc1[e].t()).float().chunk(2, 1)
-        rows[token, choice] = (F.silu(gate) * up * probs[token, choice, None]).to(dtype) @ fc2[e].t()
-    total = torch.zeros_like(x)
-    for chosen in rows.unbind(1):
-        total = total + chosen.float()
-    assert torch.equal(experts(x.to(dtype), probs, choices), total.to(dtype))
-
-
-def test_second_derivatives():
-    experts, (x, probs, choices) = layer(), routed()
-    (first,) = torch.autograd.grad(experts(x, probs, choices).square().sum(), x, create_graph=True)
-    (want,) = torch.autograd.grad(one_by_one(x, probs, choices, *experts.parameters()).square().sum(), x, create_graph=True)
-    for ours, theirs in zip(*(torch.autograd.grad(g.square().sum(), (x, probs)) for g in (first, want)), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 @each_once(load=LOADS, recipe=[O1, O2, O3])
 def test_converted_experts_in_fp8(load, recipe):
     plain, (x, probs, choices) = layer(), routed(load)
@@ -141,28 +106,6 @@ def test_a_small_training_ends_at_the_loss_of_fp32(recipe):
     assert want < 0.2, "it has learned: the first loss is 0.6"
 
 
-def test_an_expert_without_tokens_keeps_training_possible():
-    model, optimizer = initialized("O2")
-    with torch.no_grad():
-        model.router.weight.zero_()
-    model.router.weight.requires_grad_(False)  # all tokens go to the same two experts
-    busy = torch.zeros(96, EXPERTS).topk(2).indices.unique().tolist()
-    idle = model.experts.fc1_weight.matrices[next(e for e in range(EXPERTS) if e not in busy)]
-    before = idle.dequantize()
-    first, last = train(model, optimizer, 1), train(model, optimizer, 3)
-    assert last < first
-    assert optimizer.skipped_steps == 0
-    assert (idle.dequantize() - before).abs().max() < 1e-3, "weight decay alone"
-
-
-def test_histories_record_both_products():
-    model, optimizer = initialized()
-    train(model, optimizer, 2)
-    for matrices in (model.experts.fc1_weight, model.experts.fc2_weight):
-        assert (matrices.scaling.history[:, -2:] > 0).all()
-        assert int(matrices.scaling.seen) == 2
-
-
 def test_the_experts_of_a_host_take_its_order_and_its_mark_of_another_rank():
     converted, (x, probs, choices) = msamp.convert(layer(), O2), routed()
     host = HostExperts.__new__(HostExperts)
@@ -172,29 +115,6 @@ def test_the_experts_of_a_host_take_its_order_and_its_mark_of_another_rank():
     want = converted(x, probs, torch.where(choices == 3, -1, choices))
     assert host(x, marked, probs).equal(want)
     assert host(x.bfloat16(), marked, probs.bfloat16()).dtype == torch.bfloat16
-
-
-def test_a_compiled_model_breaks_its_graph_at_the_experts_and_trains_alike():
-    want = train(*initialized("O3"), 3)
-    model, optimizer = initialized("O3")
-    torch._dynamo.reset()
-    assert train(torch.compile(model, backend="eager"), optimizer, 3) == want
-
-
-def test_resetting_converted_experts():
-    converted = msamp.convert(layer(), O2)
-    before = converted.fc1_weight.stacked()
-    converted.reset_parameters()
-    after = converted.fc1_weight.stacked()
-    assert not after.equal(before)
-    assert after.abs().max() <= 1 / HIDDEN**0.5
-
-
-def test_a_weight_of_another_size_is_not_loaded():
-    converted = msamp.convert(layer(), O2)
-    state = {**layer().state_dict(), "fc1_weight": torch.zeros(EXPERTS - 1, 2 * WIDTH, HIDDEN)}
-    with pytest.raises(RuntimeError, match=r"size mismatch for fc1_weight: \(3, 96, 32\) in the state, \(4, 96, 32\) in the model"):
-        converted.load_state_dict(state)
 
 
 def on_gpu(recipe) -> tuple[msamp.Experts, msamp.Experts, list[torch.Tensor]]:

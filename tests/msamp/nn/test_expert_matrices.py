@@ -11,7 +11,7 @@ import msamp
 from helpers.moe_model import EXPERTS, HIDDEN, WIDTH, Mixture, batch, initialized, train
 from msamp.kernels import ops
 from msamp.nn import expert_matrices
-from msamp.nn.expert_matrices import ExpertMatrices, joined_weights
+from msamp.nn.expert_matrices import ExpertMatrices
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.recipe import O2, O3
 from msamp.numerics.tensor import ScalingTensor
@@ -109,32 +109,3 @@ def test_copies_keep_one_payload_and_the_values():
     again.load_state_dict(model.state_dict(), assign=True)
     assert again.eval()(x).equal(want)
     assert joined(again.experts.fc1_weight)
-
-
-def test_a_copied_pair_trains_on_like_the_original():
-    model, optimizer = initialized()
-    train(model, optimizer, 2)
-    other, its = copy.deepcopy((model, optimizer))
-    assert train(model, optimizer, 2) == train(other, its, 2)
-    assert train(model, optimizer, 1) < train(Mixture(), torch.optim.SGD(Mixture().parameters()), 1)
-
-
-def test_a_float_copy_computes_in_plain_torch():
-    model, _ = initialized()
-    x, _ = batch()
-    wide = msamp.float_copy(model)
-    assert len(list(wide.parameters())) == len(list(model.parameters()))
-    y = wide(x)
-    plain = Mixture()
-    plain.load_state_dict(msamp.plain_state_dict(model))
-    torch.testing.assert_close(y, plain(x))
-    y.sum().backward()
-    assert all(p.grad is not None for p in wide.parameters())
-    assert list(msamp.plain_state_dict(wide)) == list(plain.state_dict())
-
-
-def test_names_of_the_joined_weights():
-    model, _ = initialized()
-    assert joined_weights(model) == {f"experts.fc{n}_weight": [f"experts.fc{n}_weight.{e}" for e in range(EXPERTS)] for n in (1, 2)}
-    assert joined_weights(Mixture()) == {}
-    assert "4 matrices [96, 32], weight fp16" in repr(model)

@@ -66,36 +66,6 @@ def test_output_and_gradients(kind, load):
         assert not g[w.flatten(1).abs().sum(1) == 0].any(), "an expert without tokens has no gradient"
 
 
-def test_delayed_scales_are_used_and_amaxes_recorded():
-    x, probs, fc1, fc2 = inputs()
-    amaxes = torch.zeros(4)
-    slots = tuple(CastScales(torch.tensor(4.0), torch.tensor(0.25), amax) for amax in amaxes.unbind())
-    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2, slots))
-    assert amaxes[0] == x.abs().max()
-    assert amaxes[1] > 0
-    assert amaxes[2:].tolist() == [0.0, 0.0]
-    grad = make("normal", (TOKENS, HIDDEN), seed=9)
-    y.backward(grad)
-    assert amaxes[3] == grad.abs().max()
-    assert amaxes[2] > 0
-
-
-def test_every_cast_can_be_watched():
-    x, probs, fc1, fc2 = inputs()
-    seen: dict[int, float] = {}
-
-    def watching(row: int) -> CastScales:
-        return CastScales(
-            None, None, None, lambda values, payload, scale_inv: seen.setdefault(row, sqnr_db(values, payload.float() * scale_inv))
-        )
-
-    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2, tuple(map(watching, range(4)))))
-    assert sorted(seen) == [0, 1]
-    y.backward(make("normal", (TOKENS, HIDDEN), seed=9))
-    assert sorted(seen) == [0, 1, 2, 3]
-    assert min(seen.values()) > 24
-
-
 def test_rows_after_the_last_expert_s_are_never_read(monkeypatch):
     """With expert parallelism most of the rows are room for another load, which kernels leave out: what is in there must not matter."""
     x, probs, fc1, fc2 = tensors = inputs()
@@ -131,15 +101,6 @@ def test_rows_after_the_last_expert_s_are_never_read(monkeypatch):
     assert min(spoiled) > 0
 
 
-def test_no_tokens():
-    x, probs, fc1, fc2 = inputs()
-    x, probs, experts = x[:0], probs[:0], torch.empty((0, TOP_K), dtype=torch.int64)
-    y = ExpertsFunction.apply(x, probs, experts, fc1, fc2, settings(fc1, fc2))
-    assert y.shape == (0, HIDDEN)
-    grads = torch.autograd.grad(y.sum(), (fc1, fc2))
-    assert not any(g.any() for g in grads)
-
-
 def test_what_is_saved_for_backward():
     x, probs, fc1, fc2 = inputs()
     sizes: list[int] = []
@@ -162,22 +123,6 @@ def test_recomputing_changes_no_bit(dtype):
         y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2)._replace(recompute=recompute))
         tensors.append([y, *torch.autograd.grad(y, (x, probs, fc1, fc2), grad)])
     assert all(a.equal(b) for a, b in zip(*tensors, strict=True))
-
-
-def test_nan_in_a_token_reaches_every_gradient_that_it_should():
-    x, probs, fc1, fc2 = inputs()
-    with torch.no_grad():
-        x[7, 3] = float("nan")
-    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
-    assert y.isnan().any()
-    assert torch.autograd.grad(y, fc1, torch.ones_like(y))[0].isnan().any()
-
-
-def test_a_second_derivative_is_refused():
-    x, probs, fc1, fc2 = inputs()
-    y = ExpertsFunction.apply(x, probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
-    with pytest.raises(RuntimeError, match="a backward with create_graph=True reached a low-precision layer"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize(

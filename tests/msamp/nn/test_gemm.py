@@ -14,7 +14,7 @@ from msamp.nn.block import vector_gradients
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.linear import FP8Linear
-from msamp.nn.scaling_state import LinearScaling, ScalingState
+from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import recipe
 from msamp.numerics.block_scale import quantize_blocks
 from msamp.numerics.formats import BF16, E4M3, E5M2
@@ -115,51 +115,6 @@ def test_a_granularity_of_ones_own_is_cast_by_its_definition_along_what_each_gem
     assert torch.allclose(low.weight.grad, rounded(g.t(), c) @ rounded(v.t(), a).t(), rtol=1e-6, atol=1e-6)
 
 
-def test_the_granularity_decides_the_numbers():
-    x = make("channel-outlier", (24, 32))
-    tensorwise, grouped = layer(recipe.O2.with_scaling(Current())), layer(recipe.O2.with_gemm(GROUPS))
-    assert not tensorwise(x).equal(grouped(x))
-
-
-def test_one_of_blocks_and_one_with_one_scale_multiply_by_definition():
-    mixed = replace(recipe.O2, gemm=Gemms.of(GROUPS.input, Cast(E4M3, Current()), GROUPS.grad_output))
-    low, x = layer(mixed), make("normal", (8, 32))
-    w = low.weight.detach().dequantize()
-    w8 = dequantize(quantize(w, scale_from_amax(w.abs().amax(), E4M3.max), E4M3), inverse(scale_from_amax(w.abs().amax(), E4M3.max)))
-    assert torch.allclose(low(x), rounded(x, GROUPS.input) @ w8.t(), rtol=1e-6, atol=1e-6)
-
-
-def test_a_rule_of_ones_own_scales_the_cast_just_in_time():
-    x = make("normal", (16, 8))
-    cast = Cast(E4M3, Halved())
-    own, usual = (cast_operand(x, CastScales(None, None, None), c) for c in (cast, Cast(E4M3, Current())))
-    assert own.scale_inv == 2 * usual.scale_inv
-    x[3, 3] = float("inf")
-    assert cast_operand(x, CastScales(None, None, None), cast).scale_inv.isnan()
-
-
-def test_a_set_that_is_not_finite_stays_visible():
-    x = make("normal", (4, 32))
-    x[1, 9] = float("nan")
-    operand = cast_operand(x, CastScales(None, None, None), GROUPS.input, col=True)
-    assert operand.scale_inv.isnan().nonzero().tolist() == [[1, 1]]
-    assert operand.scale_inv_t.isnan().nonzero().tolist() == [[9, 0]]
-
-
-def test_operands_may_follow_different_rules():
-    gemm = Gemms.of(Cast(E4M3, Delayed(3)), Cast(E4M3, Current()), Cast(E5M2, Delayed(2, "most_recent", 1)))
-    low = layer(replace(recipe.O2, gemm=gemm))
-    state = ScalingState(low)
-    sizes = [1.0, 16.0, 4.0, 2.0]
-    for i, size in enumerate(sizes):
-        assert [slot.scale is not None for slot in low.scaling.slots(record=True)] == [i >= 3, i >= 2]
-        assert low.scaling.delayed == (i >= 3)
-        low(torch.full((4, 32), size)).backward(torch.full((4, 48), size))
-        state.roll()
-    assert low.scaling.delayed
-    assert low.scaling.scale.tolist() == [448 / 16 - 12, 2.0**13]  # 16: 2^4 fits; 2 * 2^14 = 57344 / 1.75 with a margin of one
-
-
 def along(x, cast, rule):
     """What `cast` leaves of `x`, blocks along its last dimension: the definition."""
     return dequantize_blocks(*quantize_blocks(x, cast.granularity, cast.format, rule), cast.granularity)
@@ -243,8 +198,3 @@ def test_blocks_follow_a_channel_that_one_scale_drowns():
 def test_what_a_layer_cannot_cast_is_refused_where_it_is_built(gemm, word):
     with pytest.raises(ValueError, match=word):
         LinearScaling(gemm)
-
-
-def test_partial_sums_in_blocks_are_refused():
-    with pytest.raises(ValueError, match=r"partial sums are sent with one scale per tensor.*fp8_wire=False"):
-        LinearScaling(GROUPS, wire=E5M2)

@@ -1,6 +1,5 @@
 """A raised layer: the BF16 product of the stored weight's values, the histories that it keeps, and what a watch sees of its casts."""
 
-import copy
 import functools
 
 import pytest
@@ -12,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 from helpers.numerics import make
 from msamp.nn.gemm import tally_operand_
 from msamp.nn.linear import FP8Linear
-from msamp.nn.raised_linear import bf16_linear, bf16_weight
-from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, LinearScaling, ScalingState
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, ScalingState
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics import recipe
 from msamp.numerics.scaling import Delayed
@@ -129,38 +127,6 @@ def test_a_check_sees_the_casts_that_the_fp8_layer_has(channels):
             assert torch.equal(one.float(), other.float())
 
 
-def test_a_watch_and_a_check_see_the_same_step():
-    made, seen = layer(), []
-    made.scaling.watches[INPUT] = lambda *_: seen.append("watch")
-    made.scaling.checks[INPUT] = lambda *_: seen.append("check")
-    run(made, make("normal", (16, 32), seed=1).bfloat16(), make("normal", (16, 48), seed=2).bfloat16())
-    assert seen == ["watch", "check"]
-    assert not copy.deepcopy(made).scaling.checks
-
-
-def test_autocast_in_place_changes_and_a_copy():
-    made = layer(dtype=torch.float32)
-    made.scaling.raised = True
-    x = make("normal", (16, 32), seed=1)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = nn.functional.relu(made(x), inplace=True)
-        assert y.dtype == torch.bfloat16
-        y.sum().backward()
-    assert made.weight.grad.dtype == torch.float32
-    other = copy.deepcopy(made)
-    assert other.scaling.raised
-    assert torch.equal(other(x), made(x))
-    assert "raised to BF16" in str(other)
-
-
-def test_a_second_derivative_is_refused_with_the_layer_s_name():
-    made = layer()
-    made.scaling.raised = True
-    y = made(make("normal", (16, 32), seed=1).bfloat16().requires_grad_())
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(y.sum(), made.weight, create_graph=True)
-
-
 def test_a_fused_block_runs_its_modules_while_a_layer_is_raised():
     torch.manual_seed(0)
     block = TransformerBlock(32, 2, 64, dtype=torch.bfloat16)
@@ -174,17 +140,3 @@ def test_a_fused_block_runs_its_modules_while_a_layer_is_raised():
     raised = block(x)
     assert not torch.equal(fused, raised)
     torch.testing.assert_close(raised, fused, rtol=0.1, atol=0.1)
-
-
-def test_the_bias_of_an_fp32_layer_keeps_its_digits():
-    x, w = torch.zeros(2, 4), torch.zeros(3, 4, dtype=torch.bfloat16)
-    bias = torch.tensor([1.0, 1.001, 1.0001])
-    assert torch.equal(bf16_linear(x, w, bias), bias.expand(2, 3))
-    assert bf16_linear(x.bfloat16(), w, bias).dtype == torch.bfloat16
-
-
-def test_the_weight_s_gradient_has_its_outer_dtype():
-    made = layer(dtype=torch.float32)
-    bf16_weight(made.weight).sum().backward()
-    assert made.weight.grad.dtype == torch.float32
-    assert isinstance(made.scaling, LinearScaling)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from helpers.numerics import KINDS, make, measure
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn import vocabulary_loss
-from msamp.nn.vocabulary_loss import chunk_rows, linear_cross_entropy
+from msamp.nn.vocabulary_loss import linear_cross_entropy
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.quantize import quantize
 
@@ -124,30 +124,6 @@ def test_fp8_gradients_are_products_of_the_rounded_operands(kind: str, largest: 
     near(weight.grad, g.t() @ narrow[0] / 3, summed)
 
 
-# Least SQNR in dB of the gradients of hidden and of weight, from FP64's; the logits' own rounding is the most of it where there are
-# outliers. No element of any vanishes or saturates.
-LEAST_SQNR = {"normal": (20.0, 20.0), "channel-outlier": (10.0, 10.0), "log-normal": (10.0, 10.0)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_how_far_fp8_gradients_are_off(kind: str, device: torch.device):
-    """Beside those of 16-bit products of the same logits."""
-    _, weight, labels, weights = case(torch.bfloat16, device, "all")
-    weight = (0.2 * weight.detach()).requires_grad_()
-    hidden = make(kind, (TOKENS, HIDDEN), device=device).bfloat16().requires_grad_()
-    theirs = in_fp64(hidden, weight, labels, weights)
-    exact(*theirs)[0].backward()
-    found = {}
-    for precision in ("fp8", "fp8-all"):
-        total, _ = linear_cross_entropy(hidden, weight, labels, weights, precision=precision)
-        grads = torch.autograd.grad(total, (hidden, weight))
-        found[precision] = [measure(want.grad, got) for got, want in zip(grads, theirs[:2], strict=True) if want.grad is not None]
-    for logits, everything, least in zip(*found.values(), LEAST_SQNR[kind], strict=True):
-        assert everything.sqnr_db >= least
-        assert everything.sqnr_db < logits.sqnr_db + 1
-        assert everything.underflow <= 2e-3
-
-
 def test_with_all_products_in_fp8_chunks_change_no_bit_of_the_weights_gradient(device: torch.device):
     """Its product runs over all tokens at once; and the losses are those of FP8 logits."""
     hidden, weight, labels, weights = case(torch.bfloat16, device)
@@ -164,29 +140,6 @@ def test_with_all_products_in_fp8_chunks_change_no_bit_of_the_weights_gradient(d
     quiet = linear_cross_entropy(hidden.detach(), weight.detach(), labels, weights, precision="fp8-all")[1]
     assert fp8.equal(quiet)
     torch.testing.assert_close(found[0][0], fp8, rtol=0, atol=2**-6)
-
-
-@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-def test_with_all_products_in_fp8_only_the_gradients_that_are_wanted(wanted: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch):
-    products: list[Any] = []
-    real = vocabulary_loss.multiply
-    monkeypatch.setattr(vocabulary_loss, "multiply", lambda *a: (products.append(a), real(*a))[1])
-    both, one = case(torch.bfloat16), case(torch.bfloat16)
-    for x, needed in zip(one, wanted, strict=False):
-        x.requires_grad_(needed)
-    for inputs, count in ((both, 3), (one, 2)):
-        products.clear()
-        linear_cross_entropy(*inputs, precision="fp8-all")[0].backward()
-        assert len(products) == count
-    for x, same, needed in zip(one, both, wanted, strict=False):
-        assert x.grad.equal(same.grad) if needed else x.grad is None
-
-
-def test_with_all_products_in_fp8_a_mask_of_zeros_gives_zeros(device: torch.device):
-    inputs = case(torch.bfloat16, device, "none")
-    total, _ = linear_cross_entropy(*inputs, precision="fp8-all")
-    assert total == 0
-    assert not any(grad.any() for grad in torch.autograd.grad(total, inputs[:2]))
 
 
 def test_fp8_of_what_is_not_finite_shows(device: torch.device):
@@ -208,22 +161,6 @@ def test_fp8_of_what_is_not_finite_shows(device: torch.device):
     assert weight.grad is not None
     assert hidden.grad[7].isnan().all()
     assert weight.grad.isnan().all()
-
-
-@pytest.mark.parametrize("precision", ["fp8", "fp8-all"])
-def test_fp8_of_odd_sizes(precision: str, device: torch.device):
-    """The product pads; what is handed on is row-major."""
-    hidden, weight, labels, weights = case(torch.bfloat16, device)
-    total, odd = linear_cross_entropy(hidden, weight[:59], labels.clamp(max=58), weights, precision=precision)
-    total.backward()
-    assert weight.grad is not None
-    assert not weight.grad[59:].any()
-    theirs = in_fp64(hidden, weight[:59], labels.clamp(max=58), weights)
-    exact(*theirs)[0].backward()
-    near(hidden.grad, theirs[0].grad, 0.3)
-    near(weight.grad[:59], theirs[1].grad, 0.3)
-    exact_losses = exact(hidden.float(), weight[:59].float(), labels.clamp(max=58), weights)[1]
-    torch.testing.assert_close(odd, exact_losses, rtol=0.2, atol=0.5)
 
 
 def test_the_chunks_do_not_change_a_bit_of_the_losses(device: torch.device):
@@ -263,43 +200,6 @@ def test_only_the_gradients_that_are_wanted(wanted: tuple[bool, bool], monkeypat
         assert x.grad.equal(same.grad) if needed else x.grad is None
 
 
-def test_without_gradients_the_losses_alone(monkeypatch: pytest.MonkeyPatch):
-    products: list[Any] = []
-    real = vocabulary_loss._product
-    monkeypatch.setattr(vocabulary_loss, "_product", lambda *a, **k: (products.append(a), real(*a, **k)))
-    inputs = case()
-    total, losses = linear_cross_entropy(*inputs)
-    with torch.no_grad():
-        quiet, same = linear_cross_entropy(*inputs)
-    assert len(products) == 3 + 1
-    assert same.equal(losses)
-    assert quiet.equal(total.detach())
-    assert not quiet.requires_grad
-
-
-def test_the_gradient_of_the_sum_is_a_factor_in_fp32():
-    """1/3 in BF16 would be off by 2^-9 in every element alike; and backward may run again."""
-    inputs = case(torch.bfloat16)
-    total, _ = linear_cross_entropy(*inputs)
-    whole = torch.autograd.grad(total, inputs[:2], retain_graph=True)
-    third = torch.autograd.grad(total / 3, inputs[:2])
-    for a, b in zip(whole, third, strict=True):
-        share = (b.double() * a.double()).sum() / a.double().square().sum()
-        assert share.item() == pytest.approx(1 / 3, rel=3e-4)
-
-
-def test_a_cpu_that_emulates_bf16_multiplies_in_fp32(monkeypatch: pytest.MonkeyPatch):
-    inputs = case(torch.bfloat16)
-    native, _ = linear_cross_entropy(*inputs)
-    monkeypatch.setattr(vocabulary_loss, "native_bf16", lambda device: False)
-    emulated, _ = linear_cross_entropy(*inputs)
-    assert emulated.item() == pytest.approx(native.item(), rel=1e-4)
-    emulated.backward()
-    wide = in_fp64(*inputs)
-    exact(*wide)[0].backward()
-    near(inputs[1].grad, wide[1].grad, 8e-3)
-
-
 def test_small_probabilities_keep_their_gradients_in_fp16(device: torch.device):
     """2,999 classes of probability 2^-26 each: half of what FP16 rounds up to its smallest number."""
     hidden = torch.ones(4, 1, device=device, dtype=torch.float16, requires_grad=True)
@@ -313,23 +213,6 @@ def test_small_probabilities_keep_their_gradients_in_fp16(device: torch.device):
     (exact(*theirs)[0] * 2.0**12).backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[1:].double(), theirs[1].grad[1:], rtol=2e-3, atol=0.0)
-
-
-def test_a_gradient_that_overflows_fp16_shows(device: torch.device):
-    """A loss scale takes infinities for its sign to fall: the largest FP16 number would pass for a gradient."""
-    inputs = case(torch.float16)
-    total, _ = linear_cross_entropy(*inputs)
-    (total * 2.0**30).backward()
-    assert any(x.grad.isinf().any() for x in inputs[:2] if x.grad is not None)
-
-
-def test_chunks_of_tokens():
-    assert chunk_rows(8192, 50304, 2048, 2) == 2048
-    assert chunk_rows(8192, 50304, 1024, 4) == 1280  # 7 of at most 256 MiB, rounded up to whole tiles
-    assert chunk_rows(8192, 128256, 4096, 2) == 4096  # as large as the weight, whose gradient takes their place
-    assert chunk_rows(100, 60, 16, 4) == 100
-    assert chunk_rows(300, 60, 16, 4, 1) == 128
-    assert chunk_rows(8192, 128256, 4096, 2, logit_bytes=4) == 2048  # a half, with the gradients of the logits in FP8 beside them
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -397,23 +280,3 @@ def test_memory_at_the_size_of_gpt_1_3b():
     assert peak < 0.4 * 6 * tokens * vocabulary, "of logits in BF16 and FP32"
     want = (functional.cross_entropy((hidden[:512] @ weight.t()).float(), labels[:512], reduction="none") * weights[:512]).sum()
     assert linear_cross_entropy(hidden[:512], weight, labels[:512], weights[:512])[0].item() == pytest.approx(want.item(), rel=1e-5)
-
-
-@pytest.mark.gpu
-def test_memory_with_all_products_in_fp8_at_the_size_of_llama():
-    """As `megatron.lm.planning.memory` has it."""
-    tokens, vocabulary, size = 8192, 128256, 4096
-    hidden = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (0.02 * torch.randn(vocabulary, size, device="cuda")).bfloat16().requires_grad_()
-    labels, weights = torch.randint(0, vocabulary, (tokens,), device="cuda"), torch.ones(tokens, device="cuda")
-    for _ in range(2):
-        hidden.grad = weight.grad = None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        total, _ = linear_cross_entropy(hidden, weight, labels, weights, precision="fp8-all")
-        forward = torch.cuda.max_memory_allocated() - before
-        (total / tokens).backward()
-        peak = torch.cuda.max_memory_allocated() - before
-    kept = 5 * tokens * size + tokens * vocabulary
-    assert forward <= kept + 4 * 2048 * vocabulary + (2 * vocabulary + tokens) * size + 16 * 2**20
-    assert peak <= max(forward, kept + 2 * (tokens + vocabulary) * size) + 16 * 2**20

@@ -1,7 +1,6 @@
 """One list of all of torch's foreach and elementwise functions, on tensors as gradients and weights of every level are: each has the
 result of the values, or names the dense form."""
 
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import msamp
-from helpers import dist
 from helpers.numerics import make
 from msamp.numerics.formats import E4M3, FP16, Format
 from msamp.numerics.fp8_gradient import FP8Gradient
@@ -125,39 +123,6 @@ def test_every_elementwise_function_has_the_result_of_the_values_or_names_the_de
     assert len(refused) < 0.1 * served, refused
 
 
-READ = {
-    "cat": lambda x: torch.cat([x.view(-1), x.flatten()]),
-    "stack": lambda x: torch.stack([x, x]),
-    "mask": lambda x: x[x > 0],
-    "rows by number": lambda x: x[torch.tensor([0, 2])],
-    "comparison": lambda x: (x > 0) & (x <= x),
-    "largest": lambda x: x.abs().max(),
-    "rows' largest": lambda x: x.max(1).values,
-    "any": lambda x: torch.isnan(x).any(),
-    "item": lambda x: torch.tensor(x.sum().item()),
-    "one item": lambda x: torch.tensor(x[:, None].sum(0).sum(0)[0].item()) if type(x) is torch.Tensor else torch.tensor(float(x.sum(0)[0])),
-    "std": lambda x: x.std(),
-    "quantile": lambda x: x.quantile(0.5),
-    "topk": lambda x: x.flatten().topk(3).values,
-    "singular values": torch.linalg.svdvals,
-    "cosine": lambda x: torch.nn.functional.cosine_similarity(x.view(-1), x.view(-1) * 2, dim=0),
-    "norms": lambda x: torch.stack(torch._foreach_norm([x, x * 2])),
-    "total norm": lambda x: torch.nn.utils.get_total_norm([x, x], foreach=True),
-    "numpy": lambda x: torch.from_numpy(np.asarray(x).copy()),
-    "list": lambda x: torch.tensor(x.tolist()),
-}
-
-
-@every_form
-@pytest.mark.parametrize("name", READ)
-def test_reading_gives_plain_values(name, form):
-    x = STORED[form](make("normal", (4, 6)))
-    got = READ[name](x)
-    assert type(got) is torch.Tensor
-    assert torch.allclose(got, READ[name](x.dequantize()), rtol=1e-5)
-    assert torch.allclose(READ[name](pickle.loads(pickle.dumps(x))), got, rtol=1e-6)
-
-
 @every_format
 def test_clipping_by_foreach_folds_into_the_scale(fmt):
     x = ScalingTensor.quantize(make("normal", (4, 6)), fmt)
@@ -172,15 +137,6 @@ def test_clipping_by_foreach_folds_into_the_scale(fmt):
     assert x.dequantize().eq(0).all()
 
 
-@every_format
-def test_elements_are_overwritten_by_a_mask(fmt):
-    x = ScalingTensor.quantize(make("normal", (4, 6)), fmt)
-    values = x.dequantize()
-    x[x > 0] = 0.0
-    x.masked_fill_(x < -1, -1.0)
-    assert torch.allclose(x.dequantize(), values.clamp(-1, 0), rtol=0.07 if fmt == E4M3 else 1e-3)
-
-
 CUT = {"slice": lambda x: x[1:3], "row": lambda x: x[0], "split": lambda x: x.split(2), "rows": list}
 
 
@@ -189,13 +145,6 @@ def test_a_part_names_the_dense_form(name):
     """A view of a part could be written to, and would need a scale of its own."""
     with pytest.raises(RuntimeError, match=r"call \.dequantize\(\) first"):
         CUT[name](ScalingTensor.quantize(make("normal", (4, 6)), E4M3))
-
-
-def test_numpy_of_a_weight_that_wants_a_gradient_is_torch_s_error():
-    p = torch.nn.Parameter(ScalingTensor.quantize(make("normal", (4, 6)), E4M3))
-    with pytest.raises(RuntimeError, match="requires grad"):
-        p.numpy()
-    assert np.array_equal(p.numpy(force=True), p.detach().numpy())
 
 
 def gradients_are_tensors(level: str) -> None:
@@ -226,7 +175,3 @@ def test_gradients_and_weights_of_every_level_are_tensors(level):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients_are_tensors(level)
-
-
-def test_so_are_the_averages_of_two_processes():
-    dist.run(gradients_are_tensors, 2, "O2")

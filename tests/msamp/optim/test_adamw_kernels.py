@@ -1,4 +1,4 @@
-"""FP8AdamW over its kernels (under the interpreter here, compiled on a GPU) against FP8AdamW over their twins; also in a graph."""
+"""AdamW over its kernels (under the interpreter here, compiled on a GPU) against AdamW over their twins; also in a graph."""
 
 import importlib
 from collections.abc import Callable
@@ -14,10 +14,9 @@ from msamp.kernels import ops
 from msamp.numerics.formats import BF16, by_name
 from msamp.numerics.recipe import FP32_STATES, O1, O2, O3, Recipe
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 
 SHAPES = {"linear": [(33, 17), (16, 48), (5,)], "matrix": [(12, 8)], "vector": [(7,), (), (16,)]}
-LARGE = {"linear": [(2048, 8192), (2048, 2047)], "matrix": [(6151, 64)], "vector": [(2048,)]}
 LEVELS = (O1, O2, O3)
 every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda recipe: recipe.name)
 
@@ -55,7 +54,7 @@ class Training:
             xs = [make("normal", s or (1,), 10 * number + i).view(s).to(device) * 0.1 for i, s in enumerate(shapes[kind])]
             params = [nn.Parameter(ScalingTensor.quantize(x, weight) if weight.scaled else x.to(weight.dtype)) for x in xs]
             self.groups.append({"params": params, "formats": states, "weight_decay": 0.1 * (kind != "vector")})
-        self.optimizer = FP8AdamW(self.groups, lr=0.02, betas=(0.9, 0.95), **{"clip_grad": 0.5, **settings})
+        self.optimizer = LowPrecisionOptimizer(self.groups, lr=0.02, betas=(0.9, 0.95), **{"clip_grad": 0.5, **settings})
         self.params = [p for group in self.groups for p in group["params"]]
 
     def gradients(self, step: int, bad: bool = False) -> list[torch.Tensor]:
@@ -108,21 +107,6 @@ def test_the_kernels_are_their_twins_over_a_whole_step(level, settings, triton_d
 
 
 @every_level
-def test_a_skipped_step_leaves_no_trace_and_says_so(level, triton_device, monkeypatch):
-    use("triton", monkeypatch)
-    training = Training(level, triton_device).step(0)
-    before = training.bits()
-    assert not training.optimizer.skipped()
-    training.step(1, bad=True)
-    skipped = training.optimizer.skipped()
-    assert same(training.bits(), before)
-    training.step(1)
-    assert bool(skipped)
-    assert training.optimizer.skipped_steps == 1
-    assert same(training.bits(), Training(level, triton_device).step(0).step(1).bits())
-
-
-@every_level
 def test_the_amaxes_of_the_gradients_tell_which_was_not_finite(level, triton_device, monkeypatch):
     use("triton", monkeypatch)
     training = Training(level, triton_device).step(0)
@@ -134,27 +118,11 @@ def test_the_amaxes_of_the_gradients_tell_which_was_not_finite(level, triton_dev
     assert training.optimizer.grad_amaxes.data_ptr() == where  # a graph writes there
 
 
-@every_level
-def test_amaxes_that_are_kept_are_those_that_would_be_read(level, device):
-    """Also after somebody has changed a weight or a state in place."""
-    trainings = [Training(level, device) for _ in range(2)]
-    for number in range(4):
-        for training in trainings:
-            with torch.no_grad():
-                if number == 2:
-                    training.params[0].mul_(8.0)
-                if number == 3:
-                    training.optimizer.state[training.params[0]]["exp_avg"].mul_(4.0)
-            training.step(number)
-        trainings[1].optimizer._forget()
-        assert same(*(training.bits() for training in trainings))
-
-
 def test_weights_that_are_not_laid_out_by_rows(device):
     def trained(turned: bool) -> torch.Tensor:
         x = make("normal", (16, 8), device=device)
         p = nn.Parameter(x.t().contiguous().t() if turned else x)
-        optimizer = FP8AdamW([p], formats=O2.states)
+        optimizer = LowPrecisionOptimizer([p], formats=O2.states)
         for step in range(3):
             p.grad = make("normal", (16, 8), step, device)
             optimizer.step()
@@ -164,15 +132,6 @@ def test_weights_that_are_not_laid_out_by_rows(device):
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
-
-
-@pytest.mark.gpu
-@every_level
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_large_tensors_on_the_gpu(level, decoupled, monkeypatch):
-    got, want = (run(package, monkeypatch, level, "cuda", shapes=LARGE, decoupled=decoupled) for package in ("triton", "reference"))
-    assert same(got[1], want[1])
-    assert max(float((a != b).float().mean()) for a, b in zip(got[0], want[0], strict=True)) == 0.0
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""FP8AdamW with a loss scale: FP16 weights beside FP32 masters, gradients unscaled with the clipping, steps skipped at an overflow."""
+"""AdamW with a loss scale: FP16 weights beside FP32 masters, gradients unscaled with the clipping, steps skipped at an overflow."""
 
 import copy
 
@@ -8,23 +8,21 @@ from torch import nn
 
 from helpers.numerics import make
 from msamp.fp16.scaler import LossScaler
-from msamp.numerics.formats import FP16, PLAIN_FP16
 from msamp.numerics.recipe import FP32_STATES, O2
-from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 
 SHAPES = [(33, 17), (5,), (64, 48)]
 
 
-def pair(scaler: LossScaler | None, device, clip_grad: float | None = 0.5) -> tuple[FP8AdamW, FP8AdamW]:
+def pair(scaler: LossScaler | None, device, clip_grad: float | None = 0.5) -> tuple[LowPrecisionOptimizer, LowPrecisionOptimizer]:
     """FP16 weights with a loss scale, and FP32 weights of the same values without."""
     values = [make("normal", s, seed=i, device=device).half() for i, s in enumerate(SHAPES)]
     narrow, wide = ([nn.Parameter(x.to(dtype)) for x in values] for dtype in (torch.float16, torch.float32))
     settings = {"lr": 0.02, "formats": FP32_STATES, "clip_grad": clip_grad}
-    return FP8AdamW(narrow, loss_scale=scaler, **settings), FP8AdamW(wide, **settings)
+    return LowPrecisionOptimizer(narrow, loss_scale=scaler, **settings), LowPrecisionOptimizer(wide, **settings)
 
 
-def params(optimizer: FP8AdamW) -> list[nn.Parameter]:
+def params(optimizer: LowPrecisionOptimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -72,17 +70,6 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(device):
     assert not optimizer.skipped()
 
 
-def test_an_update_too_small_for_fp16_stays_in_the_master():
-    """update / value < 2^-11: an FP16 weight by itself would never move (Micikevicius et al. 2017, section 3.1)."""
-    p = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = FP8AdamW([p], lr=1e-4, weight_decay=0.0, formats=FP32_STATES, loss_scale=LossScaler(8))
-    for _ in range(10):
-        p.grad = torch.full_like(p, 8.0)
-        optimizer.step()
-    assert optimizer.state[p]["master"].tolist() == pytest.approx([0.999] * 4, rel=1e-5)
-    assert p.tolist() == [0.9990234375] * 4
-
-
 def test_copies_keep_the_loss_scale():
     optimizer, _ = pair(LossScaler(8), "cpu")
     assert copy.deepcopy(optimizer).loss_scale.scale(torch.device("cpu")).item() == 8.0
@@ -92,13 +79,4 @@ def test_copies_keep_the_loss_scale():
 def test_plain_fp16_weights_want_an_fp32_master(grouped):
     p, message = nn.Parameter(torch.ones(2, 2).half()), r"torch.float16 and its master fp16; .* requires an fp32 master \(recipe fp16-amp\)"
     with pytest.raises(ValueError, match=message):
-        FP8AdamW([{"params": [p], "formats": O2.states}] if grouped else [p])
-
-
-def test_an_fp16_scaling_tensor_is_its_own_master_as_before():
-    low = nn.Parameter(ScalingTensor.quantize(make("normal", (4, 4)), FP16))
-    low.grad = make("normal", (4, 4), seed=1)
-    optimizer = FP8AdamW([low], formats=O2.states)
-    optimizer.step()
-    assert "master" not in optimizer.state[low]
-    assert PLAIN_FP16 != FP16
+        LowPrecisionOptimizer([{"params": [p], "formats": O2.states}] if grouped else [p])

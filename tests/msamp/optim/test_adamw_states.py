@@ -1,4 +1,4 @@
-"""FP8AdamW's states and masters, when others write or load them."""
+"""LowPrecisionOptimizer's states and masters, when others write or load them."""
 
 import copy
 
@@ -12,14 +12,14 @@ from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
 from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 
 
-def trained(formats: StateFormats, names: tuple[str, ...] = (), steps: int = 2) -> FP8AdamW:
+def trained(formats: StateFormats, names: tuple[str, ...] = (), steps: int = 2) -> LowPrecisionOptimizer:
     """An optimizer of two parameters, plain where its formats are FP32, after some steps."""
     values = [make("normal", (4, 16), seed=seed) for seed in range(2)]
     ps = [nn.Parameter(x if formats == FP32_STATES else ScalingTensor.quantize(x, FP16)) for x in values]
-    optimizer = FP8AdamW([*zip(names, ps, strict=True)] if names else ps, formats=formats, lr=0.1)
+    optimizer = LowPrecisionOptimizer([*zip(names, ps, strict=True)] if names else ps, formats=formats, lr=0.1)
     for step in range(steps):
         for i, p in enumerate(ps):
             p.grad = make("normal", (4, 16), seed=10 + 2 * step + i)
@@ -59,31 +59,12 @@ def test_states_that_cannot_be_are_refused_and_nothing_changes(what):
     assert same(snapshot(optimizer), before)
 
 
-def test_saved_hyper_parameters_out_of_range_are_refused_and_nothing_changes():
-    optimizer, saved = trained(O2.states), trained(O2.states, steps=1).state_dict()
-    before = snapshot(optimizer)
-    saved["param_groups"][0]["lr"] = float("nan")
-    with pytest.raises(ValueError, match="lr is nan"):
-        optimizer.load_state_dict(saved)
-    assert same(snapshot(optimizer), before)
-
-
 @pytest.mark.promise("Optimizer states", "States of another parameter are refused by shape or name.")
 def test_states_of_another_parameter_are_told_by_their_names():
     saved = trained(O2.states, ("first", "second")).state_dict()
     trained(O2.states, ("first", "second")).load_state_dict(saved)
     with pytest.raises(ValueError, match="parameter group 0 was saved with first, but this optimizer has second"):
         trained(O2.states, ("second", "first")).load_state_dict(saved)
-
-
-def test_a_state_that_is_not_laid_out_by_rows_is_loaded_as_its_values():
-    """Kernels take addresses."""
-    optimizer = trained(FP32_STATES)
-    before, saved = snapshot(optimizer), copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].t().contiguous().t()
-    optimizer.load_state_dict(saved)
-    assert same(snapshot(optimizer), before)
-    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].is_contiguous()
 
 
 # -------------------------------------------------------------------------------------------------------------- masters
@@ -99,7 +80,7 @@ class Loop:
         self.formats, fmt = MASTERS[kind]
         values = [make("normal", (4, 16), seed=seed + i) for i in range(2)]
         self.ps = [nn.Parameter(ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype)) for x in values]
-        self.optimizer = FP8AdamW(self.ps, formats=self.formats, lr=0.01, weight_decay=0.0)
+        self.optimizer = LowPrecisionOptimizer(self.ps, formats=self.formats, lr=0.01, weight_decay=0.0)
         self.optimizer.init_masters(zip(self.ps, values, strict=True))
         self.step(0)
         self.step(1)
@@ -169,36 +150,12 @@ def test_model_and_optimizer_resume_bit_for_bit_in_either_order(kind, model_firs
     assert same(snapshot(loop.optimizer), snapshot(other.optimizer))
 
 
-@with_masters
-def test_only_what_was_written_is_made_anew(kind):
-    loop = Loop(kind)
-    before = fp32_values(loop.optimizer.state[loop.ps[0]]["master"]).clone()
-    with torch.no_grad():
-        changed = loop.values()[0]
-        changed[1] = 0.25
-        loop.ps[0].copy_(changed)
-    loop.optimizer.reload_model_params()
-    now = fp32_values(loop.optimizer.state[loop.ps[0]]["master"])
-    assert now[1].eq(fp32_values(loop.ps[0])[1]).all()
-    assert now[[0, 2, 3]].equal(before[[0, 2, 3]])
-
-
-def test_an_own_master_needs_no_following():
-    optimizer = trained(O2.states)
-    p = optimizer.param_groups[0]["params"][0]
-    with torch.no_grad():
-        p.copy_(make("normal", (4, 16), seed=9))
-    want, optimizer.param_groups[0]["lr"] = fp32_values(p).clone(), 1e-9
-    optimizer.step()
-    assert torch.allclose(fp32_values(p), want, atol=1e-3)
-
-
-def stochastic(seed: int = 7) -> tuple[list[nn.Parameter], FP8AdamW]:
+def stochastic(seed: int = 7) -> tuple[list[nn.Parameter], LowPrecisionOptimizer]:
     ps = [nn.Parameter(ScalingTensor.quantize(torch.randn(8, 16, generator=torch.Generator().manual_seed(i)), FP16)) for i in range(2)]
-    return ps, FP8AdamW([(f"layer.{i}", p) for i, p in enumerate(ps)], lr=1e-5, formats=O2.states, seed=seed)
+    return ps, LowPrecisionOptimizer([(f"layer.{i}", p) for i, p in enumerate(ps)], lr=1e-5, formats=O2.states, seed=seed)
 
 
-def advance(ps: list[nn.Parameter], optimizer: FP8AdamW, steps: int) -> None:
+def advance(ps: list[nn.Parameter], optimizer: LowPrecisionOptimizer, steps: int) -> None:
     for step in range(steps):
         for i, p in enumerate(ps):
             p.grad = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + i))
@@ -214,7 +171,7 @@ def test_keys_of_stochastic_rounding_follow_from_seed_and_names_and_stay_under_a
     assert optimizer.param_groups[0]["keys"] == keys
     assert optimizer.param_groups[1]["keys"] == [tensor_key(7, "more")]
     with pytest.raises(ValueError, match="1 keys were passed for 2 parameters; pass one each"):
-        FP8AdamW([{"params": ps, "keys": [1]}], formats=O2.states)
+        LowPrecisionOptimizer([{"params": ps, "keys": [1]}], formats=O2.states)
 
 
 def test_a_loaded_state_continues_with_its_own_keys_and_rounding_bit_for_bit():
@@ -242,12 +199,3 @@ def test_a_state_saved_before_there_was_stochastic_rounding_rounds_to_nearest():
     formats = optimizer.param_groups[0]["formats"]
     assert (formats["master_rounding"], formats["moment_rounding"]) == ("nearest", "nearest")
     advance(ps, optimizer, 1)
-
-
-def test_a_copy_rounds_as_the_original():
-    ps, optimizer = stochastic()
-    advance(ps, optimizer, 2)
-    copied = copy.deepcopy((ps, optimizer))
-    advance(ps, optimizer, 2)
-    advance(*copied, 2)
-    assert all(a.payload.equal(b.payload) for a, b in zip(copied[0], ps, strict=True))

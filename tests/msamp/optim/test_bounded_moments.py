@@ -15,7 +15,7 @@ from helpers.choices import each_once
 from msamp.kernels.reference.adamw import Hyper
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.states import as_stored, own_values
 
 LR, EPS = 1e-3, 1e-16
@@ -94,7 +94,7 @@ def moves(formats: StateFormats, betas: tuple[float, float], silent: int) -> Mov
     """Train on all histories at once, then for `silent` steps on gradients of element 0 alone."""
     gradients = [history(kind) for kind in KINDS]
     params = [nn.Parameter(torch.zeros(1, ELEMENTS)) for _ in KINDS]
-    optimizer = FP8AdamW(params, lr=LR, betas=betas, eps=EPS, weight_decay=0, formats=formats)
+    optimizer = LowPrecisionOptimizer(params, lr=LR, betas=betas, eps=EPS, weight_decay=0, formats=formats)
     end, half = HISTORY + silent, HISTORY + silent // 2
     trail, largest = [weights(params)], 0.0
     moments: list[torch.Tensor] = []
@@ -158,15 +158,6 @@ def test_steps_are_bounded_and_no_weight_moves_on_without_a_gradient(pair, betas
     check(pair, betas, rounding, silent=100)
 
 
-@pytest.mark.nightly(30)
-@pytest.mark.parametrize("pair", PAIRS)
-def test_the_same_over_a_thousand_steps_without_a_gradient(pair):
-    for betas in BETAS:
-        for rounding in ROUNDINGS:
-            if rounding == "nearest" or state_formats(PAIRS[pair], rounding).moment_rounding == rounding:
-                check(pair, betas, rounding, SILENT)
-
-
 DECADES = {"bf16": 6, "fp16": 5, "O2": 4, "e4m3": 2, "e5m2": 4, "e5m2-fp16": 5}  # whole decades of gradients that the formats hold
 
 
@@ -174,7 +165,7 @@ def delivered(pair: str, betas: tuple[float, float], rounding: str, steps: int =
     """[decades, 64]: share of FP32's displacement, which is lr per step, under constant gradients of each decade below the largest."""
     sizes = 10.0 ** -(torch.arange(DECADES[pair])[:, None] + torch.arange(64) / 64)
     p = nn.Parameter(torch.zeros_like(sizes))
-    optimizer = FP8AdamW([p], lr=LR, betas=betas, eps=EPS, weight_decay=0, formats=state_formats(PAIRS[pair], rounding))
+    optimizer = LowPrecisionOptimizer([p], lr=LR, betas=betas, eps=EPS, weight_decay=0, formats=state_formats(PAIRS[pair], rounding))
     for _ in range(steps):
         p.grad = sizes.clone()
         optimizer.step()
@@ -191,18 +182,13 @@ def test_stochastic_moments_deliver_what_fp32_moments_do(pair, betas):
     assert float(share.min()) >= 0.9
 
 
-@pytest.mark.parametrize(("pair", "betas", "known"), [("O2", (0.9, 0.95), 0.77), ("O2", (0.95, 0.98), 0.63), ("bf16", (0.9, 0.95), 1.0)])
-def test_what_nearest_rounding_delivers_is_known(pair, betas, known):
-    assert delivered(pair, betas, "nearest").mean(1).tolist() == pytest.approx([known] * DECADES[pair], abs=0.02)
-
-
 @each_once(seconds=1.0, update=("sgd-momentum", "muon"), rounding=ROUNDINGS)
 def test_other_momenta_stop_with_their_gradient(update, rounding):
     """With momentum in E4M3, whose codes all fall to 0 but for that of element 0: in the last 100 of 400 steps nothing else moves."""
     formats = StateFormats(m=E4M3, update=update, moment_rounding=rounding)
     generator = torch.Generator().manual_seed(0)
     p = nn.Parameter(torch.zeros(16, 16))
-    optimizer = FP8AdamW([p], lr=LR, weight_decay=0, formats=formats)
+    optimizer = LowPrecisionOptimizer([p], lr=LR, weight_decay=0, formats=formats)
     magnitudes = 10.0 ** (-4 * torch.rand(16, 16, generator=generator))
     for step in range(60 + 400):
         p.grad = magnitudes * torch.randn(16, 16, generator=generator) if step < 60 else torch.zeros(16, 16)

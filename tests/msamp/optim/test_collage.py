@@ -1,6 +1,5 @@
 """Collage by the one optimizer: NumPy's BF16 bit for bit, torch's AdamW where FP32 is kept, and what BF16 alone loses."""
 
-import copy
 import io
 
 import ml_dtypes
@@ -14,7 +13,7 @@ from msamp.numerics import mcf
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.collage import collage_adamw, update_quality
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 
 IN_BF16 = ("a", "light", "plus", "fp8", "kahan")
 PAIRED = ("light", "plus", "fp8", "kahan")
@@ -53,7 +52,7 @@ def assert_same(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> 
     assert a == b
 
 
-def value(optimizer: FP8AdamW, p: torch.Tensor) -> torch.Tensor:
+def value(optimizer: LowPrecisionOptimizer, p: torch.Tensor) -> torch.Tensor:
     """What a weight stands for, FP64."""
     state = optimizer.state[p]
     x, y = mcf.load_pair(p.detach(), state.get("weight_remainder", torch.zeros_like(p)))
@@ -195,12 +194,6 @@ def test_with_second_components_forced_to_zero_it_is_variant_a_bit_for_bit(varia
         assert bits(a[name]).equal(bits(b[name])), name
 
 
-def test_without_the_force_it_is_not_variant_a():
-    a, b = (tensors(train(collage_adamw(parameters(), **HYPER, variant=variant), range(40))) for variant in ("a", "plus"))
-    assert not a["0 weight"].equal(b["0 weight"])
-    assert not a["0 exp_avg_sq"].equal(b["0 exp_avg_sq"])
-
-
 # --------------------------------------------------------------------------------------------------------- what it is for
 
 
@@ -224,7 +217,7 @@ class Regression:
             x = torch.randn(16, 64, generator=self.generator)
             error = x @ (self.weight.detach().float() - self.target) + 0.1 * torch.randn(16, generator=self.generator)
             self.weight.grad = (x.T @ error / 16).to(self.weight.dtype)
-            if isinstance(self.optimizer, FP8AdamW) and 0 < step < self.measured:
+            if isinstance(self.optimizer, LowPrecisionOptimizer) and 0 < step < self.measured:
                 quality = update_quality(self.optimizer)
                 self.edq.append(quality.edq)
                 self.lost.append(quality.lost_frac)
@@ -233,7 +226,7 @@ class Regression:
 
     @property
     def value(self):
-        return value(self.optimizer, self.weight) if isinstance(self.optimizer, FP8AdamW) else self.weight.detach().double()
+        return value(self.optimizer, self.weight) if isinstance(self.optimizer, LowPrecisionOptimizer) else self.weight.detach().double()
 
     @property
     def distance(self):
@@ -270,25 +263,10 @@ def test_plus_follows_fp32_adamw_for_2000_steps_where_a_stalls(variants):
         assert 0.05 < lost["fp8"] < 0.3
 
 
-def test_v_of_plus_follows_fp32_and_that_of_light_only_grows():
-    params = {variant: parameters(shapes=[(512,)]) for variant in ("light", "plus", "d")}
-    optimizers = {variant: collage_adamw(params[variant], **HYPER, variant=variant) for variant in params}
-    for step in range(300):
-        scale = 1.0 if step < 150 else 0.01
-        for variant in params:
-            give_gradients(params[variant], step)
-            params[variant][0].grad.mul_(scale)
-            optimizers[variant].step()
-    v = {variant: optimizers[variant].state[params[variant][0]]["exp_avg_sq"].float() for variant in params}
-    v["plus"] = v["plus"] + optimizers["plus"].state[params["plus"][0]]["exp_avg_sq_remainder"].float()
-    assert ((v["plus"] - v["d"]) / v["d"]).abs().max() < 0.01
-    assert ((v["light"] - v["d"]) / v["d"]).mean() > 0.05
-
-
 # ------------------------------------------------------------------------------------------------------------ EDQ and memory
 
 
-def begun(optimizer: FP8AdamW, params: list[torch.nn.Parameter], value: float) -> None:
+def begun(optimizer: LowPrecisionOptimizer, params: list[torch.nn.Parameter], value: float) -> None:
     """One step without gradients, after which the weights are what they were, and gradients of ones for the next."""
     for g in (0.0, 1.0):
         for p in params:
@@ -309,35 +287,6 @@ def test_edq_of_an_update_that_bf16_cannot_see(variant):
     assert quality.edq == pytest.approx(0.1 * 50**0.5 if kept else 0.0, rel=2.0**-5 if variant == "fp8" else 2.0**-7)
     assert (quality.lost_frac, quality.norm) == (0.0 if kept else 1.0, pytest.approx(0.1 * 50**0.5, rel=2.0**-7))
     assert value(optimizer, p) == pytest.approx(200.0 - 0.1 * kept, abs=2e-3)
-
-
-def test_edq_joins_all_parameters_of_a_step_and_leaves_out_those_without_gradient():
-    params = [torch.nn.Parameter(torch.full((n,), 200.0, dtype=torch.bfloat16)) for n in (30, 20, 10)]
-    optimizer = collage_adamw(params, lr=0.1, betas=(0.0, 0.0), weight_decay=0.0)
-    begun(optimizer, params[:2], 200.0)
-    assert update_quality(optimizer).edq == pytest.approx(0.1 * 50**0.5, rel=2.0**-7)
-    assert params[2] not in optimizer.state
-
-
-def test_before_the_first_step_and_of_another_update_there_is_nothing_to_measure():
-    params = parameters()
-    optimizer = collage_adamw(params)
-    give_gradients(params, 0)
-    with pytest.raises(ValueError, match="no parameter has a gradient and states; call update_quality after backward"):
-        update_quality(optimizer)
-    with pytest.raises(ValueError, match=r"update 'fp32' is not one of Collage's; build the optimizer by msamp\.collage_adamw"):
-        update_quality(FP8AdamW(params))
-
-
-@every_variant
-def test_measuring_changes_no_bit(variant):
-    plain, measured = (train(collage_adamw(parameters(), **HYPER, variant=variant), range(1)) for _ in range(2))
-    for step in range(1, 5):
-        train(plain, range(step, step + 1))
-        give_gradients(measured.param_groups[0]["params"], 100 + step)
-        update_quality(measured)
-        measured.step()
-    assert_same(plain, measured)
 
 
 @pytest.mark.parametrize(("variant", "expected"), zip(VARIANTS, (8, 10, 12, 10, 10, 12, 16), strict=True))
@@ -369,15 +318,6 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(variant):
     assert_same(whole, resumed)
 
 
-def test_loading_copies():
-    first, second = (collage_adamw(parameters()) for _ in range(2))
-    train(first, range(2))
-    second.load_state_dict(first.state_dict())
-    before = {name: x.clone() for name, x in tensors(first).items()}
-    train(second, range(3))
-    assert all(x.equal(before[name]) for name, x in tensors(first).items())
-
-
 @pytest.mark.parametrize("saved", ["light", "d", None])
 def test_states_of_another_variant_are_refused(saved):
     other = collage_adamw(parameters(), variant=saved) if saved else torch.optim.AdamW(parameters())
@@ -391,36 +331,7 @@ def test_states_of_another_variant_are_refused(saved):
     assert optimizer.param_groups[0]["lr"] == HYPER["lr"]
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda state: state["exp_avg"].fill_(float("nan")), lambda state: state["exp_avg_sq"].neg_(),
-    lambda state: state.pop("weight_remainder"), lambda state: state.update(exp_avg=state["exp_avg"].float()),
-])  # fmt: skip
-def test_states_that_cannot_be_are_refused_and_nothing_changes(spoil):
-    second, twin = (train(collage_adamw(parameters()), range(2)) for _ in range(2))
-    saved = copy.deepcopy(twin.state_dict())
-    spoil(saved["state"][0])
-    with pytest.raises(ValueError, match=r"of parameter 0 of group 0 (holds|lacks|is torch\.float32)"):
-        second.load_state_dict(saved)
-    assert_same(second, twin)
-
-
 # ----------------------------------------------------------------------------------------------------------------- in a loop
-
-
-def test_a_closure_and_groups_of_their_own():
-    first, second = parameters()
-    optimizer = collage_adamw([{"params": [first], "variant": "light"}, {"params": [second], "weight_decay": 0.0}], lr=1e-2)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (first.float() ** 2).sum() + (second.float() ** 2).sum()
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(20)]
-    assert losses[-1] < losses[0]
-    assert "exp_avg_sq_remainder" not in optimizer.state[first]
-    assert "exp_avg_sq_remainder" in optimizer.state[second]
 
 
 def test_an_unknown_variant_and_parameters_that_are_not_plain_bf16_are_refused():

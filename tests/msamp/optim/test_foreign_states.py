@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist
 from msamp.optim.foreign_states import packed_names, unpacked_names
 
 
@@ -64,16 +63,6 @@ LEVELS = ("fp32", "O1", "O2", "O3", "coat")
 def test_a_stepped_optimizer_of_torch_continues_in_every_recipe(make, level, how):
     expected, losses = resumed(make, level, how)
     assert losses == pytest.approx(expected, rel=1e-6 if level == "fp32" else 0.05)
-
-
-def on_ranks(level: str) -> tuple[list[float], list[float]]:
-    return resumed(adamw, level, "given")
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])  # O3 under ZeRO
-def test_a_stepped_optimizer_continues_on_two_processes(level):
-    for expected, losses in dist.run(on_ranks, 2, level):
-        assert losses == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.pairwise(LEVELS), *itertools.pairwise(LEVELS[::-1])])

@@ -4,8 +4,8 @@ from torch import nn
 from msamp.kernels.tables import Tables
 from msamp.numerics.formats import E4M3, FP16, FP32
 from msamp.numerics.recipe import StateFormats
-from msamp.optim.kept_amaxes import KeptAmaxes
 from msamp.optim.optimizer import LowPrecisionOptimizer
+from msamp.optim.update_batches import KeptAmaxes
 
 FORMATS = StateFormats(FP16, FP32, E4M3, FP16)
 

@@ -9,7 +9,7 @@ from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.quantize import cast
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.collage import collage_adamw
-from msamp.optim.masters import follow_weight_, version_of
+from msamp.optim.masters import follow_weight_
 from msamp.optim.states import make_master, payload, scale_inv, view_of_rows
 
 PAIRS = [(E4M3, FP16), (E4M3, FP32), (E5M2, BF16), (BF16, FP32), (BF16, FP16), (FP32, FP16), (FP16, E4M3)]
@@ -67,22 +67,6 @@ def test_what_somebody_has_written_is_taken_and_nothing_else(weight, master, siz
         assert now[3:5].equal(target)
 
 
-def test_a_write_is_taken_whatever_its_scale():
-    """A scale that no longer fits is made anew: neither saturated nor lost below the smallest value."""
-    for size in (2.0**-60, 2.0**60):
-        m, w = make_master(make("normal", SHAPE), FP16), stored(make("normal", SHAPE, seed=1) * size, E4M3)
-        follow_weight_(m, w, w)
-        assert fp32_values(m).equal(fp32_values(w))
-    zeros = stored(torch.zeros(SHAPE), E4M3)
-    follow_weight_(m, zeros, zeros)
-    assert fp32_values(m).eq(0).all()
-    number = torch.tensor(3.0)
-    follow_weight_(m := torch.tensor(2.0), number.bfloat16(), number.bfloat16())
-    assert m == 3.0
-    empty = torch.zeros(0, 4)
-    follow_weight_(empty, empty.bfloat16(), empty.bfloat16())
-
-
 def test_pieces_have_the_scale_of_the_whole():
     """And pieces of which one was written and the other was not, too."""
     values = make("normal", SHAPE)
@@ -98,40 +82,6 @@ def test_pieces_have_the_scale_of_the_whole():
     assert pieces[0].scale_inv.equal(pieces[1].scale_inv)
     follow_weight_(whole, w, w)
     assert torch.cat([p.dequantize() for p in pieces]).equal(whole.dequantize())
-
-
-def test_versions():
-    p, w = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(stored(torch.ones(3), E4M3))
-    for x in (p, w):
-        before = version_of(x)
-        assert version_of(x) == before
-        with torch.no_grad():
-            x.copy_(torch.zeros(3))
-        assert version_of(x) != before
-    before = version_of(w)
-    w.data.copy_(torch.ones(3))
-    assert version_of(w) != before
-    before = version_of(p)
-    p.data.copy_(torch.ones(3))
-    assert version_of(p) == before, "which only a comparison finds"
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_the_masters_of_collage_s_option_d_follow_too(told):
-    p = torch.nn.Parameter(make("normal", SHAPE).bfloat16())
-    optimizer = collage_adamw([p], variant="d", lr=0.01, weight_decay=0.0)
-    for step, lr in enumerate((0.01, 0.01, 1e-9)):
-        optimizer.param_groups[0]["lr"] = lr
-        if step == 2:
-            kept, written = optimizer.state[p]["master"][1:].clone(), p.detach().clone()
-            written[0] = 0.25
-            (p.data if told else p.detach()).copy_(written)
-            if told:
-                optimizer.reload_model_params()
-        p.grad = make("normal", SHAPE, seed=step).bfloat16()
-        optimizer.step()
-    assert p.equal(written)
-    assert torch.allclose(optimizer.state[p]["master"][1:], kept, atol=1e-7)
 
 
 # ----------------------------------------------------------------------------------------------------------- pairs of BF16
@@ -168,16 +118,3 @@ def test_of_a_pair_whose_weight_is_written_the_second_component_is_dropped(name)
         p.zero_()
     optimizer.step()
     assert not p.any()
-
-
-def test_pairs_that_nobody_writes_keep_their_second_components(monkeypatch):
-    p = nn.Parameter((torch.randn(8, 64, generator=torch.Generator().manual_seed(1)) * 1e-3).bfloat16())
-    p.data[:, ::3] = 0.0
-    q = nn.Parameter(p.detach().clone())
-    optimizer, undisturbed = (collage_adamw([x], lr=1e-3, weight_decay=0.0, variant="light") for x in (p, q))
-    for seed in range(6):
-        pair_steps(p, optimizer, 1, seed)
-        pair_steps(q, undisturbed, 1, seed)
-        optimizer.reload_model_params()
-    assert p.equal(q)
-    assert optimizer.state[p]["weight_remainder"].equal(undisturbed.state[q]["weight_remainder"])

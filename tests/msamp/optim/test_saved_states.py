@@ -1,19 +1,13 @@
 """Optimizer states as they were saved: taken over, or refused before anything changes."""
 
-import dataclasses
-import warnings
-
 import pytest
 import torch
 from torch import nn
 
 from helpers.numerics import make
 from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, FP16, FP32
-from msamp.numerics.recipe import O2
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.optimizer import FP8AdamW
 from msamp.optim.states import (
-    _warn_once,
     begun,
     check_state,
     expected_moment,
@@ -118,32 +112,9 @@ def test_a_saved_state_is_held_to_what_it_can_hold(fmt):
         check_state("w", {"exp_avg_sq": x}, expected)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 2.0**127])
-def test_a_scale_that_no_state_can_have_is_refused(scale):
-    x = stored(make("normal", WHOLE), E4M3)
-    x.scale_inv.fill_(scale)
-    with pytest.raises(ValueError, match=r"it must be finite and above 0|values that are NaN or infinite"):
-        check_state("w", {"exp_avg": x}, expected_moment("exp_avg", E4M3, WHOLE, non_negative=False))
-
-
 @pytest.mark.parametrize(("key", "value"), [("_max", -1.0), ("_max", float("nan")), ("_k", 0.0), ("_k", float("inf"))])
 def test_numbers_of_groups_that_cannot_be_are_refused(key, value):
     state = state_of(COAT_E4M3)
     state[f"exp_avg_sq{key}"][0, 0] = value
     with pytest.raises(ValueError, match=f"exp_avg_sq{key} of w holds"):
         check_state("w", state, expected_moment("exp_avg_sq", COAT_E4M3, WHOLE, non_negative=True))
-
-
-@pytest.mark.parametrize(
-    ("states", "told"), [({"v": E4M3}, "v in fp8-e4m3 .* use fp16 or coat-e4m3"), ({"master": E4M3}, "a master in fp8")]
-)
-def test_formats_that_a_training_was_seen_to_fail_with_are_told_once(states, told):
-    _warn_once.cache_clear()
-    formats = dataclasses.replace(O2.states, **states)
-    with pytest.warns(UserWarning, match=told):
-        FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=formats)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=formats)
-        for silent in (O2.states, dataclasses.replace(O2.states, v=COAT_E4M3), dataclasses.replace(O2.states, m=E5M2, v=E5M2)):
-            FP8AdamW([nn.Parameter(torch.zeros(4, 4))], formats=silent)

@@ -9,7 +9,7 @@ from msamp.numerics.formats import COAT_E4M3, E4M3, FP32
 from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.recipe import FP32_STATES, O2
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.shard import Holding, Whole, gradient
 from msamp.optim.states import group_numbers, payload, scale_inv
 
@@ -30,7 +30,7 @@ def test_a_holding_s_part_of_a_state_is_a_copy_of_its_rows():
 
 def test_one_process_updates_whatever_has_a_gradient_in_its_group_s_format():
     ps = [nn.Parameter(make("normal", (4, 4), seed=i)) for i in range(3)]
-    optimizer = FP8AdamW([{"params": ps[:2], "formats": O2.states}, {"params": ps[2:], "formats": FP32_STATES}])
+    optimizer = LowPrecisionOptimizer([{"params": ps[:2], "formats": O2.states}, {"params": ps[2:], "formats": FP32_STATES}])
     assert [(holding.param is p, holding.weight is p) for holding, p in zip(optimizer.holdings(), ps, strict=True)] == [(True, True)] * 3
     ps[1].grad, ps[2].main_grad = torch.ones(4, 4), torch.full((4, 4), 2.0)  # type: ignore[attr-defined]
     ready = optimizer.ready()
@@ -45,12 +45,12 @@ def test_a_sparse_gradient_is_refused():
     p = nn.Parameter(torch.ones(4, 2))
     p.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (4, 2))
     with pytest.raises(ValueError, match=r"shape \(4, 2\) is sparse; use dense embeddings"):
-        FP8AdamW([p], formats=FP32_STATES).step()
+        LowPrecisionOptimizer([p], formats=FP32_STATES).step()
 
 
 def test_one_process_gathers_what_it_has():
     ps = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-    optimizer = FP8AdamW(ps, formats=FP32_STATES)
+    optimizer = LowPrecisionOptimizer(ps, formats=FP32_STATES)
     ps[1].grad = torch.ones(2, 2)
     optimizer.step()
     found = optimizer.shard.gather(optimizer.holdings(), optimizer.state)

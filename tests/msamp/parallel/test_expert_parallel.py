@@ -99,16 +99,6 @@ def test_both_wires_have_the_same_bits(ranks: list):
         assert all(torch.equal(found["fp8"][name], x) for name, x in found["bf16"].items())
 
 
-def test_sums_in_fp8_are_rounded_once_more(ranks: list):
-    """The other bits of a step stay: only what the sums reach changes."""
-    for found, *_ in ranks:
-        for name, fmt in (("y", 1.0), ("x", 2.0)):
-            exact, rounded = found["fp8"][name], found["fp8-sums"][name]
-            assert not torch.equal(exact, rounded)
-            assert sqnr_db(exact, rounded) > 30 - 6 * (fmt - 1), name  # E4M3, E5M2
-        assert all(torch.equal(found["fp8"][name], x) for name, x in found["fp8-sums"].items() if name not in ("y", "x"))
-
-
 def test_bytes_on_the_wire(ranks: list):
     block, routing = TOKENS * HIDDEN, TOKENS * TOP_K
     scales = {("activation", "amax all-reduce"): 8}  # just-in-time scales of both casts

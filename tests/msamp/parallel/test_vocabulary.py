@@ -137,19 +137,3 @@ def test_bytes_are_counted(ranks: list[dict[str, Any]]):
     assert spread["sent"] == softmax | {("activation", "LM head input all-gather"): 2 * activation // 2}
     assert whole["sent_back"] == {("activation", "LM head grad_input all-reduce"): activation}
     assert spread["sent_back"] == {("activation", "LM head grad_input reduce-scatter"): activation // 2}
-
-
-def test_one_rank_alone_has_the_bits_of_one_process():
-    hidden, weight, labels, weights = case(torch.bfloat16)
-    alone = Peers(None, WireBytes())
-    for spread in (False, True):
-        total, losses = vocabulary_parallel_cross_entropy(hidden, weight, labels, weights, alone, sequence_parallel=spread)
-        expected, expected_losses = linear_cross_entropy(hidden, weight, labels, weights)
-        torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-5)
-        torch.testing.assert_close(total, expected)
-
-
-def test_shapes_that_do_not_go_together_are_refused():
-    hidden, weight, labels, weights = case(torch.float32)
-    with pytest.raises(ValueError, match="labels"):
-        vocabulary_parallel_cross_entropy(hidden, weight, labels[:-1], weights, Peers(None, WireBytes()), sequence_parallel=False)

@@ -21,9 +21,8 @@ from megatron.lm.checkpoint.values import StoredTensor, check_agree
 from megatron.lm.training.state import Training
 from msamp.comm.grad_scaling import MU_MAX
 from msamp.nn.scaling_state import TensorScales
-from msamp.optim.kept_states import update_of
 from msamp.optim.states import group_numbers, payload, scale_inv
-from msamp.optim.updates import MASTER, formats_of
+from msamp.optim.updates import MASTER, formats_of, update_of
 
 _HERE = "here"  # in place of a checkpoint's folder in the rules' messages
 

@@ -5,7 +5,7 @@ import torch
 
 from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.grad_stats import carried, grad_stats
-from msamp.kernels.reference.pack import check_spans, pack
+from msamp.kernels.reference.pack import check_pieces, pack
 from msamp.numerics.formats import ALL, E4M3, E5M2
 from msamp.numerics.quantize import quantize
 from msamp.numerics.tensor import ScalingTensor
@@ -56,7 +56,7 @@ def test_what_has_its_factor_already_is_left_alone():
 def test_what_does_not_fit_is_refused(flags, message):
     dtype, factors = flags.pop("dtype", E4M3.dtype), flags.pop("factors", None)
     with pytest.raises(ValueError, match=message):
-        check_spans([torch.zeros(4)], [(0, 0, 4, 0)], torch.empty(4, dtype=dtype), factors, **flags)
+        check_pieces([torch.zeros(4)], [(0, 0, 4, 0)], torch.empty(4, dtype=dtype), factors, **flags)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -80,11 +80,11 @@ def test_ranks_are_summed_in_fp32_in_their_order_and_rounded_once(fmt, ranks, di
     [
         ((4,), {"ranks": 2}, r"a tensor is \[4\]; with ranks=2 each must be \[2, n\]"),
         ((3, 4), {"ranks": 2}, r"a tensor is \[3, 4\]; with ranks=2"),
-        ((2, 3), {"ranks": 2}, "a run of 4 elements from 0, written at 0, exceeds tensor 0 of 3 elements"),
+        ((2, 3), {"ranks": 2}, "a piece of 4 elements from 0, written at 0, exceeds tensor 0 of 3 elements"),
         ((4,), {"ranks": 0}, "ranks is 0 and divisor 1"),
         ((4,), {"divisor": 0}, "ranks is 1 and divisor 0"),
     ],
 )
 def test_rows_that_do_not_fit_the_ranks_are_refused(shape, flags, message):
     with pytest.raises(ValueError, match=message):
-        check_spans([torch.zeros(shape)], [(0, 0, 4, 0)], torch.empty(4), None, **flags)
+        check_pieces([torch.zeros(shape)], [(0, 0, 4, 0)], torch.empty(4), None, **flags)

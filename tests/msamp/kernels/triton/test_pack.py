@@ -22,14 +22,14 @@ def kernel(*args, **flags):
 
 def assert_same(xs: list[torch.Tensor], fmt, factors: torch.Tensor | None, shift: int = 0) -> None:
     """Every tensor in two runs, the later one first."""
-    spans, start = [], shift
+    pieces, start = [], shift
     for i, x in reversed(list(enumerate(xs))):
         for first, end in ((x.numel() // 2, x.numel()), (0, x.numel() // 2)):
-            spans.append((i, first, end - first, start))
+            pieces.append((i, first, end - first, start))
             start += end - first
     outs = [torch.zeros(start, dtype=torch.uint8, device=xs[0].device).repeat_interleave(fmt.bytes).view(fmt.dtype) for _ in range(2)]
-    kernel(Tables(xs[0].device), xs, spans, outs[0], factors)
-    twin(None, xs, spans, outs[1], factors)
+    kernel(Tables(xs[0].device), xs, pieces, outs[0], factors)
+    twin(None, xs, pieces, outs[1], factors)
     assert bits(outs[0]).equal(bits(outs[1]))
 
 
@@ -59,9 +59,9 @@ def test_nan_stays_nan(fmt, triton_device):  # of what sign and payload may depe
 def assert_summed_the_same(xs: list[torch.Tensor], fmt, divisor: int, right: list[bool], shift: int = 0) -> None:
     """What ranks sent, summed on the way: a guess, then the factors; buffer and amaxes after each."""
     device, ranks = xs[0].device, len(xs[0])
-    spans, start = [], shift
+    pieces, start = [], shift
     for i, x in enumerate(xs):
-        spans.append((i, 0, x.shape[1], start))
+        pieces.append((i, 0, x.shape[1], start))
         start += x.shape[1]
     factors = torch.tensor([0.5 * 4.0 ** (1 - i) for i in range(len(xs))], device=device)
     guess = torch.where(torch.tensor(right, device=device), factors, factors * 2.0)
@@ -69,9 +69,9 @@ def assert_summed_the_same(xs: list[torch.Tensor], fmt, divisor: int, right: lis
     for run, tables in ((kernel, Tables(device)), (twin, None)):
         out = torch.zeros(start * fmt.bytes, dtype=torch.uint8, device=device).view(fmt.dtype)
         amaxes = torch.zeros(len(xs), device=device)
-        run(tables, xs, spans, out, guess, amaxes=amaxes, ranks=ranks, divisor=divisor)
+        run(tables, xs, pieces, out, guess, amaxes=amaxes, ranks=ranks, divisor=divisor)
         first = out.clone()
-        run(tables, xs, spans, out, factors, unless=guess, ranks=ranks, divisor=divisor)
+        run(tables, xs, pieces, out, factors, unless=guess, ranks=ranks, divisor=divisor)
         found.append((first, out, amaxes))
     for got, want in zip(*found, strict=True):
         assert bits(got).equal(bits(want))
@@ -102,24 +102,24 @@ def test_runs_that_begin_at_any_byte(triton_device):
 
 def assert_measured_the_same(xs: list[torch.Tensor], factors: torch.Tensor, right: list[bool]) -> None:
     """A guess that is right for some, then again with the factors: buffer, amaxes and tallies after each; each tensor in two runs."""
-    device, spans, start = xs[0].device, [], 0
+    device, pieces, start = xs[0].device, [], 0
     for i, x in enumerate(xs):
         for first, end in ((0, x.numel() // 2), (x.numel() // 2, x.numel())):
-            spans.append((i, first, end - first, start))
+            pieces.append((i, first, end - first, start))
             start += end - first
     guess = torch.where(torch.tensor(right, device=device), factors, factors * 2.0)
     found = []
     for run, tables in ((kernel, Tables(device)), (twin, None)):
         out = torch.zeros(start, dtype=torch.uint8, device=device).view(E4M3.dtype)
-        amaxes, tallies = torch.zeros(len(xs), device=device), torch.zeros(2, len(spans), 3, dtype=torch.int64, device=device)
-        run(tables, xs, spans, out, guess, amaxes=amaxes, tallies=tallies[0])
+        amaxes, tallies = torch.zeros(len(xs), device=device), torch.zeros(2, len(pieces), 3, dtype=torch.int64, device=device)
+        run(tables, xs, pieces, out, guess, amaxes=amaxes, tallies=tallies[0])
         first = out.clone()
-        run(tables, xs, spans, out, factors, tallies=tallies[1], unless=guess)
+        run(tables, xs, pieces, out, factors, tallies=tallies[1], unless=guess)
         told = torch.cat([tallies[:, :, :1].flatten(), *(carried(each[:, 1:]).flatten() for each in tallies)])
         found.append((first, out, amaxes, told))
     for got, want in zip(*found, strict=True):
         assert bits(got).equal(bits(want))
-    runs = torch.tensor([i for i, *_ in spans], device=device)
+    runs = torch.tensor([i for i, *_ in pieces], device=device)
     assert not tallies[1][torch.tensor(right, device=device)[runs]].any()
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from msamp.numerics.formats import BF16, E4M3, FP32
 from msamp.numerics.recipe import COLLAGE_PLUS, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.optimizer import FP8AdamW
+from msamp.optim.optimizer import LowPrecisionOptimizer
 
 FOUR_BF16 = StateFormats(BF16, BF16, BF16, BF16, "plus")
 
@@ -17,12 +17,12 @@ def test_an_update_in_bf16_takes_nothing_else():
     with pytest.raises(
         ValueError, match="update 'plus' computes in BF16, but the formats are master bf16, grad bf16, m bf16, v fp32; set all four"
     ):
-        FP8AdamW([p], formats=replace(FOUR_BF16, v=FP32))
+        LowPrecisionOptimizer([p], formats=replace(FOUR_BF16, v=FP32))
     with pytest.raises(ValueError, match="decoupled is False; update 'plus' only supports decoupled decay"):
-        FP8AdamW([p], formats=FOUR_BF16, decoupled=False)
+        LowPrecisionOptimizer([p], formats=FOUR_BF16, decoupled=False)
     for wrong, kind in (
         (torch.ones(2), "torch.float32"),
         (ScalingTensor.quantize(torch.ones(2), E4M3, dtype=torch.bfloat16), "a ScalingTensor"),
     ):
         with pytest.raises(ValueError, match=f"a parameter is {kind}; update 'plus' requires plain torch.bfloat16"):
-            FP8AdamW([nn.Parameter(wrong)], formats=COLLAGE_PLUS.states)
+            LowPrecisionOptimizer([nn.Parameter(wrong)], formats=COLLAGE_PLUS.states)
