@@ -44,7 +44,7 @@ from msamp.parallel.head_exchange import HeadExchange
 from msamp.parallel.ring_attention import RingAttention
 from tools.bench import rows
 from tools.bench.bench_attention import PASSES, Shape, flops, shape
-from tools.bench.bench_data_parallel import link
+from tools.bench.training_steps import link
 
 SHAPES = ("1x32x32768x128/8", "1x32x65536x128/8", "1x32x131072x128/8")
 CASES = ("ring, BF16", "ring, FP8 wire", "ring, FP8", "heads, BF16", "heads, FP8 wire", "heads, FP8", "torch", "torch, cuDNN")

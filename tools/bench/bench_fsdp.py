@@ -39,7 +39,7 @@ from msamp.nn.saved_activations import AS_IT_IS, IN_GROUPS, Saved
 from msamp.nn.transformer_block import TransformerBlock
 from msamp.numerics import recipe as recipes
 from tools.bench import rows
-from tools.bench.bench_data_parallel import link, step_times
+from tools.bench.training_steps import link, memory_columns, step_times, time_columns, warm_up
 
 CASES = ("bf16", "torchao", "O1", "O2", "O3", "coat")
 OURS = ("O1", "O2", "O3", "coat")
@@ -206,33 +206,22 @@ def measure(text: str, options: argparse.Namespace, device: torch.device) -> dic
     """Measure one row, without the columns common to all; collective."""
     step, graphed, parameters = stepper(text, options, device)
     first = step()
-    for number in range(options.warm_up + (EAGER_BEFORE_GRAPH if graphed is not None else 0)):
-        if number == 1 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        step()
-    times, last = step_times(step, options.steps)  # type: ignore[arg-type]
+    warm_up(step, options.warm_up + (EAGER_BEFORE_GRAPH if graphed is not None else 0))
+    times, last = step_times(step, options.steps)
     if graphed is not None:
         graphed.release()
-    losses = torch.stack([first, last])  # type: ignore[list-item]
+    losses = torch.stack([first, last])
     dist.all_reduce(losses)
-    low, middle, high = (round(t * 1e3, 1) for t in rows.percentiles(times))
     first_loss, loss = (round(x, 4) for x in (losses / dist.get_world_size()).tolist())
-    columns = {
+    memory = memory_columns()
+    return {
         "params_m": round(parameters / 1e6, 1),
-        "ms_p20": low,
-        "ms": middle,
-        "ms_p80": high,
-        "tokens_s_gpu": round(options.micro_batch_size * options.seq_length / middle * 1e3),
-        "peak_gib": "",
-        "rest_gib": "",
+        **time_columns(times, options.micro_batch_size * options.seq_length),
+        "peak_gib": memory.get("peak_gib_max", ""),
+        "rest_gib": memory.get("rest_gib_max", ""),
         "first_loss": first_loss,
         "loss": loss,
     }
-    if device.type == "cuda":
-        sizes = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()], dtype=torch.float64, device=device)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX)
-        columns |= dict(zip(("peak_gib", "rest_gib"), (round(size / 2**30, 2) for size in sizes.tolist()), strict=True))
-    return columns
 
 
 def add_model_flags(flags: argparse.ArgumentParser, warm_up: int, steps: int) -> None:

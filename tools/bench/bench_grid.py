@@ -8,9 +8,8 @@ parallelism.
 
 A case is a level and further flags of megatron.lm.pretrain. Its flags determine the grid: without any it
 is TP 1, PP 1 without sequence parallelism, whatever the preset, and the remaining processes are DP. A step has --micro-batches per process,
-all with the same random tokens. There is no host synchronization between steps. Each case has its own process groups, and one model is in
-memory at a time; measurements are appended to --csv immediately, so that a case that runs out of memory loses only itself and those after
-it. Baselines (--peer): as in bench_data_parallel.py.
+all with the same random tokens. There is no host synchronization between steps. Measurements are appended to --csv immediately. Baselines
+(--peer): as in bench_data_parallel.py.
 
 Columns: `ms` and `exposed_*` of rank 0 (on a pipeline NCCL's kernels also wait for other stages, so the bubble counts as exposed); `_min`,
 `_max` over the ranks. MiB are what a rank sends in a step, mean over the ranks: `weight_mib` gradients and weights, `activation_mib` all
@@ -23,9 +22,6 @@ gradients.
 """
 
 import argparse
-import functools
-import gc
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.lm.build import build_training
 from megatron.lm.config import Config
 from megatron.lm.config.presets import parameter_count
 from megatron.lm.config.rules.check import check
@@ -43,9 +38,9 @@ from megatron.lm.graphs import replay, step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import count
-from megatron.lm.step import train_step
-from tools.bench import bench_step, rows
-from tools.bench.bench_data_parallel import exposed_communication, link, memory, parser, peer_rows, step_times
+from tools.bench import training_steps
+from tools.bench.communication import exposed_communication
+from tools.bench.training_steps import MEMORY, TIMES, Row
 
 ROLES = {
     "input all-gather": "input_gather",
@@ -58,44 +53,11 @@ ROLES = {
     "pipeline send": "pipeline",
 }
 TABLE7 = ("input_gather", "input_gather_again", "grad_input")
-ACTIVATIONS = (*dict.fromkeys(ROLES.values()), "head", "other_activation")
+ACTIVATIONS = (*TABLE7, "output", "grad_output", "head", "pipeline", "other_activation")
 COLUMNS = (
-    "case",
-    "level",
-    "preset",
-    "tp",
-    "pp",
-    "vpp",
-    "dp",
-    "sp",
-    "tp_wire",
-    "micro_batch",
-    "micro_batches",
-    "gpus",
-    "p2p",
-    "params_m",
-    "ms_p20",
-    "ms",
-    "ms_p80",
-    "tokens_s_gpu",
-    "peak_gib_min",
-    "peak_gib_max",
-    "rest_gib_min",
-    "rest_gib_max",
-    "weight_mib",
-    "activation_mib",
-    "input_gather_mib",
-    "input_gather_again_mib",
-    "grad_input_mib",
-    "output_mib",
-    "grad_output_mib",
-    "head_mib",
-    "pipeline_mib",
-    "other_activation_mib",
-    "table7_mib",
-    "exposed_ms",
-    "exposed_share",
-    "loss",
+    *("case", "level", "preset", "tp", "pp", "vpp", "dp", "sp", "tp_wire", "micro_batch", "micro_batches", "gpus", "p2p", "params_m"),
+    *(*TIMES, *MEMORY, "weight_mib", "activation_mib", *(f"{name}_mib" for name in ACTIVATIONS), "table7_mib"),
+    *("exposed_ms", "exposed_share", "loss"),
 )
 CASES = tuple(f"{case} --tensor-model-parallel-size 2 --sequence-parallel" for case in ("O0", "O3", "O3 --tp-wire fp8"))
 PEER_NAMES = {"mbs": "micro_batch", "nmb": "micro_batches"}
@@ -108,7 +70,7 @@ def configuration(case: str, options: argparse.Namespace, ranks: int) -> Config:
         ValueError: a grid that does not fit the ranks or the model; the message names a fix.
     """
     level, _, flags = case.partition(" ")
-    config = bench_step.configuration(level, argparse.Namespace(**vars(options) | {"flags": f"{options.flags} {flags}"}))
+    config = training_steps.configuration(level, argparse.Namespace(**vars(options) | {"flags": f"{options.flags} {flags}"}))
     pp = config.parallel.pipeline_model_parallel_size
     micro_batches = options.micro_batches or (4 * pp if pp > 1 else 1)
     batch = config.training.micro_batch_size * max(1, config.data_parallel_size(ranks)) * micro_batches
@@ -158,42 +120,32 @@ def traffic(sent: Mapping[tuple[str, str], int], steps: int) -> dict[str, float]
     return {f"{name}_mib": round(size, 3) for name, size in mean.items()}
 
 
-def measure(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+def measure(case: str, config: Config, options: argparse.Namespace) -> Row:
     """Measure one row on this rank; collective; needs `process_groups.initialize`."""
-    device, ranks = process_groups.device(), dist.get_world_size()
-    training = build_training(config, options.vocab_size)
-    batches = bench_step.random_batches(config, options.vocab_size, device)
-    step = functools.partial(train_step, training, batches, step_graph.build(training))
-    for number in range(warm_up(config) if options.warm_up is None else options.warm_up):
-        if number == 1 and device.type == "cuda":  # a replayed graph allocates nothing: its peak is that of the step that captured it
-            torch.cuda.reset_peak_memory_stats()
-        step()
-    training.grad_sync.sent.take()
-    times, result = step_times(step, options.steps)
-    row: dict[str, Any] = memory() | traffic(training.grad_sync.sent.take(), options.steps)
+    ranks = dist.get_world_size()
+    training, step = training_steps.prepare(config, options, warm_up(config) if options.warm_up is None else options.warm_up)
+    times, result = training_steps.step_times(step, options.steps)
+    row = {"case": f"{case} {options.flags}".strip()} | grid(config, ranks) | training_steps.memory_columns()
+    row |= traffic(training.grad_sync.sent.take(), options.steps)
     loss = torch.stack([result.loss_sum, result.tokens]).double()
     dist.all_reduce(loss)  # only the last pipeline stage has it; tensor-parallel ranks have the same
-    low, median, high = rows.percentiles(times)
-    row |= {
-        "params_m": round(parameter_count(config.model, config.padded_vocab_size(options.vocab_size)) / 1e6, 1),
-        "ms_p20": round(low * 1e3, 1),
-        "ms": round(median * 1e3, 1),
-        "ms_p80": round(high * 1e3, 1),
-        "tokens_s_gpu": round(config.global_batch_size(ranks) * config.model.seq_length / median / ranks),
-        "loss": round(float(loss[0] / loss[1]), 4),
-    }
+    row |= training_steps.time_columns(times, config.global_batch_size(ranks) * config.model.seq_length / ranks)
+    row["params_m"] = round(parameter_count(config.model, config.padded_vocab_size(options.vocab_size)) / 1e6, 1)
+    row["loss"] = round(float(loss[0] / loss[1]), 4)
     return row if options.no_profile else row | exposed_communication(step)
 
 
-def grid_of_peer(row: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the sizes of a baseline's grid, which has no stages: DP over the processes that TP leaves."""
-    return {"pp": 1, "vpp": 1, "dp": ranks // int(row.get("tp", 1))}
+def of_peer(row: Mapping[str, Any], ranks: int) -> Row:
+    """Return a baseline's row with the sizes of its grid, which has no stages: DP over the processes that TP leaves."""
+    batch = {column: row[name] for name, column in PEER_NAMES.items() if name in row}
+    return {"pp": 1, "vpp": 1, "dp": ranks // int(row.get("tp", 1))} | dict(row) | batch
 
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank; rank 0 prints and appends the results, and runs the baselines after the others have left."""
-    flags = parser(__doc__, CASES, "grid.csv")
+    flags = training_steps.parser(__doc__, "grid.csv")
+    flags.add_argument("--cases", nargs="*", default=CASES, metavar="CASE", help='a level and flags, such as "O3 --tp-wire fp8"')
     flags.add_argument("--micro-batches", type=count(1), help="per process and step; derived: 1, or 4 x the stages of a pipeline")
     flags.add_argument(
         "--warm-up", type=count(0), help="steps that are not measured; derived: 17 with delayed scaling, else 3, and 4 for CUDA graphs"
@@ -202,31 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--no-profile", action="store_true", help="do not measure the exposed share, which takes 3 steps and a trace per case"
     )
     options = flags.parse_args(argv)
-    launch = process_groups.launch_from_environment()
-    ranks = launch.world_size
-    configs = {case: configuration(case, options, ranks) for case in options.cases}
-    where = rows.machine(options.commit) if launch.rank == 0 else {}
-    common = {"preset": options.preset, "gpus": ranks, "p2p": link()}
-
-    def report(row: dict[str, Any]) -> None:
-        print(json.dumps(row), flush=True)
-        rows.append(options.csv, [where | {column: row.get(column, "") for column in COLUMNS}])
-
-    for case, config in configs.items():
-        process_groups.initialize(config)
-        name = f"{case} {options.flags}".strip()
-        row = common | {"case": name, "level": case.split()[0]} | grid(config, ranks) | measure(config, options)
-        if launch.rank == 0:
-            report(row)
-        process_groups.leave_grid()  # the next case has another grid, with its own buffers in megatron-core
-        gc.collect()
-        torch.cuda.empty_cache()
-    process_groups.shutdown()
-    if launch.rank > 0:
-        return 0
-    for row in peer_rows(options.peer, ranks):
-        report(common | grid_of_peer(row, ranks) | row | {column: row[name] for name, column in PEER_NAMES.items() if name in row})
-    return 0
+    ranks = process_groups.launch_from_environment().world_size
+    common = {"preset": options.preset, "gpus": ranks, "p2p": training_steps.link()}
+    cases = [(case, configuration(case, options, ranks)) for case in options.cases]
+    return training_steps.run(
+        cases, lambda case, config: measure(case, config, options), COLUMNS, options, common, lambda row: of_peer(row, ranks)
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
-from tools.bench import bench_step, rows
+from tools.bench import rows, training_steps
 from tools.precisions import legal_case
 
 BY_TORCH = "step by torch, "  # before the name of an implementation
@@ -127,7 +127,7 @@ def configuration(level: str, options: argparse.Namespace) -> Config:
     Raises:
         ValueError: if the trainer refuses them.
     """
-    config = bench_step.configuration(level, options)
+    config = training_steps.configuration(level, options)
     check(replace(config, logging=replace(config.logging, dry_run=True)), 1)  # a dry run requires no data
     return config
 

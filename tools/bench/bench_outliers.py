@@ -45,7 +45,7 @@ from megatron.lm.step import train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
 from msamp.numerics.tensor import ScalingTensor
 from tools.bench import rows
-from tools.bench.bench_step import configuration
+from tools.bench.training_steps import configuration
 from tools.precisions import legal_case
 
 GUARD = "--fp8-guard --fp8-guard-interval 10"

@@ -36,7 +36,7 @@ from megatron.lm.step import train_step
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from tools.bench import rows
-from tools.bench.bench_step import WARM_UP, configuration, random_batches
+from tools.bench.training_steps import WARM_UP, configuration, random_batches
 from tools.precisions import legal_precision
 
 INTERVAL = LoggingConfig.record_interval

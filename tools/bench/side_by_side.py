@@ -39,7 +39,7 @@ from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, name
 from megatron.lm.step import train_step
-from tools.bench import bench_step, rows
+from tools.bench import rows, training_steps
 
 QUANTITIES = ("step", "update")
 NOW = "now"
@@ -88,10 +88,10 @@ def serve(case: str, options: argparse.Namespace) -> None:
     if not sys.stdin.readline():
         return
     with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
-        config = bench_step.configuration(case, options)
+        config = training_steps.configuration(case, options)
         process_groups.initialize(config)
         training = build_training(config, options.vocab_size)
-        batches = bench_step.random_batches(config, options.vocab_size, process_groups.device())
+        batches = training_steps.random_batches(config, options.vocab_size, process_groups.device())
         graphs, cuda = step_graph.build(training), process_groups.device().type == "cuda"
         captured = graphs is not None and graphs.mode == "step"
         clock = Clock(graphs, "update", cuda) if captured else Clock(training.optimizer, "step", cuda)
@@ -99,17 +99,17 @@ def serve(case: str, options: argparse.Namespace) -> None:
         def steps(number: int) -> dict[str, list[float]]:
             times = []
             for _ in range(number):
-                bench_step._synchronize(process_groups.device())
+                training_steps.synchronize()
                 start = time.perf_counter()
                 train_step(training, batches, graphs)
-                bench_step._synchronize(process_groups.device())
+                training_steps.synchronize()
                 times.append(1e3 * (time.perf_counter() - start))
             return {"step": times, "update": clock.take()}
 
         steps(options.warm_up)
         if cuda:
             torch.cuda.empty_cache()  # memory of the eager steps is for the next case
-    ready = {"captured": captured, "gib": torch.cuda.memory_reserved() / 2**30 if cuda else 0.0, "trainer": bench_step.__file__}
+    ready = {"captured": captured, "gib": torch.cuda.memory_reserved() / 2**30 if cuda else 0.0, "trainer": rows.__file__}
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
         with contextlib.redirect_stdout(sys.stderr):
@@ -238,8 +238,8 @@ def flags() -> Parser:
     parser.add_argument("--cases", nargs="+", default=["now O2", "now O3"], type=name, metavar="'TREE PRECISION FLAGS'")
     parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
     parser.add_argument("--micro-batch-size", type=count(1), default=4)
-    parser.add_argument("--vocab-size", type=count(1), default=bench_step.VOCABULARY)
-    parser.add_argument("--warm-up", type=count(1), default=bench_step.WARM_UP, help="steps before the first round")
+    parser.add_argument("--vocab-size", type=count(1), default=training_steps.VOCABULARY)
+    parser.add_argument("--warm-up", type=count(1), default=training_steps.WARM_UP, help="steps before the first round")
     parser.add_argument("--rounds", type=count(1), default=8)
     parser.add_argument("--steps", type=count(2), default=10, help="of each case in a round")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every case")

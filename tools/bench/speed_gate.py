@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
-from tools.bench import bench_fsdp, bench_kernels, bench_step, rows, side_by_side
+from tools.bench import bench_fsdp, bench_kernels, rows, side_by_side, training_steps
 
 RATIOS = rows.ROOT / "tools/bench/results/speed_gate.csv"
 COLUMNS = ("date", "commit", "gpu", "driver", "torch", "case", "ours", "baseline", "ratio", "least", "most", "ms", "ms_baseline", "rounds")
@@ -95,7 +95,7 @@ def serve(contestant: str, options: argparse.Namespace) -> None:
         for _ in range(options.warm_up):
             step()
     gib = torch.cuda.memory_reserved() / 2**30 if cuda else 0.0
-    print(json.dumps({"captured": captured, "gib": gib, "trainer": bench_step.__file__}), flush=True)
+    print(json.dumps({"captured": captured, "gib": gib, "trainer": rows.__file__}), flush=True)
     for line in sys.stdin:
         times = []
         with contextlib.redirect_stdout(sys.stderr):
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=count(1), default=8)
     parser.add_argument("--steps", type=count(2), default=10, help="of each side in a round")
-    parser.add_argument("--warm-up", type=count(0), default=bench_step.WARM_UP, help="steps before the first round")
+    parser.add_argument("--warm-up", type=count(0), default=training_steps.WARM_UP, help="steps before the first round")
     parser.add_argument("--write", action="store_true", help="append the ratios to --csv instead of judging them")
     parser.add_argument("--csv", type=output_file, default=RATIOS, help="file of the committed ratios (default: %(default)s)")
     parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")

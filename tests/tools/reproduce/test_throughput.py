@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.lm.config.cli import parse_args
-from tools.bench import bench_step
+from tools.bench import training_steps
 from tools.bench.rows import machine
 from tools.precisions import precision_flags
 from tools.reproduce import coat, collage, grids, throughput
@@ -152,7 +152,7 @@ def test_every_case_is_one_that_the_benchmarks_take(monkeypatch):
     for case in {*throughput.LEVELS5, "bf16", "coat", "bf16-d", *throughput.SPEEDS7["1.3b"]}:
         precision_flags(case)
     presets = [*throughput.SAMPLES5, *(preset for preset, *_ in throughput.MODELS7.values())]
-    assert {*presets, *(preset for preset, _ in throughput.MODELS_COAT.values())} <= set(bench_step.PRESETS)
+    assert {*presets, *(preset for preset, _ in throughput.MODELS_COAT.values())} <= set(training_steps.PRESETS)
 
 
 def test_table_5_on_file_takes_the_newest_steps_and_the_peers_beside_them(tmp_path, monkeypatch):

@@ -1,0 +1,206 @@
+"""bench_step, bench_grid and bench_data_parallel: a row per case from tiny models on CPUs, and a baseline's."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from helpers import dist, replayed
+from helpers.refusals import code
+from megatron.lm.processes import process_groups
+from msamp.numerics import recipe
+from tools.bench import bench_data_parallel, bench_grid, bench_step, communication, training_steps
+
+TINY = "--seq-length 16 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --lr-warmup-iters 1"
+OPTIONS = argparse.Namespace(preset="13b", micro_batch_size=2, micro_batches=None, vocab_size=64, flags=TINY)
+COMMON = ["--micro-batch-size", "2", "--vocab-size", "64", "--warm-up", "1", "--steps", "2", "--commit", "abc1234"]
+SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def measured(folder: str, tool: str, cases: list[str], flags: str, preset: str) -> int:
+    """In a process of its own: the benchmark makes the process groups."""
+    program = {"step": bench_step, "grid": bench_grid, "data_parallel": bench_data_parallel}[tool]
+    words = ["--levels" if tool == "step" else "--cases", *cases, "--preset", preset, f"--flags={flags}", *COMMON]
+    return program.main([*words, "--csv", f"{folder}/rows.csv", "--peer", f"{sys.executable} {folder}/bench_peer.py"])
+
+
+def table(folder, tool: str, cases: list[str], ranks: int, flags: str = TINY, preset: str = "125m") -> Iterator[dict[str, str]]:
+    printed = [{"case": "bf16", "ms": 1.5, "tokens_s_gpu": 7, "tp": 2, "mbs": 8, "nmb": 3, "peak_gib": 3.5}, {"case": "te", "error": "OOM"}]
+    (folder / "bench_peer.py").write_text("print('chatter')\n" + "".join(f"print({json.dumps(json.dumps(row))})\n" for row in printed))
+    assert dist.run(measured, ranks, str(folder), tool, cases, flags, preset, init=False) == [0] * ranks
+    with (folder / "rows.csv").open(newline="") as stream:
+        *ours, peer, failed = csv.DictReader(stream)
+    assert (peer["case"], peer["ms"], peer["tokens_s_gpu"], peer["commit"]) == ("peer bf16", "1.5", "7", "abc1234")
+    assert peer["peak_gib" if tool == "step" else "peak_gib_max"] == "3.5"
+    assert (failed["case"], failed["ms"]) == ("peer te (OOM)", "")
+    if tool == "grid":
+        assert [peer[name] for name in ("tp", "pp", "dp", "micro_batch", "micro_batches")] == ["2", "1", "1", "8", "3"]
+    for row in ours:
+        batches = int(row.get("micro_batches", 1))
+        assert row["gpus"] == str(ranks)
+        assert float(row["ms_p20"]) <= float(row["ms"]) <= float(row["ms_p80"])
+        per_rank = 2 * 16 if tool != "grid" else 16 * batches * int(row["dp"])
+        assert int(row["tokens_s_gpu"]) == pytest.approx(per_rank / (float(row["ms"]) / 1e3), rel=0.05)
+        assert 3.0 < float(row["loss"]) < 6.5
+        yield row
+
+
+def test_a_precision_has_a_row_with_the_flags_of_all_cases(tmp_path):
+    (row,) = table(tmp_path, "step", ["O2 --adam-beta2 0.9"], 1)
+    assert (row["case"], row["preset"], row["params_m"]) == ("O2 --adam-beta2 0.9", f"125m {TINY} --vocab-size 64", "0.0")
+
+
+def stages_and_records(folder: str) -> list[dict[str, object]]:
+    """Rows of steps that are recorded, and of steps replayed as a pipeline stage does."""
+    settings = vars(OPTIONS) | {"preset": "125m", "warm_up": 4, "steps": 2, "as_stage": False}
+    process_groups.initialize(training_steps.configuration("O2", OPTIONS))
+    recorded = settings | {"flags": f"{TINY} --record-precision {folder}/r.jsonl --record-interval 1"}
+    rows = [bench_step.measure("O2", argparse.Namespace(**recorded))]
+    with replayed.on_a_cpu():
+        staged = settings | {"flags": f"{TINY} --global-batch-size 6 --fp8-recipe tensorwise", "as_stage": True}
+        rows.append(bench_step.measure("O2", argparse.Namespace(**staged)))
+    return rows
+
+
+@pytest.mark.nightly
+def test_recorded_steps_and_steps_of_a_stage_name_themselves(tmp_path):
+    ((recorded, staged),) = dist.run(stages_and_records, 1, str(tmp_path), init=False)
+    assert recorded["case"] == "O2 recorded every 1"
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 6
+    assert staged["case"] == "O2 (as a stage)"
+    assert staged["tokens_s_gpu"] == pytest.approx(3 * 2 * 16 / (staged["ms"] / 1e3), rel=0.05)
+
+
+@pytest.mark.nightly
+def test_data_parallel_counts_what_each_exchange_sends(tmp_path):
+    cases = ["O0 --use-distributed-optimizer", "O2", "O3", "O2 --use-distributed-optimizer", "O1 --grad-exchange nccl"]
+    ours = list(table(tmp_path, "data_parallel", cases, 2))
+    assert [(row["zero"], row["exchange"], row["wire_linear_bytes_param"]) for row in ours] == [
+        ("on", "fp32-sum", "6.0"),
+        ("off", "fp32-sum", "2.0"),
+        ("on", "fp32-sum", "2.0"),
+        ("on", "fp32-sum", "3.0"),
+        ("off", "nccl", "2.0"),
+    ]
+    for row in ours:
+        parameters = 32 * (128 + 16) + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # embeddings, two layers, the last norm
+        assert float(row["wire_bytes_param"]) == pytest.approx(2 * float(row["wire_mib"]) * 2**20 / parameters, rel=0.03)
+        assert float(row["communication_share"]) == pytest.approx(1 - float(row["no_comm_ms"]) / float(row["ms"]), abs=0.02)
+
+
+@pytest.mark.nightly
+def test_a_grid_counts_the_collectives_of_its_layers(tmp_path):
+    cases = [f"O0 {SPLIT}", f"O3 {SPLIT}", f"O3 {SPLIT} --tp-wire fp8", "O2 --tensor-model-parallel-size 2"]
+    cases.append("O3 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1")
+    flags = TINY.replace("--num-layers 2", "--num-layers 4")
+    ours = list(table(tmp_path, "grid", cases, 2, flags, "13b"))
+    assert [row["case"] for row in ours] == [f"{case} {flags}" for case in cases]
+    columns = ("level", "tp", "pp", "vpp", "dp", "sp", "tp_wire", "micro_batches")
+    assert [" ".join(row[name] or "-" for name in columns) for row in ours] == [
+        "O0 2 1 1 1 on bf16 1",
+        "O3 2 1 1 1 on bf16 1",
+        "O3 2 1 1 1 on fp8 1",
+        "O2 2 1 1 1 off bf16 1",
+        "O3 1 2 2 1 off - 8",
+    ]
+    unit = 2 * 16 * 32 / 2**20  # MiB of one activation, a byte an element; a rank sends half of it, twice a layer
+    counted = ("input_gather", "input_gather_again", "grad_input", "output", "grad_output", "pipeline")
+    for row, expected in zip(
+        ours,
+        [
+            [8, 8, 8, 8, 8, 0],
+            [4, 4, 4, 8, 4, 0],
+            [4, 4, 4, 4, 4, 0],
+            [0, 0, 16, 16, 0, 0],  # all-reduces in BF16
+            [0, 0, 0, 0, 0, 2 * 3 * 8],  # BF16, of 8 micro-batches, 3 times onward and 3 times back, mean over 2 ranks
+        ],
+        strict=True,
+    ):
+        assert [float(row[f"{name}_mib"]) / unit for name in counted] == pytest.approx(expected, abs=0.6)
+        parts = [float(row[f"{name}_mib"]) for name in bench_grid.ACTIVATIONS]
+        assert float(row["activation_mib"]) == pytest.approx(sum(parts), abs=5e-3)
+        assert float(row["table7_mib"]) == pytest.approx(sum(parts[:3]), abs=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", *recipe.names()])
+def test_every_precision_has_a_configuration_for_one_process(level):
+    config = training_steps.configuration(level, argparse.Namespace(preset="13b", micro_batch_size=1, flags=""))
+    assert config.precision.name == ("bf16" if level == "O0" else level)
+    assert (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel, config.num_micro_batches(1)) == (1, False, 1)
+
+
+def test_random_batches_repeat_and_shift_the_labels_by_one():
+    stream = training_steps.random_batches(training_steps.configuration("O0", OPTIONS), 64, torch.device("cpu"))
+    first, second = next(stream), next(stream)
+    assert first is second
+    assert first["tokens"].shape == (2, 16)
+    assert torch.equal(first["tokens"][:, 1:], first["labels"][:, :-1])
+    assert int(first["tokens"].max()) < 64
+
+
+def test_the_case_names_the_grid_whatever_the_preset_has():
+    plain = bench_grid.configuration("O0", OPTIONS, 4)
+    sizes = {"tp": 1, "pp": 1, "vpp": 1, "dp": 4, "sp": "off", "tp_wire": "", "micro_batch": 2, "micro_batches": 1}
+    assert bench_grid.grid(plain, 4) == sizes
+    piped = bench_grid.configuration("O3 --pipeline-model-parallel-size 2 --micro-batch-size 3", OPTIONS, 4)
+    assert bench_grid.grid(piped, 4) == sizes | {"pp": 2, "dp": 2, "micro_batch": 3, "micro_batches": 8}
+    fixed = argparse.Namespace(**vars(OPTIONS) | {"micro_batches": 5})
+    assert bench_grid.configuration(f"O3 {SPLIT}", fixed, 4).global_batch_size(4) == 2 * 2 * 5
+    own = bench_data_parallel.configuration("O3 --num-layers 3 --grad-exchange nccl", OPTIONS, 4)
+    assert (own.model.num_layers, own.communication.grad_exchange, own.num_micro_batches(4)) == (3, "nccl", 1)
+    accumulating = argparse.Namespace(**vars(OPTIONS) | {"flags": f"{TINY} --global-batch-size 32"})
+    assert bench_data_parallel.configuration("O1", accumulating, 4).num_micro_batches(4) == 4
+
+
+def test_warm_up_fills_the_window_of_delayed_scaling():
+    cases = ("O0", "O1", "O3", "O3 --fp8-recipe tensorwise")
+    without_graphs = [bench_grid.warm_up(bench_grid.configuration(case, OPTIONS, 1)) for case in cases]
+    assert without_graphs == [3, 17, 17, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "1"], "--steps"),
+        (["--cases", "O4"], "O4"),
+        (["--cases", "O0"], None),
+        (["--cases", f"O3 {SPLIT}"], "--tensor-model-parallel-size"),
+        (["--micro-batch-size", "0"], "--micro-batch-size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(process_groups, "initialize", lambda config: sys.exit(7))
+    assert code(bench_grid.main, arguments) == (2 if message else 7)
+    assert (message or "") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("communication_at", "compute_at", "alone"),
+    [
+        ([], [(0, 4)], 0),
+        ([(0, 10)], [(2, 3), (5, 7)], 7),
+        ([(0, 2), (1, 4)], [(3, 5)], 3),  # two buckets at once count once
+        ([(4, 6), (0, 1)], [(5, 8), (4, 5.5), (20, 30)], 1),  # unsorted, compute in parallel streams
+    ],
+)
+def test_exposed_is_communication_that_no_compute_covers(communication_at, compute_at, alone):
+    assert communication.exposed(communication_at, compute_at) == alone
+
+
+def test_device_intervals_takes_kernels_and_copies_only():
+    names = [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "kernel", 9000, 500),
+        ("gemm", "kernel", 1000, 2000),
+        ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 500, 250),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 4000, 1000),
+        ("nccl:all_to_all", "gpu_user_annotation", 0, 90000),
+        ("cudaLaunchKernel", "cuda_runtime", 0, 90000),
+    ]
+    events = [{"name": name, "cat": cat, "ts": ts, "dur": dur} for name, cat, ts, dur in names]
+    sent, computed = communication.device_intervals({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
+    assert sent == [(4.0, 5.0), (9.0, 9.5)]
+    assert computed == [(0.5, 0.75), (1.0, 3.0)]
