@@ -17,7 +17,7 @@ By default each tensor has one scale, a power of two:
     dW       -                       -          -                                   -
 
 x and W need E4M3's precision, and g needs E5M2's range. dW has the outer dtype of W, and gradient synchronization casts it to E4M3.
-Full accumulation makes the two gradient GEMMs slightly slower; `Gemms.all_fast` turns it off.
+Full accumulation makes the two gradient GEMMs slightly slower; `Gemms.with_fast` turns it off.
 
 Why a layer, and not a cast around torch's layer? Because three things must survive from step to step: the low-precision weight, which the
 optimizer updates in place, with no high-precision copy next to it; the amax histories (`LinearScaling`), which make a delayed scale known

@@ -64,13 +64,18 @@ class Cast:
         return f"{self.format} {self.scaling}" if self.granularity == TENSORWISE else f"{self.format} {self.scaling} {self.granularity}"
 
 
+# Whether outputs accumulate fast by default. Full accumulation costs about 3 % of a step.
+FAST_OUTPUT = True
+
+
 @dataclass(frozen=True)
 class Product:
     """One GEMM: how its two operands are cast and how it accumulates. Blocks run along the dimension that the GEMM sums over.
 
     Attributes:
         left, right: the operands.
-        fast: the tensor cores may keep partial sums at reduced precision ("fast accumulation"); False requires full accumulation.
+        fast: the tensor cores may keep partial sums at reduced precision ("fast accumulation", `msamp.numerics.accumulation`); False
+            requires full accumulation.
     """
 
     left: Cast
@@ -94,21 +99,28 @@ class Gemms:
 
     @classmethod
     def of(cls, input: Cast, weight: Cast, grad_output: Cast) -> "Gemms":
-        """Cast each tensor the same way for both of its GEMMs; accumulate the output fast and the gradients in full."""
-        return cls(Product(input, weight, fast=True), Product(grad_output, weight), Product(grad_output, input))
+        """Cast each tensor the same way for both of its GEMMs; accumulate the gradients in full and the output as `FAST_OUTPUT` says."""
+        return cls(Product(input, weight, fast=FAST_OUTPUT), Product(grad_output, weight), Product(grad_output, input))
 
-    def all_fast(self) -> "Gemms":
-        """Return these GEMMs with fast accumulation in the gradient GEMMs too.
+    def with_fast(self, products: str) -> "Gemms":
+        """Return these GEMMs with fast accumulation in "none" of the products, the "output" alone, or "all".
 
-        With fast accumulation Hopper keeps the whole sum in the tensor cores, at about 14 bits. With full accumulation it moves partial
-        sums to FP32 registers at intervals, which costs instructions and power. Block-scaled GEMMs always accumulate in full.
+        With fast accumulation Hopper keeps the whole sum in the tensor cores, at about 14 bits, so long sums of one sign shrink
+        (`msamp.numerics.accumulation`). With full accumulation it moves partial sums to FP32 registers at intervals, which costs
+        instructions and power. Block-scaled GEMMs always accumulate in full.
 
         Raises:
-            ValueError: if the operands are block-scaled.
+            ValueError: for another word, or "all" if the operands are block-scaled.
         """
-        if not self.tensorwise:
+        if products not in ("none", "output", "all"):
+            raise ValueError(f"products are {products!r}; choose none, output or all")
+        if products == "all" and not self.tensorwise:
             raise ValueError("block-scaled GEMMs have no fast accumulation; use one scale per tensor (delayed or tensorwise)")
-        return Gemms(*(replace(product, fast=True) for product in (self.output, self.grad_input, self.grad_weight)))
+        return Gemms(
+            replace(self.output, fast=products != "none"),
+            replace(self.grad_input, fast=products == "all"),
+            replace(self.grad_weight, fast=products == "all"),
+        )
 
     @property
     def input(self) -> Cast:

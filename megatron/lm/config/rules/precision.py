@@ -36,7 +36,7 @@ def one_recipe(config: Config, world_size: int) -> Problems:
     fixed = {name: value for name, value in given.items() if not named.fp8 and value not in (*COAT_FORMATS, *OPTIMIZER_STATES)}
     for name, value in fixed.items():
         yield f"{flag(name)} {value} contradicts precision {named.name}, which fixes its formats: {USE_FP8}"
-    problem = refusal(replace(precision, fp8_fast_accumulation="output"))  # not about formats: see `fp8_scaling`
+    problem = refusal(replace(precision, fp8_fast_accumulation=None))  # not about formats: see `fp8_scaling`
     if problem is not None and not fixed:
         flags = " ".join(f"{flag(name)} {value}" for name, value in given.items())
         yield f"{flags} contradicts precision {named.name}: {problem}; drop it, or use --precision bf16"
@@ -96,7 +96,7 @@ def smooth_swiglu(config: Config, world_size: int) -> Problems:
         return
     if "linear_fc2" in (precision.bf16_linears or ()):
         yield f"{given} scales the input of linear_fc2, which --bf16-linears keeps in BF16: drop one"
-    gemm = gemm_of(replace(precision, fp8_fast_accumulation="output"))
+    gemm = gemm_of(replace(precision, fp8_fast_accumulation=None))
     if gemm is not None and not (gemm.tensorwise and gemm.input.scaling.window):
         by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
         yield f"{given} requires delayed scales, and {by} casts the input as {gemm.input}: use --fp8-recipe delayed, or drop it"
@@ -128,7 +128,8 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
     precision = config.precision
     if precision.contradiction is not None:
         return
-    fast = f"--fp8-fast-accumulation {precision.fp8_fast_accumulation}" if precision.fp8_fast_accumulation != "output" else ""
+    # "output" was the default before 2026-12: checkpoints of any precision have it.
+    fast = f"--fp8-fast-accumulation {precision.fp8_fast_accumulation}" if precision.fp8_fast_accumulation not in (None, "output") else ""
     if not precision.named.fp8:
         if fast:
             yield f"{fast} contradicts precision {precision.name}, which does not use our FP8 layers: {USE_FP8}"
@@ -141,8 +142,8 @@ def fp8_scaling(config: Config, world_size: int) -> Problems:
             if value is not None:
                 yield f"{flag(name)} {value} contradicts precision {precision.name}, {why}: {USE_FP8}"
         return
-    gemm = gemm_of(replace(precision, fp8_fast_accumulation="output"))
-    if fast and gemm is not None and not gemm.tensorwise:
+    gemm = gemm_of(replace(precision, fp8_fast_accumulation=None))
+    if precision.fp8_fast_accumulation == "all" and gemm is not None and not gemm.tensorwise:
         yield (
             f"{fast} applies to per-tensor scales, and blocks are always accumulated in full precision: drop it, or use --fp8-recipe "
             "delayed"

@@ -24,7 +24,7 @@ COAT_FORMATS = ("coat-e4m3", "coat-e5m2")
 GRAD_ACCUM_DTYPES = ("fp8", "fp8-sr", "bf16", "fp32")
 GRAD_ACCUM_PLACES = ("rank", "owner")
 ACTIVATIONS_SAVED = ("compute", "coat")
-FAST_ACCUMULATIONS = ("output", "all")
+FAST_ACCUMULATIONS = ("none", "output", "all")
 MEASURED = "auto"  # a precision of attention that the start of a run decides
 ATTENTION_PRECISIONS = ("bf16", "fp8", MEASURED)
 OPTIMIZER_STATES = {"coat": "coat-e4m3"}  # name -> format of both moments
@@ -127,10 +127,11 @@ class PrecisionConfig(RecipeConfig):
         None,
         legal=Interval(0, 16),
     )
-    fp8_fast_accumulation: str = setting(
-        "which FP8 GEMMs of linear layers with per-tensor scales may accumulate entirely in the tensor cores, with about 14 bits: the "
-        "output, or all, including the gradients; the emulation on a CPU always accumulates in full precision",
-        "output",
+    fp8_fast_accumulation: str | None = setting(
+        "which FP8 GEMMs of linear layers with per-tensor scales may accumulate entirely in the tensor cores, with about 14 bits: none, "
+        "the output, or all, including the gradients; default: the recipe's, the output in all built-in ones; the FP8 output layer always "
+        "accumulates in full, as does the emulation on a CPU",
+        None,
         choices=FAST_ACCUMULATIONS,
     )
     fp8_min_gain: float = setting(
@@ -351,7 +352,7 @@ def gemm_of(precision: PrecisionConfig) -> Gemms | None:
     given = {key: getattr(precision, name) for name, key in RULE_SETTINGS.items() if getattr(precision, name) is not None}
     gemm = own if precision.fp8_recipe is None else GEMMS[precision.fp8_recipe]
     gemm = _with_rules(gemm, lambda rule: replace(rule, **{key: given[key] for key in _settings(rule) & given.keys()}))  # type: ignore[type-var]
-    return gemm.all_fast() if precision.fp8_fast_accumulation == "all" else gemm
+    return gemm if precision.fp8_fast_accumulation is None else gemm.with_fast(precision.fp8_fast_accumulation)
 
 
 def _settings(rule: Scaling) -> set[str]:

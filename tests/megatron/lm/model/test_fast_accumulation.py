@@ -29,6 +29,12 @@ def test_every_product_of_a_linear_layer_is_fast(level: str, tmp_path: Path, mon
     assert same == losses  # a CPU adds up in full
 
 
+def test_no_product_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told, _ = sums_of(tmp_path, monkeypatch, precision="O3", fp8_fast_accumulation="none", output_layer_precision="fp8-all")
+    assert len(told) > 0
+    assert not any(told)
+
+
 def test_the_head_s_products_are_added_up_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     told, _ = sums_of(tmp_path, monkeypatch, precision="O3", fp8_fast_accumulation="all", output_layer_precision="fp8-all")
     assert 0 < told.count(False) < told.count(True)

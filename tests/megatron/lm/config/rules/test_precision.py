@@ -97,6 +97,7 @@ REFUSALS: list[refusals.Refusal] = [
         "--fp8-fast-accumulation all",
         "--fp8-fast-accumulation all contradicts precision bf16, which does not use our FP8 layers: drop it, or use --opt-level O1",
     ),
+    ("--fp8-fast-accumulation none", "--fp8-fast-accumulation none contradicts"),
     (
         "--opt-level O2 --fp8-recipe blockwise --fp8-fast-accumulation all",
         (

@@ -112,15 +112,26 @@ def test_recipes_of_the_flags():
     assert build_recipe(PrecisionConfig(precision="coat", fp8_recipe="delayed")).gemm == recipe.O2.gemm
 
 
-def test_fast_accumulation_of_the_flags():
+FAST = {None: (True, False, False), "none": (False, False, False), "output": (True, False, False), "all": (True, True, True)}
+
+
+@pytest.mark.parametrize("way", FAST)
+def test_fast_accumulation_of_the_flags(way: str | None):
     for level in ("O1", "O2", "O3", "coat"):
-        plain, fast = (build_recipe(PrecisionConfig(precision=level, fp8_fast_accumulation=way)).gemm for way in ("output", "all"))
-        assert (plain.output.fast, plain.grad_input.fast, plain.grad_weight.fast) == (True, False, False)
-        assert fast == plain.all_fast()
-        assert (fast.output.fast, fast.grad_input.fast, fast.grad_weight.fast) == (True, True, True)
-        assert fast.casts == plain.casts
-    with pytest.raises(ValueError, match="block-scaled GEMMs have no fast accumulation"):
+        plain, gemm = (build_recipe(PrecisionConfig(precision=level, fp8_fast_accumulation=which)).gemm for which in (None, way))
+        assert (gemm.output.fast, gemm.grad_input.fast, gemm.grad_weight.fast) == FAST[way]
+        assert gemm.casts == plain.casts
+
+
+def test_blocks_have_no_fast_accumulation():
+    assert not build_recipe(PrecisionConfig(opt_level="O2", fp8_recipe="blockwise", fp8_fast_accumulation="none")).gemm.output.fast
+    with pytest.raises(ValueError, match="fast accumulation"):
         build_recipe(PrecisionConfig(opt_level="O2", fp8_recipe="blockwise", fp8_fast_accumulation="all"))
+
+
+def test_another_way_to_accumulate_is_refused_by_name():
+    with pytest.raises(ValueError, match="gradients"):
+        recipe.O2.gemm.with_fast("gradients")
 
 
 def test_state_formats_of_the_flags():
