@@ -64,8 +64,7 @@ class Cast:
         return f"{self.format} {self.scaling}" if self.granularity == TENSORWISE else f"{self.format} {self.scaling} {self.granularity}"
 
 
-# Whether outputs accumulate fast by default. Full accumulation costs about 3 % of a step.
-FAST_OUTPUT = True
+FAST_OUTPUT = True  # whether outputs accumulate fast by default
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Product:
 
     Attributes:
         left, right: the operands.
-        fast: the tensor cores may keep partial sums at reduced precision ("fast accumulation", `msamp.numerics.accumulation`); False
-            requires full accumulation.
+        fast: the tensor cores may keep partial sums at reduced precision ("fast accumulation"); False requires full accumulation.
     """
 
     left: Cast
@@ -105,9 +103,8 @@ class Gemms:
     def with_fast(self, products: str) -> "Gemms":
         """Return these GEMMs with fast accumulation in "none" of the products, the "output" alone, or "all".
 
-        With fast accumulation Hopper keeps the whole sum in the tensor cores, at about 14 bits, so long sums of one sign shrink
-        (`msamp.numerics.accumulation`). With full accumulation it moves partial sums to FP32 registers at intervals, which costs
-        instructions and power. Block-scaled GEMMs always accumulate in full.
+        With fast accumulation Hopper keeps the whole sum in the tensor cores at about 14 bits; full accumulation moves partial sums to
+        FP32, which costs time and power (`msamp.numerics.accumulation`). Block-scaled GEMMs always accumulate in full.
 
         Raises:
             ValueError: for another word, or "all" if the operands are block-scaled.
@@ -116,11 +113,9 @@ class Gemms:
             raise ValueError(f"products are {products!r}; choose none, output or all")
         if products == "all" and not self.tensorwise:
             raise ValueError("block-scaled GEMMs have no fast accumulation; use one scale per tensor (delayed or tensorwise)")
-        return Gemms(
-            replace(self.output, fast=products != "none"),
-            replace(self.grad_input, fast=products == "all"),
-            replace(self.grad_weight, fast=products == "all"),
-        )
+        output, gradients = products != "none", products == "all"
+        fast = ((self.output, output), (self.grad_input, gradients), (self.grad_weight, gradients))
+        return Gemms(*(replace(product, fast=which) for product, which in fast))
 
     @property
     def input(self) -> Cast:
