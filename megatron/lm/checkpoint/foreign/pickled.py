@@ -1,20 +1,20 @@
 """Parse tensors of torch's distributed checkpoint (DCP), the format of Megatron-LM, without executing a pickle.
 
 The plan of such a checkpoint is a pickle, and each chunk is a zip file of `torch.save` with another pickle. The trainer's own checkpoints
-contain no pickle, so `loading` does not import this file.
+contain no pickle.
 
-A pickle is a program: an unpickler imports any name, calls it, and sets attributes on any object. A list of permitted names is not enough,
-because BUILD can change a permitted class. This parser only records each operation: a name is text, a call or a new object is a `Record` of
-that name and its arguments, and BUILD sets the state of a record. Names are restricted to a short list, and operations to those that
-torch's writers use. The result is text, numbers, lists and records, from which the plan is built.
+torch's `weights_only` unpickler reads protocol 2 alone, and DCP writes its plan in Python's newest protocol. So this is Python's unpickler
+with a restricted `find_class`, and it creates no object of any class: a name is a `Name`, a call or a new object is a `Record` of that name
+and its arguments, and BUILD, which could otherwise change a permitted class, sets the state of a record. Names are restricted to a short
+list, and operations to those that torch's writers use. The result is text, numbers, lists and records, from which the plan is built.
 """
 
 import io
-import pickletools
+import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,160 +62,96 @@ PLAIN_MODULES = (
     *("argparse", "collections", "datetime", "enum", "megatron", "nemo", "numpy", "pathlib", "signal", "torch", "transformer_engine"),
     "types",
 )
+# Of the unpickler's operations; DICT, INST, OBJ, sets, extensions and others are in no file of torch.
+_OPERATIONS = (
+    *("PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "BINPERSID", "SETITEM", "SETITEMS", "APPEND", "APPENDS"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINBYTES", "SHORT_BINBYTES"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+)
+
+
+class Pairs:
+    """A dictionary as a list of pairs, so that keys are never hashed: the hash of a tuple that repeats itself takes exponential time."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs.append((key, value))
+
+
+class Record(Pairs):
+    """A call or a new object of a pickle: the name of the function or class, its arguments, the state that BUILD would set, and in `pairs`
+    what it would put into a subclass of dict."""
+
+    __match_args__ = ("name", "args", "state", "pairs")
+
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.name, self.args = name, args
+        self.state: list[Any] = []
 
 
 @dataclass(frozen=True, eq=False)
 class Name:
-    """A name that a pickle would import: "MODULE NAME"."""
+    """A name that a pickle would import: "MODULE NAME". `plain`: whether any name of a permitted module may be called."""
 
     name: str
+    plain: bool
+
+    def __call__(self, *args: Any) -> Record:
+        match args:
+            case (Name(enum), str() as member) if self.name in _GETATTR and (enum in _ENUMS or self.plain):
+                return Record(enum, (member,))
+        if self.name in _GETATTR:
+            raise ValueError(f"it names {self.name.replace(' ', '.')!r}, which is not allowed in a checkpoint")
+        if self.name not in _CALLED and (not self.plain or self.name in _DTYPE_NAMES):
+            raise ValueError(f"it calls {self.name}, which is not allowed in a checkpoint")
+        return Record(self.name, args)
 
 
-class Pairs(list[tuple[Any, Any]]):
-    """A dictionary as a list of pairs, so that keys are never hashed."""
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler in Python, whose memo is a dictionary: that in C allocates memory for the largest index that a pickle names.
 
+    `modules`: top-level modules of which a pickle may contain any name.
+    """
 
-@dataclass(eq=False)
-class Record:
-    """A call or a new object of a pickle: the name of the function or class, its arguments, and the state that BUILD would set."""
-
-    name: str
-    args: tuple[Any, ...]
-    state: list[Any] = field(default_factory=list)
-    pairs: Pairs = field(default_factory=Pairs)  # what SETITEMS would put into a subclass of dict
-
-
-class _Machine:
-    """The stack and memo of a pickle, with records instead of objects. `modules`: top-level modules of which it may contain any name."""
-
-    def __init__(self, modules: Sequence[str] = ()) -> None:
+    def __init__(self, data: bytes, modules: Sequence[str]) -> None:
+        super().__init__(io.BytesIO(data), fix_imports=False)
         self.modules = frozenset(modules)
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
 
-    def do(self, operation: str, arg: Any) -> None:
-        """Do one operation; raise ValueError, TypeError or LookupError if no writer of a checkpoint would use it."""
-        if operation in _ATOMS:
-            self.stack.append(_ATOMS[operation](arg))
-        elif operation in _OPERATIONS:
-            _OPERATIONS[operation](self, arg)
-        else:
-            raise ValueError(f"it has the operation {operation}, which is not allowed in a checkpoint")
+    def find_class(self, module: str, name: str) -> Name:
+        known = f"{module} {name}" in _NAMED or f"{module} {name}" in _GETATTR
+        if not known and module.partition(".")[0] not in self.modules:
+            raise ValueError(f"it names '{module}.{name}', which is not allowed in a checkpoint")
+        return Name(f"{module} {name}", bool(self.modules))
 
-    def pop(self, kind: type = object) -> Any:
-        """Pop the top of the stack, which must be a `kind`."""
-        value = self.stack.pop()
-        if not isinstance(value, kind):
-            raise TypeError(f"it has a {type(value).__name__} instead of a {kind.__name__}")
-        return value
+    def persistent_load(self, pid: Any) -> Record:
+        return Record("persistent", tuple(pid))
 
-    def pop_mark(self) -> list[Any]:
-        """Pop all objects since the last mark."""
-        values, self.stack = self.stack, self.marks.pop()
-        return values
+    def table(self) -> None:
+        self.stack.append(Pairs())
 
-    def mark(self, arg: Any) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
+    def call(self) -> None:
+        args, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, Name):
+            raise ValueError(f"it calls a {type(function).__name__}")
+        self.stack.append(function(*args))
 
-    def name(self, arg: str | None) -> None:
-        if arg is None:
-            name, module = self.pop(str), self.pop(str)
-            arg = f"{module} {name}"
-        if arg not in _NAMED and arg not in _GETATTR and arg.split(" ")[0].split(".")[0] not in self.modules:
-            raise ValueError(f"it names {arg.replace(' ', '.')!r}, which is not allowed in a checkpoint")
-        self.stack.append(Name(arg))
-
-    def call(self, arg: Any) -> None:
-        args, called = self.pop(tuple), self.pop(Name)
-        if called.name in _GETATTR:
-            match args:
-                case (Name(name) as enum, str()) if name in _ENUMS or self.modules:
-                    called, args = enum, args[1:]
-                case _:
-                    raise ValueError(f"it names {called.name.replace(' ', '.')!r}, which is not allowed in a checkpoint")
-        if called.name not in _CALLED and (not self.modules or called.name in _DTYPE_NAMES):
-            raise ValueError(f"it calls {called.name}, which is not allowed in a checkpoint")
-        self.stack.append(Record(called.name, args))
-
-    def build(self, arg: Any) -> None:
-        state, record = self.pop(), self.pop(Record)
-        if record.state:
-            raise ValueError("it sets one object twice")
+    def build(self) -> None:
+        state, record = self.stack.pop(), self.stack[-1]
+        if not isinstance(record, Record) or record.state:
+            raise ValueError(f"it sets the state of a {type(record).__name__}, or sets one object twice")
         record.state.append(state)
-        self.stack.append(record)
 
-    def items(self, arg: Any) -> None:
-        values = self.pop_mark()
-        pairs = list(zip(values[::2], values[1::2], strict=True))
-        self.table().extend(pairs)
-
-    def item(self, arg: Any) -> None:
-        value, key = self.pop(), self.pop()
-        self.table().append((key, value))
-
-    def table(self) -> Pairs:
-        """Return the dictionary on top of the stack, or the content of a dict subclass."""
-        top = self.top(object)
-        if isinstance(top, Record) and top.name in ("collections OrderedDict", "collections defaultdict"):
-            return top.pairs
-        return self.top(Pairs)
-
-    def appends(self, arg: Any) -> None:
-        values = self.pop_mark()
-        self.top(list).extend(values)
-
-    def append(self, arg: Any) -> None:
-        value = self.pop()
-        self.top(list).append(value)
-
-    def top(self, kind: type) -> Any:
-        value = self.pop(kind)
-        self.stack.append(value)
-        return value
-
-    def tuple_since_mark(self, arg: Any) -> None:
-        values = tuple(self.pop_mark())
-        self.stack.append(values)
-
-    def tuple_of(self, count: int) -> None:
-        values = [self.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(values)))
-
-    def keep(self, place: int) -> None:
-        self.memo[place] = self.stack[-1]
-
-
-_ATOMS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"), lambda arg: arg),
-    "NONE": lambda arg: None,
-    "NEWFALSE": lambda arg: False,
-    "NEWTRUE": lambda arg: True,
-    "EMPTY_TUPLE": lambda arg: (),
-    "EMPTY_LIST": lambda arg: [],
-    "EMPTY_DICT": lambda arg: Pairs(),
-    **dict.fromkeys(("BINFLOAT", "BINBYTES", "SHORT_BINBYTES", "LONG4", "BINUNICODE8"), lambda arg: arg),
-}
-_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, arg: None),
-    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL"), _Machine.name),
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
-    "BUILD": _Machine.build,
-    "MARK": _Machine.mark,
-    "TUPLE": _Machine.tuple_since_mark,
-    "TUPLE1": lambda machine, arg: machine.tuple_of(1),
-    "TUPLE2": lambda machine, arg: machine.tuple_of(2),
-    "TUPLE3": lambda machine, arg: machine.tuple_of(3),
-    "SETITEMS": _Machine.items,
-    "SETITEM": _Machine.item,
-    "APPENDS": _Machine.appends,
-    "APPEND": _Machine.append,
-    "BINPERSID": lambda machine, arg: machine.stack.append(Record("persistent", machine.pop(tuple))),
-    "MEMOIZE": lambda machine, arg: machine.keep(len(machine.memo)),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.keep),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, arg: machine.stack.append(machine.memo[arg])),
-}
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{getattr(pickle, operation)[0]: pickle._Unpickler.dispatch[getattr(pickle, operation)[0]] for operation in _OPERATIONS},
+        pickle.EMPTY_DICT[0]: table,
+        pickle.REDUCE[0]: call,
+        pickle.NEWOBJ[0]: call,
+        pickle.BUILD[0]: build,
+    }
 
 
 def interpreted(data: bytes, modules: Sequence[str] = ()) -> Any:
@@ -228,31 +164,25 @@ def interpreted(data: bytes, modules: Sequence[str] = ()) -> Any:
     Raises:
         ValueError: if it is not such a pickle, or has another operation.
     """
-    machine = _Machine(modules)
     try:
-        for operation, arg, _ in pickletools.genops(data):
-            machine.do(operation.name, arg)
-        (result,) = machine.stack
-    except IndexError:
-        raise ValueError("it pops an empty stack") from None
-    except KeyError as error:
-        raise ValueError(f"it reads place {error} of its memo, which is empty") from None
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-    return result
+        return _Unpickler(data, modules).load()
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the operations of a damaged pickle raise
+        raise ValueError(f"it is not a pickle of a checkpoint: {type(error).__name__}: {error}") from None
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:
     """Return the attributes of a record of the class `name`."""
     if not isinstance(record, Record) or record.name != name or not record.state or not isinstance(record.state[0], Pairs):
         raise ValueError(f"it has something other than a {name.rpartition(' ')[2]}")
-    return {key: value for key, value in record.state[0] if isinstance(key, str)}
+    return {key: value for key, value in record.state[0].pairs if isinstance(key, str)}
 
 
-def _pairs(value: Any) -> Pairs:
-    if not isinstance(value, Pairs):
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    if type(value) is not Pairs:
         raise ValueError("it has something other than a table")
-    return value
+    return value.pairs
 
 
 def _size(record: Any) -> torch.Size:
@@ -372,12 +302,12 @@ def _plain(node: Any, left: Iterator[int], numbers: dict[str, bytes]) -> Any:
     if next(left, None) is None:
         raise ValueError(f"it has more than {_MOST_VALUES} values")
     match node:
-        case Record("argparse Namespace", _, [Pairs() as pairs]) | Record("types SimpleNamespace", _, [Pairs() as pairs]):
-            return _plain(pairs, left, numbers)
+        case Record("argparse Namespace" | "types SimpleNamespace", _, [Pairs() as table]):
+            return _plain(table, left, numbers)
         case Record("collections OrderedDict" | "collections defaultdict", _, _, pairs):
-            return _plain(pairs, left, numbers)
-        case Pairs():
-            return {key: _plain(value, left, numbers) for key, value in node if isinstance(key, str | int)}
+            return {key: _plain(value, left, numbers) for key, value in pairs if isinstance(key, str | int)}
+        case Pairs(pairs=pairs) if not isinstance(node, Record):
+            return {key: _plain(value, left, numbers) for key, value in pairs if isinstance(key, str | int)}
         case list() | tuple():
             return [_plain(value, left, numbers) for value in node]
         case Record("torch._utils _rebuild_tensor_v2", (Record("persistent", ("storage", Name(name), str(key), *_)), 0, () | (1,), *_)):
