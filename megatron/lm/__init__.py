@@ -12,7 +12,7 @@ planning/     estimates before a run: memory (`--dry-run`), step time, bytes sen
 checkpoint/   contents of a checkpoint, saving and loading; files/ defines the format on disk
 graphs/       CUDA graphs of a step, of a whole model or of a pipeline stage
 step.py       one training step
-training/     the training state, optimizer and schedule, gradient all-reduce, health, identity
+training/     the training state, optimizer and schedule, gradient all-reduce, identity and health of a run
 model/        the GPT, and the choice of its FP8 layers
 hugging_face/ folders of Hugging Face and their models, read without running their code
 data/         tokenizers, preprocessing of text, reading of datasets, batches

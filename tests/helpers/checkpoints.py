@@ -28,7 +28,7 @@ from megatron.lm.checkpoint.files.storage import Item, Stored, write
 from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.config import Config
 from megatron.lm.run.trainer import Trainer
-from megatron.lm.training.identity import Run
+from megatron.lm.training.run_record import Run
 from megatron.lm.training.state import Training
 
 MARKER = "latest_checkpointed_iteration.txt"

@@ -60,7 +60,6 @@ def info(training: Training) -> dict[str, Any]:
     scaler, without_states = training.loss_scaler, training.config.checkpoint.no_save_optim
     return description(training.config, training.vocab_size, dist.get_world_size()) | {
         "run": training.run.entry(),
-        "health": training.health.entry([]),
         "loss_scale": scaler.state_dict() if scaler is not None and scaler.dynamic and not without_states else None,
         "iteration": training.iteration,
         "consumed_samples": training.consumed_samples,

@@ -31,7 +31,6 @@ from megatron.lm.data.reading.order import check_same
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.processes.grid import Grid
-from megatron.lm.training import health
 from megatron.lm.training.state import Training
 from msamp.comm.grad_scaling import MU_MAX
 from msamp.numerics.formats import by_name
@@ -339,7 +338,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     training.run = training.run.resumed(info) if settings.resumes_itself else training.run.child_of(info, settings.finetune)
     if settings.finetune:
         return
-    training.health = health.of(info)
+    training.problem = None
     _restore_guard(training, info)
     optimizer.skipped_steps = info["skipped_steps"]
     # The position in the schedule; its shape is this run's, which equals the saved one without --override-opt-param-scheduler.

@@ -24,7 +24,7 @@ from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.model.gpt import build_model
 from megatron.lm.model.initial import take_initial_weights
 from megatron.lm.processes import process_groups
-from megatron.lm.training import health
+from megatron.lm.training.run_record import health_problem
 from msamp.numerics.formats import of_dtype
 from msamp.optim.updates import MASTER
 
@@ -48,7 +48,7 @@ class CheckpointReader:
         folder = Path(folder)
         self.folder = folder if (folder / INFO_FILE).is_file() else latest(folder)
         self.info: dict[str, Any] = read_info(self.folder)
-        problem = health.problem_of(self.info)
+        problem = health_problem(self.info)
         if problem is not None:
             print(f"warning: {self.folder} is unhealthy: {problem}", flush=True)
         check_files(self.folder, self.info["files"])

@@ -8,19 +8,17 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.lm.checkpoint import content, megatron_content
+from megatron.lm.checkpoint import content, megatron_content, tensor_rules
 from megatron.lm.checkpoint.files import non_persistent, storage
 from megatron.lm.checkpoint.files.folder import (
-    condemn,
     digest_entries,
     iteration_folder,
-    iteration_of,
     new_partial_folder,
     partial_folder,
     prune,
@@ -33,11 +31,93 @@ from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.checkpoint.files.lock import FolderLock, locked
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign import write_torch_dist
-from megatron.lm.checkpoint.judging import saves as judging
 from megatron.lm.checkpoint.megatron_content import MegatronContent
 from megatron.lm.processes.agreement import all_or_none
-from megatron.lm.training import health
+from megatron.lm.training.run_record import health_problem
 from megatron.lm.training.state import Training
+
+NAMED = 3  # problems that `checkpoint.json` names at most
+
+
+@dataclasses.dataclass
+class CheckpointRoot:
+    """A folder in which a run saves: `keep_last` as the flag; `lock`: rank 0's, while a `Saver` is active."""
+
+    folder: Path
+    keep_last: int | None
+    lock: FolderLock | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a rank is about to write: its chunks, `checkpoint.json` without its files, and with `--ckpt-format torch_dist` Megatron-LM's
+    other content."""
+
+    items: Sequence[Item]
+    info: dict[str, Any]
+    foreign: MegatronContent | None
+
+    @classmethod
+    def of(cls, training: Training) -> "Snapshot":
+        """Return the snapshot of the current iteration. Collective."""
+        training.optimizer.wait()  # for ZeRO's weight gathers
+        items, info = content.items(training), content.info(training)
+        problems = tensor_rules.problems(training, items)
+        more = [f"and {len(problems) - NAMED} more"] if len(problems) > NAMED else []
+        info["health"] = {"problem": "; ".join([*problems[:NAMED], *more]) if problems else training.problem}
+        if training.config.checkpoint.ckpt_format == "own":
+            return cls(content.left_in(training, items), info, None)
+        foreign = megatron_content.of_training(training, items, info)
+        return cls(foreign.items, info | {"format": write_torch_dist.BACKEND}, foreign)
+
+    def write(self, root: CheckpointRoot, group: dist.ProcessGroup | None = None) -> Path:
+        """Write the checkpoint of all ranks, and return its folder: in a partial folder, which is renamed when it is complete. Collective.
+
+        `group`: None is the default group.
+
+        Raises:
+            ValueError: on every rank, if one cannot write; the last checkpoint is unchanged.
+        """
+        folder = iteration_folder(root.folder, self.info["iteration"])
+        partial, rank, ranks = partial_folder(folder), dist.get_rank(), dist.get_world_size()
+
+        def make_folder() -> None:
+            if root.lock is not None:
+                root.lock.check()
+            if rank == 0:
+                new_partial_folder(folder)
+
+        def write() -> dict[str, Any]:
+            meeting = (group or dist.group.WORLD) if ranks > 1 else None
+            if self.foreign is None:
+                storage.write(partial, self.items, meeting)
+            else:
+                write_torch_dist.write(partial, self.items, self.foreign.common, self.foreign.objects, meeting)
+            # Read back from disk, so that only readable files are published.
+            beside = (PLAN_FILE,) if self.foreign is None else write_torch_dist.FILES
+            return digest_entries([*partial.glob(f"__{rank}_*"), *(partial / name for name in beside if rank == 0)])
+
+        def finish() -> None:
+            if rank == 0:
+                write_info(partial, self.info | {"files": {name: entry for part in parts for name, entry in part.items()}})
+                if root.lock is not None:
+                    root.lock.check()
+                publish(folder, mark=health_problem(self.info) is None)
+                if root.keep_last is not None:
+                    prune(folder, root.keep_last)
+
+        message = f"cannot save to {folder}: {{}}; free space or choose another --save"
+        try:
+            all_or_none(make_folder, message, group)
+            own = all_or_none(write, message, group)
+            parts: list[dict[str, Any]] = [{}] * ranks
+            dist.all_gather_object(parts, own, group)
+            all_or_none(finish, message, group)
+        except ValueError:
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # free the disk space of the incomplete checkpoint
+            raise
+        return folder
 
 
 def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
@@ -51,107 +131,7 @@ def save(training: Training, root: Path, keep_last: int | None = None) -> Path:
     Raises:
         ValueError: on every rank, if one cannot write (full disk, permissions); the last checkpoint is unchanged.
     """
-    folder = iteration_folder(root, training.iteration)
-    items, info, foreign = _contents(training)
-    _write(folder, items, info, keep_last, foreign=foreign)
-    return folder
-
-
-def _contents(training: Training) -> tuple[list[Item], dict[str, Any], MegatronContent | None]:
-    """Return this rank's chunks, `checkpoint.json`, and with `--ckpt-format torch_dist` Megatron-LM's other content. Collective."""
-    training.optimizer.wait()  # for ZeRO's weight gathers
-    items, info = content.items(training), content.info(training)
-    info["health"] = training.health.entry(judging.problems(training, items, info))
-    if training.config.checkpoint.ckpt_format == "own":
-        return content.left_in(training, items), info, None
-    foreign = megatron_content.of_training(training, items, info)
-    return foreign.items, info | {"format": write_torch_dist.BACKEND}, foreign
-
-
-def _write(
-    folder: Path,
-    items: Sequence[Item],
-    info: dict[str, Any],
-    keep_last: int | None,
-    group: dist.ProcessGroup | None = None,
-    lock: FolderLock | None = None,
-    confirmed: Path | None = None,
-    doubted: bool = False,
-    foreign: MegatronContent | None = None,
-) -> None:
-    """`group`: None is the default group. `lock`: rank 0's lock on the folder of checkpoints. `confirmed`: the previous checkpoint if the
-    steps since have shown that it is healthy, so that older ones can be deleted. `doubted`: whether later steps may show that this one is
-    unhealthy. `foreign`: other content of a checkpoint in Megatron-LM's format, whose chunks are `items`.
-    """
-    partial, rank, ranks = partial_folder(folder), dist.get_rank(), dist.get_world_size()
-
-    def make_folder() -> None:
-        if lock is not None:
-            lock.check()
-        if rank == 0:
-            if confirmed is not None and keep_last is not None and health.problem_of(info) is None:
-                with contextlib.suppress(ValueError):  # it was damaged meanwhile, so keep all
-                    prune(confirmed, keep_last, confirmed=True)
-            new_partial_folder(folder)
-
-    def write() -> None:
-        meeting = (group or dist.group.WORLD) if ranks > 1 else None
-        if foreign is None:
-            storage.write(partial, items, meeting)
-        else:
-            write_torch_dist.write(partial, items, foreign.common, foreign.objects, meeting)
-
-    def digests() -> dict[str, Any]:
-        # Read back from disk, so that only readable files are published.
-        beside = (PLAN_FILE,) if foreign is None else write_torch_dist.FILES
-        return digest_entries([*partial.glob(f"__{rank}_*"), *(partial / name for name in beside if rank == 0)])
-
-    def finish() -> None:
-        if rank == 0:
-            write_info(partial, info | {"files": {name: entry for part in parts for name, entry in part.items()}})
-            if lock is not None:
-                lock.check()
-            publish(folder, mark=health.problem_of(info) is None)
-            if keep_last is not None:
-                prune(folder, keep_last, confirmed=not doubted)
-
-    message = f"cannot save to {folder}: {{}}; free space or choose another --save"
-    try:
-        all_or_none(make_folder, message, group)
-        all_or_none(write, message, group)
-        own = all_or_none(digests, message, group)
-        parts: list[dict[str, Any]] = [{}] * ranks
-        dist.all_gather_object(parts, own, group)
-        all_or_none(finish, message, group)
-    except ValueError:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # free the disk space of the incomplete checkpoint
-        raise
-
-
-@dataclasses.dataclass
-class _Root:
-    """A folder in which a run saves.
-
-    Attributes:
-        folder: of its checkpoints.
-        keep_last: as `--keep-last`.
-        lock: rank 0's, while the `Saver` is active.
-        newest: the newest checkpoint, if it is healthy and this process saved it.
-    """
-
-    folder: Path
-    keep_last: int | None
-    lock: FolderLock | None = None
-    newest: Path | None = None
-
-
-class _Elsewhere(NamedTuple):
-    """A folder in or at `--emergency-save`, rank 0's lock on it, and why it is not `--emergency-save` itself, as the end of a sentence."""
-
-    folder: Path
-    lock: FolderLock | None
-    why: str = ""
+    return Snapshot.of(training).write(CheckpointRoot(root, keep_last))
 
 
 class Saver:
@@ -160,14 +140,8 @@ class Saver:
     With `--non-persistent-save-interval` it also locks that folder, and keeps only the newest checkpoint there. If the run has gone back to
     an earlier iteration, later non-persistent checkpoints are deleted on entry and by `forget_undone`.
 
-    If a save fails, because the disk is full or the folder was removed, the checkpoint goes to `--emergency-save` if set, and the error is
-    raised in any case. Several runs may share that folder: the first to need it writes there, and each other into `run_ID` in it.
-
     With `--async-save` a save copies this rank's share to the host, for which training waits, and a thread writes it while training
     continues. The next save, and the exit, wait for the previous one. A failed save is reported at once and raises there.
-
-    With `--keep-last 1` the previous checkpoint is deleted when the next save starts, not when the newest is complete: the steps in between
-    may show that the newest is unhealthy.
 
     Args:
         training: the training state to save.
@@ -181,10 +155,9 @@ class Saver:
         assert settings.save is not None
         if settings.ckpt_format != "own":
             megatron_content.check_states(training)
-        self.training, self.root = training, _Root(Path(settings.save), settings.keep_last)
+        self.training, self.root = training, CheckpointRoot(Path(settings.save), settings.keep_last)
         beside = non_persistent.folder_of(settings, settings.save)
-        self.non_persistent = None if beside is None else _Root(beside, 1)
-        self.elsewhere = Path(settings.emergency_save) if settings.emergency_save else None
+        self.non_persistent = None if beside is None else CheckpointRoot(beside, 1)
         self.background = settings.async_save
         timeout = datetime.timedelta(minutes=training.config.parallel.distributed_timeout_minutes)
         apart = self.background and dist.get_world_size() > 1  # the thread's collectives need their own group
@@ -195,12 +168,14 @@ class Saver:
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> "Saver":
+        roots = [root for root in (self.root, self.non_persistent) if root is not None]
+
         def lock() -> None:
             if dist.get_rank() == 0:
-                for root in self._roots:
+                for root in roots:
                     root.lock = self._held.enter_context(locked(root.folder))
                     refuse_other_run(root.folder, self.training.run)
-                for root in self._roots:
+                for root in roots:
                     for line in tidy(root.folder):
                         print(line, flush=True)
 
@@ -220,10 +195,6 @@ class Saver:
                 self._thread.join()  # so that a run that fails later still completes its checkpoint
         finally:
             self._held.close()
-
-    @property
-    def _roots(self) -> tuple[_Root, ...]:
-        return (self.root,) if self.non_persistent is None else (self.root, self.non_persistent)
 
     def forget_undone(self) -> None:
         """Delete the non-persistent checkpoints of undone iterations; waits for a background save. Collective.
@@ -253,48 +224,14 @@ class Saver:
         self.finish()
         root = self.root if persistent else self.non_persistent
         assert root is not None
-        folder = iteration_folder(root.folder, self.training.iteration)
-        items, info, foreign = _contents(self.training)
-        stepped = root.newest is not None and (iteration_of(root.newest) or 0) < self.training.iteration  # since the newest was saved
-        confirmed = root.newest if stepped and self.training.health.failed == 0 else None
-        root.newest = folder if health.problem_of(info) is None else None
+        snapshot = Snapshot.of(self.training)
         if self.background:
-            self._thread = threading.Thread(
-                target=self._write_staged, args=(root, folder, self._stage(items), info, confirmed, foreign), name="save"
-            )
+            staged = dataclasses.replace(snapshot, items=self._stage(snapshot.items))
+            self._thread = threading.Thread(target=self._write_in_background, args=(root, staged), name="save")
             self._thread.start()
         else:
-            self._write(root, folder, items, info, confirmed, foreign)
-        return health.problem_of(info) is None
-
-    def doubt(self, saved: int) -> bool:
-        """Mark the checkpoint of iteration `saved` as unhealthy if the steps since show that it is; return whether they do. Collective.
-
-        Raises:
-            ValueError: on every rank, if the mark cannot be written.
-        """
-        return self._doubt(self.root, saved)
-
-    def doubt_non_persistent(self) -> bool:
-        """Like `doubt`, for the newest non-persistent checkpoint that this process saved; False if there is none."""
-        root = self.non_persistent
-        return root is not None and root.newest is not None and self._doubt(root, iteration_of(root.newest) or 0)
-
-    def _doubt(self, root: _Root, saved: int) -> bool:
-        problem = self.training.health.against(saved)
-        if problem is None:
-            return False
-        self.finish()
-        root.newest = None
-        folder = iteration_folder(root.folder, saved)
-
-        def write() -> None:
-            if root.lock is not None:  # on rank 0
-                root.lock.check()
-                print(f"{folder} is unhealthy: {problem}; the newest healthy one is {condemn(folder, problem) or 'none'}", flush=True)
-
-        all_or_none(write, f"{folder} is unhealthy, but cannot be marked as such: {{}}")
-        return True
+            self._write(root, snapshot)
+        return health_problem(snapshot.info) is None
 
     @property
     def busy(self) -> bool:
@@ -310,71 +247,17 @@ class Saver:
         if error is not None:
             raise error
 
-    def _write_staged(
-        self, root: _Root, folder: Path, items: list[Item], info: dict[str, Any], confirmed: Path | None, foreign: MegatronContent | None
-    ) -> None:
+    def _write_in_background(self, root: CheckpointRoot, snapshot: Snapshot) -> None:
         try:
-            self._write(root, folder, items, info, confirmed, foreign)
+            self._write(root, snapshot)
         except BaseException as error:
             self._error = error
             print(f"background save failed: {error}", flush=True)
 
-    def _write(
-        self,
-        root: _Root,
-        folder: Path,
-        items: Sequence[Item],
-        info: dict[str, Any],
-        confirmed: Path | None,
-        foreign: MegatronContent | None,
-    ) -> None:
-        problem = health.problem_of(info)
-        try:
-            _write(folder, items, info, root.keep_last, self.group, root.lock, confirmed, doubted=True, foreign=foreign)
-        except ValueError as error:
-            if self.elsewhere is None:
-                raise
-            with contextlib.ExitStack() as held:
-                try:
-                    place = self._free_elsewhere(held)
-                    other = place.folder / folder.name
-                    _write(other, items, info, None, self.group, place.lock, foreign=foreign)
-                except ValueError as second:
-                    raise ValueError(f"{error}; and {second}") from None
-            unhealthy = "" if problem is None else f", and is unhealthy: {problem}"
-            raise ValueError(f"{error}. The checkpoint was saved to {other} instead{place.why}{unhealthy}") from None
+    def _write(self, root: CheckpointRoot, snapshot: Snapshot) -> None:
+        folder, problem = snapshot.write(root, self.group), health_problem(snapshot.info)
         if dist.get_rank() == 0:
             print(f"saved {folder}" if problem is None else f"saved {folder}, which is unhealthy: {problem}", flush=True)
-
-    def _free_elsewhere(self, held: contextlib.ExitStack) -> "_Elsewhere":
-        """Lock `--emergency-save`, or a folder of this run in it if another run writes or has written there. Collective.
-
-        Other runs may have the same flag, and write there at any time, so this is judged when it is needed and not at the start.
-
-        Raises:
-            ValueError: on every rank, if neither can be written.
-        """
-        assert self.elsewhere is not None
-        shared, run = self.elsewhere, self.training.run
-
-        def choose() -> _Elsewhere | None:
-            if dist.get_rank() != 0:
-                return None
-            try:
-                lock = held.enter_context(locked(shared, "--emergency-save"))
-                refuse_other_run(shared, run)
-                return _Elsewhere(shared, lock)
-            except ValueError as problem:
-                held.close()
-                own = shared / f"run_{run.id[:12]}"
-                lock = held.enter_context(locked(own, "--emergency-save"))
-                refuse_other_run(own, run)
-                return _Elsewhere(own, lock, f", since {str(problem).partition('; ')[0].partition(', and saving')[0]}")
-
-        place = all_or_none(choose, group=self.group)
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, None if place is None else (place.folder, place.why), self.group)
-        return place or _Elsewhere(answers[0][0], None, answers[0][1])
 
     def _stage(self, items: Sequence[Item]) -> list[Item]:
         """Copy items to host memory that is reused by later saves, because pinning gigabytes takes seconds."""

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.lm.checkpoint.files.storage import Stored
-from megatron.lm.checkpoint.judging.tensors import number_problem
 from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.tensor_rules import number_problem
 from megatron.lm.checkpoint.values import StoredTensor, check_agree, check_remainder, find, find_whole, firsts, scalar
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics import mcf

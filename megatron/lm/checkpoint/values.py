@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.files.index import Chunk
 from megatron.lm.checkpoint.files.storage import Region, Stored
-from megatron.lm.checkpoint.judging.tensors import extents, tensor_problem
 from megatron.lm.checkpoint.place import Place
+from megatron.lm.checkpoint.tensor_rules import extents, tensor_problem
 from msamp.numerics import mcf
 from msamp.numerics.formats import ALL, BF16, EXPANDED, REMAINDER_E4M3, Format, of_dtype
 from msamp.numerics.granularity import Group
@@ -97,7 +97,7 @@ class StoredTensor:
         return Expanded(self.payload, largest, k)
 
     def check(self, folder: object, *, non_negative: bool = False) -> None:
-        """Raise a ValueError for a tensor that no run can use (`judging.tensors`)."""
+        """Raise a ValueError for a tensor that no run can use (`tensor_rules`)."""
         if self.payload.dtype not in _DTYPES:
             raise ValueError(f"{folder}: {self.key} is {self.payload.dtype}, which is not a format of weights; load an older checkpoint")
         groups = [extents(self.groups[0]).tolist(), torch.stack(torch.aminmax(self.groups[1])).tolist()] if self.groups is not None else []

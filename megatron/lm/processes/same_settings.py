@@ -21,7 +21,7 @@ from megatron.lm.config.cli import config_to_dict
 # Files and folders whose paths may differ between machines: what a run writes, and data, whose content `data.same_data` compares.
 PLACES = frozenset(
     {
-        *("save", "emergency_save", "tensorboard_dir", "metrics_file", "record_precision", "fp8_gain_cache", "data_cache_path"),
+        *("save", "tensorboard_dir", "metrics_file", "record_precision", "fp8_gain_cache", "data_cache_path"),
         *("wandb_save_dir", "memory_snapshot_path"),
         *("data_path", "train_data_path", "valid_data_path", "test_data_path", "tokenizer_model", "vocab_file", "merge_file"),
     }
@@ -29,7 +29,7 @@ PLACES = frozenset(
 # Of these, the paths that only some ranks may set: only rank 0 uses them, or each rank uses its own.
 _FREE = frozenset(
     {
-        *("save", "emergency_save", "tensorboard_dir", "metrics_file", "fp8_gain_cache", "data_cache_path"),
+        *("save", "tensorboard_dir", "metrics_file", "fp8_gain_cache", "data_cache_path"),
         *("wandb_save_dir", "memory_snapshot_path"),
     }
 )

@@ -25,7 +25,7 @@ def job(argv: Sequence[str] | None = None) -> int:
         # Imported here, because megatron-core takes seconds to import, and a refusal should not.
         from megatron.lm.processes import process_groups
         from megatron.lm.run.trainer import Trainer
-        from megatron.lm.run.watchdog import Watchdog
+        from megatron.lm.run.watchdog import leave_if_alone
 
         process_groups.initialize(config)
     try:
@@ -33,8 +33,7 @@ def job(argv: Sequence[str] | None = None) -> int:
             try:
                 trainer = Trainer(config)
             except Exception as error:
-                if process_groups.device_waits():
-                    Watchdog.of(config).leave_if_alone(error)
+                leave_if_alone(error)
                 raise
         unfinished = trainer.run()
     finally:

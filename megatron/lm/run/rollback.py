@@ -21,22 +21,12 @@ class Rollback:
     """
 
     def __init__(self) -> None:
-        self._healthy: list[int] = []
+        self.iteration: int | None = None
         self.count = 0
-
-    @property
-    def iteration(self) -> int | None:
-        return self._healthy[-1] if self._healthy else None
 
     def saved(self, iteration: int) -> None:
-        """Record a newer checkpoint."""
-        self._healthy.append(iteration)
-        self.count = 0
-
-    def forget(self) -> None:
-        """Drop the newest checkpoint, which is not healthy after all."""
-        self._healthy.pop()
-        self.count = 0
+        """Record a newer healthy checkpoint."""
+        self.iteration, self.count = iteration, 0
 
     def go(self, training: Training) -> str:
         """Restore everything except the position in the data, and return a line for the log. Collective.

@@ -18,8 +18,7 @@ from megatron.lm.config import CheckpointConfig, Config
 from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.saved_schedule import take_schedule
 from megatron.lm.processes.agreement import rank_0_decides
-from megatron.lm.training import identity
-from megatron.lm.training.identity import Run
+from megatron.lm.training.run_record import Run, run_name, run_of
 
 
 def with_checkpoint(config: Config) -> tuple[Config, str | None]:
@@ -89,11 +88,11 @@ def saved_settings(asked: CheckpointConfig) -> Saved | None:
 def _is_the_child(settings: CheckpointConfig, load: Path, save: Path) -> bool:
     """Return whether the run in `save` started from the one in `load` with these settings."""
     info, parent = non_persistent.owner_of(settings, save), non_persistent.owner_of(settings, load)
-    saved_run = identity.of(info) if info is not None else None
+    saved_run = run_of(info) if info is not None else None
     if saved_run is None or saved_run.parent is None or parent is None:
         return False
     return (
-        saved_run.parent.run == identity.name(parent)
+        saved_run.parent.run == run_name(parent)
         and saved_run.parent.finetune == settings.finetune
         and settings.ckpt_step in (None, saved_run.parent.iteration)
     )

@@ -115,18 +115,19 @@ class StepWatch:
         loss_sum, tokens, terminate, save, over, orphaned = step.sums.values().tolist()
         clock = f"--exit-duration-in-mins {self.requests.minutes:g}" if over else None
         leave = "SIGTERM" if terminate else LAUNCHER_GONE if orphaned else clock
-        health = self.training.health
         if step.skipped:
-            health.skipped(step.iteration, searches_scale=self._least is not None and math.isfinite(loss_sum))
+            searches_scale = self._least is not None and math.isfinite(loss_sum)  # a smaller loss scale may fix it
+            skipped = f"iteration {step.iteration} was skipped: its loss or gradient was non-finite"
+            self.training.problem = None if searches_scale else skipped
             self._skipped(step)
             return StepVerdict(save=bool(save), leave=leave)
         if not tokens:
-            health.empty(step.iteration)
+            self.training.problem = f"iteration {step.iteration} has no token that counts in the loss"
             self._empty(step)
             return StepVerdict(save=bool(save), leave=leave)
         self.in_a_row = 0
         loss = loss_sum / tokens
-        health.stepped(step.iteration, loss)
+        self.training.problem = None if math.isfinite(loss) else f"the loss of iteration {step.iteration} is {loss}"
         mean = self.spikes.mean_before(loss) if math.isfinite(loss) else None
         if mean is not None:
             self._say(

@@ -43,7 +43,7 @@ from megatron.lm.run.rollback import Rollback
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint
 from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
-from megatron.lm.run.watchdog import IN_STEP, READING, Watchdog
+from megatron.lm.run.watchdog import IN_STEP, READING, Watchdog, leave_if_alone
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
 from megatron.lm.shell.terminal import wrapped
@@ -78,7 +78,7 @@ class Trainer:
         self.graphs = step_graph.build(self.training)
         self.config = config = self.training.config
         self.rollback = Rollback()
-        self.watchdog = Watchdog.of(config)
+        self.watchdog = Watchdog(60 * config.parallel.distributed_timeout_minutes)
         if config.checkpoint.load:
             checkpoint.load(self.training)
             if config.checkpoint.resumes_itself:
@@ -220,7 +220,7 @@ class Trainer:
                 self.profiles.close(failed=True)
                 if isinstance(error, RuntimeError) and lost_connection(error):
                     raise RunStopped(self._lost(error)) from error
-                self.watchdog.leave_if_alone(error)  # before code that waits for the device, and so for the other ranks
+                leave_if_alone(error)  # before code that waits for the device, and so for the other ranks
                 raise
             finally:
                 self._release()
@@ -318,13 +318,7 @@ class Trainer:
             self.watchdog.at("comparing weights", due.iteration)
             check_replicas(self.training, due.iteration)
         self.watchdog.at(IN_STEP, due.iteration)  # the host waits here for the device
-        verdict = self.step_watch.look(result, due.iteration, now=due.verdict)
-        saved = self.rollback.iteration
-        if self.saver is not None and saved is not None and self.saver.doubt(saved):
-            self.rollback.forget()
-        if self.saver is not None:
-            self.saver.doubt_non_persistent()
-        return verdict
+        return self.step_watch.look(result, due.iteration, now=due.verdict)
 
     def _after_step(self, due: Due, verdict: StepVerdict) -> str | None:
         """Save and evaluate if due; return why the run stops here, or None."""

@@ -1,1 +1,1 @@
-"""The training state around the model: optimizer and schedule, gradient all-reduce, health and identity of a run."""
+"""The training state around the model: optimizer and schedule, gradient all-reduce, and what checkpoints record of a run."""

@@ -14,9 +14,8 @@ from megatron.lm.config import Config
 from megatron.lm.model.fp8_layers import Fp8LayerChoice
 from megatron.lm.processes.grid import Grid
 from megatron.lm.training.expert_load import ExpertLoad
-from megatron.lm.training.health import Health
-from megatron.lm.training.identity import Run
 from megatron.lm.training.optimizer import Schedule
+from megatron.lm.training.run_record import Run
 from msamp.comm.grad_sync import GradSync
 from msamp.fp16.scaler import LossScaler
 from msamp.nn.precision_guard import LayerGuard
@@ -35,8 +34,9 @@ class Training:
     an FP8 recipe, as in `config`, and why. `experts`: load and bias of the experts; empty for a dense model. `passed_over`: samples that
     were read and then undone by rollbacks; the next step reads from `consumed_samples + passed_over`. `loss_scaler`: for FP16;
     megatron-core's schedule and the graphs multiply the loss by its scale, and the optimizer divides by it and updates it. `data`: what
-    determines the order of the training data (`data.order`), or None. `run`: the run's identity; rank 0's is saved. `health`: of the last
-    step, set by `run.step_watch`. `guard`: with `--fp8-guard`, the layers that compute in BF16 for now.
+    determines the order of the training data (`data.order`), or None. `run`: the run's identity; rank 0's is saved. `problem`: why a
+    checkpoint written now is unhealthy whatever its tensors contain, or None; set by `run.step_watch`. `guard`: with `--fp8-guard`, the
+    layers that compute in BF16 for now.
     """
 
     config: Config
@@ -55,7 +55,7 @@ class Training:
     passed_over: int = 0
     data: dict[str, Any] | None = None
     run: Run = field(default_factory=Run)
-    health: Health = field(default_factory=Health)
+    problem: str | None = None
     guard: LayerGuard | None = None
 
     @property

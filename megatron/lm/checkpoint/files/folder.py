@@ -6,8 +6,8 @@
 
 `checkpoint.json` contains the non-tensor values, size and SHA-256 of every other file, and a seal over itself.
 
-The marker file names the newest healthy checkpoint (`megatron.lm.training.health`). Users can edit it to go back. If the marked checkpoint
-is damaged, the next older healthy one of the same run (`megatron.lm.training.identity`) is loaded; if the marker is missing or unreadable,
+The marker file names the newest healthy checkpoint (`training.run_record`). Users can edit it to go back. If the marked checkpoint
+is damaged, the next older healthy one of the same run is loaded; if the marker is missing or unreadable,
 the newest one.
 """
 
@@ -24,8 +24,7 @@ from megatron.lm.checkpoint.files.versions import files_of, upgraded
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.shell.durable import flush, written_aside
 from megatron.lm.shell.opening import read_text, to_write
-from megatron.lm.training import health, identity
-from megatron.lm.training.identity import Run
+from megatron.lm.training.run_record import Run, health_problem, run_name, run_of
 
 INFO_FILE = "checkpoint.json"
 RELEASE = "release"
@@ -220,7 +219,7 @@ def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
         except ValueError:
             folders.append(path)
             continue
-        problem = health.problem_of(info)
+        problem = health_problem(info)
         if first is not None and not _one_run(first, info):
             remarks.append(f"passed over: {path} is a checkpoint of another run")
         elif problem is not None and not unhealthy:
@@ -233,8 +232,8 @@ def _judged(offered: Sequence[tuple[int, Path]], unhealthy: bool) -> Candidates:
 
 def _one_run(newer: dict[str, Any], older: dict[str, Any]) -> bool:
     """Return whether two checkpoints are of the same run, from their `checkpoint.json`."""
-    run = identity.of(newer)
-    return identity.of(older) is None if run is None else run.holds(older)
+    run = run_of(newer)
+    return run_of(older) is None if run is None else run.holds(older)
 
 
 def owner(root: Path) -> dict[str, Any] | None:
@@ -252,7 +251,7 @@ def refuse_other_run(root: Path, run: Run) -> None:
     """Raise a ValueError, with alternatives, if `root` contains checkpoints of another run than `run`."""
     info = owner(root)
     if any(_numbered(root)) and (info is None or not run.holds(info)):
-        held = f"another run (iteration {info['iteration']} of {identity.name(info)[:8]})" if info else "checkpoints that cannot be read"
+        held = f"another run (iteration {info['iteration']} of {run_name(info)[:8]})" if info else "checkpoints that cannot be read"
         if info is None and any((path / "common.pt").is_file() for _, path in _numbered(root)):
             raise ValueError(
                 f"{root} contains checkpoints of Megatron-LM, which saving there would lose: use --load {root} and another --save"
@@ -333,24 +332,6 @@ def _mark(folder: Path) -> None:
         stream.write(str(iteration_of(folder)).encode())
 
 
-def condemn(folder: Path, problem: str) -> Path | None:
-    """Mark a published checkpoint as unhealthy and move the marker to the newest healthy one; return that one, or None."""
-    file = folder / INFO_FILE
-    info = json.loads(file.read_text(encoding="utf-8"))
-    del info["seal"]
-    aside = new_partial_folder(folder)
-    write_info(aside, info | {"health": info.get("health", {}) | {"problem": problem}})
-    (aside / INFO_FILE).rename(file)
-    flush(folder)
-    aside.rmdir()
-    try:
-        healthy = latest(folder.parent, say=False)
-    except ValueError:
-        return None
-    _mark(healthy)
-    return healthy
-
-
 def remove(folder: Path) -> None:
     """Delete a checkpoint; a kill in between leaves nothing that looks complete."""
     if folder.exists():
@@ -358,11 +339,8 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder.rename(partial_folder(folder)), ignore_errors=True)
 
 
-def prune(newest: Path, keep: int, *, confirmed: bool) -> None:
-    """Delete the checkpoints of a run up to `newest`, the last it saved, except for the last `keep` and the newest healthy ones. It keeps
-    two healthy ones, since later steps may `condemn` one of them, or one if `newest` is healthy and that is `confirmed`; and all of them if
-    `newest` is unhealthy.
-    """
+def prune(newest: Path, keep: int) -> None:
+    """Delete the checkpoints of a run up to `newest`, the last it saved, except for the last `keep` and the newest healthy one."""
     last = sealed_info(newest)
     checkpoints: list[tuple[int, bool, bool, Path]] = []  # iteration, not a replaced one, healthy
     for number, path in _numbered(newest.parent):
@@ -373,13 +351,11 @@ def prune(newest: Path, keep: int, *, confirmed: bool) -> None:
         except ValueError:
             info = None
         if info is None or _one_run(last, info):
-            checkpoints.append((number, path.suffix == "", info is not None and health.problem_of(info) is None, path))
+            checkpoints.append((number, path.suffix == "", info is not None and health_problem(info) is None, path))
     checkpoints.sort()
-    healthy = [path for _, _, is_healthy, path in checkpoints if is_healthy]
-    if newest in healthy:
-        healthy = healthy[-1 if confirmed else -2 :]
+    newest_healthy = [path for _, _, is_healthy, path in checkpoints if is_healthy][-1:]
     for *_, path in checkpoints[:-keep]:
-        if path not in healthy:
+        if path not in newest_healthy:
             remove(path)
 
 

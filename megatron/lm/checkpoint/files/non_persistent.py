@@ -22,8 +22,7 @@ from megatron.lm.checkpoint.files.folder import (
     tidy,
 )
 from megatron.lm.config import LATEST_CHECKPOINT_FILE, CheckpointConfig
-from megatron.lm.training import identity
-from megatron.lm.training.identity import Run
+from megatron.lm.training.run_record import run_of
 
 
 def folder_of(settings: CheckpointConfig, root: str | Path) -> Path | None:
@@ -69,8 +68,8 @@ def _is_of(run: dict[str, Any], folder: Path) -> bool:
         info = sealed_info(folder)
     except ValueError:
         return True
-    known: Run | None = identity.of(run)
-    return identity.of(info) is None if known is None else known.holds(info)
+    known = run_of(run)
+    return run_of(info) is None if known is None else known.holds(info)
 
 
 def newest(settings: CheckpointConfig) -> Path:

@@ -40,6 +40,8 @@ from megatron.lm.config.sections.schema import flag
 from msamp.nn.precision_guard import is_state
 
 VERSION = 6
+# Settings that older code saved and that no longer exist. None of them changes what a run computes.
+GONE = frozenset({"emergency_save"})
 
 
 def upgraded(info: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def upgraded(info: dict[str, Any]) -> dict[str, Any]:
     for name, is_one in _ENTRIES.items():
         if info.get(name) is not None and not is_one(info[name]):
             raise ValueError(f"has {name} {info[name]!a:.80} in its checkpoint.json, which no run writes; load an older checkpoint")
-    config = {section: dict(values) for section, values in config.items()}
+    config = {section: {name: x for name, x in values.items() if name not in GONE} for section, values in config.items()}
     for step in range(version, VERSION):
         _STEPS[step](config)
     return info | {"version": VERSION, "config": config}
@@ -133,7 +135,7 @@ _COUNTS = (
 
 
 def _is_run(entry: Any) -> bool:
-    """Return whether it is a valid entry of `megatron.lm.training.identity`."""
+    """Return whether it is a valid entry of `megatron.lm.training.run_record`."""
     match entry:
         case {"id": str(), "parent": None, "adopted": bool()}:
             return True
@@ -143,7 +145,7 @@ def _is_run(entry: Any) -> bool:
 
 
 def _is_health(entry: Any) -> bool:
-    """Return whether it is a valid entry of `megatron.lm.training.health`."""
+    """Return whether it is a valid entry of `megatron.lm.training.run_record`."""
     if not isinstance(entry, dict):
         return False
     mean = entry.get("mean_loss")

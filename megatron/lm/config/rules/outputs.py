@@ -48,11 +48,9 @@ def saving(config: Config, world_size: int) -> Problems:
     if checkpoint.save is None:
         yield from _without_folder(checkpoint)
         return
-    elsewhere, beside = checkpoint.emergency_save, checkpoint.non_persistent_folder(checkpoint.save)
-    for name, folder in (("emergency_save", elsewhere), ("non_persistent_global_ckpt_dir", beside)):
-        if folder is not None and os.path.realpath(folder) == os.path.realpath(checkpoint.save):
-            other = "one on another disk" if name == "emergency_save" else "another"
-            yield f"{flag(name)} {folder} is also the folder of --save: give {other}"
+    beside = checkpoint.non_persistent_folder(checkpoint.save)
+    if beside is not None and os.path.realpath(beside) == os.path.realpath(checkpoint.save):
+        yield f"--non-persistent-global-ckpt-dir {beside} is also the folder of --save: give another"
     if beside is None and checkpoint.non_persistent_global_ckpt_dir is not None:
         given = f"--non-persistent-global-ckpt-dir {checkpoint.non_persistent_global_ckpt_dir}"
         yield f"{given} has no effect without --non-persistent-save-interval: add it, or drop the folder"
@@ -65,10 +63,8 @@ def _without_folder(checkpoint: CheckpointConfig) -> Problems:
         value = getattr(checkpoint, name)
         if value is not None:
             yield f"{flag(name)} {value} has no effect without a folder: add --save FOLDER, or drop it"
-    for name in ("emergency_save", "non_persistent_global_ckpt_dir"):
-        value = getattr(checkpoint, name)
-        if value is not None:
-            yield f"{flag(name)} {value} has no effect without --save: add --save FOLDER, or drop it"
+    if (folder := checkpoint.non_persistent_global_ckpt_dir) is not None:
+        yield f"--non-persistent-global-ckpt-dir {folder} has no effect without --save: add --save FOLDER, or drop it"
     for name in ("async_save", "no_save_optim", "no_save_rng"):
         if getattr(checkpoint, name):
             yield f"{flag(name)} has no effect without a folder: add --save FOLDER, or drop it"
@@ -96,7 +92,6 @@ def outputs(config: Config, world_size: int) -> Problems:
         yield f"--device-memory-gib {config.logging.device_memory_gib:g} has no effect without --dry-run: add it, or drop the memory"
     folders = {
         "save": config.checkpoint.save,
-        "emergency_save": config.checkpoint.emergency_save,
         "non_persistent_global_ckpt_dir": config.checkpoint.non_persistent_global_ckpt_dir,
         "tensorboard_dir": config.logging.tensorboard_dir,
         "wandb_save_dir": config.logging.wandb_save_dir,

@@ -79,7 +79,6 @@ class CheckpointConfig:
     )
     async_save: bool = setting("write checkpoints in the background, from a copy in the host's memory, while training continues", False)
     keep_last: int | None = setting("newest checkpoints to keep in --save; derived: all", None, legal=COUNT)
-    emergency_save: str | None = setting("folder for a last checkpoint if --save can no longer be written", None)
     ckpt_step: int | None = setting("iteration of the checkpoint to load; derived: the newest healthy one", None, legal=COUNT_OR_ZERO)
     load_unhealthy: bool = setting("load the checkpoint of --ckpt-step even if it is marked unhealthy", False)
     finetune: bool = setting("load only the weights and start at iteration 0", False)

@@ -1,6 +1,6 @@
 """Weights & Biases: the curves of TensorBoard in a run of W&B, with `--wandb-project`.
 
-As in Megatron-LM, the last rank logs. The run of W&B has the ID that checkpoints record (`megatron.lm.training.identity`), so a job that
+As in Megatron-LM, the last rank logs. The run of W&B has the ID that checkpoints record (`megatron.lm.training.run_record`), so a job that
 resumes from its own checkpoint continues the same run. WANDB_MODE, WANDB_API_KEY and the other variables of wandb have wandb's meaning;
 WANDB_RUN_ID replaces the ID.
 

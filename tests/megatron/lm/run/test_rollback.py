@@ -75,7 +75,7 @@ def test_a_rollback_passes_over_an_unhealthy_checkpoint(prefix: Path, tmp_path: 
     settings = tiny.config(prefix, train_iters=10, save=str(tmp_path), save_interval=4)
     with tiny.trainer(settings) as made:
         made.run()
-        made.training.iteration, made.training.health.problem = 12, "it diverged"
+        made.training.iteration, made.training.problem = 12, "it diverged"
         assert made.saver is not None
         with made.saver:
             made._save()

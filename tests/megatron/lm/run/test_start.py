@@ -12,7 +12,7 @@ from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.config import CheckpointConfig
 from megatron.lm.run.start import with_checkpoint
-from megatron.lm.training.identity import Run
+from megatron.lm.training.run_record import Run
 
 
 def start(**settings: Any) -> tuple[CheckpointConfig, str | None]:

@@ -14,7 +14,6 @@ from megatron.lm.checkpoint.files.folder import (
     INFO_FILE,
     candidates,
     check_files,
-    condemn,
     exists,
     iteration_folder,
     iteration_of,
@@ -29,22 +28,13 @@ from megatron.lm.checkpoint.files.folder import (
     tidy,
 )
 from megatron.lm.checkpoint.files.versions import VERSION
-from megatron.lm.training import health
-from megatron.lm.training.identity import Run
+from megatron.lm.training.run_record import Run, health_problem
 
 DEAD = "iteration 6 was skipped"
 
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
-
-
-def test_names(tmp_path: Path):
-    assert iteration_folder(tmp_path, 12).name == "iter_0000012"
-    assert iteration_folder(tmp_path, 123456789).name == "iter_123456789"
-    assert partial_folder(iteration_folder(tmp_path, 12)).name == "iter_0000012.partial"
-    assert [iteration_of(Path(name)) for name in ("iter_0000012", "iter_123456789", "iter_0000012.replaced")] == [12, 123456789, 12]
-    assert not any(iteration_of(Path(name)) for name in ("iter_0000012.partial", "iter_12", "0000012", "iter_0000012.old"))
 
 
 def test_a_published_checkpoint_is_found(tmp_path: Path):
@@ -280,7 +270,7 @@ def test_what_a_kill_left_is_cleared_before_writing(tmp_path: Path):
 def save(root: Path, iteration: int) -> None:
     tidy(root)
     publish(written(root, iteration, "new"))
-    prune(iteration_folder(root, iteration), 1, confirmed=True)
+    prune(iteration_folder(root, iteration), 1)
 
 
 @pytest.mark.parametrize("iteration", [6, 4], ids=["a new one", "over itself"])
@@ -318,11 +308,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, monkeypa
 
 def test_prune_keeps_the_newest_up_to_the_one_just_saved(tmp_path: Path):
     folders = {iteration: published(tmp_path, iteration) for iteration in (2, 4, 6, 8)}
-    prune(folders[6], 2, confirmed=True)  # of a run that went back: 8 is newer
+    prune(folders[6], 2)  # of a run that went back: 8 is newer
     assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
-    prune(folders[6], 1, confirmed=True)
+    prune(folders[6], 1)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
-    prune(folders[6], 5, confirmed=True)
+    prune(folders[6], 5)
     assert names(tmp_path) == ["iter_0000006", "iter_0000008", MARKER]
 
 
@@ -331,33 +321,20 @@ def test_prune_never_removes_the_newest_healthy_one(tmp_path: Path):
     for iteration in (2, 4):
         published(tmp_path, iteration)
     for iteration in (6, 8, 10):
-        prune(published(tmp_path, iteration, problem=DEAD), 2, confirmed=True)
-    assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000008", "iter_0000010", MARKER]
-    (iteration_folder(tmp_path, 4) / "data").unlink()  # then it serves nobody
-    prune(published(tmp_path, 12, problem=DEAD), 1, confirmed=True)
-    assert names(tmp_path) == ["iter_0000002", "iter_0000012", MARKER]
-    prune(published(tmp_path, 14), 1, confirmed=True)
+        prune(published(tmp_path, iteration, problem=DEAD), 2)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000008", "iter_0000010", MARKER]
+    prune(published(tmp_path, 12, problem=DEAD), 1)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000012", MARKER]
+    prune(published(tmp_path, 14), 1)
     assert names(tmp_path) == ["iter_0000014", MARKER]
 
 
-def test_prune_keeps_what_is_left_if_the_newest_turns_out_unhealthy(tmp_path: Path):
-    """The one before goes once the newest is settled."""
-    for iteration in (2, 4, 6):
-        published(tmp_path, iteration)
-    prune(iteration_folder(tmp_path, 6), 1, confirmed=False)
-    assert names(tmp_path) == ["iter_0000004", "iter_0000006", MARKER]
-    prune(published(tmp_path, 8, problem=DEAD), 1, confirmed=False)
-    assert names(tmp_path) == ["iter_0000004", "iter_0000006", "iter_0000008", MARKER]
-    prune(published(tmp_path, 10), 1, confirmed=True)
-    assert names(tmp_path) == ["iter_0000010", MARKER]
-
-
 @pytest.mark.promise("Checkpoints", "`--keep-last 1` leaves a complete healthy checkpoint at every moment, also when killed.")
-@pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.parametrize("healthy", [True, False])
 def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, healthy: bool
 ):
-    """As `Saver` does it; `sound`: whether the steps after a save show that it was."""
+    """`healthy`: whether the later checkpoints are."""
     for after in range(200):
         root, run = tmp_path / str(after), of(Run())
         published(root, 2, **run)
@@ -365,12 +342,8 @@ def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
             dying(patch, after)
             try:
                 for iteration in (4, 6):
-                    if sound and iteration > 4:
-                        prune(iteration_folder(root, iteration - 2), 1, confirmed=True)
-                    publish(written(root, iteration, **run))
-                    prune(iteration_folder(root, iteration), 1, confirmed=False)
-                    if not sound:
-                        condemn(iteration_folder(root, iteration), DEAD)
+                    publish(written(root, iteration, health={"problem": None if healthy else DEAD}, **run), mark=healthy)
+                    prune(iteration_folder(root, iteration), 1)
             except Killed:
                 ended = False
             else:
@@ -378,28 +351,11 @@ def test_a_kill_at_any_moment_of_keep_last_1_leaves_a_whole_healthy_checkpoint(
         folder = latest(root)
         info = read_info(folder)
         check_files(folder, info["files"])
-        assert health.problem_of(info) is None
+        assert health_problem(info) is None
         if ended:
             break
-    assert names(root) == ["iter_0000004" if sound else "iter_0000002", "iter_0000006", MARKER]
-    assert after > 15
-
-
-@pytest.mark.promise("Checkpoints", "A checkpoint whose following steps all fail is marked unhealthy, and the marker moves back.")
-def test_a_condemned_one_is_unhealthy_and_the_marker_goes_back(tmp_path: Path):
-    older, dead = published(tmp_path, 2, **of(run := Run())), published(tmp_path, 4, **of(run))
-    before = read_info(dead)
-    assert condemn(dead, DEAD) == older
-    assert (tmp_path / MARKER).read_text() == "2"
-    changed = read_info(dead)
-    check_files(dead, changed["files"])
-    own = {"health", "seal"}
-    assert {key: x for key, x in changed.items() if key not in own} == {key: x for key, x in before.items() if key not in own}
-    assert health.problem_of(changed) == DEAD
-    assert names(tmp_path) == ["iter_0000002", "iter_0000004", MARKER]
-    assert condemn(older, DEAD) is None
-    with pytest.raises(ValueError, match="has no complete healthy checkpoint"):
-        latest(tmp_path)
+    assert names(root) == [*([] if healthy else ["iter_0000002"]), "iter_0000006", MARKER]
+    assert after > 10
 
 
 def test_prune_leaves_other_runs_alone(tmp_path: Path):
@@ -408,7 +364,7 @@ def test_prune_leaves_other_runs_alone(tmp_path: Path):
     published(tmp_path, 2, **of(Run()))
     for iteration in (4, 6):
         published(tmp_path, iteration, **mine)
-    prune(published(tmp_path, 8, **mine), 1, confirmed=True)
+    prune(published(tmp_path, 8, **mine), 1)
     assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000008", MARKER]
 
 
@@ -417,17 +373,8 @@ def test_prune_counts_no_replaced_one_before_the_one_in_its_place(tmp_path: Path
     second.rename(second.with_name("iter_0000004.replaced"))
     newest = published(tmp_path, 4, "new")
     first.rename(first.with_name("iter_0000004.replaced"))  # as a kill leaves it: publishing has removed the one before
-    prune(newest, 1, confirmed=True)
+    prune(newest, 1)
     assert names(tmp_path) == ["iter_0000004", MARKER]
-
-
-def test_prune_leaves_what_it_does_not_know(tmp_path: Path):
-    for name in ("iter_0000001", "iter_0000002.old", "notes"):  # the first is another code's
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "common.pt").write_text("theirs")
-    for iteration in (2, 4):
-        prune(published(tmp_path, iteration), 1, confirmed=True)
-    assert names(tmp_path) == ["iter_0000001", "iter_0000002.old", "iter_0000004", MARKER, "notes"]
 
 
 def test_what_a_kill_left_of_any_iteration_is_cleared_at_the_next_start(tmp_path: Path):

@@ -9,7 +9,7 @@ from helpers.checkpoints import of, published
 from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import iteration_folder, read_info
 from megatron.lm.config import CheckpointConfig
-from megatron.lm.training.identity import Run
+from megatron.lm.training.run_record import Run
 
 RUN = Run()
 

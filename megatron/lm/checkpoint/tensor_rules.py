@@ -1,17 +1,25 @@
 """Rules for the values of a checkpoint's tensors, which a save and a load share. A problem is a text that continues after a tensor's key.
 
-A save judges gigabytes on the device, and must not become much slower. So a large tensor is read once, for its smallest and largest value
-(`extents`), and counted only if these break a rule.
+A load refuses a tensor that breaks a rule. A save of one is marked unhealthy, so that `--keep-last` never deletes a loadable checkpoint for
+it. A save judges gigabytes on the device, and must not become much slower. So a large tensor is read once, for its smallest and largest
+value (`extents`), and counted only if these break a rule.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.lm.checkpoint.content import group_keys, scale_key
+from megatron.lm.checkpoint.files.storage import Item
+from megatron.lm.training.state import Training
 from msamp.numerics.formats import FP32
 from msamp.numerics.scaling import MAX_EXPONENT
+from msamp.optim.kept_states import update_of
+from msamp.optim.updates import formats_of
 
 # The square of a larger value overflows FP32, and with it the norm of such weights and the second moment of such gradients. A second moment
 # may not be larger either: the run would have had gradients of 2^32.
@@ -85,3 +93,53 @@ def number_problem(value: float, low: float, high: float, dtype: torch.dtype, *,
     if low <= value <= high and not (whole and value != math.floor(value)):
         return None
     return f" is {value}; it must be one {dtype} in [{low}, {high}]{' without a fraction' if whole else ''}"
+
+
+def problems(training: Training, items: Sequence[Item]) -> list[str]:
+    """Return which tensors that all ranks are about to save break a rule, and how. Collective.
+
+    Args:
+        training: the training state.
+        items: this rank's chunks (`content.items`).
+    """
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, list(_own_problems(training, items)))
+    return list(dict.fromkeys(problem for problems in everywhere for problem in problems))
+
+
+def _own_problems(training: Training, items: Sequence[Item]) -> Iterator[str]:
+    """Yield the problems of weights and states, with their scales and groups."""
+    beside = {item.key: item.tensor for item in items if "@" in item.key}
+    kinds = (kind for group in training.optimizer.param_groups for kind in formats_of(group))
+    squares = {state.key for kind in kinds for state in update_of(kind).states if state.non_negative}
+    judged = [item for item in items if _is_payload(item)]
+    scales = [beside.get(scale_key(item.key, item.offset)) for item in judged]
+    groups = [tuple(beside.get(key) for key in group_keys(item.key, item.offset)) for item in judged]
+    ranges = _on_host(extents(item.tensor) for item in judged)
+    numbers = iter(_on_host(x.reshape(1) for x in scales if x is not None))
+    maxima = iter(_on_host(extents(largest) for largest, _ in groups if largest is not None))
+    exponents = iter(_on_host(torch.stack(torch.aminmax(k)) for _, k in groups if k is not None))
+    for item, extent, scale, (largest, _) in zip(judged, ranges, scales, groups, strict=True):
+        own_scales = next(numbers) if scale is not None else []
+        own_groups = (next(maxima), next(exponents)) if largest is not None else ()
+        non_negative = item.key.partition("/")[0] in squares
+        problem = tensor_problem(item.tensor, extent, own_scales, own_groups, non_negative=non_negative)
+        if problem is not None:
+            yield f"{item.key}{problem}"
+
+
+def _is_payload(item: Item) -> bool:
+    prefix, _, name = item.key.partition("/")
+    return prefix not in ("rng", "step", "mu") and "@" not in name and ".scaling." not in name and item.tensor.is_floating_point()
+
+
+def _on_host(tensors: Iterable[Tensor]) -> list[list[float]]:
+    """Return the values of small tensors of one length, waiting once for each device."""
+    held, alike = list(tensors), defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
+    for number, x in enumerate(held):
+        alike[x.device, x.dtype].append(number)
+    values: list[list[float]] = [[]] * len(held)
+    for numbers in alike.values():
+        for number, row in zip(numbers, torch.stack([held[number] for number in numbers]).tolist(), strict=True):
+            values[number] = row
+    return values

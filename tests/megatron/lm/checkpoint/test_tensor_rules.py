@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron.lm.checkpoint.judging import tensors
-from megatron.lm.checkpoint.judging.tensors import extents, number_problem, tensor_problem
+from megatron.lm.checkpoint import tensor_rules
+from megatron.lm.checkpoint.tensor_rules import extents, number_problem, tensor_problem
 from msamp.numerics.formats import FP32
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -27,7 +27,7 @@ def test_extents_are_those_of_the_values(dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf], ids=str)
 def test_one_value_that_is_not_finite_shows(dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tensors, "_BLOCK", 4)
+    monkeypatch.setattr(tensor_rules, "_BLOCK", 4)
     x = torch.ones(10)
     x[9] = value
     if dtype is torch.float8_e4m3fn:
