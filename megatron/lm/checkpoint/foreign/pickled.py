@@ -117,6 +117,8 @@ class _Unpickler(pickle._Unpickler):
     `modules`: top-level modules of which a pickle may contain any name.
     """
 
+    stack: list[Any]  # of `pickle._Unpickler`
+
     def __init__(self, data: bytes, modules: Sequence[str]) -> None:
         super().__init__(io.BytesIO(data), fix_imports=False)
         self.modules = frozenset(modules)
