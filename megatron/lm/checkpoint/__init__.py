@@ -8,7 +8,7 @@ from megatron.lm.checkpoint.files.folder import exists, iteration_folder, latest
 from megatron.lm.checkpoint.loading import load, saved_config, saved_precision, saved_settings
 from megatron.lm.checkpoint.reader import CheckpointReader, load_for_inference
 from megatron.lm.checkpoint.saving import Saver, save
-from megatron.lm.checkpoint.write_weights import write_weights
+from megatron.lm.checkpoint.writers import write_weights
 
 __all__ = [
     "CheckpointReader",

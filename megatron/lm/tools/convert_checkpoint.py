@@ -123,7 +123,7 @@ def export_fp8(args: argparse.Namespace) -> str:
 
 def to_megatron(args: argparse.Namespace) -> str:
     """Convert a checkpoint to Megatron-LM's format torch_dist."""
-    from megatron.lm.checkpoint.write_megatron import write_megatron
+    from megatron.lm.checkpoint.writers import write_megatron
 
     saved = _saved(args.load)
     with new_folder(args.output) as folder:
@@ -153,7 +153,7 @@ def _in_bf16(values: Values) -> Iterator[tuple[str, Tensor]]:
 
 def import_hf(args: argparse.Namespace) -> str:
     """Convert a Hugging Face folder to a checkpoint with only weights; the message lists the flags for the trainer."""
-    from megatron.lm.checkpoint.write_weights import write_weights
+    from megatron.lm.checkpoint.writers import write_weights
 
     about, tensors = read_json(args.load / "config.json"), Tensors(args.load)
     given = _given_tokenizer(args)

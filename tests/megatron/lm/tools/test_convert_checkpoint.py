@@ -87,9 +87,9 @@ def written(monkeypatch):
         calls.append((config, vocab_size, weights))
         return root
 
-    module = ModuleType("megatron.lm.checkpoint.write_weights")
+    module = ModuleType("megatron.lm.checkpoint.writers")
     module.write_weights = write_weights
-    monkeypatch.setitem(sys.modules, "megatron.lm.checkpoint.write_weights", module)
+    monkeypatch.setitem(sys.modules, "megatron.lm.checkpoint.writers", module)
     return calls
 
 

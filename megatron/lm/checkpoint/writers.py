@@ -1,15 +1,47 @@
-"""Write one of our checkpoints in Megatron-LM's format, in one process."""
+"""Write checkpoints outside of a run, in one process: in Megatron-LM's format, or only weights from another source."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron.lm.checkpoint.files.folder import iteration_folder
+import torch
+from torch import Tensor
+
+from megatron.lm.checkpoint.content import description
+from megatron.lm.checkpoint.files import storage
+from megatron.lm.checkpoint.files.folder import digest_entries, iteration_folder, new_partial_folder, publish, write_info
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign import write_torch_dist
 from megatron.lm.checkpoint.megatron_content import MOMENTS, common, extra_states, megatron_items
 from megatron.lm.checkpoint.reader import CheckpointReader
-from megatron.lm.config import LATEST_CHECKPOINT_FILE
+from megatron.lm.config import LATEST_CHECKPOINT_FILE, Config
 from msamp.optim.updates import MASTER
+
+
+def write_weights(root: Path, config: Config, vocab_size: int, weights: Mapping[str, Tensor]) -> Path:
+    """Write a checkpoint at iteration 0 for `--load ROOT --finetune`, on any grid and with any recipe.
+
+    Args:
+        root: folder of checkpoints.
+        config: of the model, and of the data's tokenizer.
+        vocab_size: of the tokenizer; the embedding may have more rows.
+        weights: by their names in the unsharded model; any float dtype, which is kept.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ValueError: if a weight does not have a float dtype.
+        OSError: if the checkpoint cannot be written.
+    """
+    for name, x in weights.items():
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name} is {x.dtype}; weights must be torch.float32, torch.bfloat16 or torch.float16")
+    folder = iteration_folder(root, 0)
+    partial = new_partial_folder(folder)
+    storage.write(partial, [Item.whole(f"model/{name}", x.contiguous()) for name, x in weights.items()])
+    write_info(partial, description(config, vocab_size, processes=1) | {"files": digest_entries(partial.iterdir())})
+    publish(folder)
+    return folder
 
 
 def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) -> Path:
@@ -30,7 +62,8 @@ def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) 
         raise ValueError(f"to-megatron does not support a model with {part} yet: use to-hf, or export-bf16")
     names, layers = saved.names(), model.num_layers
     steps = [saved.step(name) for name in names] if states else []
-    whole = bool(steps) and all(step is not None for step in steps) and _has_moments(saved, names)
+    has_moments = all(f"{key}/{name}" in saved.stored.tensors for name in names for key in MOMENTS)
+    whole = bool(steps) and all(step is not None for step in steps) and has_moments
     step = max((step for step in steps if step is not None), default=None) if whole else None
     folder = iteration_folder(root, saved.info["iteration"])
     folder.mkdir()
@@ -38,10 +71,6 @@ def write_megatron(saved: CheckpointReader, root: Path, *, states: bool = True) 
     write_torch_dist.write(folder, items, common(saved.info, step), extra_states(layers), None)
     (root / LATEST_CHECKPOINT_FILE).write_text(str(saved.info["iteration"]), encoding="utf-8")
     return folder
-
-
-def _has_moments(saved: CheckpointReader, names: list[str]) -> bool:
-    return all(f"{key}/{name}" in saved.stored.tensors for name in names for key in MOMENTS)
 
 
 def _items(saved: CheckpointReader, names: list[str], with_states: bool) -> Iterator[Item]:
