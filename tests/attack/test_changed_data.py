@@ -74,7 +74,7 @@ def test_no_token_counts_in_an_evaluation(tmp_path: Path):
         tiny.run(settings)
 
 
-@pytest.mark.promise("Data", "A resume with a changed token is refused if a sample covers it, and otherwise logs that the file was modified.")
+@pytest.mark.promise("Data", "A resume with a changed token is refused if a sample covers it, and otherwise logs that the file changed.")
 @pytest.mark.parametrize("place", [1, 50_003, 499_998])
 def test_a_changed_token_is_noticed_at_resume(tmp_path: Path, place: int, capsys: pytest.CaptureFixture[str]):
     prefix, save = tmp_path / "corpus", str(tmp_path / "save")

@@ -18,8 +18,7 @@ from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.training.state import Training
 from msamp.numerics.formats import FP32
 from msamp.numerics.scaling import MAX_EXPONENT
-from msamp.optim.kept_states import update_of
-from msamp.optim.updates import formats_of
+from msamp.optim.updates import formats_of, update_of
 
 # The square of a larger value overflows FP32, and with it the norm of such weights and the second moment of such gradients. A second moment
 # may not be larger either: the run would have had gradients of 2^32.
