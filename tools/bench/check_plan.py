@@ -25,7 +25,7 @@ from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from tools.bench.derive_rates import COAT_MEMORY, FITTED, GRID, MOE, PARALLEL, STEP
-from tools.docs.evidence import Row, read
+from tools.measurements import Row, read
 from tools.precisions import precision_flags
 
 MEMORY_LIMIT, TIME_LIMIT = 3.0, 15.0  # percent

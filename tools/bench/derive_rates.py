@@ -25,7 +25,7 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
 from megatron.lm.shell.durable import written_aside
 from tools.bench.bench_grouped import MODELS, Layer
-from tools.docs.evidence import ROOT, Row, read
+from tools.measurements import ROOT, Row, read
 
 GPU = "NVIDIA H200"
 FILE = "megatron/lm/planning/rates.csv"

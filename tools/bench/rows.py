@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megatron.lm.shell.arguments import output_file
+from tools.measurements import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # What a measurement writes, and pages made of it: `+` would mark every row after the first of a call.
 WRITTEN = ("tools/bench/results", "tools/reproduce/results", "tools/bench/LOG.md", "docs", "README.md", "CHANGELOG.md")
 

@@ -1,18 +1,18 @@
-"""Read measurements and check that they may be published: each names the commit it was measured at, which must be in the history."""
+"""Check that measurements may be published: each names the commit it was measured at, which must be in the history."""
 
-import csv
 import functools
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.measurements import ROOT, Row, read
+
+__all__ = ["COMPUTED", "PREDICTED", "ROOT", "History", "Row", "marked", "read", "unproven"]
 # Files computed from shapes (the planner's also from its rates), which name no commit; a test recomputes each.
 COMPUTED = tuple(f"tools/reproduce/results/{name}.csv" for name in ("table7", "table8", "planner"))
 PREDICTED = COMPUTED[2]
 DIRTY, UNKNOWN = "+", "?"  # after a commit: its tree had uncommitted changes; it is not in the history
-Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,3 @@ def unproven(rows: Iterable[Row], name: str, history: History) -> list[str]:
             )
         missing.append(f"{name}: {commit}")
     return missing
-
-
-@functools.cache
-def _read(path: Path) -> tuple[Row, ...]:
-    with path.open(encoding="utf-8", newline="") as stream:
-        return tuple(csv.DictReader(stream))
-
-
-def read(name: str, root: Path = ROOT) -> tuple[Row, ...]:
-    """Read the rows of a results file, by its path in the repository."""
-    return _read(root / name)
