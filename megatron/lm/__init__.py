@@ -6,7 +6,7 @@ state), errors, and this one. The rest is in folders. A folder imports only from
 tools/        command-line tools besides the trainer: data preparation, planning, conversion, generation, reports
 post/         fine-tuning and RLHF of transformers models
 run/          the training loop, fault handling, and reports (metrics, precision record)
-evaluation/   generation with a KV cache, perplexity, lm-eval tasks, differences between runs
+evaluation/   bits per byte of a text, tasks for lm-eval, differences between runs
 build.py      builds the model, its optimizer and the rest of the training state
 planning/     estimates before a run: memory (`--dry-run`), step time, bytes sent, parallel layouts that fit a cluster
 checkpoint/   contents of a checkpoint, saving and loading; files/ defines the format on disk

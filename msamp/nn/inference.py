@@ -1,6 +1,6 @@
 """Batch-invariant FP8 linear layers for inference: the weight in its stored FP8 format, and input scales that depend on one row only.
 
-In training a tensor has one scale, so the result of a row depends on the other rows of the batch. In generation and evaluation it must not:
+In training a tensor has one scale, so the result of a row depends on the other rows of the batch. In evaluation it must not:
 a sequence must have the same result in any batch. So the kernels of the blockwise recipes cast the input in 1 x 128 blocks with
 power-of-two scales. A power of two does not change how an FP8 value above the subnormal range is rounded, and compared with one scale per
 tensor, small rows keep bits that they would lose.
@@ -9,7 +9,7 @@ tensor, small rows keep bits that they would lose.
 import torch
 
 from msamp.nn.cast_scales import CastScales
-from msamp.nn.gemm import Operand, kernels_of
+from msamp.nn.gemm import kernels_of
 from msamp.numerics.formats import E4M3
 from msamp.numerics.granularity import Block, Group
 from msamp.numerics.recipe import Cast, Gemms
@@ -31,9 +31,6 @@ def row_casts(gemm: Gemms) -> tuple[Cast, Cast]:
 class InferenceGemm:
     """y = x W^T + b, where each row of y depends on its own row of x only.
 
-    Later changes of an FP8 weight's payload take effect; changes of its scale, or of an FP16 weight, do not: call `renew` after an
-    optimizer step.
-
     Args:
         weight: [outputs, inputs]. An FP8 payload is used without a copy; an FP16 payload is cast once, here.
         gemm: the casts of the recipe that the layer was trained with.
@@ -42,43 +39,17 @@ class InferenceGemm:
         weight: the operand.
     """
 
+    @torch.no_grad()
     def __init__(self, weight: ScalingTensor, gemm: Gemms) -> None:
-        self._cast, self._weight_cast = row_casts(gemm)
+        self._cast, weight_cast = row_casts(gemm)
         self._kernels = kernels_of(self._cast.granularity)
-        self.weight, self._copied = self._taken(weight)
-
-    @torch.no_grad()
-    def _taken(self, weight: ScalingTensor) -> tuple[Operand, tuple[bool, bool]]:
-        """Return the operand, and whether its payload and its scales are copies."""
-        cast, scales = self._weight_cast, (weight.scale_inv, weight.scale_inv)
-        operand = kernels_of(cast.granularity).weight(weight.payload, scales, cast, False)
-        pairs = ((operand.codes, weight.payload), (operand.scale_inv, weight.scale_inv))
-        copied, copied_scales = (current.data_ptr() != stored.data_ptr() for current, stored in pairs)
-        return operand, (copied, copied_scales)
-
-    @torch.no_grad()
-    def renew(self, weight: ScalingTensor) -> None:
-        """Take the weight's current values, or another weight of its shape [outputs, inputs].
-
-        A payload that was copied keeps its address, so that a CUDA graph reads the new values; one that was not copied has the address of
-        the weight's current payload.
-        """
-        operand, copied = self._taken(weight)
-        before = (self.weight.codes, self.weight.scale_inv)
-        payload, scale_inv = (
-            old.copy_(new) if own and owned and _alike(old, new) else new
-            for old, new, own, owned in zip(before, (operand.codes, operand.scale_inv), self._copied, copied, strict=True)
-        )
-        self.weight, self._copied = operand._replace(payload=payload, scale_inv=scale_inv, scale_inv_t=scale_inv), copied
+        scales = weight.scale_inv, weight.scale_inv
+        self.weight = kernels_of(weight_cast.granularity).weight(weight.payload, scales, weight_cast, transpose=False)
 
     @torch.no_grad()
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [.., inputs] BF16, FP16 or FP32, bias [outputs] of its dtype or None -> [.., outputs] in the dtype of x."""
         rows = x.reshape(-1, x.shape[-1])
-        operand = self._kernels.cast(rows, _NOTHING, self._cast, True, False, None)
-        y = self._kernels.multiply(operand, self.weight, bias, x.dtype, False)
+        operand = self._kernels.cast(rows, _NOTHING, self._cast, row=True, col=False, combine=None)
+        y = self._kernels.multiply(operand, self.weight, bias, x.dtype, fast=False)
         return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

@@ -17,7 +17,7 @@ from megatron.lm import pretrain
 from megatron.lm.checkpoint.files.folder import INFO_FILE, read_info
 from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.config.cli import config_from_dict, to_argv
-from megatron.lm.tools import convert_checkpoint, generate
+from megatron.lm.tools import convert_checkpoint
 
 OLD = Path(__file__).parents[1] / "checkpoints_of" / "version_5"
 NEW = {"O2": {"opt_level": "O2"}, "O3": {"opt_level": "O3"}, "bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16-amp"}}
@@ -48,7 +48,6 @@ def case(draw: random.Random, material: Path, box: Path) -> list[Command]:
         "inspect": Command("inspect", convert_checkpoint.main, ["inspect", *load]),
         "to-hf": Command("to-hf", convert_checkpoint.main, ["to-hf", *load, "--output", "o/hf"]),
         "export-bf16": Command("export-bf16", convert_checkpoint.main, ["export-bf16", *load, "--output", "o/plain"]),
-        "generate": Command("generate", generate.main, [*load, "--prompt", "1", "--tokens", "1"]),
         "resume": Command("pretrain", pretrain.main, [*argv, *load], caches=("cache",)),
     }
     return [commands[name] for name in draw.sample(list(commands), 2)]

@@ -12,7 +12,6 @@ REFUSALS = [
     ("bench.bench_data_parallel", "--steps 1", "give 2"),
     ("bench.bench_data_parallel", "--cases O4", "O3"),
     ("bench.bench_fsdp", "--cases O9", "'O9' is unknown; choose one of bf16, torchao, O1, O2"),
-    *(("bench.bench_generate", f"{flag} 0", f"argument {flag}: 0 is out of range") for flag in ("--batch-size", "--prompt", "--tokens")),
     *(
         ("bench.baselines.bench_moe_baselines", f"{flag} 0", f"argument {flag}: 0 is out of range")
         for flag in ("--layers", "--micro-batches", "--steps")

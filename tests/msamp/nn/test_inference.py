@@ -53,21 +53,3 @@ def test_on_a_gpu_as_on_a_cpu():
     here = InferenceGemm(weight, GEMMS["delayed"])(x)
     there = InferenceGemm(ScalingTensor(weight.payload.cuda(), weight.scale_inv.cuda()), GEMMS["delayed"])(x.cuda())
     torch.testing.assert_close(there.cpu(), here, rtol=2**-6, atol=0.02 * float(here.abs().max()))
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("stored", [E4M3, FP16], ids=str)
-def test_a_renewed_weight_is_the_new_one_and_copies_keep_their_addresses(recipe: str, stored):
-    weight, x = ScalingTensor.quantize(rows(1, 48, 256), stored), rows(2, 4, 256)
-    gemm = InferenceGemm(weight, GEMMS[recipe])
-    places = gemm.weight.codes.data_ptr(), gemm.weight.scale_inv.data_ptr()
-    weight.store_(3 * rows(5, 48, 256))
-    gemm.renew(weight)
-    assert torch.equal(gemm(x), InferenceGemm(weight, GEMMS[recipe])(x))
-    assert (gemm.weight.codes.data_ptr(), gemm.weight.scale_inv.data_ptr()) == places
-    other = ScalingTensor.quantize(rows(6, 48, 256), E4M3)
-    before = tuple(part.clone() for part in (weight.payload, weight.scale_inv))
-    gemm.renew(other)
-    assert torch.equal(gemm(x), InferenceGemm(other, GEMMS[recipe])(x))
-    assert torch.equal(weight.payload.view(torch.uint8), before[0].view(torch.uint8))
-    assert torch.equal(weight.scale_inv, before[1])

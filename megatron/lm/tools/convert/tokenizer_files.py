@@ -2,12 +2,17 @@
 
 import shutil
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from megatron.lm.config import Config, DataConfig
-from megatron.lm.data.tokenizers.byte_pairs import GPT2BPETokenizer
-from megatron.lm.data.tokenizers.sentence_pieces import SentencePieceTokenizer
-from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import (
+    END_OF_TEXT,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+)
 from megatron.lm.hugging_face.folder import refuse_irregular, write_json
 
 
@@ -19,30 +24,20 @@ def matching(config: Config, vocab_size: int) -> Tokenizer:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the checkpoint has {vocab_size}: give the files that it was trained with"
         )
-    if _reads(tokenizer):
+    plain = isinstance(tokenizer, HuggingFaceTokenizer | NullTokenizer) or config.data.tokenizer_type == "GPT2BPETokenizer"
+    if plain or (isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.is_llama_s):
         return tokenizer
     raise ValueError(
-        f"transformers cannot read the files of {config.data.tokenizer_type}{' with this model' if _is_sentencepiece(tokenizer) else ''}: "
+        f"transformers cannot read the files of {config.data.tokenizer_type}, or computes other ids from them: "
         "convert it to a tokenizer.json, and give --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json"
     )
-
-
-def _is_sentencepiece(tokenizer: Tokenizer) -> TypeGuard[SentencePieceTokenizer]:
-    return isinstance(tokenizer, SentencePieceTokenizer)
-
-
-def _reads(tokenizer: Tokenizer) -> bool:
-    """Return whether transformers computes the same ids from the tokenizer's files."""
-    if _is_sentencepiece(tokenizer):
-        return tokenizer.is_llama_s
-    return isinstance(tokenizer, GPT2BPETokenizer | HuggingFaceTokenizer | NullTokenizer)
 
 
 def write(config: Config, tokenizer: Tokenizer, folder: Path) -> None:
     """Copy the tokenizer's files into `folder` under the names that transformers' AutoTokenizer looks for; none for NullTokenizer."""
     data = config.data
     about: dict[str, Any] = {"model_max_length": config.model.max_positions, "clean_up_tokenization_spaces": False}
-    if _is_sentencepiece(tokenizer):
+    if isinstance(tokenizer, SentencePieceTokenizer):
         assert data.tokenizer_model is not None
         shutil.copyfile(data.tokenizer_model, folder / "tokenizer.model")
         adds = {"add_bos_token": tokenizer.begins_with_bos, "add_eos_token": False, "legacy": False}

@@ -112,7 +112,6 @@ def test_only_its_own_folders_are_emptied(tmp_path):
 def test_failing_command_is_named():
     with pytest.raises(RuntimeError, match=r"exit code 3 from: .*sys.exit\(3\)"):
         quickstart.run([sys.executable, "-c", "import sys; sys.exit(3)"], 1)
-    assert quickstart.run([sys.executable, "-c", "print('out')"], 1, capture=True) == "out\n"
 
 
 FAMILY = """
@@ -147,7 +146,7 @@ def test_the_whole_course(monkeypatch, tmp_path, capsys, loss, code):
     """With the commands replaced by what they leave behind."""
     out, data = tmp_path / "out", tmp_path / "data"
 
-    def fake_run(command, threads, *, capture=False):
+    def fake_run(command, threads):
         line = " ".join(command)
         if "prepare_text" in line:
             data.mkdir(exist_ok=True)
@@ -157,9 +156,6 @@ def test_the_whole_course(monkeypatch, tmp_path, capsys, loss, code):
             Path(command[command.index("--metrics-file") + 1]).write_text(metrics(5.0 if level == "O0" else loss))
             if "--record-precision" in command:
                 Path(command[command.index("--record-precision") + 1]).write_text(RECORDED)
-        elif "generate" in line:
-            return "The people of the United States are\n"
-        return ""
 
     monkeypatch.setattr(quickstart, "run", fake_run)
     before = signal.getsignal(signal.SIGTERM)
@@ -174,7 +170,6 @@ def test_the_whole_course(monkeypatch, tmp_path, capsys, loss, code):
     assert ("FAILED" in summary) == bool(code)
     assert summary.endswith("PASS\n") != bool(code)
     assert ('class="lead pass">PASS<' in (out / "report.html").read_text()) != bool(code)
-    assert "are" in (out / "O2/sample.txt").read_text()
     assert "--opt-level O2" in (out / "O2/command.txt").read_text()
     assert (out / "underflow.png").is_file()
     assert str(out / "report.html") in capsys.readouterr().out

@@ -8,7 +8,7 @@ import torch
 
 from helpers import hosts, texts
 from megatron.lm.checkpoint import load_for_inference
-from megatron.lm.evaluation.models import CheckpointModel, FolderModel, needed, opened
+from megatron.lm.evaluation.models import CheckpointModel, FolderModel, opened
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 
@@ -57,7 +57,6 @@ def test_an_export_scores_as_its_checkpoint(made: dict[str, Path], ours: str, th
     with opened(made[theirs]) as folder:
         assert isinstance(folder, FolderModel)
         assert [folder.eod, *folder.encode(texts.SPEECH)][:33] == sequence
-        assert folder.decode(sequence[1:]) == texts.SPEECH[: len(folder.decode(sequence[1:]))]
         assert folder.seq_length == 32
         found = folder.score([sequence, sequence[:5]], [1, 2])
     torch.testing.assert_close(found[0].logprobs, expected.logprobs, atol=SHARE[ours], rtol=0)
@@ -92,8 +91,3 @@ def test_what_is_neither_is_refused(tmp_path: Path, made: dict[str, Path]):
         file.unlink()
     with pytest.raises(ValueError, match=r"broken contains neither model.safetensors nor model.safetensors.index.json"), opened(broken):
         pass
-
-
-def test_a_missing_extra_says_how_to_install_it():
-    with pytest.raises(ValueError, match=r"no_such_module is missing to run tasks .*pip install -e '\.\[eval\]'"):
-        needed("no_such_module", "to run tasks")

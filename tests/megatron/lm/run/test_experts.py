@@ -11,7 +11,6 @@ import torch
 from helpers import dist, tiny
 from megatron.lm.checkpoint import load_for_inference
 from megatron.lm.config import Config
-from megatron.lm.evaluation.generation import Sampling
 from megatron.lm.evaluation.models import opened
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.processes.process_groups import shutdown
@@ -102,11 +101,10 @@ def test_a_checkpoint_is_evaluated_and_continued_and_hugging_face_refuses_its_ro
     tiny.run(settings(tmp_path, "O2", train_iters=4, save=str(tmp_path / "saved")))
     tokens = [(7 * i) % 59 for i in range(16)]
     with opened(tmp_path / "saved") as judge, torch.no_grad():
-        model = judge._decoder._model  # type: ignore[union-attr]
+        model = judge._model._model  # type: ignore[union-attr]
         logits = model(torch.tensor([tokens]), torch.arange(16)[None], None)[0, :-1, : tiny.VOCABULARY + 1].float()
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         torch.testing.assert_close(judge.score([tokens], [1])[0].logprobs.cpu(), expected, rtol=0, atol=0.05)
-        assert [len(ids) for ids in judge.generate([tokens[:3], tokens[:5]], 4, Sampling(temperature=0)).tokens] == [4, 4]
     with cpu_home(), torch.no_grad():
         model, config, tokenizer = load_for_inference(tmp_path / "saved")
         assert model(torch.arange(8)[None], torch.arange(8)[None], None).isfinite().all()

@@ -1,15 +1,11 @@
 """The commands on tiny models, and what they refuse."""
 
 import json
-import re
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from helpers import hosts, texts
-from megatron.lm.shell.progress import Progress
+from helpers import texts
 from megatron.lm.tools import convert_checkpoint, evaluate
 
 SENTENCES = "The committee met on Monday. Its report was short. Nobody liked the report. They wrote another report. "
@@ -51,15 +47,6 @@ def test_several_models_stand_beside_each_other(made: Path, tmp_path: Path, caps
     assert f"| text | bits_per_byte | {bits[0]:.4f} | {bits[1]:.4f} | {bits[2]:.4f} |" in rows
 
 
-def test_it_shows_how_far_it_is(made: Path, tmp_path: Path, capsys, monkeypatch):
-    """Once it takes more than a second, which is a thousandth here."""
-    monkeypatch.setattr(evaluate, "Progress", partial(Progress, first=0.001, seconds=0.001))
-    code, _, err = run(capsys, "perplexity", "--load", made / "O3", "--text", made / "held.txt", "--output", tmp_path / "r.json")
-    assert code == 0
-    assert re.search(rf"^loading {made / 'O3'}: \d+ s$", err, re.MULTILINE)
-    assert re.search(rf"^perplexity of {made / 'O3'}: \d+ tokens, \d+ s$", err, re.MULTILINE)
-
-
 def test_lines_of_json_and_a_stride_of_one_s_own(made: Path, tmp_path: Path, capsys):
     common = ["perplexity", "--load", made / "O3", "--output", tmp_path / "r.json"]
     found = []
@@ -75,26 +62,6 @@ def test_a_last_word_set_is_made(tmp_path: Path, capsys):
     code, out, _ = run(capsys, "last-word", "--text", tmp_path / "a.txt", "--output", tmp_path / "data" / "last_word.jsonl")
     assert (code, out) == (0, f"{tmp_path}/data/last_word.jsonl: 3 passages\n")
     assert [json.loads(line)["word"] for line in (tmp_path / "data" / "last_word.jsonl").read_text().splitlines()] == ["report"] * 3
-
-
-def test_tasks_run_on_checkpoint_and_export(made: Path, tmp_path: Path, capsys):
-    hosts.need("lm_eval", "eval")
-    (tmp_path / "a.txt").write_text(SENTENCES * 3)
-    run(capsys, "last-word", "--text", tmp_path / "a.txt", "--output", tmp_path / "last_word.jsonl")
-    loads = [made / "O3", made / "fp8"]
-    words = ["--load", *loads, "--tasks", "last_word", "--data-dir", tmp_path, "--limit", 2, "--output", tmp_path / "r.json"]
-    code, out, err = run(capsys, "tasks", *words)
-    assert code == 0, err
-    saved = json.loads((tmp_path / "r.json").read_text())
-    assert [entry["results"]["last_word"]["samples"] for entry in saved.values()] == [2, 2]
-    assert re.search(r"^\| last_word \| acc \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", out, re.MULTILINE)
-
-
-def test_without_lm_eval_tasks_say_how_to_install_it(made: Path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    code, out, err = run(capsys, "tasks", "--load", made / "O3", "--tasks", "piqa")
-    assert (code, out) == (2, "")
-    assert re.fullmatch(r"error: lm_eval is missing to run tasks \(.*\): pip install -e '\.\[eval\]'\n", err)
 
 
 def test_the_table_has_standard_errors_and_gaps():
@@ -116,28 +83,15 @@ def test_the_table_has_standard_errors_and_gaps():
         (["perplexity", "--text", "{made}/held.txt", "--stride", "0"], "0 is out of range"),
         (["perplexity", "--text", "{made}/held.txt", "--output", "{made}"], "is a folder: give a file in it"),
         (["last-word", "--text", "{made}/held.txt", "--output", "{made}/x.jsonl"], "no sentence ends with a word"),
-        (["tasks"], "arguments are required: --tasks"),
         (["no-such-command"], "invalid choice: 'no-such-command'"),
     ],
 )
 def test_bad_input_is_one_line(made: Path, capsys, words: list[str], message: str):
     words = [word.format(made=made) for word in words]
-    if "--load" not in words and words[0] in ("perplexity", "tasks"):
+    if "--load" not in words and words[0] == "perplexity":
         words += ["--load", str(made / "O3")]
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     told = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(told) == 1
     assert message in told[0]
-
-
-def test_bad_tasks_are_one_line(made: Path, tmp_path: Path, capsys):
-    hosts.need("lm_eval", "eval")
-    for words, message in (
-        (["--tasks", "mmlu"], "--tasks mmlu: unknown task; choose from boolq"),
-        (["--tasks", "piqa", "--data-dir", tmp_path], "piqa"),
-        (["--tasks", "piqa", "--include-path", tmp_path / "none"], "none is not a folder: give one that contains YAML files"),
-    ):
-        code, _, err = run(capsys, "tasks", "--load", made / "O3", *words)
-        assert code == 2
-        assert message in err.lower() if message == "piqa" else message in err

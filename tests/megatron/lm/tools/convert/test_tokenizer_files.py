@@ -90,12 +90,12 @@ def test_transformers_makes_the_same_ids_from_a_model_like_llama_2_s(legacy, tmp
 
 def test_tokenizers_that_transformers_reads_otherwise_are_refused(tmp_path):
     tokens = {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(token_list(tmp_path)), "tiktoken_num_special_tokens": 20}
-    with pytest.raises(ValueError, match=r"cannot read the files of TikTokenizer: convert it to a tokenizer\.json, and give"):
+    with pytest.raises(ValueError, match="TikTokenizer"):
         matching(config("llama", vocab_size=336, **tokens), 336)
     changes = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
     cleaned = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(sentence_pieces(tmp_path, **changes))}
-    with pytest.raises(ValueError, match="cannot read the files of SentencePieceTokenizer with this model"):
+    with pytest.raises(ValueError, match="SentencePieceTokenizer"):
         matching(config("llama", vocab_size=None, **cleaned), 360)
     added = cleaned | {"tokenizer_model": str(sentence_pieces(tmp_path)), "legacy_tokenizer": True}
-    with pytest.raises(ValueError, match="with this model"):
+    with pytest.raises(ValueError, match="SentencePieceTokenizer"):
         matching(config("llama", vocab_size=None, **added), 365)
