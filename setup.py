@@ -46,6 +46,7 @@ setup(
         "msamp": ["py.typed"],
         "megatron.lm.data.tokenizers": ["requirements-text.txt"],
         "megatron.lm.config.megatron_flags": ["flags.toml"],
+        "megatron.lm.config.rules": ["rules.toml"],
         "megatron.lm.planning": ["rates.csv"],
         "megatron.lm.evaluation.tasks": [
             "boolq.yaml",

@@ -28,9 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.presets import linear_shapes
-from megatron.lm.config.rules import context as context_rules
-from megatron.lm.config.rules import data as data_rules
-from megatron.lm.config.rules import precision as precision_rules
+from megatron.lm.config.rules.precision import fp8_attention
+from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.baselines import PeerRecipe
 from megatron.lm.config.sections.precision import MEASURED, with_saved_rounding, with_saved_scaling
 from megatron.lm.processes.agreement import rank_0_decides
@@ -202,8 +201,7 @@ def choose_attention(config: Config, measure: Measure | None, saved: PrecisionCo
     if not config.precision.named.fp8:
         return "bf16", f"precision {config.precision.name}"
     fp8 = config.with_attention("fp8")
-    about = (precision_rules.fp8_attention, data_rules.documents, context_rules.wire)
-    refused = next((problem for rule in about for problem in rule(fp8, 1)), None)
+    refused = next((problem for problem in (*conflicts(fp8, about="attention_precision"), *fp8_attention(fp8, 1))), None)
     if refused is not None:
         return "bf16", refused
     if not config.precision.fp8_min_gain:

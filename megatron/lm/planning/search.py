@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.lm.config import Config
-from megatron.lm.config.rules import context, experts, shape, training
+from megatron.lm.config.rules import experts, shape, training
+from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.parallel import AXES, CP_COMM_TYPES
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning import memory
@@ -157,7 +158,8 @@ def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> I
 
 
 def _problems(config: Config, gpus: int) -> Iterator[str]:
-    for rules in (shape.RULES, context.RULES, experts.RULES, training.RULES):
+    yield from conflicts(config)
+    for rules in (shape.RULES, experts.RULES, training.RULES):
         for rule in rules:
             yield from rule(config, gpus)
 

@@ -5,13 +5,12 @@ Single values are checked against the choices and intervals of their fields, and
 
 from dataclasses import fields
 
-from megatron.lm.config.rules import communication, context, data, experts, outputs, precision, shape, training
+from megatron.lm.config.rules import data, experts, outputs, precision, shape, training
+from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.schema import choices_of, flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
-RULES: Rules = (
-    shape.RULES | context.RULES | experts.RULES | precision.RULES | communication.RULES | training.RULES | data.RULES | outputs.RULES
-)
+RULES: Rules = shape.RULES | experts.RULES | precision.RULES | training.RULES | data.RULES | outputs.RULES
 
 
 def check(config: Config, world_size: int) -> None:
@@ -26,6 +25,7 @@ def check(config: Config, world_size: int) -> None:
         invalid = list(single_values(getattr(config, section)))
         problems += invalid
         broken |= {section} if invalid else set()
+    problems += conflicts(config, broken)
     for rule, sections in RULES.items():
         if not broken & set(sections):
             problems += rule(config, world_size)

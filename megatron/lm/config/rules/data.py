@@ -1,10 +1,10 @@
-"""Rules for data and tokenizer: each must be given once, completely, and exist."""
+"""Rules for data and tokenizer: each must be complete, and exist."""
 
 import os
 
 from megatron.lm.config.blend_file import parse_blend, parse_split
 from megatron.lm.config.sections.schema import flag
-from megatron.lm.config.sections.training import DEFAULT_SPLIT, DataConfig
+from megatron.lm.config.sections.training import DataConfig
 from megatron.lm.config.whole import Config, Problems, Rules
 
 TOKENIZER_SETTINGS = {
@@ -26,28 +26,22 @@ SIZED = tuple(kind for kind in TOKENIZER_SETTINGS if "vocab_size" in (*TOKENIZER
 
 
 def datasets(config: Config, world_size: int) -> Problems:
-    """The data must be given once, completely, and exist."""
+    """The data must be complete, and exist."""
     data = config.data
     per_split = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [flag(name) for name, words in per_split.items() if words]
-    if data.mock_data:
-        given += ["--data-path"] if data.data_path else []
-        given += [f"--split {data.split}"] if data.split != DEFAULT_SPLIT else []
-        if given:
-            yield f"--mock-data and {', '.join(given)} contradict each other: give one of them"
+    if data.mock_data or (config.logging.dry_run and not data.data_path and not given):
         return
-    if config.logging.dry_run and not data.data_path and not given:
-        return
-    if data.data_path and given:
-        yield f"--data-path and {', '.join(given)} contradict each other: give --data-path with --split, or the others"
-    elif not data.data_path and not data.train_data_path:
+    if not data.data_path and not data.train_data_path:
         beside = f" next to {', '.join(given)}" if given else ""
         yield (
             f"no training data{beside}: give --data-path PREFIX or --train-data-path PREFIX (written by megatron.lm.tools.preprocess_data)"
         )
-    elif data.train_data_path and data.split != DEFAULT_SPLIT:
-        yield f"--split {data.split} has no effect on --train-data-path: drop it, or give --data-path"
-    yield from _split(data.split)
+    try:
+        if not parse_split(data.split)[0]:
+            yield f"--split {data.split}: give one to three numbers, the first above 0, such as 969,30,1"
+    except ValueError as problem:
+        yield str(problem)
     for name, words in {"data_path": data.data_path, **per_split}.items():
         yield from _blend(name, words)
 
@@ -86,51 +80,6 @@ def strange_settings(data: DataConfig, vocab_size: int | None) -> Problems:
             yield f"{given} belongs to {', '.join(kinds)} and has no effect with --tokenizer-type {data.tokenizer_type}: drop it"
 
 
-def masking(config: Config, world_size: int) -> Problems:
-    """Flags for masking need the masked objective."""
-    data = config.data
-    if config.model.objective == "masked-lm":
-        if data.eod_mask_loss:
-            yield "--eod-mask-loss has no effect with --objective masked-lm, which never masks the end of a document: drop it"
-        return
-    for name, default in (("mask_prob", DataConfig.mask_prob), ("mask_whole_words", False)):
-        value = getattr(data, name)
-        if value != default:
-            given = flag(name) if value is True else f"{flag(name)} {value:g}"
-            yield f"{given} has no effect with --objective causal-lm: drop it, or use --objective masked-lm"
-
-
-def documents(config: Config, world_size: int) -> Problems:
-    """`--reset-attention-mask` needs an attention that takes a mask."""
-    from megatron.lm.config.sections.baselines import PeerRecipe  # torch
-
-    if not config.data.reset_attention_mask:
-        return
-    backend = config.model.attention_backend
-    if backend == "flash":
-        yield "--reset-attention-mask gives attention a mask, which --attention-backend flash does not support: choose auto, cudnn or math"
-    if config.precision.attention_precision == "fp8":
-        yield "--reset-attention-mask gives attention a mask, which --attention-precision fp8 does not support: drop one of them"
-    if isinstance(config.precision.named, PeerRecipe):
-        yield f"--reset-attention-mask is not built for Transformer Engine's attention ({config.precision.name}): use another precision"
-
-
-def resumed(config: Config, world_size: int) -> Problems:
-    """`--override-data` needs a checkpoint with an order of the data to compare with."""
-    if config.data.override_data and (config.checkpoint.load is None or config.checkpoint.finetune):
-        why = "with --finetune, which restarts the data" if config.checkpoint.finetune else "without --load"
-        yield f"--override-data has no effect {why}: drop it"
-
-
-def _split(split: str) -> Problems:
-    """`--split` must be shares, the first above 0."""
-    try:
-        if not parse_split(split)[0]:
-            yield f"--split {split}: give one to three numbers, the first above 0, such as 969,30,1"
-    except ValueError as problem:
-        yield str(problem)
-
-
 def _blend(name: str, words: tuple[str, ...]) -> Problems:
     """A blend must be valid, and its datasets must exist."""
     try:
@@ -148,7 +97,4 @@ def _blend(name: str, words: tuple[str, ...]) -> Problems:
 RULES: Rules = {
     datasets: ("data", "logging"),
     tokenizer: ("model", "data", "logging"),
-    masking: ("model", "data"),
-    documents: ("model", "data", "precision"),
-    resumed: ("data", "checkpoint"),
 }

@@ -1,13 +1,13 @@
-"""Rules for the recipe: the flags must select one, and vary only what it allows."""
+"""Rules for the recipe, which the flags must select and vary only as it allows, and for the formats in which processes send data."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
-from megatron.lm.config.sections.precision import COAT_FORMATS, LINEARS, MEASURED, OPTIMIZER_STATES, PrecisionConfig
+from megatron.lm.config.sections.parallel import CommunicationConfig
+from megatron.lm.config.sections.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, MEASURED, OPTIMIZER_STATES, PrecisionConfig
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
 STATE_FIELDS = ("optimizer_state", "master_format", "grad_format", "exp_avg_format", "exp_avg_sq_format")
-LOSS_SCALE_FIELDS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 USE_FP8 = "drop it, or use --opt-level O1, O2 or O3"
 
 
@@ -43,131 +43,50 @@ def one_recipe(config: Config, world_size: int) -> Problems:
 
 
 def fp8_linears(config: Config, world_size: int) -> Problems:
-    """Flags that choose or measure the FP8 linear layers need a recipe with FP8 GEMMs."""
-    precision = config.precision
-    if precision.contradiction is not None:
-        return
-    if precision.named.fp8:
-        nothing = precision.bf16_linears is not None and precision.attention_precision != MEASURED
-        if precision.fp8_gain_cache is not None and (nothing or not precision.fp8_min_gain):
-            ground = "--bf16-linears" if nothing else "--fp8-min-gain 0"
-            yield f"--fp8-gain-cache {precision.fp8_gain_cache} has no effect with {ground}, which leaves nothing to measure: drop one"
-        return
-    for name in ("fp8_gain_cache", "bf16_linears"):
-        value = getattr(precision, name)
-        if value is not None:
-            given = " ".join(value) if isinstance(value, tuple) else value
-            yield f"{flag(name)} {given} applies to FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
-
-
-def layers_in_bf16(config: Config, world_size: int) -> Problems:
-    """Keeping whole layers in BF16 requires our FP8 layers, of which at least one stays FP8."""
+    """Some linear layer must be in FP8: for the guard, for a cache of measured gains, and beside layers that stay in BF16."""
     precision, layers = config.precision, config.model.num_layers
-    counts = {name: getattr(precision, name) for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
+    nothing = precision.bf16_linears is not None and precision.attention_precision != MEASURED
+    if precision.fp8_gain_cache is not None and (nothing or not precision.fp8_min_gain):
+        ground = "--bf16-linears" if nothing else "--fp8-min-gain 0"
+        yield f"--fp8-gain-cache {precision.fp8_gain_cache} has no effect with {ground}, which leaves nothing to measure: drop one"
+    if precision.fp8_guard and set(precision.bf16_linears or ()) == set(LINEARS):
+        yield "--fp8-guard raises FP8 linear layers, and --bf16-linears keeps all of them in BF16: drop one"
     if not precision.first_last_layers_bf16:
-        for name, count in counts.items():
-            if count != 1:
-                yield f"{flag(name)} {count} has no effect without --first-last-layers-bf16: add it, or drop this"
         return
-    if precision.contradiction is None and not precision.named.fp8:
-        yield f"--first-last-layers-bf16 applies to FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
-    given = " and ".join(f"{flag(name)} {count}" for name, count in counts.items())
-    if sum(counts.values()) >= layers:
+    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    given = f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last}"
+    if first + last >= layers:
         yield f"{given} leave none of the {layers} layers in FP8: give fewer, or use --bf16"
-    if not sum(counts.values()):
+    if not first + last:
         yield f"{given} leave all layers in FP8: give one of them, or drop --first-last-layers-bf16"
 
 
-def smooth_swiglu(config: Config, world_size: int) -> Problems:
-    """Smooth-SwiGLU scales the channels of a SwiGLU that enter an FP8 layer with a delayed scale."""
-    from megatron.lm.config.sections.baselines import PeerRecipe
-    from megatron.lm.config.sections.precision import gemm_of
-
-    precision = config.precision
-    if not precision.smooth_swiglu or precision.contradiction is not None:
-        return
-    given = "--smooth-swiglu"
-    if not config.model.swiglu:
-        yield f"{given} scales the output of SwiGLU, and the activation is {config.model.activation}: add --swiglu, or drop it"
-    if config.model.num_experts is not None:
-        yield f"{given} is not built for experts (--num-experts {config.model.num_experts}), whose channels have no scales: drop one"
-    if not precision.named.fp8 or isinstance(precision.named, PeerRecipe):
-        yield f"{given} applies to our FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
-        return
-    if "linear_fc2" in (precision.bf16_linears or ()):
-        yield f"{given} scales the input of linear_fc2, which --bf16-linears keeps in BF16: drop one"
-    gemm = gemm_of(replace(precision, fp8_fast_accumulation=None))
-    if gemm is not None and not (gemm.tensorwise and gemm.input.scaling.window):
-        by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
-        yield f"{given} requires delayed scales, and {by} casts the input as {gemm.input}: use --fp8-recipe delayed, or drop it"
-
-
-def fp8_guard(config: Config, world_size: int) -> Problems:
-    """The guard measures and raises our FP8 linear layers, and its settings need it."""
-    from megatron.lm.config.sections.baselines import PeerRecipe
-
-    precision = config.precision
-    if not precision.fp8_guard:
-        for f in fields(precision):
-            if f.name.startswith("fp8_guard_") and getattr(precision, f.name) != f.default:
-                yield f"{flag(f.name)} {getattr(precision, f.name):g} has no effect without --fp8-guard: add it, or drop this"
-        return
-    if precision.contradiction is None and (not precision.named.fp8 or isinstance(precision.named, PeerRecipe)):
-        yield f"--fp8-guard raises our FP8 linear layers, and precision {precision.name} has none: {USE_FP8}"
-    if config.model.num_experts is not None:
-        yield f"--fp8-guard is not built for experts (--num-experts {config.model.num_experts}), whose GEMMs it cannot raise: drop one"
-    if set(precision.bf16_linears or ()) == set(LINEARS):
-        yield "--fp8-guard raises FP8 linear layers, and --bf16-linears keeps all of them in BF16: drop one"
-
-
 def fp8_scaling(config: Config, world_size: int) -> Problems:
-    """Flags for the scaling of operands need FP8 GEMMs, and each setting of a scaling rule needs a rule that has it."""
-    from megatron.lm.config.sections.baselines import PeerRecipe
+    """Each setting of a scaling rule needs a rule that has it, and Smooth-SwiGLU delayed scales."""
     from megatron.lm.config.sections.precision import RULE_SETTINGS, gemm_of, rule_setting
 
     precision = config.precision
-    if precision.contradiction is not None:
+    if precision.contradiction is not None or not precision.named.fp8:
         return
-    # "output" was the default before 2026-12: checkpoints of any precision have it.
-    fast = f"--fp8-fast-accumulation {precision.fp8_fast_accumulation}" if precision.fp8_fast_accumulation not in (None, "output") else ""
-    if not precision.named.fp8:
-        if fast:
-            yield f"{fast} contradicts precision {precision.name}, which does not use our FP8 layers: {USE_FP8}"
-        head = precision.output_layer_precision
-        if head != "bf16":
-            yield f"--output-layer-precision {head} contradicts precision {precision.name}, which has no FP8: {USE_FP8}"
-        why = "which scales as Transformer Engine does" if isinstance(precision.named, PeerRecipe) else "which has no FP8"
-        for name in ("fp8_recipe", *RULE_SETTINGS):
-            value = getattr(precision, name)
-            if value is not None:
-                yield f"{flag(name)} {value} contradicts precision {precision.name}, {why}: {USE_FP8}"
-        return
+    by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
     gemm = gemm_of(replace(precision, fp8_fast_accumulation=None))
+    if precision.smooth_swiglu and gemm is not None and not (gemm.tensorwise and gemm.input.scaling.window):
+        yield f"--smooth-swiglu requires delayed scales, and {by} casts the input as {gemm.input}: use --fp8-recipe delayed, or drop it"
     if precision.fp8_fast_accumulation == "all" and gemm is not None and not gemm.tensorwise:
         yield (
-            f"{fast} applies to per-tensor scales, and blocks are always accumulated in full precision: drop it, or use --fp8-recipe "
-            "delayed"
+            "--fp8-fast-accumulation all applies to per-tensor scales, and blocks are always accumulated in full precision: drop it, or "
+            "use --fp8-recipe delayed"
         )
         return  # the recipe cannot be built
     for name in RULE_SETTINGS:
         value = getattr(precision, name)
         if value is not None and rule_setting(precision, name) is None:
-            by = f"--fp8-recipe {precision.fp8_recipe}" if precision.fp8_recipe else f"precision {precision.name}"
             yield f"{flag(name)} {value} applies to delayed scaling, and {by} scales just in time: drop it, or use --fp8-recipe delayed"
 
 
 def loss_scaling(config: Config, world_size: int) -> Problems:
-    """A loss scale requires FP16, and flags of a dynamic one contradict a constant one."""
+    """The smallest loss scale must not be above the first."""
     precision = config.precision
-    if precision.contradiction is not None:
-        return
-    given = [f.name for f in fields(precision) if f.name in LOSS_SCALE_FIELDS and getattr(precision, f.name) != f.default]
-    for name in given:
-        value = getattr(precision, name)
-        if not precision.named.scales_loss:
-            yield f"{flag(name)} {value:g} applies to FP16, and precision {precision.name} has no loss scale: drop it, or use --fp16"
-        elif precision.loss_scale is not None and name != "loss_scale":
-            yield f"{flag(name)} {value:g} applies to a dynamic loss scale, and --loss-scale {precision.loss_scale:g} is constant: drop one"
     if precision.min_loss_scale > precision.initial_loss_scale:
         yield (
             f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale {precision.initial_loss_scale:g}: "
@@ -176,7 +95,7 @@ def loss_scaling(config: Config, world_size: int) -> Problems:
 
 
 def peer_layers(config: Config, world_size: int) -> Problems:
-    """A baseline's library must be installed, and its recipe excludes flags of our own layers and states."""
+    """A baseline's library must be installed, and its recipe excludes COAT's states and a resume without its histories."""
     from megatron.lm.config.sections.baselines import INSTALL, PeerRecipe, installed
 
     precision, named = config.precision, None if config.precision.contradiction else config.precision.named
@@ -188,23 +107,6 @@ def peer_layers(config: Config, world_size: int) -> Problems:
         value = getattr(precision, name)
         if value in (*COAT_FORMATS, *OPTIMIZER_STATES):  # every recipe without our FP8 refuses the other formats
             yield f"{flag(name)} {value} is a format of COAT, and precision {named.name} has FP32 states: drop it, or use --precision bf16"
-    ours = "which Transformer Engine's layers do not use"
-    if precision.save_activations not in (None, named.activations):
-        yield (
-            f"--save-activations {precision.save_activations} applies to our norms and activation functions, {ours}: drop it, or use "
-            "--precision coat"
-        )
-    if config.model.attention_backend != "auto":
-        yield (
-            f"--attention-backend {config.model.attention_backend} applies to our attention core, {ours}: drop it; Transformer Engine "
-            "chooses"
-        )
-    if config.model.qk_layernorm:
-        yield f"--qk-layernorm adds our norms of queries and keys, {ours}: drop it, or use --precision bf16"
-    if config.training.cuda_graph not in (None, "none"):
-        yield f"--cuda-graph {config.training.cuda_graph} captures our layers but not Transformer Engine's: drop it to run steps eagerly"
-    if config.training.deterministic:
-        yield f"--deterministic does not apply to Transformer Engine's kernels (precision {named.name}): drop it, or use bf16 or O1 to O3"
     if config.checkpoint.load is not None and not config.checkpoint.finetune and named.keeps_history:
         yield (
             f"--load {config.checkpoint.load}: checkpoints do not contain the amax histories of Transformer Engine (precision "
@@ -213,35 +115,86 @@ def peer_layers(config: Config, world_size: int) -> Problems:
 
 
 def fp8_attention(config: Config, world_size: int) -> Problems:
-    """FP8 attention has one kernel, which is causal, has no dropout and supports certain head widths."""
+    """FP8 attention supports certain head widths."""
     from msamp.kernels.fp8_attention import MULTIPLE, WIDEST
 
-    precision, model = config.precision, config.model
-    if precision.attention_precision != "fp8" or precision.contradiction is not None:
-        return
-    given = "--attention-precision fp8"
-    if not precision.named.fp8:
-        yield f"{given} contradicts precision {precision.name}, which has no FP8: {USE_FP8}"
-    if model.attention_backend != "auto":
-        yield f"{given} has its own kernel, and --attention-backend {model.attention_backend} names another: drop one"
-    if model.attention_dropout:
-        yield f"{given} does not support --attention-dropout ({model.attention_dropout:g}): drop one"
-    if model.objective != "causal-lm":
-        yield f"{given} does not mask padding, which --objective {model.objective} requires: drop one"
-    if config.training.deterministic:
-        yield f"{given} contradicts --deterministic, since its backward accumulates in no fixed order: drop one"
-    if model.head_size % MULTIPLE or model.head_size > WIDEST:
+    width = config.model.head_size
+    if config.precision.attention_precision == "fp8" and (width % MULTIPLE or width > WIDEST):
         yield (
-            f"{given} requires heads with a multiple of {MULTIPLE} channels up to {WIDEST}, and they have {model.head_size}: give other "
-            "--kv-channels or --num-attention-heads, or drop it"
+            f"--attention-precision fp8 requires heads with a multiple of {MULTIPLE} channels up to {WIDEST}, and they have {width}: give "
+            "other --kv-channels or --num-attention-heads, or drop it"
         )
 
 
+def fp8_gradients(config: Config, world_size: int) -> Problems:
+    """An exchange other than the default, and sums of micro-batches in FP8, need FP8 gradients."""
+    precision, exchange = config.precision, config.communication.exchange
+    if precision.grad_accum_on == "owner" and not exchange.sums_in_fp32:
+        given = "--grad-accum-on owner requires sums in FP32"
+        yield f"{given}, and --grad-exchange {exchange.name} has none: drop it, or use --grad-exchange fp32-sum"
+    if refusal(precision) is not None:
+        return
+    named = precision.named
+    if named.fp8 and precision.recipe.fp8_gradients:
+        return
+    own = precision.grad_format if named.fp8 else None
+    lack = f"--grad-format {own} leaves none" if own else f"precision {named.name} has none"
+    way = f"--grad-format {' or '.join(FP8_FORMATS)}" if named.fp8 else "--opt-level O1, O2 or O3"
+    fix = f"drop {'one' if own else 'it'}, or use {way}"
+    if exchange.name != CommunicationConfig.grad_exchange:
+        yield f"--grad-exchange {exchange.name} sums FP8 gradients, and {lack}: {fix}"
+    served = tuple(dict.fromkeys(("fp32", *(("bf16",) if named.fp8 else ()), named.accumulator)))
+    if precision.grad_accum_dtype not in (None, *served):
+        given = f"--grad-accum-dtype {precision.grad_accum_dtype}"
+        yield f"{given} is for FP8 gradients, and {lack}: choose {' or '.join(served)}, {fix}"
+
+
+def overflow_guard(config: Config, world_size: int) -> Problems:
+    """Scaling and mu need the exchange that they guard."""
+    from msamp.comm import exchange as exchanges
+    from msamp.comm.grad_scaling import GRAD_SCALINGS
+
+    communication, exchange = config.communication, config.communication.exchange
+    scaling, mu_rule = communication.grad_scaling, communication.mu_rule
+    adapting = [name for name in exchange.scalings if GRAD_SCALINGS[name].adapts]
+    if not exchange.can_overflow:
+        guarded = " or ".join(name for name in exchanges.names() if exchanges.by_name(name).can_overflow)
+        for name, value in (("grad_scaling", scaling), ("mu_rule", mu_rule)):
+            if value is not None:
+                yield (
+                    f"{flag(name)} {value} has no effect with --grad-exchange {exchange.name}, which cannot overflow and has no mu: "
+                    f"drop it, or use --grad-exchange {guarded}"
+                )
+    elif scaling not in (None, *exchange.scalings):
+        yield f"--grad-scaling {scaling} is not a scaling of --grad-exchange {exchange.name}: choose one of {', '.join(exchange.scalings)}"
+    elif mu_rule is not None and communication.gradient_scaling not in adapting:
+        fix = f"drop it{''.join(f', or use --grad-scaling {name}' for name in adapting)}"
+        yield f"--mu-rule {mu_rule} has no effect with --grad-scaling {communication.gradient_scaling}, which has a fixed mu: {fix}"
+
+
+def tensor_parallel_wire(config: Config, world_size: int) -> Problems:
+    """Partial outputs in FP8 require O3, and operands in FP8 any level, with per-tensor scales."""
+    parallel, precision = config.parallel, config.precision
+    known = refusal(precision) is None
+    gathers = known and precision.recipe.gathers_fp8
+    for name, default, in_fp8, levels in (
+        ("tp_wire", "bf16", known and precision.recipe.fp8_wire, "O3"),
+        ("tp_saved_input", "shard", gathers, "O1, O2 or O3"),
+        ("tp_transport", "auto", gathers, "O1, O2 or O3"),
+    ):
+        value = getattr(parallel, name)
+        if value != default and not in_fp8:
+            by_blocks = known and (precision.named.fp8_wire if name == "tp_wire" else precision.named.fp8)
+            fix = "--fp8-recipe delayed or tensorwise" if by_blocks else f"--opt-level {levels}"
+            yield f"{flag(name)} {value} has no effect without {fix}: drop it, or add {fix}"
+
+
 RULES: Rules = {
-    **dict.fromkeys((one_recipe, fp8_linears, fp8_scaling, loss_scaling), ("precision",)),
-    layers_in_bf16: ("precision", "model"),
-    smooth_swiglu: ("precision", "model"),
-    fp8_guard: ("precision", "model"),
-    peer_layers: ("precision", "model", "training", "checkpoint"),
-    fp8_attention: ("precision", "model", "training"),
+    **dict.fromkeys((one_recipe, fp8_scaling, loss_scaling), ("precision",)),
+    fp8_linears: ("precision", "model"),
+    peer_layers: ("precision", "checkpoint"),
+    fp8_attention: ("precision", "model"),
+    fp8_gradients: ("precision", "communication"),
+    overflow_guard: ("communication",),
+    tensor_parallel_wire: ("parallel", "precision"),
 }

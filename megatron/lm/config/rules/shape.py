@@ -1,8 +1,7 @@
-"""Rules for the shape of the model and how tensor and pipeline parallelism split it."""
+"""Rules for the shape of the model, and how tensor, pipeline and context parallelism split it."""
 
 import math
 
-from megatron.lm.config.sections.model import FLASH_ATTENTION_PACKAGE
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.config.whole import Config, Problems, Rules
 
@@ -21,43 +20,13 @@ def attention_shape(config: Config, world_size: int) -> Problems:
             f"rotary position embeddings rotate pairs: {model.head_size} channels per head x --rotary-percent {model.rotary_percent:g} "
             "must be an even number; change --num-attention-heads or --kv-channels"
         )
-    if model.num_query_groups is not None and not model.group_query_attention:
-        yield f"--num-query-groups {model.num_query_groups} has no effect by itself: add --group-query-attention, or drop it"
-    elif heads % groups:
+    if heads % groups:
         yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: choose a divisor of {heads}"
-    if model.qk_layernorm_scope != "head" and not model.qk_layernorm:
-        yield f"--qk-layernorm-scope {model.qk_layernorm_scope} has no effect by itself: add --qk-layernorm, or drop it"
-    if model.swiglu and model.squared_relu:
-        yield "--swiglu and --squared-relu contradict each other: keep one of them"
     if model.max_positions < model.seq_length:
         yield (
             f"--max-position-embeddings {model.max_positions} is less than --seq-length {model.seq_length}: "
             f"give at least {model.seq_length}, or drop it"
         )
-
-
-def positions(config: Config, world_size: int) -> Problems:
-    """Resetting position ids requires learned embeddings, and flags of the rotary embedding require one."""
-    model, kind = config.model, config.model.position_embedding_type
-    if config.data.reset_position_ids and kind != "learned_absolute":
-        yield (
-            f"--reset-position-ids has no effect with --position-embedding-type {kind}, where only the distance between tokens counts: "
-            "drop it, or use learned_absolute"
-        )
-    if kind == "none" and model.objective == "masked-lm":
-        yield (
-            "--position-embedding-type none leaves positions to causal attention, and --objective masked-lm attends to both sides: "
-            "use rope or learned_absolute"
-        )
-    if model.rope_scaling_factor != type(model).rope_scaling_factor and not model.use_rope_scaling:
-        yield f"--rope-scaling-factor {model.rope_scaling_factor:g} has no effect without --use-rope-scaling: add it, or drop the factor"
-    given = {
-        "--use-rope-scaling": model.use_rope_scaling,
-        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor,
-    }
-    for name, value in given.items():
-        if value and kind != "rope":
-            yield f"{name} changes the rotary embedding, and --position-embedding-type {kind} has none: drop it, or use rope"
 
 
 def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
@@ -86,23 +55,15 @@ def tensor_parallel_shape(config: Config, world_size: int) -> Problems:
             f"--qk-layernorm-scope projection normalizes over all heads, and {size_flag} splits them: drop --tensor-model-parallel-size, "
             "or use --qk-layernorm-scope head"
         )
-    if parallel.sequence_parallel and tp == 1:
-        yield (
-            "--sequence-parallel splits sequences between tensor-parallel processes, and there is only one: drop it (after a preset: "
-            "--no-sequence-parallel), or raise --tensor-model-parallel-size"
-        )
 
 
 def pipeline_shape(config: Config, world_size: int) -> Problems:
     """Layers must be divisible by stages and virtual stages."""
     layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     virtual = config.parallel.num_layers_per_virtual_pipeline_stage
-    if virtual is not None and stages == 1:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {virtual} interleaves pipeline stages, and there is only one: drop it, or raise "
-            "--pipeline-model-parallel-size"
-        )
-    elif layers % stages:
+    if stages == 1:
+        return
+    if layers % stages:
         unit = stages * (virtual or 1)
         served = [n for n in range(unit, layers + 2 * unit + 1, unit) if virtual is None or n > unit]  # interleaving requires two of them
         yield f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {stages}: choose {_nearest(layers, served)}"
@@ -116,11 +77,37 @@ def pipeline_shape(config: Config, world_size: int) -> Problems:
         )
 
 
-def megatron_format(config: Config, world_size: int) -> Problems:
-    """A checkpoint in Megatron-LM's format must be one that Megatron-LM can load."""
-    form, scope = config.checkpoint.ckpt_format, config.model.qk_layernorm_scope
-    if form != "own" and scope != "head":
-        yield f"--ckpt-format {form} has no norms of --qk-layernorm-scope {scope}, which Megatron-LM lacks: use own"
+def context_parallel_chunks(config: Config, world_size: int) -> Problems:
+    """Each process has two chunks of every sequence, which sequence parallelism splits further."""
+    parallel, length = config.parallel, config.model.seq_length
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    multiple = math.lcm(2 * cp, cp * tp)
+    if cp > 1 and length % multiple:
+        split = f"--context-parallel-size {cp}" + (f" with --sequence-parallel over {tp} processes" if tp > 1 else "")
+        yield f"--seq-length {length} is not divisible by {multiple}, as {split} requires: choose {nearest_multiples(length, multiple)}"
+
+
+def context_parallel_heads(config: Config, world_size: int) -> Problems:
+    """With an all-to-all, each process has its share of the heads of its tensor-parallel part."""
+    parallel, model = config.parallel, config.model
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if parallel.shares_heads and (model.query_groups % (tp * cp) or model.num_attention_heads % (tp * cp)):
+        groups = "" if model.query_groups == model.num_attention_heads else f" in {model.query_groups} groups"
+        per = f"--context-parallel-size {cp}" + (f" x --tensor-model-parallel-size {tp}" if tp > 1 else "")
+        yield (
+            f"--cp-comm-type a2a divides heads between processes, and {model.num_attention_heads} heads{groups} are not divisible by "
+            f"{per}: use p2p, or another number of processes"
+        )
+
+
+def context_parallel_mask(config: Config, world_size: int) -> Problems:
+    """A ring of parts of sequences takes no mask."""
+    parallel = config.parallel
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type == "p2p" and config.data.reset_attention_mask:
+        yield (
+            f"--context-parallel-size {parallel.context_parallel_size} with --cp-comm-type p2p, a ring of parts of sequences, does not "
+            "support the mask of --reset-attention-mask: use --cp-comm-type a2a, which has whole sequences, or drop the mask"
+        )
 
 
 def nearest_multiples(value: int, of: int) -> str:
@@ -139,20 +126,11 @@ def _nearest(value: int, legal: list[int]) -> str:
     return " or ".join(map(str, around))
 
 
-def attention_kernel(config: Config, world_size: int) -> Problems:
-    """Only attention kernels that come with PyTorch are supported."""
-    if config.model.attention_backend == FLASH_ATTENTION_PACKAGE:
-        yield (
-            f"--attention-backend {FLASH_ATTENTION_PACKAGE} is a separate package, which has no wheel and is not supported: choose flash, "
-            "PyTorch's own flash attention, cudnn, which is faster on Hopper, or auto"
-        )
-
-
 RULES: Rules = {
-    attention_kernel: ("model",),
     attention_shape: ("model",),
-    positions: ("model", "data"),
     tensor_parallel_shape: ("model", "parallel"),
     pipeline_shape: ("model", "parallel"),
-    megatron_format: ("model", "checkpoint"),
+    context_parallel_chunks: ("model", "parallel"),
+    context_parallel_heads: ("model", "parallel"),
+    context_parallel_mask: ("parallel", "data"),
 }

@@ -1,4 +1,4 @@
-"""Rules for batches, the learning rate's schedule, recomputation and determinism."""
+"""Rules for batches, the learning rate's schedule and recomputation."""
 
 from megatron.lm.config.rules.precision import refusal
 from megatron.lm.config.rules.shape import nearest_multiples
@@ -97,43 +97,23 @@ def schedule(config: Config, world_size: int) -> Problems:
     elif steps.warmup >= steps.decay:
         last = f"--train-{unit}" if getattr(optimizer, f"lr_decay_{unit}") is None else f"--lr-decay-{unit}"
         yield f"--lr-warmup-{unit} {steps.warmup} must end before {last} {steps.decay}: give a number in [0, {steps.decay - 1}]"
-    yield from _wsd(config, unit)
-    yield from _decoupled(config)
-
-
-def _wsd(config: Config, unit: str) -> Problems:
-    optimizer, steps = config.optimizer, config.schedule_steps
-    if optimizer.lr_decay_style != "WSD":
-        if steps.wsd is not None or optimizer.lr_wsd_decay_style != type(optimizer).lr_wsd_decay_style:
-            yield f"--lr-wsd-decay-{unit} and --lr-wsd-decay-style have no effect without --lr-decay-style WSD: add it, or drop them"
-    elif steps.wsd is None:
+    if optimizer.lr_decay_style == "WSD" and steps.wsd is None:
         yield f"--lr-decay-style WSD needs the length of its decay: add --lr-wsd-decay-{unit} N"
-    elif steps.wsd > steps.decay - steps.warmup:
+    elif optimizer.lr_decay_style == "WSD" and steps.wsd is not None and steps.wsd > steps.decay - steps.warmup:
         yield (
             f"--lr-wsd-decay-{unit} {steps.wsd} is more than the {steps.decay - steps.warmup:g} {unit} between warm-up and the end of the "
             "decay: give at most that"
         )
-
-
-def _decoupled(config: Config) -> Problems:
-    optimizer = config.optimizer
-    if optimizer.decoupled_lr is None:
-        if optimizer.decoupled_min_lr is not None:
-            yield f"--decoupled-min-lr {optimizer.decoupled_min_lr:g} has no effect by itself: add --decoupled-lr, or drop it"
-        return
     least, name = optimizer.min_lr, "--min-lr"
     if optimizer.decoupled_min_lr is not None:
         least, name = optimizer.decoupled_min_lr, "--decoupled-min-lr"
-    if least > optimizer.decoupled_lr:
+    if optimizer.decoupled_lr is not None and least > optimizer.decoupled_lr:
         yield f"{name} {least:g} is above --decoupled-lr {optimizer.decoupled_lr:g}: give a value in [0, {optimizer.decoupled_lr:g}]"
 
 
 def recomputation(config: Config, world_size: int) -> Problems:
-    """The flags of full recomputation require each other; the flag of selective recomputation requires its granularity."""
+    """A fused layer does not recompute attention with dropout, and a unit has at most the layers of a stage."""
     training, parallel = config.training, config.parallel
-    if training.recompute_modules and training.recompute_granularity != "selective":
-        modules = " ".join(training.recompute_modules)
-        yield f"--recompute-modules {modules} has no effect by itself: add --recompute-granularity selective, or drop it"
     recomputed = training.recompute_modules or ("core_attn",)
     fused = refusal(config.precision) is None and config.fuses_layers
     if training.recompute_granularity == "selective" and fused and config.model.attention_dropout and "core_attn" in recomputed:
@@ -141,12 +121,6 @@ def recomputation(config: Config, world_size: int) -> Problems:
             f"a fused layer does not recompute attention with --attention-dropout {config.model.attention_dropout:g}: "
             "give --recompute-modules mlp, or drop one of them"
         )
-    for name in ("recompute_method", "recompute_num_layers"):
-        value = getattr(training, name)
-        if training.recompute_granularity != "full" and value is not None:
-            yield f"{flag(name)} {value} has no effect by itself: add --recompute-granularity full, or drop it"
-        if training.recompute_granularity == "full" and value is None:
-            yield f"--recompute-granularity full needs {flag(name)}: add --recompute-method uniform --recompute-num-layers 1"
     stage = max(1, config.model.num_layers // parallel.pipeline_model_parallel_size)
     layers = min(stage, parallel.num_layers_per_virtual_pipeline_stage or stage)
     if training.recompute_num_layers is not None and training.recompute_num_layers > layers:
@@ -154,16 +128,9 @@ def recomputation(config: Config, world_size: int) -> Problems:
         yield f"--recompute-num-layers {training.recompute_num_layers} is more than the {layers} layers of a {what}: give 1 to {layers}"
 
 
-def determinism(config: Config, world_size: int) -> Problems:
-    """Operations that accumulate in no fixed order contradict `--deterministic`."""
-    if config.training.deterministic and config.model.attention_backend == "cudnn":
-        yield "--deterministic with --attention-backend cudnn: its backward accumulates in no fixed order; choose auto or flash"
-
-
 RULES: Rules = {
     batches: ("training", "parallel"),
     length: ("optimizer", "training", "parallel"),
     schedule: ("optimizer", "training"),
     recomputation: ("model", "training", "parallel", "precision"),
-    determinism: ("training", "model"),
 }

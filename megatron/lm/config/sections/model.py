@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from megatron.lm.config.sections.schema import COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SIZE, Interval, setting
 
-# This package has no wheel for this torch and was never run here: the name is refused with a reason.
-FLASH_ATTENTION_PACKAGE = "flash-attn"
-ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math", FLASH_ATTENTION_PACKAGE)
+ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math")
 
 
 @dataclass(frozen=True, kw_only=True)

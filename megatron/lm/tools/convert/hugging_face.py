@@ -18,6 +18,7 @@ from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.rules.check import single_values
 from megatron.lm.config.rules.experts import router
 from megatron.lm.config.rules.shape import attention_shape
+from megatron.lm.config.rules.table import conflicts
 from megatron.lm.hugging_face.config_file import MOST_LAYERS
 from megatron.lm.hugging_face.folder import check_finite
 from megatron.lm.tools.convert.architectures import ARCHITECTURES, architecture_of
@@ -173,7 +174,7 @@ def from_hf(
         fields["vocab_size"] = vocab_size
     sections = {"model": fields, "data": tokenizer, "optimizer": {"lr": 1e-4}, "training": {"micro_batch_size": 1, "train_iters": 1}}
     config = config_from_dict(sections)
-    problems = list(single_values(config.model)) or [*attention_shape(config, 1), *router(config, 1)]
+    problems = list(single_values(config.model)) or [*conflicts(config, only={"model"}), *attention_shape(config, 1), *router(config, 1)]
     if problems:
         raise ValueError(f"config.json describes a model that is not supported: {'; '.join(problems)}")
     if not 1 <= divisible_by <= LARGEST_DIVISOR:

@@ -89,7 +89,7 @@ def test_another_order_or_real_data_is_refused_at_resume(tmp_path: Path, capsys:
 
 def test_data_beside_it_is_refused(capsys: pytest.CaptureFixture[str]):
     assert pretrain.main([*FLAGS, "--data-path", "corpus"]) == 2
-    assert "--mock-data and --data-path contradict each other: give one of them" in capsys.readouterr().err
+    assert "--mock-data and --data-path" in capsys.readouterr().err
 
 
 def test_a_split_and_a_cache_folder_are_dropped_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

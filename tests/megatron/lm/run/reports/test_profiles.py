@@ -132,7 +132,7 @@ LINE = (
         ("--profile --profile-ranks 0 2", r"--profile-ranks 0 2: give ranks in \[0, 1\], since there are 2 processes"),
         ("--profile --profile-ranks", r"--profile-ranks without a value: give ranks"),
         ("--profile --profile-ranks -1", r"--profile-ranks -1: give a number in \[0"),
-        ("--profile --use-pytorch-profiler", r"--use-pytorch-profiler needs a folder for its trace: add --tensorboard-dir FOLDER"),
+        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler needs --tensorboard-dir"),
         ("--record-memory-history --memory-snapshot-path /dev", r"--memory-snapshot-path /dev is a folder"),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_profile_that_cannot_be_made_is_refused(given: str, message: str):
 
 def test_flags_of_a_profile_have_no_effect_without_it():
     config = tiny.config("corpus", use_pytorch_profiler=True, profile_step_end=5)
-    with pytest.raises(ValueError, match=r"(?s)--use-pytorch-profiler has no effect without --profile.*--profile-step-end has no effect"):
+    with pytest.raises(ValueError, match=r"(?s)--use-pytorch-profiler .*--profile-step-end "):
         check(config, 1)
 
 
