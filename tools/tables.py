@@ -4,7 +4,7 @@
     make tables ARGS=--check # write nothing; exit with 1 if a published table or figure differs from the results
 
 A page names a table in its marker. `tools/docs/tables.py` lists the tables; `planner.py`, `post.py`, `rounding.py` and others in the same
-folder list those of their subject. `tools/docs/reproduction.py` generates the pages of `python -m tools.reproduce`, `precisions.py` those
+folder list those of their subject. `tools/reproduce/pages.py` generates the pages of `python -m tools.reproduce`, `precisions.py` those
 of the precisions, `promises.py` the page of promises, and `megatron/lm/config/megatron_flags/listing.py` that of Megatron-LM's flags. The
 numbers of each figure and the version of its drawing are stored next to it, and a check compares these, not the image. A row whose commit
 is not in the history is refused, unless it is marked (`+` or `?` after its commit); then it is published with a mark. A shallow clone
@@ -33,7 +33,6 @@ from tools.docs import (
     promises,
     published,
     records,
-    reproduction,
     rounding,
     widths,
 )
@@ -42,6 +41,7 @@ from tools.docs import tables as listed
 from tools.docs.drawing import DRAWING
 from tools.docs.evidence import COMPUTED, ROOT, History, unproven
 from tools.docs.figures import Figure
+from tools.reproduce import pages as reproduction
 
 TABLES = (
     listed.TABLES

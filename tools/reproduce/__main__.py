@@ -8,7 +8,7 @@
     python -m tools.reproduce fp8lm-table6 --size full --pieces '#4 seed 1234' '#2a seed 1234' --at-once 2
 
 The results of each piece are written to tools/reproduce/results/entries/NAME.csv at once, so that an interrupted call resumes; --again
-discards the results of the size. `make tables` generates the page of the documentation from them and from tools/reproduce/verdicts.toml.
+discards the results of the size. `make tables` generates the page of the documentation from them and from tools/reproduce/entries/*.toml.
 """
 
 import sys
@@ -20,15 +20,14 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, path
 from tools.bench.rows import ROOT
 from tools.reproduce import keep, texts
-from tools.reproduce.entry import Entry
-from tools.reproduce.registry import ENTRIES
+from tools.reproduce.entry import ENTRIES, Entry
 
 
 def status(one: Entry, rows: Sequence[keep.Row]) -> str:
     """Return which sizes of an entry have results among its rows."""
     sizes = []
     for size in one.sizes:
-        left, whole = len(keep.missing(one, size, rows)), len(one.pieces(size))
+        left, whole = len(keep.missing(one, size, rows)), len(one.pieces_of(size))
         if left < whole:
             sizes.append(f"{size} done" if not left else f"{size}: {whole - left} of {whole} pieces")
     return ", ".join(sizes) or "no result yet"

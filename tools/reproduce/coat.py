@@ -5,12 +5,11 @@ from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
 from tools.docs import losses
-from tools.docs.cells import PRECISIONS
 from tools.docs.evidence import ROOT, Row, read
 from tools.reproduce import coat_flow, throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
-from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, one_piece, training
+from tools.reproduce.entry import WHOLE, Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
 from tools.reproduce.trainings import ENWIK8, Loop, byte_data
@@ -109,11 +108,6 @@ def of_layers(measured: Sequence[Row]) -> Iterator[Finding]:
         gains[what] = worst[GROUPS, "worst_token_db"] - worst["tensor", "worst_token_db"]
         yield Finding(f"{what}: groups of 16 channels above one scale, worst token and layer", gains[what], unit="dB")
     yield Finding(GAIN, max(gain for what, gain in gains.items() if "norm" in what), unit="dB")
-
-
-def flow_pieces(size: str) -> list[str]:
-    """Return the trainings of a size, seed by seed."""
-    return [f"{name}, seed {1234 + number}" for number in range(FLOWS[size][1]) for name in coat_flow.FLOWS]
 
 
 def flow(task: Task) -> Iterator[Finding]:
@@ -228,103 +222,3 @@ def group_scaling(task: Task) -> Iterator[Finding]:
         for name in CASTS:
             one, two = newest[f"{name}, {width} wide"], newest[f"{name} by maxima, {width} wide"]
             yield Finding(f"{width} wide, {name}: one stage over two", float(one["us"]) / float(two["us"]), unit="times", where=two)
-
-
-ENTRIES = (
-    Entry(
-        name="coat-states",
-        title="COAT, FP8 optimizer states",
-        claim="Moments use little of FP8's range; range expansion makes the error of the update much smaller.",
-        run=states,
-        sizes={"toy": Needs(), "small": Needs(minutes=10, text=True), "full": Needs(gpus=1, gib=40, minutes=5, files=(ENWIK8,))},
-        headline="expansion divides the error by, least of the four pairs",
-        reason="GPT-125M after 1,000 steps on enwik8. The paper does not say which models its ranges are from, nor after how many steps.",
-        slow=True,
-    ),
-    Entry(
-        name="coat-activations",
-        axes=Axes("layer", "non-zero values that became zero, %"),
-        title="COAT, mixed-granularity activations",
-        claim="Quantizing the input of a norm across several tokens is detrimental, so norms save it in groups of channels.",
-        run=activations,
-        sizes={
-            "toy": Needs(),
-            "small": Needs(minutes=10, text=True),
-            "smollm2": Needs(minutes=5, files=(SMOLLM2,), maker="examples/smollm2.py creates it", text=True),
-        },
-        headline=GAIN,
-        reason="The toy and small sizes are a GPT without outliers. SmolLM2 was run forward only: the effect on the loss of a training "
-        "run was not measured. Layers exchange BF16 here; in COAT they exchange FP8.",
-        slow=True,
-    ),
-    Entry(
-        name="coat-flow",
-        title="COAT, FP8 precision flow",
-        claim="With the input and output of every layer in FP8, training keeps BF16's loss.",
-        run=flow,
-        sizes={
-            "toy": Needs(),
-            "small": Needs(minutes=15, text=True),
-            "full": Needs(gpus=1, gib=80, minutes=40, text=True),
-        },
-        pieces=flow_pieces,
-        axes=Axes(y="training loss, nats per byte"),
-        headline="FP8 flow: validation loss",
-        reason="The flow is emulated: tensors are rounded to FP8 and back. A Llama of 12 layers on 16 million bytes of speeches, with the "
-        "newest held out. The backward exchanges wide gradients; only linear layers round theirs.",
-        same_loss=tuple(("bf16: validation loss", f"{name}: validation loss") for name in coat_flow.FLOWS if name != "bf16"),
-    ),
-    Entry(
-        name="coat-share",
-        title="COAT, share of the activations",
-        claim="Non-linear layers save about half of a Llama's activations, linear layers less than a quarter.",
-        run=share,
-        sizes={"toy": Needs(computed=True)},
-        headline="7b, activations kept as compute: norms and SwiGLU",
-        reason="By the dry run.",
-    ),
-    Entry(
-        name="coat-memory",
-        title="COAT, memory and speed",
-        claim="1.54 times less memory and 1.43 times the speed of BF16.",
-        run=memory,
-        sizes={
-            "kept": Needs(files=(MEMORY, throughput.STEP), computed=True),
-            "full": Needs(gpus=1, gib=139, minutes=40, files=(MEMORY, throughput.STEP)),
-        },
-        pieces=lambda size: [WHOLE, *throughput.MODELS_COAT] if size == "full" else one_piece(size),
-        headline="coat, micro-batch 4: times less memory",
-        reason="GPT-1.3B on one H200; Llama-2 7B is under coat-llama. Layers exchange BF16 here; in COAT they exchange FP8, whose speed "
-        "and error were not measured. Doubled micro-batches, 2.25 times the speed at 13B on four GPUs, were not measured either.",
-    ),
-    Entry(
-        name="coat-loss",
-        title="COAT, loss of pre-training",
-        claim="COAT's training curve matches BF16's, for OLMo-1B and OLMo-7B.",
-        run=loss,
-        sizes={"kept": Needs(files=(PRECISIONS, losses.CURVES), computed=True)},
-        headline=ABOVE,
-        reason="GPT-125M and 16 million tokens on one rank; the paper trains on 300 and 160 billion tokens. Image captioning was not run.",
-        same_loss=(("bf16: validation loss", "coat: validation loss"),),
-    ),
-    Entry(
-        name="coat-llama",
-        title="COAT, its table of memory and speed",
-        claim="Llama-2 7B on two GPUs: 11,351 tokens/s per GPU at 52.8 GB, against BF16's 6,130.",
-        run=llama,
-        sizes={"kept": Needs(files=(throughput.STEP,), computed=True)},
-        headline="coat, each at its largest: times BF16's speed",
-        reason="The claim's numbers are quoted; the version of the paper that we read does not contain them. "
-        "Two GPUs were not available, and BF16 does not fit at COAT's micro-batch. "
-        "Transformer Engine was not measured on Llama; fp8lm-table5 measures it on GPT-7B.",
-    ),
-    Entry(
-        name="coat-group-scaling",
-        title="COAT, group scaling",
-        claim="A maximum in two stages costs almost nothing, and a just-in-time cast no longer reads its tensor twice.",
-        run=group_scaling,
-        sizes={"kept": Needs(files=(KERNELS,), computed=True)},
-        headline="2048 wide, norm backward, just-in-time cast: one stage over two",
-        reason="Only kernels, on one H200; whole steps take most scales from earlier steps and need no amax beforehand.",
-    ),
-)

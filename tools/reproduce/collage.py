@@ -14,14 +14,14 @@ from pathlib import Path
 from megatron.lm.tools.inspect_scales import read as read_steps
 from megatron.lm.tools.report import Run
 from tools.docs import losses
-from tools.docs.cells import PRECISIONS, REPRODUCE
+from tools.docs.cells import REPRODUCE
 from tools.docs.evidence import ROOT, Row
 from tools.docs.losses import final_losses, row_of
 from tools.reproduce import throughput
 from tools.reproduce.coat_flow import Flow, Llama
-from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, training
+from tools.reproduce.entry import WHOLE, Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
-from tools.reproduce.trainings import ENWIK8, FP32, Loop, collage, trained
+from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
 
 # Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 is below the training perplexity
 # that the paper prints next to it, 17.64: one of the two may be a misprint.
@@ -196,10 +196,6 @@ def llama(task: Task) -> Iterator[Finding]:
         yield Finding(prefix + "largest rise of the training loss in ten steps", rise, unit="nats per byte", seed=int(seed))
 
 
-def _seeds(size: str) -> range:
-    return range(1234, 1234 + SEEDS[size])
-
-
 def table7(task: Task) -> Iterator[Finding]:
     """Report speed over option D's on one GPU: the paper's models from recorded steps, or measured now at full size; 125M from its runs."""
     if task.piece != WHOLE:
@@ -236,106 +232,3 @@ def figure4(task: Task) -> Iterator[Finding]:
 
 def _saved(row: Row, base: Row) -> float:
     return 100 * (1 - float(row["peak_gib"]) / float(base["peak_gib"]))
-
-
-D_LOSS, WITHOUT_D = "d: validation loss", ("plus", "light", "a")
-KEPT = Needs(files=(PRECISIONS,), computed=True)
-ENTRIES = (
-    Entry(
-        name="collage-table5",
-        title="Collage, Table 5",
-        claim="At beta2 0.95 light and plus match option D, and A does not.",
-        run=table5,
-        sizes={"kept": KEPT},
-        headline="a, 125M: validation perplexity over D's",
-        reason="Only GPT-125M and one seed of D were measured; 1.3B to 7B need days of a GPU, and OpenLLaMA was not trained.",
-        same_loss=tuple(("d, 125M: validation loss", f"{variant}, 125M: validation loss") for variant in ("light", "plus")),
-    ),
-    Entry(
-        name="collage-table6",
-        title="Collage, Table 6",
-        claim="At beta2 0.999 A ends at a much higher loss, light at a slightly higher one, plus at almost the same.",
-        run=table6,
-        sizes={"toy": Needs(), "small": Needs(minutes=10, text=True), "full": Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))},
-        pieces=lambda size: [f"beta2 {beta2}{batch}" for batch in ("", TWICE) for beta2 in (0.999, 0.99, 0.95)],
-        headline="a, beta2 0.999: validation perplexity over D's",
-    ),
-    Entry(
-        name="collage-table6-seeds",
-        title="Collage, Table 6, by seed",
-        claim="A ends above option D, and by more at a larger beta2; light and plus match D at beta2 0.95 and 0.99, and plus at 0.999.",
-        run=table6_by_seed,
-        sizes={"kept": Needs(files=losses.files(BETA2), computed=True)},
-        headline="a, beta2 0.999: validation perplexity over D's",
-        reason="GPT-125M, one epoch of enwik8 in batches of 4 sequences, the smaller of collage-table6; the paper's have 1,024 or 2,048.",
-        same_loss=tuple(
-            (f"d, beta2 {beta2}: validation loss", f"{name}, beta2 {beta2}: validation loss") for beta2 in TABLE6["d"] for name in WITHOUT_D
-        ),
-    ),
-    Entry(
-        name="collage-figure3",
-        axes=Axes(y="EDQ, in the unit of the weights"),
-        title="Collage, Figures 2 and 3",
-        claim="A loses most updates, light and plus almost none; EDQ rises from A over light and plus to D. Weights are 900 times their "
-        "update.",
-        run=figures,
-        sizes={"toy": Needs(), "small": Needs(minutes=10, text=True)},
-        pieces=lambda size: [f"option {variant}" for variant in ("a", "light", "kahan", "plus", "d")],
-        headline="a, lost arithmetic, mean",
-        reason="The paper trains BERT; ours is a GPT on bytes.",
-    ),
-    Entry(
-        name="collage-figure3-middle",
-        axes=Axes(y="training loss, nats per byte"),
-        title="Collage, Figure 3, middle",
-        claim="The training perplexity of plus overlaps with those of FP32 and option D, the best.",
-        run=perplexities,
-        sizes={"toy": Needs(), "small": Needs(minutes=10, text=True)},
-        pieces=lambda size: [f"{variant}, seed {seed}" for seed in _seeds(size) for variant in (FP32, "d", "plus", "light", "kahan", "a")],
-        headline="plus: validation loss",
-        reason="The paper trains BERT in phase 1; ours is a GPT on bytes, at beta2 0.999 too. FP32 has FP32 weights, gradients and "
-        "moments, and starts from weights that are not rounded.",
-        same_loss=(
-            (f"{FP32}: validation loss", "plus: validation loss"),
-            *((D_LOSS, f"{name}: validation loss") for name in (*WITHOUT_D, "kahan")),
-        ),
-    ),
-    Entry(
-        name="collage-table5-right",
-        title="Collage, Table 5, right",
-        claim="OpenLLaMA-7B: at beta2 0.95 light and plus match option D; at 0.99 both end below D, whose gradient explodes.",
-        run=llama,
-        sizes={"toy": Needs(), "small": Needs(minutes=10, text=True)},
-        pieces=lambda size: [f"beta2 {beta2}, seed {seed}" for seed in _seeds(size) for beta2 in LLAMA5],
-        headline="plus, beta2 0.99: validation perplexity over D's",
-        reason="A Llama with two layers on bytes; OpenLLaMA-7B needs days of many GPUs, and its hyper-parameters are in an appendix that "
-        "the text we have leaves out.",
-        same_loss=tuple(
-            (f"d, beta2 {beta2}: validation loss", f"{name}, beta2 {beta2}: validation loss") for beta2 in LLAMA5 for name in WITHOUT_D
-        ),
-    ),
-    Entry(
-        name="collage-table7",
-        title="Collage, Table 7",
-        claim="Plus is 1.67 times as fast as option D at 1.3B, and gains more on larger models.",
-        run=table7,
-        sizes={
-            "kept": Needs(files=(PRECISIONS, throughput.STEP, throughput.OPTIMIZER), computed=True),
-            "full": Needs(gpus=1, gib=139, minutes=8, files=(PRECISIONS,)),
-        },
-        pieces=lambda size: [WHOLE, *throughput.MODELS7],
-        reason="One H200 without tensor parallelism. All options and models were measured at one commit but 125M, which was measured "
-        "before the layers of all options became faster. No whole step was run with torch's update: its time replaces ours in D's step.",
-        headline="1.3b, collage-plus: speed over D's",
-    ),
-    Entry(
-        name="collage-figure4",
-        title="Collage, Figure 4",
-        claim="Light saves 22.8 % and plus 14.9 % of the peak memory of option D, mean over GPTs of 125M to 6.7B.",
-        run=figure4,
-        sizes={"kept": Needs(files=(PRECISIONS, throughput.STEP), computed=True)},
-        headline="plus: saved against D, mean of the models",
-        reason="OpenLLaMA-7B, where the options save most in the paper, was not run; collage-figure4-grids computes it. The four options "
-        "of a model were measured at one commit, the models at different ones.",
-    ),
-)

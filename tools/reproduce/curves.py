@@ -6,7 +6,7 @@ from tools.docs import losses
 from tools.docs.cells import REPRODUCE
 from tools.docs.evidence import ROOT, read
 from tools.reproduce.compare_precisions import FIRST_SEED
-from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
+from tools.reproduce.entry import Finding, Task
 from tools.reproduce.trainings import ENWIK8, byte_data, trained
 
 # FP8-LM Table 6. Ours: the level with its four formats; each row changes one.
@@ -29,19 +29,9 @@ MODELS4 = {"125M": f"{REPRODUCE}/seeds_125m", "125M, all levels": f"{REPRODUCE}/
 LEVELS4 = ("O1", "O2", "O3")
 NEAREST = "O3 --master-rounding nearest --moment-rounding nearest"  # the paper's rounding, with today's layers
 NEAREST4 = f"{REPRODUCE}/nearest_125m"
-ONE_RANK = (
-    "Every run had one data-parallel rank and one micro-batch per step: gradients were cast to FP8 and never summed in FP8. Sums of two "
-    "ranks are under fp8lm-two-ranks; the loss with sums of many ranks or with tensor parallelism was not measured."
-)
 SHARDED = "O3 --micro-batch-size 1"  # eight micro-batches per step and rank
 # gradients summed over the ranks in FP32, by NCCL in E4M3, and accumulated over micro-batches in FP8
 SUMS2 = (SHARDED, f"{SHARDED} --grad-exchange nccl", f"{SHARDED} --grad-accum-dtype fp8-sr")
-
-
-def table6_pieces(size: str) -> Sequence[str]:
-    """Return one piece per row and seed, the first seed of all rows first. FP32 has one seed at full size, the recorded one."""
-    seeds = range(1234, 1234 + COURSES[size][0])
-    return [f"{row} seed {seed}" for seed in seeds for row in TABLE6 if row != "#0" or seed == seeds[0]]
 
 
 def table6(task: Task) -> Iterator[Finding]:
@@ -99,57 +89,3 @@ def two_ranks(task: Task) -> Iterator[Finding]:
 def nearest4(task: Task) -> Iterator[Finding]:
     """Compare O0 with O3 whose masters and moments are rounded to nearest, as the paper's are."""
     yield from _last_losses("125M", NEAREST4, (NEAREST,))
-
-
-GPU = Needs(gpus=1, gib=80, minutes=60, files=(ENWIK8,))
-ENTRIES = (
-    Entry(
-        name="fp8lm-table6",
-        axes=Axes(y="training loss, nats per token", log="y"),
-        title="FP8-LM, Table 6 and Figure 8",
-        claim="The master weight needs 16 bits and the second moment FP16: #2a matches #0 and #1, and #4 diverges.",
-        run=table6,
-        sizes={"toy": Needs(minutes=1), "small": Needs(minutes=20, text=True), "full": GPU},
-        pieces=table6_pieces,
-        reason=f"#0, FP32, has one seed, from an earlier commit: it takes longer than all others together. {ONE_RANK}",
-        headline="#4, validation loss",
-        same_loss=(("#1, validation loss", "#2a, validation loss"),),
-        apart=True,
-        slow=True,
-    ),
-    Entry(
-        name="fp8lm-figure4",
-        axes=Axes("tokens"),
-        title="FP8-LM, Figure 4",
-        claim="The training loss in FP8 matches BF16's, from 7B to 175B.",
-        run=figure4,
-        sizes={"kept": Needs(files=tuple(file for folder in MODELS4.values() for file in losses.files(folder)), computed=True)},
-        headline="O3, 125M: validation loss above BF16's, mean of the seeds",
-        reason=f"Only GPT-125M and 300 steps of GPT-1.3B were measured; 7B and more need a cluster. {ONE_RANK}",
-        same_loss=tuple(
-            (f"bf16 at {model}: validation loss", f"{level} at {model}: validation loss")
-            for model, level in (("125M", "O3"), *(("125M, all levels", level) for level in LEVELS4), ("1.3B", "O3"))
-        ),
-    ),
-    Entry(
-        name="fp8lm-two-ranks",
-        title="FP8-LM, FP8 gradients of two ranks",
-        claim="8-bit gradients, summed over data-parallel ranks and sharded as in ZeRO, keep the accuracy of the model.",
-        run=two_ranks,
-        sizes={"kept": Needs(files=losses.files(losses.TWO_RANKS), computed=True)},
-        headline=f"{SHARDED}, two ranks: validation loss above BF16's, mean of the seeds",
-        reason="GPT-125M, 800 steps of 8,192 tokens on two cards, eight micro-batches per rank at O3. Two ranks have one addition per "
-        "element; the paper has up to 128.",
-        same_loss=tuple(("bf16 at two ranks: validation loss", f"{case} at two ranks: validation loss") for case in SUMS2),
-    ),
-    Entry(
-        name="fp8lm-figure4-nearest",
-        title="FP8-LM, Figure 4, rounded to nearest",
-        claim="The training loss in FP8 matches BF16's where masters and moments are rounded to nearest, as the paper does.",
-        run=nearest4,
-        sizes={"kept": Needs(files=losses.files(NEAREST4), computed=True)},
-        headline=f"{NEAREST}, 125M: validation loss above BF16's, mean of the seeds",
-        reason=f"GPT-125M, one epoch of enwik8. {ONE_RANK}",
-        same_loss=(("bf16 at 125M: validation loss", f"{NEAREST} at 125M: validation loss"),),
-    ),
-)

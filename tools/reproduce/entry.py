@@ -1,14 +1,25 @@
-"""Types of a reproduced table or figure: an entry of the registry, what it needs, and the findings that its function returns."""
+"""Entries: the tables and figures that `python -m tools.reproduce` knows, read from `entries/PAPER.toml`.
 
+A table of these files has the attributes of `Entry`: what the paper claims, the function that measures it, what each size requires, and
+the verdict on the results. The numbers that a paper prints are in `papers.toml`.
+"""
+
+import functools
+import importlib
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from tools.bench.rows import ROOT
 
+PAPERS = ("fp8lm", "collage", "coat", "slides")
+VERDICTS = ("holds", "holds in part", "does not hold", "too small to say", "not comparable", "not run")
+NOT_RUN = VERDICTS[-1]
 NOT_MEASURED = "not measured"  # `ours` next to a number of the paper that no run here can be compared with
 WHOLE = "whole"  # the piece of an entry that is not divided
 
@@ -45,12 +56,7 @@ def training(name: str, course: Iterable[tuple[float, float]], valid: float, see
 
 
 class Axes(NamedTuple):
-    """The axes of an entry's figure.
-
-    Attributes:
-        x, y: labels, with units.
-        log: axes with a logarithmic scale: "", "x", "y" or "xy".
-    """
+    """Labels of a figure's axes, with units, and those with a logarithmic scale: "", "x", "y" or "xy"."""
 
     x: str = "step"
     y: str = "training loss, nats per token"
@@ -79,7 +85,7 @@ class Needs:
     gpus: int = 0
     gib: int = 0
     minutes: float = 0.1
-    files: tuple[str, ...] = ()
+    files: Sequence[str] = ()
     maker: str = "megatron.lm.tools.prepare_text makes data"
     text: bool = False
     computed: bool = False
@@ -89,9 +95,8 @@ class Needs:
         have = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if have < self.gpus:
             return f"{self.gpus} GPU(s); this machine has {have}"
-        if (
-            self.gpus and torch.cuda.get_device_properties(0).total_memory < self.gib * 2**30 * 0.95
-        ):  # a card reports a little less than its nominal memory
+        # A card reports a little less than its nominal memory.
+        if self.gpus and torch.cuda.get_device_properties(0).total_memory < self.gib * 2**30 * 0.95:
             return f"GPUs of {self.gib} GiB"
         missing = [name for name in self.files if not (root / name).exists()]
         return f"{', '.join(missing)} ({self.maker})" if missing else ""
@@ -108,7 +113,7 @@ class Task:
 
     Attributes:
         size: a key of the entry's `sizes`.
-        piece: one of its `pieces(size)`.
+        piece: one of its `pieces_of(size)`.
         text: UTF-8 file that small trainings read, byte by byte.
         folder: cache for files that take long to create, kept between pieces and calls.
         commit: hash to record if the tree is not a git checkout.
@@ -121,11 +126,6 @@ class Task:
     commit: str | None = None
 
 
-def one_piece(size: str) -> Sequence[str]:
-    """Return the pieces of an entry that is not divided."""
-    return (WHOLE,)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A table or figure of a paper.
@@ -134,35 +134,60 @@ class Entry:
         name: its name on the command line, and of its CSV and page.
         title: the paper, and the table or figure.
         claim: what the paper concludes from it, in a sentence.
-        run: function that returns the findings of a piece.
+        run: the function that returns the findings of a `Task`, or its name in this folder, `MODULE.FUNCTION`.
         sizes: from the smallest to the largest, with what each requires; `toy`, if defined, takes seconds on a CPU.
-        pieces: function that returns the pieces of a size; the results of each are written when it ends.
+        pieces: the pieces of the sizes that are divided; the results of each are written when it ends.
         headline: the quantity shown in the overview.
-        reason: why there is no result at a larger size.
+        setting: how it was measured.
+        limits: what the results do not show, and why.
         apart: every piece runs in its own process, and other work on the machine does not change its results.
         slow: `toy` takes too long for the default tests.
         same_loss: pairs of quantities, (baseline, other), whose losses are equal according to the claim; compared by seed. If the
             95 % interval is wider than `megatron.lm.evaluation.paired_difference.EFFECT`, the verdict cannot be "holds". An entry with
             another verdict may name further pairs, whose intervals its page shows.
         axes: of the figure, if findings have an `x`.
+        verdict: one of `VERDICTS`; the last for an entry without results. "not comparable": the run differs from the claim in a condition
+            that decides the number.
+        judged: size of the results that the verdict is about; for others it must be revised.
+        agree: where our results and the paper's agree, and where not. It contains no measured number.
+        cause: cause of the difference, as far as known.
     """
 
     name: str
     title: str
     claim: str
-    run: Callable[[Task], Iterable[Finding]]
+    run: str | Callable[[Task], Iterable[Finding]]
     sizes: Mapping[str, Needs]
-    pieces: Callable[[str], Sequence[str]] = one_piece
+    pieces: Mapping[str, Sequence[str]] = field(default_factory=dict)
     headline: str = ""
-    reason: str = ""
+    setting: str = ""
+    limits: str = ""
     apart: bool = False
     slow: bool = False
-    same_loss: Sequence[tuple[str, str]] = ()
+    same_loss: Sequence[Sequence[str]] = ()
     axes: Axes = STEPS
+    verdict: str = NOT_RUN
+    judged: str = ""
+    agree: str = ""
+    cause: str = ""
 
     def __post_init__(self) -> None:
         if not self.sizes:
             raise ValueError(f"{self.name} has no size: define one, with what it requires")
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"{self.name}: verdict {self.verdict!r} is invalid; choose one of {', '.join(VERDICTS)}")
+
+    def findings(self, task: Task) -> Iterable[Finding]:
+        """Run a piece and return its findings."""
+        if callable(self.run):
+            return self.run(task)
+        module, _, function = self.run.partition(".")
+        run: Callable[[Task], Iterable[Finding]] = getattr(importlib.import_module(f"tools.reproduce.{module}"), function)
+        return run(task)
+
+    def pieces_of(self, size: str) -> Sequence[str]:
+        """Return the pieces of a size."""
+        return self.pieces.get(size, (WHOLE,))
 
     def largest(self) -> str:
         """Return the largest size that fits this machine.
@@ -174,3 +199,26 @@ class Entry:
             if not needs.lacking():
                 return size
         raise ValueError(f"{self.name} needs {next(iter(self.sizes.values())).lacking()}: run it there")
+
+
+def _entry(name: str, given: Mapping[str, Any]) -> Entry:
+    sizes = {size: Needs(**needs) for size, needs in given["sizes"].items()}
+    return Entry(**{**given, "name": name, "sizes": sizes, "axes": Axes(**given.get("axes", {}))})
+
+
+def _load() -> dict[str, Entry]:
+    folder = Path(__file__).parent / "entries"
+    files = [tomllib.loads((folder / f"{paper}.toml").read_text(encoding="utf-8")) for paper in PAPERS]
+    return {name: _entry(name, given) for file in files for name, given in file.items()}
+
+
+ENTRIES: Mapping[str, Entry] = MappingProxyType(_load())
+
+
+@functools.cache
+def paper(name: str) -> Any:
+    """Return the numbers that a paper prints: a table of `papers.toml`, such as "fp8lm.table5"."""
+    numbers: Any = tomllib.loads((Path(__file__).parent / "papers.toml").read_text(encoding="utf-8"))
+    for part in name.split("."):
+        numbers = numbers[part]
+    return numbers

@@ -9,7 +9,7 @@ from megatron.lm.config.presets import PRESETS
 from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics import formats, mcf
 from msamp.optim.collage import collage_adamw
-from tools.reproduce.entry import Entry, Finding, Needs, Task
+from tools.reproduce.entry import Finding, Task
 
 TABLE1 = {  # width, heads, layers, TP, PP, learning rate, tokens of a batch in millions, of the training in billions
     "125m": (768, 12, 12, 1, 1, 6e-4, 1, 100),
@@ -145,48 +145,3 @@ def collage_table2(task: Task) -> Iterator[Finding]:
         total = sum(x.numel() * x.element_size() for x in (weight, weight.grad, *states))
         yield Finding(f"option {variant}", total / weight.numel(), float(paper), "bytes per parameter")
     assert set(COLLAGE2) <= set(VARIANTS)
-
-
-SECONDS = {"toy": Needs(computed=True)}
-ENTRIES = (
-    Entry(
-        name="fp8lm-table1",
-        title="FP8-LM, Table 1",
-        claim="Sizes, grids and hyper-parameters of four GPTs.",
-        run=table1,
-        sizes=SECONDS,
-        headline="settings that differ",
-    ),
-    Entry(
-        name="fp8lm-table9",
-        title="FP8-LM, Table 9",
-        claim="Ranges and relative errors of FP32, FP16, BF16 and both FP8 formats.",
-        run=table9,
-        sizes=SECONDS,
-        headline="largest difference from the printed digits",
-    ),
-    Entry(
-        name="fp8lm-table10",
-        title="FP8-LM, Table 10",
-        claim="The proportions of the pre-training data sum to 100 %.",
-        run=table10,
-        sizes=SECONDS,
-        headline="sum of the sampling proportions",
-    ),
-    Entry(
-        name="collage-table1",
-        title="Collage, Table 1",
-        claim="A pair of BF16 numbers represents each beta2.",
-        run=collage_table1,
-        sizes=SECONDS,
-        headline="beta2 0.99, first component",
-    ),
-    Entry(
-        name="collage-table2",
-        title="Collage, Table 2",
-        claim="Bytes per parameter of the precision options.",
-        run=collage_table2,
-        sizes=SECONDS,
-        headline="option plus",
-    ),
-)

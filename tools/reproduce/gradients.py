@@ -10,13 +10,12 @@ from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
 from tools.docs.evidence import Row, read
 from tools.reproduce import summed_gradients
-from tools.reproduce.entry import WHOLE, Axes, Entry, Finding, Needs, Task, training
+from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fig7 import PAPER
 from tools.reproduce.fig7_nccl import ALL_REDUCE
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import byte_flags, rows_of
 from tools.reproduce.sum_orders import CHAIN, ORDERS, TREE
-from tools.reproduce.summed_gradients import UNQUANTIZED
 from tools.reproduce.trainings import ENWIK8, Bytes, Loop, loss_of, pieces
 
 SHAPES: Mapping[str, tuple[str, str]] = {  # by size: ranks, flags of the trainer
@@ -50,11 +49,6 @@ def summed(task: Task) -> Iterator[Finding]:
     loop, _ = SUMS[task.size]
     *course, (_, valid) = summed_gradients.train(strategy, loop, bytes_of(task.text), int(seed))
     yield from training(strategy, course, valid, int(seed))
-
-
-def _sums(size: str) -> list[str]:
-    """Return the training runs of a size, seed by seed."""
-    return [f"{name}, seed {1234 + number}" for number in range(SUMS[size][1]) for name in (UNQUANTIZED, *summed_gradients.STRATEGIES)]
 
 
 def figure7(task: Task) -> Iterator[Finding]:
@@ -155,57 +149,3 @@ def trained_gradients(loop: Loop, text: Tensor) -> list[Tensor]:
         optimizer.zero_grad()
         loss_of(model, dict(model.named_parameters()), tokens).backward()
     return [p.grad for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("layers") and p.grad is not None]
-
-
-ENTRIES = (
-    Entry(
-        name="fp8lm-gradient-sums",
-        axes=Axes(y="training loss, nats per byte"),
-        title="FP8-LM, FP8 gradient sums",
-        claim="Gradients that ranks sum in FP8 keep the accuracy of the model, with auto-scaling.",
-        run=summed,
-        sizes={"toy": Needs(), "small": Needs(minutes=15, text=True)},
-        pieces=_sums,
-        headline="auto-paper: validation loss",
-        reason="A GPT with two layers on bytes, and 16 ranks simulated in one process, which adds their payloads in a chain. Of "
-        "real ranks only two were trained (docs/results).",
-        same_loss=tuple((f"{UNQUANTIZED}: validation loss", f"{name}: validation loss") for name in summed_gradients.STRATEGIES),
-    ),
-    Entry(
-        name="fp8lm-figure7",
-        axes=Axes("data-parallel ranks", "SNR of the average, dB", log="x"),
-        title="FP8-LM, Figure 7",
-        claim="Pre-scaling underflows, post-scaling overflows, and auto-scaling diminishes both with a much better SNR.",
-        run=figure7,
-        sizes={
-            "toy": Needs(),
-            "small": Needs(minutes=5, text=True),
-            "full": Needs(gpus=1, gib=139, minutes=30, files=(ENWIK8,)),
-        },
-        pieces=lambda size: [WHOLE, LARGE7] if size == "full" else [WHOLE],
-        headline="auto-paper: SNR above the better of pre and post",
-        reason="The paper's model is a GPT-7B; ours are GPT-125M and four of the 24 blocks of a GPT of 1.3B, on simulated ranks. The paper "
-        "does not say in which order NCCL added. At 125M only the chain in rank order was measured; the other orders were measured at 1.3B "
-        "and on a small GPT (the overview's table).",
-        slow=True,
-    ),
-    Entry(
-        name="fp8lm-figure7-nccl",
-        title="FP8-LM, Figure 7, summed by NCCL",
-        claim="FP8 gradients summed by NCCL have the SNR, underflow and overflow of Figure 7.",
-        run=real_sums,
-        sizes={"kept": Needs(files=(REAL,), computed=True)},
-        headline="gpt-12x768, 2 ranks, all-reduce, fp8-e4m3: elements equal to the simulated chain, least",
-        reason="Two ranks of one host. The paper has 128, for which the sums are simulated.",
-    ),
-    Entry(
-        name="fp8lm-figure9",
-        axes=Axes("exponent of the magnitude, base 2", "elements, %"),
-        title="FP8-LM, Figure 9",
-        claim="Gradients are below FP8's range, and scaling brings them into it.",
-        run=figure9,
-        sizes={"toy": Needs(), "small": Needs(minutes=3, text=True)},
-        headline="before scaling: lost in E4M3",
-        reason="The paper's figure is a sketch without numbers.",
-    ),
-)

@@ -17,7 +17,7 @@ from tools.docs.evidence import PREDICTED, Row, read
 from tools.precisions import case_flags
 from tools.reproduce import planner, table7, table8, throughput
 from tools.reproduce.collage import NAMES
-from tools.reproduce.entry import NOT_MEASURED, WHOLE, Entry, Finding, Needs, Task, one_piece
+from tools.reproduce.entry import NOT_MEASURED, WHOLE, Finding, Task
 
 GIB = 2**30
 CARD = 80.0  # GiB of the paper's H100s; the dry run reserves 3 for CUDA and NCCL
@@ -134,11 +134,6 @@ def _shares5(one: Planned, gpus: int) -> tuple[float, float]:
     return 100 * flops / (peak * 1e12), 100 * one.step.seconds.get(WEIGHTS_SENT, 0.0) / one.step.total
 
 
-def _pieces5(size: str) -> Sequence[str]:
-    more = {"toy": [], "kept": [*throughput.SAMPLES5, throughput.LAYERS5], "full": [*throughput.SAMPLES5]}
-    return [*one_piece(size), *more[size]]
-
-
 def figure1(task: Task) -> Iterator[Finding]:
     """Report whether 175B fits 32 GPUs, by context, and the largest GPT of 175B's width by number of GPUs."""
     for length in (2048, 4096):
@@ -245,10 +240,6 @@ def _beside_the_dry_run(row: Row) -> Iterator[Finding]:
     yield Finding(prefix + "peak of the fullest rank over the dry run's", float(row["peak_gib_max"]) / predicted, where=_on_gpus(row))
 
 
-def _pieces_counted(size: str) -> Sequence[str]:
-    return [*one_piece(size), MEASURED] if size == "kept" else one_piece(size)
-
-
 def neox(task: Task) -> Iterator[Finding]:
     """Collage Table 8: whether GPT-NeoX-30B fits at TP 8 x PP 2 on 16 GPUs of 40 GB, by option, micro-batch and sequence length."""
     paper = {"bf16-a": "yyyy", "collage-light": "yyyn", "collage-plus": "yyyn", "bf16-d": "ynnn"}
@@ -296,73 +287,3 @@ def saved_by_collage(task: Task) -> Iterator[Finding]:
     for option, (*gpts, llama) in ((option, list(models.values())) for option, models in saved.items()):
         yield Finding(f"{option}: saved against D, mean of the GPTs", sum(gpts) / len(gpts), GPTS4[option], "%")
         yield Finding(f"{option}: saved against D, mean of all models", sum((*gpts, llama)) / len(MODELS4), MEAN4[option], "%")
-
-
-SECONDS = {"toy": Needs(computed=True)}
-ENTRIES = (
-    Entry(
-        name="fp8lm-table5",
-        title="FP8-LM, Table 5",
-        claim="FP8 saves 28 to 39 % of BF16's memory and 63 to 65 % of the weight-related volume; 175B trains 75 % faster than in BF16 and "
-        "37 % faster than with Transformer Engine.",
-        run=table5,
-        sizes=SECONDS | {"kept": Needs(files=(throughput.STEP,), computed=True), "full": Needs(gpus=1, gib=139, minutes=40)},
-        pieces=_pieces5,
-        headline="7b, memory saved by FP8",
-        reason="Cluster memory is predicted by the dry run and was measured on none of the paper's grids; volume is computed from shapes; "
-        "speed is that of one GPU without ZeRO or network, or the planner's prediction, as are MFU and the share of communication. The "
-        "planner counts communication that no kernel hides, and causal attention by half; the paper does not say what its share counts, "
-        "and its FLOPs are those of whole attention. Layers of 175B were run whole on one card, where they send nothing: three at every "
-        "level and with Transformer Engine, eight at O3; the paper's cards hold an eighth of each layer of a stage.",
-    ),
-    Entry(
-        name="fp8lm-figure1",
-        title="FP8-LM, Figure 1",
-        claim="FP8 trains larger models on as many cards: 175B at 4,096 tokens on 32 cards of 80 GB.",
-        run=figure1,
-        sizes=SECONDS,
-        headline="175B on 32 cards, 4096 tokens, FP8",
-        slow=True,
-        reason="By the dry run; layers of 175B were run on one card (Table 5).",
-    ),
-    Entry(
-        name="fp8lm-table7",
-        title="FP8-LM, Table 7",
-        claim="FP8 activations cut the volume between tensor-parallel ranks by a third.",
-        run=activations,
-        sizes=SECONDS | {"kept": Needs(files=(GRID,), computed=True)},
-        pieces=_pieces_counted,
-        headline="13b, the paper's FP8",
-        reason="Measured on two and four GPUs of one host; the paper's grids have 32 and 128. 13B was not profiled.",
-    ),
-    Entry(
-        name="fp8lm-table8",
-        title="FP8-LM, Table 8",
-        claim="FP8 ZeRO balances the ranks.",
-        run=spread,
-        sizes=SECONDS | {"kept": Needs(files=(DATA_PARALLEL,), computed=True)},
-        pieces=_pieces_counted,
-        headline="7b, greedy-cut: spread",
-        reason="The paper's grids are computed from shapes, model state only; 1.3B was measured on two and four GPUs, 7B on two.",
-    ),
-    Entry(
-        name="collage-figure4-grids",
-        title="Collage, Figure 4, with OpenLLaMA-7B",
-        claim="On 8 GPUs with tensor parallelism light saves 23.8 % and plus 15.6 % of option D's peak memory, most for OpenLLaMA-7B: 27.8 "
-        "and 18.5 %.",
-        run=saved_by_collage,
-        sizes=SECONDS,
-        headline="plus, OpenLLaMA-7B: saved against D",
-        reason="By the dry run. The paper's runs keep the buffers of NeMo and of the allocator, which this leaves out.",
-    ),
-    Entry(
-        name="collage-table8",
-        title="Collage, Table 8",
-        claim="Plus trains GPT-NeoX-30B with longer sequences and larger micro-batches than option D.",
-        run=neox,
-        sizes=SECONDS,
-        headline="cells that agree",
-        reason="By the dry run; A100s of 40 GB were not available. The paper does not give the shape: 56 layers of width 6,656 are "
-        "assumed.",
-    ),
-)

@@ -54,7 +54,7 @@ def write(file: Path, rows: Sequence[Row]) -> None:
 def missing(entry: Entry, size: str, rows: Iterable[Row]) -> list[str]:
     """Return the pieces of a size that have no row."""
     done = {row["piece"] for row in rows if row["size"] == size}
-    return [piece for piece in entry.pieces(size) if piece not in done]
+    return [piece for piece in entry.pieces_of(size) if piece not in done]
 
 
 def largest(entry: Entry, rows: Iterable[Row]) -> tuple[str, list[Row]]:
@@ -124,16 +124,16 @@ def run(
     Raises:
         ValueError: the size has no such piece, or its pieces cannot run at the same time.
     """
-    unknown = [piece for piece in pieces if piece not in entry.pieces(size)]
+    unknown = [piece for piece in pieces if piece not in entry.pieces_of(size)]
     if unknown:
-        raise ValueError(f"--pieces {unknown[0]!r}: size {size} of {entry.name} has {', '.join(map(repr, entry.pieces(size)))}")
+        raise ValueError(f"--pieces {unknown[0]!r}: size {size} of {entry.name} has {', '.join(map(repr, entry.pieces_of(size)))}")
     kept = folder / "kept" / entry.name
     if at_once > 1 and not entry.apart:
         raise ValueError(f"--at-once {at_once}: the pieces of {entry.name} share this process or the GPU that they time; give 1")
     if again and not pieces:
         shutil.rmtree(kept, ignore_errors=True)
     file = folder / f"{entry.name}.csv"
-    forgotten = (pieces or entry.pieces(size)) if again else ()
+    forgotten = (pieces or entry.pieces_of(size)) if again else ()
     earlier = [row for row in read(file) if not (row["size"] == size and row["piece"] in forgotten)]
     read_text = ["--text", text.name] if text.name != OWN_TEXT else []
     command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size, *read_text])
@@ -156,10 +156,10 @@ def outdated(entry: Entry, size: str, rows: Sequence[Row], folder: Path, commit:
         folder: see `Task`.
         commit: hash to record if the tree is not a git checkout.
     """
-    changed: dict[str, list[Row]] = {row["piece"]: [] for row in rows if row["size"] == size and row["piece"] not in entry.pieces(size)}
-    for piece in entry.pieces(size):
+    changed: dict[str, list[Row]] = {row["piece"]: [] for row in rows if row["size"] == size and row["piece"] not in entry.pieces_of(size)}
+    for piece in entry.pieces_of(size):
         on_file = [row for row in rows if (row["size"], row["piece"]) == (size, piece)]
-        findings = list(entry.run(Task(size, piece, Path(), folder, commit)))
+        findings = list(entry.findings(Task(size, piece, Path(), folder, commit)))
         if len(findings) == len(on_file) and all(_same(finding, row) for finding, row in zip(findings, on_file, strict=True)):
             continue
         command = shlex.join(["python", "-m", "tools.reproduce", entry.name, "--size", size])
@@ -221,7 +221,7 @@ def _outcomes(run: Callable[[Task], list[Row]], tasks: Sequence[Task], at_once: 
 
 def _rows_of(entry: Entry, command: str, task: Task) -> list[Row]:
     start = time.perf_counter()
-    findings = list(entry.run(task))
+    findings = list(entry.findings(task))
     if not findings:
         raise ValueError(f"{entry.name}, piece {task.piece}, has no results: its function must return at least one finding")
     common = {"size": task.size, "piece": task.piece, "command": command, "seconds": f"{time.perf_counter() - start:.1f}"}

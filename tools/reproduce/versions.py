@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from tools.docs.evidence import PREDICTED, read
 from tools.reproduce import grids
-from tools.reproduce.entry import NOT_MEASURED, Entry, Finding, Needs, Task
+from tools.reproduce.entry import NOT_MEASURED, Finding, Task
 
 COLUMNS = ("memory, GB", "samples per second", "TFLOPS", "MFU, %", "share of a step in weight-related communication, %", "volume, GB")
 Rows = Mapping[tuple[str, int], tuple[float, ...]]  # (precision, micro-batch) -> `COLUMNS`
@@ -97,17 +97,3 @@ def _gains(version: str, model: str, rows: Rows) -> Iterator[Finding]:
             f"{prefix}more samples per second in FP8, micro-batch {micro_batch}; ours predicted", ours, 100 * (row[1] / base[1] - 1), "%"
         )
     yield Finding(prefix + "more samples per second than TE, micro-batch 4", NOT_MEASURED, 100 * (largest[1] / te[1] - 1), "%")
-
-
-ENTRIES = (
-    Entry(
-        name="fp8lm-first-version",
-        title="FP8-LM, first version",
-        claim="FP8 saves 27 to 42 % of BF16's memory and 175B trains 64 % faster; 17 % faster than Transformer Engine.",
-        run=compared,
-        sizes={"toy": Needs(computed=True)},
-        headline="first version, 175b: memory saved by FP8",
-        reason="Memory by the dry run and speeds by the planner, as for the second version; Transformer Engine was not measured on these "
-        "grids. The first version was read in a Chinese translation.",
-    ),
-)

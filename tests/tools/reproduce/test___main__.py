@@ -8,7 +8,7 @@ import torch
 from helpers.refusals import code
 from tools.reproduce import __main__ as reproduce
 from tools.reproduce import keep
-from tools.reproduce.registry import ENTRIES
+from tools.reproduce.entry import ENTRIES
 
 
 def test_the_list_has_no_row_without_a_result_or_a_reason(tmp_path, capsys):

@@ -7,7 +7,6 @@ import pytest
 
 from tools.reproduce import texts
 from tools.reproduce.entry import Needs
-from tools.reproduce.registry import ENTRIES
 
 
 @pytest.fixture
@@ -55,11 +54,3 @@ def test_a_text_that_was_given_is_read_and_the_speeches_by_their_name(root, pack
     assert texts.chosen(texts.Path("sotu.txt"), Needs(), root) == root / "runs/reproduce/sotu.txt"
     (root / "sotu.txt").write_text("own")
     assert texts.chosen(texts.Path("sotu.txt"), Needs(), root) == texts.Path("sotu.txt")
-
-
-def test_every_small_size_that_trains_on_a_text_reads_a_fixed_one():
-    trained = {"fp8lm-figure7", "fp8lm-figure9", "fp8lm-table6", "collage-figure3", "collage-figure3-middle", "collage-table4",
-               "collage-table5-right", "fp8lm-gradient-sums", "slides-small-updates", "collage-table6", "coat-flow",
-               "coat-states", "coat-activations", "slides-lstm"}  # fmt: skip
-    assert {name for name, one in ENTRIES.items() if "small" in one.sizes and one.sizes["small"].text} == trained
-    assert not any(one.sizes["toy"].text for one in ENTRIES.values() if "toy" in one.sizes)

@@ -1,11 +1,9 @@
-"""Generate the pages of `python -m tools.reproduce`, one per entry with results and an overview, from results and from `verdicts.toml`."""
+"""Generate the pages of `python -m tools.reproduce`, one per entry with results and an overview, from the entries and their results."""
 
 import functools
 import json
 import textwrap
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +14,32 @@ from tools.docs.evidence import ROOT, Row, marked
 from tools.docs.figures import Figure
 from tools.docs.tables import Table
 from tools.reproduce import keep
-from tools.reproduce.entry import NOT_MEASURED, Entry
-from tools.reproduce.registry import ENTRIES
+from tools.reproduce.entry import ENTRIES, NOT_MEASURED, NOT_RUN, Entry
 
-WORDS = "tools/reproduce/verdicts.toml"
 PAGES = "docs/reproduction"
-NOT_RUN = "not run"
-# Outcome of a claim. All but the last are results; "not comparable": the run differs from the claim in a condition that decides the number.
-VERDICTS = ("holds", "holds in part", "does not hold", "too small to say", "not comparable", NOT_RUN)
-
-
-@dataclass(frozen=True)
-class Words:
-    """What a page says about an entry in addition to its numbers.
-
-    Attributes:
-        verdict: one of `VERDICTS`.
-        size: size of the results that the words describe; for others they must be revised.
-        agree: where our results and the paper's agree, and where not.
-        cause: cause of the difference, as far as known.
-    """
-
-    verdict: str
-    size: str = ""
-    agree: str = ""
-    cause: str = ""
-
-
-@functools.cache
-def words(root: Path = ROOT) -> Mapping[str, Words]:
-    """Return the words of each entry.
-
-    Raises:
-        ValueError: an entry without words, words without an entry, or an invalid verdict.
-    """
-    by_name = {name: Words(**entry) for name, entry in tomllib.loads((root / WORDS).read_text(encoding="utf-8")).items()}
-    if by_name.keys() != ENTRIES.keys():
-        differ = ", ".join(sorted(by_name.keys() ^ ENTRIES.keys()))
-        raise ValueError(f"{WORDS} and the registry differ in {differ}: each entry needs a verdict, and each verdict an entry")
-    for name, one in by_name.items():
-        if one.verdict not in VERDICTS:
-            raise ValueError(f"{WORDS}: the verdict {one.verdict!r} of {name} is invalid; choose one of {', '.join(VERDICTS)}")
-    return by_name
+WIDTH = 118  # columns of a paragraph
 
 
 def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]:
     """Return the largest size of an entry that has results, its rows, and the missing pieces; ("", [], []) without results.
 
     Raises:
-        ValueError: there are rows without words for their size, or words without rows.
+        ValueError: there are rows without a verdict for their size, a verdict without rows, or one that the losses do not allow.
     """
     results = keep.read(root / keep.RESULTS / f"{one.name}.csv")
     size, rows = keep.largest(one, results)
-    text = words(root)[one.name]
-    if text.size != size or (text.verdict == NOT_RUN) != (not size):
+    if one.judged != size or (one.verdict == NOT_RUN) != (not size):
         raise ValueError(
-            f"{WORDS}: the words of {one.name} are {text.verdict!r} for size {text.size!r}, and its rows are of size {size!r}: "
-            "compare them with the rows, and set the size"
+            f"{one.name}: the verdict is {one.verdict!r} for size {one.judged!r}, and its rows are of size {size!r}: compare it with the "
+            "rows, and set `judged`"
         )
-    if text.verdict == HOLDS:
+    if one.verdict == HOLDS:
         equal = {(base, other) for base, other, difference in keep.loss_differences(one, rows) if difference.verdict() == HOLDS}
         undecided = [other for base, other in one.same_loss if (base, other) not in equal]
         if undecided:
             raise ValueError(
-                f"{WORDS}: the verdict of {one.name} is {HOLDS!r}, but the 95 % interval of {undecided[0]!r} is not within "
-                f"{100 * EFFECT:g} % of its baseline: write 'too small to say', or 'holds in part' and what holds"
+                f"{one.name}: the verdict is {HOLDS!r}, but the 95 % interval of {undecided[0]!r} is not within {100 * EFFECT:g} % of its "
+                "baseline: write 'too small to say', or 'holds in part' and what holds"
             )
     return size, rows, keep.missing(one, size, results) if size else []
 
@@ -130,28 +89,26 @@ def measured(rows: Sequence[Row]) -> tuple[str, str]:
     return " and ".join("CPU" if card == "cpu" else card for card in cards), first if first == last else f"{first} to {last}"
 
 
+def wrapped(text: str) -> list[str]:
+    """Return the lines of a paragraph."""
+    return textwrap.wrap(text, WIDTH)
+
+
 def page(one: Entry, root: Path = ROOT) -> str:
     """Return the page of an entry with rows; empty without rows."""
     size, rows, missing = published(one, root)
     if not size:
         return ""
-    text = words(root)[one.name]
     seconds = sum({row["piece"]: float(row["seconds"]) for row in rows}.values())
-    lines = [f"# {one.title}", "", *textwrap.wrap(f"The claim: {one.claim}", 118), ""]
-    lines += [f"**{text.verdict}**", "", *textwrap.wrap(text.agree, 118), ""]
+    lines = [f"# {one.title}", "", *wrapped(f"The claim: {one.claim}"), "", f"**{one.verdict}**", "", *wrapped(one.agree), ""]
     if one.same_loss:
         lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in keep.loss_sentences(one, rows)), ""]
-    if text.cause:
-        lines += [*textwrap.wrap(f"Likely cause: {text.cause}", 118), ""]
-    if one.reason:
-        lines += [*textwrap.wrap(f"What this does not cover: {one.reason}", 118), ""]
+    for label, text in (("Likely cause", one.cause), ("How it was measured", one.setting), ("Limits", one.limits)):
+        lines += [*wrapped(f"{label}: {text}"), ""] if text else []
     took = "computed from measurements of other tools" if size == "kept" else f"{seconds:.0f} s"
     lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {took}: {', '.join(measured(rows))}.", ""]
     if missing:
-        lines += [
-            *textwrap.wrap(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command continues with them.", 118),
-            "",
-        ]
+        lines += [*wrapped(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command continues with them."), ""]
     if curves(rows):
         lines += [f"![{one.title}](../results/figures/{one.name}.png)", ""]
     return "\n".join([*lines, table(one, rows).markdown(), ""])
@@ -168,13 +125,12 @@ def overview() -> Table:
     for name, one in ENTRIES.items():
         size, rows, missing = published(one)
         head = next((row for row in rows if row["quantity"] == one.headline), None)
-        text = words()[name]
         link = f"[{one.title}]({name}.md)" if size else one.title
         ours, paper = (
             ("", "") if head is None else (f"{_short(head[key])} {head['unit']}".strip() if head[key] else "" for key in ("ours", "paper"))
         )
-        what = one.headline if size else one.reason or "It has not been run yet."
-        verdict = text.verdict + (f"; {len(missing)} pieces missing" if missing else "")
+        what = one.headline if size else one.limits or "It has not been run yet."
+        verdict = one.verdict + (f"; {len(missing)} pieces missing" if missing else "")
         cells.append([link, one.claim, what, paper, ours, size, *(measured(rows) if rows else ("", "")), verdict])
         if rows:
             sources.append((source(one), rows))
