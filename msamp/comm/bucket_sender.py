@@ -152,7 +152,10 @@ class BucketSender:
             missing = [i for i, g in enumerate(gradients) if g is None]
             summed = bucket in self.owner_sums
             proposals = self.agree(bucket, gradients)
-            factor = self._factor(bucket, scales_of(proposals))
+            factor = scales_of(proposals)  # from gradients to payloads
+            if bucket.format.scaled:
+                mu = None if self.autoscale is None else self.autoscale.mu[self._scaled_places[bucket]]
+                factor = self.scaling.factor(factor, self.peers_of(bucket).ranks, mu)
             flat = self.pack(bucket, gradients, factor)
             if not last:
                 del gradients
@@ -264,13 +267,6 @@ class BucketSender:
         wire = self.wires[bucket.format]
         assert isinstance(wire, SummingWire)
         self.owner_sums.add(bucket, wire.mean(bucket, flat, self.peers_of(bucket)), factor, proposals)
-
-    def _factor(self, bucket: Bucket, scales: Tensor) -> Tensor:
-        """Return the factors from the gradients of a bucket to their payloads, FP32 [parameters]."""
-        if not bucket.format.scaled:
-            return scales
-        mu = None if self.autoscale is None else self.autoscale.mu[self._scaled_places[bucket]]
-        return self.scaling.factor(scales, self.peers_of(bucket).ranks, mu)
 
     @contextlib.contextmanager
     def _on_stream(self, bucket: Bucket) -> Iterator[None]:

@@ -166,18 +166,14 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
     on every rank."""
     if dist.get_backend(group) != "nccl":
         return f"the group's backend is {dist.get_backend(group)}, not nccl"
-    return _forbidden(group) or _unmapped(group)
-
-
-def _forbidden(group: dist.ProcessGroup) -> str | None:
-    """Return why ranks must not copy: they are on several hosts, or one was started with NCCL's switch against direct links, which a user
-    sets where these hang or corrupt data."""
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, (socket.gethostname(), links_disabled()), group)
     hosts = {host for host, _ in ranks}
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
-    return "NCCL_P2P_DISABLE forbids direct copies between GPUs" if any(disabled for _, disabled in ranks) else None
+    if any(disabled for _, disabled in ranks):  # a user sets NCCL's switch where direct links hang or corrupt data
+        return "NCCL_P2P_DISABLE forbids direct copies between GPUs"
+    return _unmapped(group)
 
 
 def _unmapped(group: dist.ProcessGroup) -> str | None:

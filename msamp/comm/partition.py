@@ -97,7 +97,9 @@ def partition(
     widths = [math.prod(shape[1:]) for shape in shapes]
     sizes = [height * width for height, width in zip(rows, widths, strict=True)]
     total, largest = sum(sizes), max(sizes, default=0)
-    floor = max(-(-total // ranks), _largest_uncut(widths, sizes, whole))
+    # The largest indivisible piece: no partition can give the busiest rank less.
+    uncut = max((size if i in whole else width for i, (width, size) in enumerate(zip(widths, sizes, strict=True)) if size), default=0)
+    floor = max(-(-total // ranks), uncut)
 
     def accepted(load: int) -> bool:
         return load <= floor or load / (total / ranks) - 1 <= limit
@@ -118,11 +120,6 @@ def partition(
             break
     assert best is not None
     return best
-
-
-def _largest_uncut(widths: Sequence[int], sizes: Sequence[int], whole: Collection[int]) -> int:
-    """Elements of the largest row or whole tensor, below which no cut can bring the load of the busiest rank."""
-    return max((size if i in whole else width for i, (width, size) in enumerate(zip(widths, sizes, strict=True)) if size), default=0)
 
 
 def plan_buckets(

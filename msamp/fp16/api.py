@@ -212,7 +212,7 @@ def load_state_dict(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
     here = [[tuple(master.shape) for master in step.masters] for step in steps]
     if saved != here:
         raise ValueError(
-            f"the state has master weights {_summary(saved)}, expected those {_summary(here)}; "
+            f"the state has {[len(x) for x in saved]} master weights by optimizer, expected {[len(x) for x in here]} of the same shapes; "
             "initialize the same models and optimizers at the level of the saved run"
         )
     for i, scaler in enumerate(amp.scalers):
@@ -225,7 +225,3 @@ def load_state_dict(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
             for master, values in zip(step.masters, masters, strict=True):
                 master.copy_(values)
         step.write_weights()
-
-
-def _summary(shapes: list[list[tuple[int, ...]]]) -> str:
-    return f"of {len(shapes)} optimizers ({', '.join(f'{len(each)} tensors' for each in shapes)})"

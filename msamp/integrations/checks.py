@@ -59,7 +59,6 @@ def checked(
         for each in optimizers:
             check_optimizer(each, recipe)
         _check_model(model, optimizers, recipe, group)
-        _check_muon(model, optimizers)
         former = former_optimizers(model, optimizers, recipe)
         conversions = plan_conversions(model, recipe, accept)
         check_groups(optimizers, set(planned_weights(conversions).values()), recipe)
@@ -134,12 +133,8 @@ def _check_model(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
             "averaged over the ranks; build one optimizer per model"
         )
 
-
-def _check_muon(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise a ValueError if Muon, which only supports matrices, leaves out parameters that no other given optimizer has."""
-    given = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
-    if left and any(type(each).__name__ == "Muon" for each in optimizers):
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in set(given)]
+    if left and any(type(each).__name__ == "Muon" for each in optimizers):  # Muon only supports matrices
         raise ValueError(
             f"torch.optim.Muon leaves out {len(left)} parameters ({', '.join(left[:4])}); pass their optimizer too, as in "
             "msamp.initialize(model, [muon, torch.optim.AdamW(the others)]), or freeze them by requires_grad_(False)"

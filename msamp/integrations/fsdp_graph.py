@@ -100,7 +100,8 @@ class GraphedStep:
                 f"inputs are {', '.join(type(x).__name__ for x in inputs)}; pass tensors, which are copied to where the graph reads"
             )
         # Both conditions hold on all ranks or on none after loading. A replay on some and an eager step on others would not end.
-        if self._graph is not None and (self._stale() or self._memory != self._addresses()):
+        written = self._own is not None and self._own.shard.stale  # by something other than a step
+        if self._graph is not None and (written or self._memory != self._addresses()):
             self.release()
         if self._graph is None and not self._ready(inputs):
             return self._eager(*inputs)
@@ -108,7 +109,13 @@ class GraphedStep:
             self._own.refresh()  # before a capture too: a learning rate sent inside it would be used in every replay
         if self._graph is None:
             self._capture(inputs)
-        self._fill(inputs)
+        if [(x.shape, x.dtype) for x in inputs] != [(x.shape, x.dtype) for x in self._inputs]:
+            raise ValueError(
+                f"inputs are {[(tuple(x.shape), x.dtype) for x in inputs]}, but the graph was captured with "
+                f"{[(tuple(x.shape), x.dtype) for x in self._inputs]}; pad the batch, or call release() before a step of another shape"
+            )
+        for place, x in zip(self._inputs, inputs, strict=True):
+            place.copy_(x, non_blocking=True)
         assert self._graph is not None
         self._graph.replay()
         if self._own is not None:
@@ -153,19 +160,6 @@ class GraphedStep:
                 torch.cuda.current_stream().wait_stream(stream)  # FSDP2's streams end with a wait, which a capture must join
         self._graph, self._memory = graph, self._addresses()
         self.captured += 1
-
-    def _fill(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        if [(x.shape, x.dtype) for x in inputs] != [(x.shape, x.dtype) for x in self._inputs]:
-            raise ValueError(
-                f"inputs are {[(tuple(x.shape), x.dtype) for x in inputs]}, but the graph was captured with "
-                f"{[(tuple(x.shape), x.dtype) for x in self._inputs]}; pad the batch, or call release() before a step of another shape"
-            )
-        for place, x in zip(self._inputs, inputs, strict=True):
-            place.copy_(x, non_blocking=True)
-
-    def _stale(self) -> bool:
-        """Whether a weight was written by something other than a step."""
-        return self._own is not None and self._own.shard.stale
 
     def _addresses(self) -> tuple[int, ...]:
         """Return where the graph finds weights, buffers and optimizer states."""

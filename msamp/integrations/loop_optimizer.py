@@ -23,7 +23,7 @@ from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.backward_casts import BackwardCasts
 from msamp.optim.clip import clip_, clip_coefficient
-from msamp.optim.decision import GradientDecision, LossScale
+from msamp.optim.decision import GradientDecision
 from msamp.optim.foreign_states import in_own_formats, packed_names, unpacked_names
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.shard import Holding, Whole, gradient
@@ -306,8 +306,10 @@ class LoopOptimizer(LowPrecisionOptimizer):
             self._tell_of_clipping()
         self._average()
         self._attach_casts()  # a parameter may have been unfrozen
-        given = self.loss_scale
-        self.loss_scale = self._loss_scale()
+        given, factor = self.loss_scale, getattr(self, "grad_scale", None)
+        if factor is not None and given is not None:
+            raise ValueError("the optimizer has a loss_scale, and GradScaler scales the loss too; use one of the two")
+        self.loss_scale = given if factor is None else GradScale(factor)
         try:
             super().update()
         finally:
@@ -322,15 +324,6 @@ class LoopOptimizer(LowPrecisionOptimizer):
                 p.grad = None  # an average from synchronize, to which the next backward would add
             self._averaged = False
         self._taken()
-
-    def _loss_scale(self) -> LossScale | None:
-        """The loss scale of this step: GradScaler's if it calls the step, otherwise the optimizer's own."""
-        factor = getattr(self, "grad_scale", None)
-        if factor is None:
-            return self.loss_scale
-        if self.loss_scale is not None:
-            raise ValueError("the optimizer has a loss_scale, and GradScaler scales the loss too; use one of the two")
-        return GradScale(factor)
 
     def decide(self, ready: Sequence[Holding]) -> GradientDecision:
         """Like the base class's; a step is also not usable if torch's GradScaler found an overflow on any process."""

@@ -156,18 +156,6 @@ def _fake_sums(twin: Callable[..., Any], of: Callable[..., tuple[Any, ...]]) -> 
     return fake
 
 
-def _fake_grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=args[2])
-
-
-def _fake_grouped_mm_grad_weight(a_t: torch.Tensor, b_t: torch.Tensor, offsets: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
-    return a_t.new_empty((offsets.shape[0], a_t.shape[0], b_t.shape[0]), dtype=args[2])
-
-
-def _fake_grouped_tiles(offsets: torch.Tensor, rows: int, block: int) -> torch.Tensor:
-    return offsets.new_empty((4, _grouped_mm.tile_capacity(rows, offsets.shape[0], block)))
-
-
 def _fake_normalize_backward(grad_y: torch.Tensor, x: torch.Tensor, *args: Any, **flags: Any) -> tuple[torch.Tensor, ...]:
     twin = _normalize.normalize_backward
     grad_x, *sums = twin(grad_y, x, *args, **flags)
@@ -208,9 +196,15 @@ expert_swiglu_backward = _operator(
 group_cast = _operator(_group_cast.group_cast)
 group_decode = _operator(_group_cast.group_decode)
 group_tokens = _operator(_group_tokens.group_tokens)
-grouped_mm = _operator(_grouped_mm.grouped_mm, fake=_fake_grouped_mm)
-grouped_mm_grad_weight = _operator(_grouped_mm.grouped_mm_grad_weight, fake=_fake_grouped_mm_grad_weight)
-grouped_tiles = _operator(_grouped_mm.grouped_tiles, fake=_fake_grouped_tiles)
+grouped_mm = _operator(_grouped_mm.grouped_mm, fake=lambda a, b, offsets, *args, **_: a.new_empty((a.shape[0], b.shape[1]), dtype=args[2]))
+grouped_mm_grad_weight = _operator(
+    _grouped_mm.grouped_mm_grad_weight,
+    fake=lambda a_t, b_t, offsets, *args, **_: a_t.new_empty((offsets.shape[0], a_t.shape[0], b_t.shape[0]), dtype=args[2]),
+)
+grouped_tiles = _operator(
+    _grouped_mm.grouped_tiles,
+    fake=lambda offsets, rows, block: offsets.new_empty((4, _grouped_mm.tile_capacity(rows, offsets.shape[0], block))),
+)
 normalize = _operator(_normalize.normalize, mutates=_SLOTS)
 normalize_backward = _operator(_normalize.normalize_backward, fake=_fake_normalize_backward)
 normalize_transposed = _operator(_normalize.normalize_transposed)

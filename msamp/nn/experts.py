@@ -96,32 +96,40 @@ class ExpertSettings(NamedTuple):
         codes = cast_operand(partial, CastScales(None, None, None), cast, combine=ranks.shared_amax)
         return ranks.start_sum(codes.codes, label, codes.scale_inv, partial.dtype)
 
-    def fc1_output(self, x8: torch.Tensor, scale_inv: torch.Tensor, groups: "Groups", top_k: int, dtype: torch.dtype) -> torch.Tensor:
+    def fc1_output(self, x8: torch.Tensor, scale_inv: torch.Tensor, groups: "ExpertGroups", top_k: int, dtype: torch.dtype) -> torch.Tensor:
         """Return FC1's output [R, 2F] from the codes of the tokens."""
         rows, _ = ops.permute(x8, groups.source, top_k, row=True, end=groups.end)
         return self.output(rows, self.fc1, groups, scale_inv, dtype)
 
-    def output(self, rows: torch.Tensor, w: ExpertWeights, groups: "Groups", scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def output(
+        self, rows: torch.Tensor, w: ExpertWeights, groups: "ExpertGroups", scale_inv: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return the forward product of every expert."""
         fast = self.gemm.output.fast
         return ops.grouped_mm(rows, w.rows, groups.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=groups.tiles)
 
     def grad_input(
-        self, rows: torch.Tensor, w: ExpertWeights, groups: "Groups", scale_inv: torch.Tensor, dtype: torch.dtype
+        self, rows: torch.Tensor, w: ExpertWeights, groups: "ExpertGroups", scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the input gradient of every expert."""
         fast = self.gemm.grad_input.fast
         return ops.grouped_mm(rows, w.columns, groups.offsets, scale_inv, w.scale_inv, dtype, fast_accum=fast, tiles=groups.tiles)
 
     def grad_weight(
-        self, g_t: torch.Tensor, x_t: torch.Tensor, groups: "Groups", g_scale_inv: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
+        self,
+        g_t: torch.Tensor,
+        x_t: torch.Tensor,
+        groups: "ExpertGroups",
+        g_scale_inv: torch.Tensor,
+        scale_inv: torch.Tensor,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         """Return the weight gradients of all experts, [E, N, K]."""
         fast = self.gemm.grad_weight.fast
         return ops.grouped_mm_grad_weight(g_t, x_t, groups.offsets, g_scale_inv, scale_inv, dtype, fast_accum=fast, aligned=True)
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """The rows of all experts, as `ops.group_tokens` and `ops.grouped_tiles` return them."""
 
     offsets: torch.Tensor
@@ -135,7 +143,7 @@ class Groups(NamedTuple):
         return self.offsets[-1:]
 
     @classmethod
-    def of(cls, experts: torch.Tensor, count: int) -> "Groups":
+    def of(cls, experts: torch.Tensor, count: int) -> "ExpertGroups":
         """Group the tokens of `experts` [tokens, top-k] by `count` experts."""
         offsets, source, places = ops.group_tokens(experts, count, GROUP_ALIGNMENT)
         return cls(offsets, source, places, ops.grouped_tiles(offsets, source.shape[0], GROUP_ALIGNMENT))
@@ -202,7 +210,7 @@ class ExpertsFunction(torch.autograd.Function):
         check(x, probs, experts, fc1_weight, fc2_weight, settings)
         gemm, top_k = settings.gemm, probs.shape[1]
         x_scale_inv, gathered = settings.start_cast(x, settings.x, gemm.input, "expert tokens all-gather")
-        groups = Groups.of(experts, settings.fc1.rows.shape[0])
+        groups = ExpertGroups.of(experts, settings.fc1.rows.shape[0])
         x8 = gathered()
         y = settings.fc1_output(x8, x_scale_inv, groups, top_k, x.dtype)
         weights = torch.where(groups.source >= 0, probs.reshape(-1)[groups.source.clamp(min=0)], 0.0)
@@ -221,7 +229,7 @@ class ExpertsFunction(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x8, x_scale_inv, y, weights, a_scale_inv, *held = ctx.saved_tensors
-        settings, groups, dtype = ctx.settings, Groups(*held), grad_output.dtype
+        settings, groups, dtype = ctx.settings, ExpertGroups(*held), grad_output.dtype
         needs_x, needs_probs, _, needs_fc1, needs_fc2, _ = ctx.needs_input_grad
         gemm = settings.gemm
         g_scale_inv, gathered = settings.start_cast(

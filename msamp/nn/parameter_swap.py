@@ -11,14 +11,13 @@ conversion swaps the contents of two tensors and keeps the objects, as `torch.ut
   backward raises.
 
 A view (`p.view(-1)`, `p[0]`) and an autograd node with its own hooks cannot follow the swap. `check_swappable` finds both before
-anything changes, and names who holds them. A detached copy (`p.detach()`, `p.data`, `model.state_dict()`) cannot be found: it keeps the
+anything changes. A detached copy (`p.detach()`, `p.data`, `model.state_dict()`) cannot be found: it keeps the
 former values.
 """
 
 import gc
-import inspect
-import sys
 from collections.abc import Callable, Container, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,42 +35,31 @@ def check_swappable(params: Mapping[str, torch.Tensor]) -> None:
         params: by name in the model, for the message.
 
     Raises:
-        ValueError: if a view or the autograd node of a parameter is alive; names the first one, and who holds it.
+        ValueError: if a view or the autograd node of a parameter is alive; names the first one.
     """
     if not any(map(_is_referenced, params.values())):
         return
     gc.collect()  # references from garbage cycles do not count
     held = {id(p): name for name, p in params.items() if _is_referenced(p)}
-    described = (_held_view(held) or _held_node(held, params)) if held else None
-    if described is not None:
-        name, what, holder = described
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        # Not isinstance, which would instantiate lazy proxies.
+        bases = [id(x._base) for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x._base is not None]
+    what, name = "a view of it", next((held[base] for base in bases if base in held), None)
+    if name is None:
+        what, name = "its autograd node, which may have hooks,", next((name for name, p in params.items() if _holds_node(p, held)), None)
+    if name is not None:
         raise ValueError(
-            f"{name} cannot be replaced in place: {what} is alive, held by {holder}, and would keep the former weight; delete it "
-            "before msamp.initialize or model.to and recreate it afterwards (a copy by p.detach().clone() may stay)"
+            f"{name} cannot be replaced in place: {what} is alive and would keep the former weight; delete it before msamp.initialize or "
+            "model.to and recreate it afterwards (a copy by p.detach().clone() may stay)"
         )
 
 
-def _held_view(held: Mapping[int, str]) -> tuple[str, str, str] | None:
-    """Find a live view of a parameter; return the parameter's name, a description and the holder. It does not return the view itself, since
-    an exception keeps the variables of the functions that it passes through."""
-    view = _live_view(held)
-    return None if view is None else (held[id(view._base)], "a view of it", _holder(view) or "an object that Python does not list")
-
-
-def _live_view(ids: Container[int]) -> torch.Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        # Not isinstance, which would instantiate lazy proxies.
-        alive = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
-        return next((x for x in alive if x._base is not None and id(x._base) in ids), None)
-
-
-def _held_node(held: Mapping[int, str], params: Mapping[str, torch.Tensor]) -> tuple[str, str, str] | None:
-    """Like `_held_view`, for a parameter's autograd node that some Python object holds."""
-    for name, p in params.items():
-        holder = _holder(torch.autograd.graph.get_gradient_edge(p).node) if id(p) in held and p.requires_grad else None
-        if holder is not None:
-            return name, "its autograd node, which may have hooks,", holder
-    return None
+def _holds_node(p: torch.Tensor, held: Container[int]) -> bool:
+    """Whether an object or container holds a parameter's autograd node, as for a hook on it. A graph of an earlier forward has none."""
+    if id(p) not in held or not p.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    return any(not isinstance(holder, FrameType) for holder in gc.get_referrers(node))
 
 
 def _is_referenced(p: torch.Tensor) -> bool:
@@ -97,7 +85,9 @@ def swap_contents_(p: torch.Tensor, new: torch.Tensor, *, transposed: bool = Fal
     torch._C._swap_tensor_impl(p, new)  # type: ignore[attr-defined]
     if gradient is not None:
         p.grad = gradient.t() if transposed else gradient
-    _register_hooks_again(p)
+    for name in _HOOKS:  # listed hooks fire again, and their handles stay valid
+        if getattr(p, name) is not None:
+            setattr(p, name, getattr(p, name))
 
 
 def apply_(p: ScalingTensor, function: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
@@ -126,55 +116,8 @@ def apply_(p: ScalingTensor, function: Callable[[torch.Tensor], torch.Tensor], n
             p.grad = gradient.applied(function) if isinstance(gradient, FP8Gradient) else function(gradient)
 
 
-def _register_hooks_again(p: torch.Tensor) -> None:
-    """Register the hooks of a parameter again after a swap. Their handles stay valid."""
-    for name in _HOOKS:
-        listed = getattr(p, name)
-        if listed is not None:
-            setattr(p, name, listed)
-
-
 def _refuse_backward(*_: Any) -> None:
     raise RuntimeError(
         "this graph is from a forward before msamp converted the model, or before model.to changed its weights, and its gradients would "
         "reach no parameter; run the forward again"
     )
-
-
-def _holder(x: Any) -> str | None:
-    """Describe who holds an object: a variable, an attribute or a container; None if no Python object does."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        variable = None
-        if frame.f_globals.get("__name__") != __name__:
-            variables = frame.f_locals
-            variable = _key(variables, x) or _key(frame.f_globals, x)
-            if frame.f_code.co_flags & inspect.CO_NEWLOCALS and type(variables) is dict:
-                variables.clear()  # before Python 3.13 a copy that the frame keeps, and `x` with it
-        if variable is not None:
-            return f"the variable {variable!r} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        frame = frame.f_back  # type: ignore[assignment]
-    for container in gc.get_referrers(x):
-        if isinstance(container, list | tuple | set | dict):
-            return _described(container, x)
-        name = _key(getattr(container, "__dict__", {}), x)
-        if name is not None:
-            return f"the attribute {name!r} of a {type(container).__name__}"
-    return None
-
-
-def _described(container: Any, x: Any) -> str:
-    """Describe a container that holds `x`, by its attribute or variable if there is one."""
-    key = _key(container, x) if isinstance(container, dict) else None
-    for owner in gc.get_referrers(container):
-        names = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        if names is container:
-            return f"the attribute {key!r} of a {type(owner).__name__}"
-        name = _key(names, container)
-        if name is not None:
-            return f"the {type(container).__name__} {name!r}" + ("" if isinstance(owner, dict) else f" of a {type(owner).__name__}")
-    return f"a {type(container).__name__}" + ("" if key is None else f" under {key!r}")
-
-
-def _key(names: Mapping[Any, Any], x: Any) -> Any:
-    return next((name for name, value in list(names.items()) if value is x), None)

@@ -46,7 +46,7 @@ class GradientDecision:
     usable: torch.Tensor
 
 
-class Measured(NamedTuple):
+class MeasuredGradients(NamedTuple):
     """The measured gradients.
 
     Attributes:
@@ -65,7 +65,7 @@ def measure(
     shard: Shard,
     kept: Callable[[Sequence[Holding]], torch.Tensor] | None,
     combine_norms: Callable[[torch.Tensor], torch.Tensor],
-) -> Measured:
+) -> MeasuredGradients:
     """Measure amaxes and norm of the gradients of all processes; collective if the shard has several.
 
     Args:
@@ -93,10 +93,10 @@ def measure(
         numels = [ready[i].param.numel() for i in plain]
         sums.index_add_(0, index, second_pass(tables, gs[len(scaled) :], table[GRAD, index], numels))
     plain_units = tables.send("units", [float(units(p.numel())) for p in params], torch.float64)
-    return Measured(table, combine_norms(norms_from_square_sums(shard.total(sums), table[GRAD], table[SCALE_INV], plain_units)))
+    return MeasuredGradients(table, combine_norms(norms_from_square_sums(shard.total(sums), table[GRAD], table[SCALE_INV], plain_units)))
 
 
-def decide(measured: Measured, *, clip_grad: float | None, loss_scale: LossScale | None) -> GradientDecision:
+def decide(measured: MeasuredGradients, *, clip_grad: float | None, loss_scale: LossScale | None) -> GradientDecision:
     """Compute the factor of the gradients, and whether to take the step.
 
     Args:

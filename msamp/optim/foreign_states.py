@@ -5,7 +5,7 @@ initialized from the weight. COAT's payloads are not plain values, so a user loo
 torch's optimizers, which would read `exp_avg` as values, then fail with a missing key.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.range_expand import quantize_expanded
 from msamp.optim.states import MAX, as_stored, begun, by_key, local, make_master, own_values, parameter_names, without_rounding
-from msamp.optim.updates import MASTER, Formats, State, formats_of, kept_states, named_formats
+from msamp.optim.updates import MASTER, State, formats_of, kept_states, named_formats
 
 _PACKED = "_coat"  # key suffix of a payload with group scales
 TURNED = "stored_transposed"  # attribute of a weight whose optimizer states from before the conversion are transposed
@@ -47,7 +47,8 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
         return dict(state_dict)  # `load_state_dict` will reject it
     state, converted = dict(state_dict["state"]), []
     # Recipes with the same state formats may differ in whether the weight is its own master.
-    keeps = any(state.copy for group in groups for p, own in _with_formats(group) for state, _ in kept_states(p, own))
+    pairs = [pair for group in groups for pair in zip(group["params"], formats_of(group), strict=True)]
+    keeps = any(state.copy for p, own in pairs for state, _ in kept_states(p, own))
     same_masters = not state or keeps == any(MASTER.key in own for own in state.values())
     for saved, group in zip(saved_groups, groups, strict=True):
         own_names = [next(names) for _ in group["params"]]
@@ -69,10 +70,6 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
                 turned = theirs is None and getattr(p, TURNED, False)
                 state[index] = _in_own_formats(name, p, kept_states(p, formats), state[index], optimizer.state.get(p, {}), turned)
     return {**state_dict, "state": state, "param_groups": converted}
-
-
-def _with_formats(group: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Formats]]:
-    return zip(group["params"], formats_of(group), strict=True)
 
 
 def _in_own_formats(

@@ -1,5 +1,6 @@
 """Run the next update on copies, exactly and as it will be stored, to measure its rounding error before anything changes."""
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -178,13 +179,8 @@ def _sampled(batch: UpdateBatch, sample: int) -> Iterator[UpdateBatch]:
     for shape, members in alike.items():
         together = max(1, SAMPLED // max(1, shape.numel()))
         for start in range(0, len(members), together):
-            yield _copied_alike(batch, members[start : start + together])
-
-
-def _copied_alike(batch: UpdateBatch, members: Sequence[tuple[int, slice]]) -> UpdateBatch:
-    """Copy rows of some tensors of a batch, the same number of rows of each."""
-    rows = [chosen for _, chosen in members]
-    return batch.each(lambda column: _copies([column[i] for i, _ in members], rows))
+            indices, chosen = zip(*members[start : start + together], strict=True)
+            yield batch.each(functools.partial(_copies, indices=indices, rows=chosen))
 
 
 def _spaced_rows(shape: torch.Size, sample: int) -> slice:
@@ -197,8 +193,9 @@ def _spaced_rows(shape: torch.Size, sample: int) -> slice:
     return slice(0, rows * apart, apart)
 
 
-def _copies(xs: Sequence[Any], rows: Sequence[slice]) -> list[Any]:
+def _copies(column: Sequence[Any], indices: Sequence[int], rows: Sequence[slice]) -> list[Any]:
     """Apply `_copy` to some rows of tensors of one kind; all results have the same shape."""
+    xs = [column[i] for i in indices]
 
     def stack(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         parts = [x[chosen] if x.dim() else x for x, chosen in zip(tensors, rows, strict=True)]

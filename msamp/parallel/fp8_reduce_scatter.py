@@ -46,7 +46,7 @@ def format_of(name: str) -> Format:
     return FORMATS[name]
 
 
-class Part(NamedTuple):
+class BufferPiece(NamedTuple):
     """A parameter in every rank's part of the buffer: its first element there, its elements with padding, and whether it is sent in FP8."""
 
     start: int
@@ -105,12 +105,12 @@ class FP8ReduceScatter:
         if narrow:
             self._reduce_narrow(output_tensor, chunks, narrow, peers, factor)
 
-    def _parts(self, elements: int, ranks: int) -> list[Part]:
+    def _parts(self, elements: int, ranks: int) -> list[BufferPiece]:
         parts, start = [], 0
         for p, narrow in self.params.items():
             if p.requires_grad:
                 size = -(-p.shape[0] // ranks) * p.shape[1:].numel()
-                parts.append(Part(start, size, narrow))
+                parts.append(BufferPiece(start, size, narrow))
                 start += size
         if start != elements:
             raise RuntimeError(
@@ -121,7 +121,9 @@ class FP8ReduceScatter:
             )
         return parts
 
-    def _reduce_wide(self, output: torch.Tensor, chunks: torch.Tensor, parts: Sequence[Part], group: dist.ProcessGroup, op: Any) -> None:
+    def _reduce_wide(
+        self, output: torch.Tensor, chunks: torch.Tensor, parts: Sequence[BufferPiece], group: dist.ProcessGroup, op: Any
+    ) -> None:
         """Reduce gradients as FSDP2 does, from a separate buffer unless they are all of them."""
         sizes = [part.elements for part in parts]
         if sum(sizes) == chunks.shape[1]:
@@ -132,7 +134,7 @@ class FP8ReduceScatter:
         self.replaced(output_tensor=summed, input_tensor=own.view(-1), group=group, op=op)
         torch._foreach_copy_([output[part.start : part.start + part.elements] for part in parts], list(summed.split(sizes)))
 
-    def _reduce_narrow(self, output: torch.Tensor, chunks: torch.Tensor, parts: Sequence[Part], peers: Peers, factor: float) -> None:
+    def _reduce_narrow(self, output: torch.Tensor, chunks: torch.Tensor, parts: Sequence[BufferPiece], peers: Peers, factor: float) -> None:
         rows = [chunk[part.start : part.start + part.elements] for chunk in chunks.unbind() for part in parts]
         amaxes = TENSORWISE.amaxes(rows).view(peers.ranks, -1).amax(0)
         amaxes = peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of gradients", None)

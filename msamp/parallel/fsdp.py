@@ -45,12 +45,6 @@ def rows_of(p: DTensor, rank: int) -> slice:
     return slice(start, min(start + share, p.shape[0]))
 
 
-def _sent_shape(p: torch.Tensor) -> torch.Size:
-    """Return the shape of what a rank sends of a sharded parameter: its rows, padded to the rows per rank."""
-    assert isinstance(p, DTensor)
-    return torch.Size((-(-p.shape[0] // p.device_mesh.size()), *p.shape[1:]))
-
-
 def check_cut(name: str, p: torch.Tensor) -> None:
     """Raise a ValueError naming the parameter if it is not sharded along dim 0 over a one-dimensional mesh."""
     if not isinstance(p, DTensor):
@@ -189,7 +183,8 @@ class FSDP:
         amaxes = TENSORWISE.amaxes([payload(p) for p in casts])
         amaxes = self.peers.all_reduce(amaxes, dist.ReduceOp.MAX, "the amaxes of weights")
         weights = [local(p) for p in casts]
-        shapes = [_sent_shape(p) for p in casts]
+        # What a rank sends of a sharded parameter: its rows, padded to the rows per rank.
+        shapes = [torch.Size((-(-p.shape[0] // p.device_mesh.size()), *p.shape[1:])) for p in casts]  # type: ignore[attr-defined]
         for cast, places in _places(list(casts.values())).items():
             if own_rule(cast):
                 for place in places:

@@ -135,7 +135,9 @@ class ZeRO:
         for whole in wholes:
             for piece in self.sync.owned(whole.param):
                 if piece not in self._views:
-                    self._views[piece] = _view(whole.param, piece)
+                    p, own = whole.param, slice(piece.row, piece.row + piece.rows)
+                    # A piece of a cut parameter has its own copy of the scale, since the update of each piece writes it.
+                    self._views[piece] = (p, None) if p.dim() == 0 or piece.rows == p.shape[0] else (view_of_rows(p, own), own)
                 weight, rows = self._views[piece]
                 part = Holding(whole.param, whole.group, whole.formats, whole.index, weight, rows, len(owned), key=whole.key)
                 owned.append((part, piece))
@@ -201,9 +203,14 @@ class ZeRO:
         """Start to all-gather the weights, bucket by bucket, in the order in which the next forward reads them. Collective; running it
         again without an update in between changes nothing."""
         self.deferred = False
-        if self.gathers:
-            for bucket in self._shared():
-                self._send_bucket(bucket)
+        for bucket in self._shared() if self.gathers else ():
+            if self._stream is None:
+                self._exchange(bucket)
+                continue
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._exchange(bucket)
+                self._pending[bucket] = self._stream.record_event()
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -215,15 +222,6 @@ class ZeRO:
             yield
         finally:
             self._defers = False
-
-    def _send_bucket(self, bucket: Bucket) -> None:
-        if self._stream is None:
-            self._exchange(bucket)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._exchange(bucket)
-            self._pending[bucket] = self._stream.record_event()
 
     def _exchange(self, bucket: Bucket) -> None:
         # `data` keeps the weights' versions, by which the optimizer recognizes weights that were written from outside: it has counted this
@@ -335,15 +333,6 @@ class ZeRO:
                 if self.sync.peers.rank == 0:
                     gathered[key] = ScalingTensor(x.cpu(), scale.cpu(), torch.float32) if is_scaled(like) else x.cpu()
         return gathered
-
-
-def _view(p: torch.Tensor, piece: BucketPiece) -> tuple[torch.Tensor, slice | None]:
-    """Return a view of the rows of a parameter that an owner updates. A piece of a cut parameter has its own copy of the scale, since the
-    update of each piece writes it."""
-    if p.dim() == 0 or piece.rows == p.shape[0]:
-        return p, None
-    rows = slice(piece.row, piece.row + piece.rows)
-    return view_of_rows(p, rows), rows
 
 
 def _rows(x: torch.Tensor, piece: BucketPiece) -> torch.Tensor:

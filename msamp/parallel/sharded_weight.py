@@ -208,10 +208,6 @@ def _same_scale(func: Any, x: ShardedWeight, *args: Any, **kwargs: Any) -> Any:
     return parts if isinstance(result, list | tuple) else parts[0]
 
 
-def _new(func: Any, x: ShardedWeight, size: Any, **kwargs: Any) -> ShardedWeight:
-    return ShardedWeight(x.payload.new_zeros(size), x.scale_inv.clone(), x.dtype)
-
-
 def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
     if isinstance(target, ShardedWeight) and not (isinstance(source, ScalingTensor) and source.payload.dtype == target.payload.dtype):
         raise ValueError(
@@ -224,6 +220,9 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
 # The operations with which fully_shard shards a parameter and pads its rows.
 _CUTS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.split.Tensor, aten.slice.Tensor, aten.as_strided.default), _same_scale),
-    **dict.fromkeys((aten.new_zeros.default, aten.new_empty.default), _new),
+    **dict.fromkeys(
+        (aten.new_zeros.default, aten.new_empty.default),
+        lambda func, x, size, **_: ShardedWeight(x.payload.new_zeros(size), x.scale_inv.clone(), x.dtype),
+    ),
     aten.copy_.default: _copy_,
 }

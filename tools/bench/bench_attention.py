@@ -65,7 +65,7 @@ def shape(text: str) -> Shape:
     return Shape(batch, heads, tokens, channels, groups)
 
 
-class Attention:
+class BenchAttention:
     """Both attentions of one shape on the same packed projection.
 
     Args:
@@ -167,7 +167,7 @@ class Attention:
 
 def cases(size: Shape, kind: str, device: torch.device | str = "cuda") -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
     """Yield the cases of one shape and kind of input: the columns that describe a case, and the function that runs it."""
-    attention = Attention(size, kind, device)
+    attention = BenchAttention(size, kind, device)
     lost = attention.losses()
     nothing = dict.fromkeys(lost, "")
     attention.fill_windows()

@@ -50,7 +50,7 @@ EPS = torch.finfo(torch.bfloat16).eps  # of torch's RMSNorm without an eps, for 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
-class Block(nn.Module):
+class FsdpBlock(nn.Module):
     """Attention and SwiGLU, each after an RMSNorm; of plain torch unless `saved` is a format for the inputs of norms and SwiGLU."""
 
     def __init__(self, hidden: int, heads: int, ffn: int, saved: Saved = AS_IT_IS) -> None:
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.fused = fused
         self.embedding, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
-        self.blocks = nn.ModuleList([(TransformerBlock if fused else Block)(hidden, heads, ffn, saved=saved) for _ in range(layers)])
+        self.blocks = nn.ModuleList([(TransformerBlock if fused else FsdpBlock)(hidden, heads, ffn, saved=saved) for _ in range(layers)])
         self.norm, self.lm_head = norm(hidden, saved), nn.Linear(hidden, vocabulary, bias=False)
         for p in self.parameters():
             if p.dim() == 2:

@@ -43,7 +43,7 @@ OWN_LOOP = "--layers 12 --micro-batch-size 8"  # torchao's steps are eager: with
 TRAINER = "--preset 1.3b --micro-batch-size 4 --flags='--num-layers=12 --fp8-min-gain=0'"
 
 
-class Case(NamedTuple):
+class SpeedGateCase(NamedTuple):
     """One ratio: its name, and the contestants as `serve` reads them, a kind and its own words."""
 
     name: str
@@ -54,12 +54,12 @@ class Case(NamedTuple):
 CASES = {
     case.name: case
     for case in (
-        Case("trainer-O2", "trainer O2", "trainer O0"),
-        Case("trainer-O3", "trainer O3", "trainer O0"),
-        Case("trainer-coat", "trainer coat", "trainer O0"),
-        Case("own-loop", "loop O2 fused graph", "loop bf16 compile graph"),
-        Case("own-loop-torchao", "loop O2 fused graph", "loop torchao compile"),
-        Case("linear", "linear fp8", "linear bf16"),
+        SpeedGateCase("trainer-O2", "trainer O2", "trainer O0"),
+        SpeedGateCase("trainer-O3", "trainer O3", "trainer O0"),
+        SpeedGateCase("trainer-coat", "trainer coat", "trainer O0"),
+        SpeedGateCase("own-loop", "loop O2 fused graph", "loop bf16 compile graph"),
+        SpeedGateCase("own-loop-torchao", "loop O2 fused graph", "loop torchao compile"),
+        SpeedGateCase("linear", "linear fp8", "linear bf16"),
     )
 }
 Step = Callable[[], Any]
@@ -152,7 +152,7 @@ def ratio(ours: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) 
 
 
 def measure(
-    cases: Sequence[Case],
+    cases: Sequence[SpeedGateCase],
     options: argparse.Namespace,
     start: Callable[[str, argparse.Namespace], Any],
     keep: Callable[[str, Measured], None] = lambda name, ratios: None,
@@ -243,7 +243,7 @@ def table(measured: Mapping[str, Measured], where: Mapping[str, str], options: a
     return lines
 
 
-def require(cases: Iterable[Case]) -> None:
+def require(cases: Iterable[SpeedGateCase]) -> None:
     """Raise a ValueError if this machine lacks what the cases need."""
     if not torch.cuda.is_available():
         raise ValueError("the speed gate measures on a GPU, and torch finds none (CUDA_VISIBLE_DEVICES?): run it on a machine with one")

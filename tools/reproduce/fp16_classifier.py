@@ -38,7 +38,7 @@ def drawings(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return (image + NOISE * torch.randn(image.shape, generator=generator))[:, None], kinds
 
 
-class Classifier(nn.Module):
+class Fp16Classifier(nn.Module):
     """Map images [n, 1, 24, 24] to scores [n, 5]."""
 
     def __init__(self, width: int) -> None:
@@ -61,7 +61,7 @@ def accuracy(level: str, seed: int, steps: int, width: int) -> float:
         width: of the hidden layers.
     """
     torch.manual_seed(seed)
-    model = Classifier(width)
+    model = Fp16Classifier(width)
     model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), lr=2e-3), level)
     for step in range(steps):
         images, kinds = drawings(BATCH, 1_000_000 * seed + step)

@@ -40,7 +40,7 @@ SEED, BYTES = 0, 256
 
 
 @dataclass(frozen=True)
-class Shape:
+class LstmShape:
     """A size of the experiment: the model, and the batch and length of a step in bytes."""
 
     width: int
@@ -51,17 +51,17 @@ class Shape:
     lr: float
 
 
-SIZES: Mapping[str, Shape] = {
-    "tiny": Shape(width=16, layers=1, batch=4, length=8, steps=10, lr=4e-3),
-    "toy": Shape(width=48, layers=1, batch=16, length=32, steps=60, lr=4e-3),
-    "full": Shape(width=1024, layers=2, batch=128, length=256, steps=500, lr=1e-3),
+SIZES: Mapping[str, LstmShape] = {
+    "tiny": LstmShape(width=16, layers=1, batch=4, length=8, steps=10, lr=4e-3),
+    "toy": LstmShape(width=48, layers=1, batch=16, length=32, steps=60, lr=4e-3),
+    "full": LstmShape(width=1024, layers=2, batch=128, length=256, steps=500, lr=1e-3),
 }
 
 
 class Model(nn.Module):
     """Map bytes [b, s] to the logits of the next byte [b, s, 256]."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LstmShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, shape.width)
         self.lstm = nn.LSTM(shape.width, shape.width, shape.layers, batch_first=True)
@@ -97,7 +97,7 @@ class Gradients:
             self.below[scale] += int(((g != 0) & (g.abs().double() * scale < SMALLEST)).sum())
 
 
-def windows(text: Tensor, shape: Shape, steps: int) -> Iterator[Tensor]:
+def windows(text: Tensor, shape: LstmShape, steps: int) -> Iterator[Tensor]:
     """Yield a batch of random windows of the text for each step, [batch, length + 1]; always the same ones."""
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(steps):
@@ -110,7 +110,7 @@ def loss_of(model: Model, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(level: str, loss_scale: float | str, shape: Shape, text: Tensor, device: torch.device) -> dict[str, Any]:
+def train(level: str, loss_scale: float | str, shape: LstmShape, text: Tensor, device: torch.device) -> dict[str, Any]:
     """Train one case and return its measurements."""
     torch.manual_seed(SEED)
     cut = len(text) * 19 // 20

@@ -66,7 +66,7 @@ COLUMNS = (
 )
 
 
-class Bytes(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes per element of one kind of tensor in FP8 training."""
 
     replicated: int
@@ -74,7 +74,7 @@ class Bytes(NamedTuple):
     accumulated: int
 
 
-FP8_BYTES = {"linear": Bytes(1, 6, 2), "embedding": Bytes(2, 7, 2), "small": Bytes(2, 16, 4)}
+FP8_BYTES = {"linear": StateBytes(1, 6, 2), "embedding": StateBytes(2, 7, 2), "small": StateBytes(2, 16, 4)}
 BF16_REPLICATED, BF16_SHARED = 2 + 4, 12
 
 

@@ -17,7 +17,7 @@ from msamp.kernels.triton.adamw_scalars import (
     ROW,
     SCALAR,
     SCALARS,
-    Row,
+    AdamWRow,
     _scalars_kernel,
 )
 from msamp.kernels.triton.pack import _payload, _pointer, _span, _value
@@ -261,13 +261,13 @@ def _mantissa(xs: list[torch.Tensor]) -> int:
 
 
 def _table_rows(batch: Batch, columns: Sequence[list[torch.Tensor]], numels: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return a `Row` for each parameter of a batch; `columns` are its gradients, moments, masters and weights, which may be empty."""
+    """Return a `AdamWRow` for each parameter of a batch; `columns` are its gradients, moments, masters and weights, which may be empty."""
     none = [0] * len(numels)
     grad, m, v, master, weight = ([_address(x) for x in column] or none for column in columns)
     of_grad, of_m, of_v, of_master, of_weight = ([_scale_address(x) for x in column] or none for column in columns)
     seeds = {"key": batch.keys or none, "offset": batch.offsets or none}
     return rows_of(
-        Row, numel=numels, grad=grad, m=m, v=v, master=master, weight=weight,
+        AdamWRow, numel=numels, grad=grad, m=m, v=v, master=master, weight=weight,
         index=batch.indices, place=batch.places, step=[step.data_ptr() for step in batch.steps],
         grad_scale_inv=of_grad, m_scale_inv=of_m, v_scale_inv=of_v, master_scale_inv=of_master, weight_scale_inv=of_weight,
         **seeds,

@@ -14,7 +14,7 @@ from msamp.kernels.triton.pack import _pointer
 from msamp.numerics.stochastic_rounding import SPREAD
 
 
-class Row(NamedTuple):
+class AdamWRow(NamedTuple):
     """A parameter: its number of elements, addresses (0 for a missing tensor), columns in `amaxes` and `kept`, and the key and first index
     for stochastic rounding."""
 
@@ -44,7 +44,7 @@ class Derived(NamedTuple):
     largest_step: int
 
 
-class Scalars(NamedTuple):
+class AdamWScalars(NamedTuple):
     """The numbers of a parameter that this launch passes to the update's launch, FP32: factors of loaded values, scales of stored values,
     and Adam's numbers. All scales are powers of two, so their products with other factors are exact.
 
@@ -77,8 +77,8 @@ class Scalars(NamedTuple):
     turn: int
 
 
-COLUMNS, SCALARS = 1 + len(Row._fields), len(Scalars._fields)
-ROW, SCALAR = tl.constexpr(numbered(Row)), tl.constexpr(numbered(Scalars, 0))
+COLUMNS, SCALARS = 1 + len(AdamWRow._fields), len(AdamWScalars._fields)
+ROW, SCALAR = tl.constexpr(numbered(AdamWRow)), tl.constexpr(numbered(AdamWScalars, 0))
 HYPER, DERIVED = tl.constexpr(numbered(Hyper, 0)), tl.constexpr(numbered(Derived, len(Hyper._fields)))
 TURN = tl.constexpr(SPREAD)
 

@@ -36,8 +36,8 @@ WARPS = 1  # a single warp never waits for another
 SHORTEST = tl.constexpr(2.0**-24)  # lower limit of log2(max / min) of a group: the value for two adjacent FP32 numbers
 
 
-class Groups(NamedTuple):
-    """The columns after AdamW's `Row`: the row length of the weight, and addresses of the moments' maxima and exponents, or 0."""
+class MomentGroups(NamedTuple):
+    """The columns after AdamW's `AdamWRow`: the row length of the weight, and addresses of the moments' maxima and exponents, or 0."""
 
     length: int
     m_max: int
@@ -46,7 +46,7 @@ class Groups(NamedTuple):
     v_k: int
 
 
-GROUPS, WIDTH = tl.constexpr(numbered(Groups, COLUMNS)), COLUMNS + len(Groups._fields)
+GROUPS, WIDTH = tl.constexpr(numbered(MomentGroups, COLUMNS)), COLUMNS + len(MomentGroups._fields)
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def coat_adamw(tables, batch, hyper, amaxes, kept, coefficient, usable, *, decou
     m_coat, v_coat = (isinstance(states[0], Expanded) for states in (batch.ms, batch.vs))
     columns = (batch.grads, _plain(batch.ms), _plain(batch.vs), batch.masters, batch.weights)
     (m_max, m_k), (v_max, v_k) = _beside(batch.ms), _beside(batch.vs)
-    groups = rows_of(Groups, length=[(g.shape or (1,))[-1] for g in batch.grads], m_max=m_max, m_k=m_k, v_max=v_max, v_k=v_k)
+    groups = rows_of(MomentGroups, length=[(g.shape or (1,))[-1] for g in batch.grads], m_max=m_max, m_k=m_k, v_max=v_max, v_k=v_k)
     rows = [(*row, *of) for row, of in zip(_table_rows(batch, columns, [_size(g.shape) for g in batch.grads]), groups, strict=True)]
     formats = dict(zip("GMVPW", map(_mantissa, columns), strict=True))
     drawn = constants_of(batch, 23 if m_coat else formats["M"], 23 if v_coat else formats["V"], formats["P"], rounding)

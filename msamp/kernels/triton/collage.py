@@ -19,7 +19,7 @@ from msamp.numerics.formats import of_dtype
 BLOCK, CHUNK = 1024, 16384  # elements per iteration and per program
 
 
-class Row(NamedTuple):
+class CollageRow(NamedTuple):
     """A parameter: its number of elements, and addresses, 0 for a missing tensor."""
 
     numel: int
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     step: int
 
 
-class Scalars(NamedTuple):
+class CollageScalars(NamedTuple):
     """The numbers of a parameter from the first launch: the group's hyperparameters and bias corrections in BF16."""
 
     clip: int
@@ -48,8 +48,8 @@ class Scalars(NamedTuple):
     step_size: int
 
 
-COLUMNS, SCALARS = 1 + len(Row._fields), len(Scalars._fields)
-ROW, SCALAR, HYPER = tl.constexpr(numbered(Row)), tl.constexpr(numbered(Scalars, 0)), tl.constexpr(numbered(Hyper, 0))
+COLUMNS, SCALARS = 1 + len(CollageRow._fields), len(CollageScalars._fields)
+ROW, SCALAR, HYPER = tl.constexpr(numbered(CollageRow)), tl.constexpr(numbered(CollageScalars, 0)), tl.constexpr(numbered(Hyper, 0))
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def collage(tables, batch, hyper, update, coefficient, usable):
     columns = (batch.grads, batch.ms, batch.vs, batch.masters, batch.weight_remainders, batch.v_remainders)
     grad, m, v, weight, weight_remainder, v_remainder = ([x.data_ptr() for x in column] or none for column in columns)
     rows = rows_of(
-        Row, numel=[g.numel() for g in batch.grads], grad=grad, m=m, v=v, weight=weight,
+        CollageRow, numel=[g.numel() for g in batch.grads], grad=grad, m=m, v=v, weight=weight,
         weight_remainder=weight_remainder, v_remainder=v_remainder, step=[step.data_ptr() for step in batch.steps],
     )  # fmt: skip
     table, parts = tables.lay_out(("collage", update, batch.indices[0]), rows, len(columns), CHUNK)

@@ -28,7 +28,7 @@ CODES = Tile(2048, 4, 65536, 4)  # for E4M3
 WIDE = Tile(1024, 1, 32768, 4)  # for other formats; E5M2 was not measured
 
 
-class Row(NamedTuple):
+class StatsRow(NamedTuple):
     """A gradient: its number of elements, the address of its values, its index, the address of its scale_inv or 0, and its units."""
 
     numel: int
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     units: int
 
 
-COLUMNS, ROW = 1 + len(Row._fields), tl.constexpr(numbered(Row))
+COLUMNS, ROW = 1 + len(StatsRow._fields), tl.constexpr(numbered(StatsRow))
 
 
 @triton.jit(do_not_specialize=["skipped", "count"])
@@ -103,7 +103,9 @@ def grad_stats(tables, gs, factors=None, units=(), *, squares=True):
         kind = payload.dtype, scale_inv != 0
         if kind not in by_format:
             by_format[kind] = []
-        by_format[kind].append(Row(g.numel(), payload.data_ptr(), i, scale_inv, units[i] if units else 0))  # by position: half the time
+        by_format[kind].append(
+            StatsRow(g.numel(), payload.data_ptr(), i, scale_inv, units[i] if units else 0)
+        )  # by position: half the time
     for (dtype, scaled), rows in by_format.items():
         tile = (CODES if dtype == torch.float8_e4m3fn else WIDE) if squares else AMAX
         table, parts = tables.lay_out(("stats", dtype, scaled, squares), rows, 1, tile.chunk)

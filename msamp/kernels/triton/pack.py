@@ -23,7 +23,7 @@ class Head(NamedTuple):
     numel: int
 
 
-class Row(NamedTuple):
+class PackRow(NamedTuple):
     """A run of a tensor: its number of elements, source and destination addresses, bytes between the rows of its tensor, the index of the
     tensor, and its own index."""
 
@@ -35,8 +35,8 @@ class Row(NamedTuple):
     run: int
 
 
-COLUMNS = 1 + len(Row._fields)
-HEAD, ROW = tl.constexpr(numbered(Head, 0)), tl.constexpr(numbered(Row))
+COLUMNS = 1 + len(PackRow._fields)
+HEAD, ROW = tl.constexpr(numbered(Head, 0)), tl.constexpr(numbered(PackRow))
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def pack(tables, xs, pieces, out, factors, *, amaxes=None, tallies=None, unless=
     block, warps = (BLOCK, WARPS) if tallies is None else (MEASURED_BLOCK, MEASURED_WARPS)
     for dtype in set(dtypes):
         rows = [
-            Row(elements, addresses[i] + first * dtype.itemsize, base + start * size, strides[i], i, run)
+            PackRow(elements, addresses[i] + first * dtype.itemsize, base + start * size, strides[i], i, run)
             for run, (i, first, elements, start) in enumerate(pieces)
             if dtypes[i] == dtype
         ]

@@ -8,14 +8,13 @@ import functools
 import itertools
 import math
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from helpers import dist
-from helpers.numerics import KINDS, SMALL, bits, codes, floats, golden, make, measure, within
+from helpers.numerics import KINDS, SMALL, bits, codes, floats, golden, make
 from msamp.comm import exchange as exchanges
 from msamp.comm.bucket import Bucket
 from msamp.comm.collectives import Peers
@@ -29,13 +28,6 @@ SHAPES = [(7,), (3, 5, 7), (), (65, 33), (0, 4), (130, 3), (1,), SMALL]
 WORLDS = (2, pytest.param(4, marks=pytest.mark.nightly))
 MAGNITUDES = (1.0, 1e-3, 300.0, 1e-6)  # of the ranks, in this order and turned by one from tensor to tensor
 FACTORS = {"post": lambda ranks: 1.0, "pre": lambda ranks: 1 / ranks, "auto": lambda ranks: 4.0 ** (1 / 3), "quarter": lambda ranks: 0.25}
-# Least SQNR in dB, largest underflow and saturation share against the FP32 mean, for each of KINDS: ranks of like magnitude, the worse of
-# 2 and 4 of them, with a margin of 0.5 dB and a tenth. What underflows are mostly sums of two that cancel once they are rounded.
-LIMITS = {
-    "fp8-e4m3": ((27.6, 0.0148, 6e-5), (27.4, 0.0149, 6e-5), (30.6, 0.0102, 6e-5)),
-    "fp8-e5m2": ((21.5, 0.0316, 6e-5), (21.5, 0.0316, 6e-5), (23.8, 0.0134, 6e-5)),
-    "fp16": ((69.7, 1.4e-4, 0), (69.8, 1.4e-4, 0), (71.1, 1e-4, 0)),
-}
 
 
 @functools.cache
@@ -169,19 +161,6 @@ def test_fp32_sum_is_quantise_sum_quantise_on_one_process(ranks, fmt, kind):
             assert {float(rank[key]["scale_inv"][i]) for rank in holders} == {1 / scale}, (key, SHAPES[i])
 
 
-@pytest.mark.parametrize("fmt", SCALED, ids=str)
-def test_fp32_sum_against_the_mean_in_fp32(ranks, fmt):
-    """As three measures: SQNR alone would not see small elements vanish, nor large ones saturate."""
-    for kind in KINDS:
-        key = ("fp32-sum", fmt.name, kind, True, 0.05)
-        last = len(SHAPES) - 1
-        mean = torch.stack(parts_of(ranks, kind, last)).mean(0).flatten()
-        payload = whole(ranks, key, last)
-        owner = next(rank for rank in ranks if any(piece[0] == last for piece in rank[key]["pieces"]))
-        found = measure(mean, payload.float() * owner[key]["scale_inv"][last], payload, fmt)
-        within(found, LIMITS[fmt.name][KINDS.index(kind)], kind)
-
-
 @pytest.mark.parametrize("scaling", FACTORS)
 @pytest.mark.parametrize("fmt", SCALED, ids=str)
 def test_nccl_over_gloo_is_the_sum_in_the_format_in_rank_order(ranks, fmt, scaling):
@@ -229,17 +208,6 @@ def test_golden_exchange_on_one_process():
     assert codes(payload).tolist() == vectors["out"]
     assert scale == vectors["out_scale"]
     assert mean.equal(floats(vectors["mean"]) * shared)
-
-
-def test_gradients_near_the_end_of_the_range_are_averaged():
-    """Their scale is the largest there is, 2^126: times the number of ranks it leaves FP32."""
-    small = torch.tensor([2.0**-120, -(2.0**-123)])
-    factor = torch.tensor([2.0**126])
-    for wire in (FP32SumWire(E4M3), NCCLWire(E4M3)):
-        one = SimpleNamespace(ranks=4, rank=0, nccl=False, all_to_all=lambda flat, *_: flat.repeat(4, 1), all_reduce=lambda x, *_: x)
-        bucket = alone(small, E4M3, ranks=4)
-        reduced = wire.reduce(bucket, wire.pack(bucket, [small], factor), factor, one, False)
-        assert (reduced.own.float() * reduced.scale_inv).equal(small)
 
 
 def test_an_exchange_is_known_by_its_name():

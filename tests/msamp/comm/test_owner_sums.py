@@ -167,15 +167,6 @@ def test_gradients_discarded_between_micro_batches_are_gone(two: list[dict[str, 
     assert [rank["discarded"] for rank in two] == [True, True]
 
 
-def test_a_second_gradient_outside_no_sync_is_refused():
-    model = model_of({"fp8-e4m3_a": (4, 8)})
-    sync = synced(model, accumulate="owner")
-    model["fp8-e4m3_a"].sum().backward()
-    with pytest.raises(ValueError, match="second gradient in one step"):
-        model["fp8-e4m3_a"].sum().backward()
-    assert sync.owned(model["fp8-e4m3_a"])
-
-
 def test_an_exchange_that_does_not_sum_in_fp32_is_refused():
     model = model_of({"fp8-e4m3_a": (4, 8)})
     with pytest.raises(ValueError, match=r"gradient exchange nccl has none; choose exchange 'fp32-sum', or accumulation fp8"):

@@ -106,13 +106,6 @@ def test_a_plan_holds_every_tensor_once_in_buckets_of_one_kind(ranks):
     assert plan == plan_buckets(MODEL, KINDS, ranks, bucket_elements=1100)
 
 
-def test_buckets_are_ordered_by_when_their_last_tensor_appears():
-    shapes = [(4, 4), (2,), (4, 4), (4, 4), (9, 9), (2,), (4, 4)]
-    kinds = ["fp8", "fp32", "fp8", "fp8", "fp8", "fp32", "fp8"]
-    plan = plan_buckets(shapes, kinds, 1, bucket_elements=32)
-    assert [bucket.tensors for bucket in plan.buckets] == [(0, 2), (3,), (4,), (1, 5), (6,)]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -94,20 +94,6 @@ def test_clipping_after_unscaling_is_fp32s_clipping(level, device):
     assert float((got - want).norm() / want.norm()) < 5e-3
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_delayed_micro_batches_add_up_to_the_whole_batch(level):
-    x, y = batch(rows=64)
-    gradients = []
-    for parts in (1, 4):
-        model = mlp()
-        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, loss_scale=64.0)
-        for i, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-            backward(model, optimizer, xs, ys, 1.0 / parts, delay_unscale=i < parts - 1)
-        gradients.append(gradient(optimizer))
-        optimizer.step()
-    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < (1e-6 if level == "O0" else 5e-3)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_several_losses_add_their_gradients_and_keep_their_own_scales(level):
     x, y = batch(rows=64)
@@ -133,34 +119,6 @@ def test_several_losses_add_their_gradients_and_keep_their_own_scales(level):
     state = amp.state_dict(optimizer)
     assert [state[f"loss_scaler{i}"]["loss_scale"] for i in (0, 1)] == [2.0**16, 2.0**15]
     assert state["skipped_steps"] == [1]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_several_models_and_optimizers(level):
-    x, y = batch(rows=32)
-    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
-    given = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters())]
-    models, optimizers = amp.initialize([first, second], given, level, num_losses=2)
-    assert models == [first, second]
-    assert optimizers == given
-
-    backward(nn.Sequential(*models), optimizers, x, y)  # one loss for both
-    for optimizer in optimizers:
-        assert gradient(optimizer).count_nonzero() > 0
-        optimizer.step()
-        optimizer.zero_grad()
-    backward(first, optimizers[0], x, y, math.inf, loss_id=0)  # then each its own, and one overflows
-    backward(second, optimizers[1], x, y, loss_id=1)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert amp.state_dict(optimizers[1])["skipped_steps"] == [1, 0]
-
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    backward(nn.Sequential(*models), optimizers, x, y, math.inf)  # both skip
-    for optimizer in optimizers:
-        optimizer.step()
-    assert amp.state_dict(optimizers[0])["skipped_steps"] == [2, 1]
 
 
 def started(level: str, steps: range, model=None, optimizer=None):
@@ -296,9 +254,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
     before = amp.state_dict(optimizer)
     master = before["master_weights"][0][0].clone()
     o1 = amp.state_dict(started("O1", range(1))[1])
-    with pytest.raises(
-        ValueError, match=r"the state has master weights of 1 optimizers \(0 tensors\), expected those of 1 optimizers \(6 tensors\)"
-    ):
+    with pytest.raises(ValueError, match=r"\[0\] master weights by optimizer, expected \[6\]"):
         amp.load_state_dict(optimizer, o1)
     with pytest.raises(ValueError, match="the state has 2 loss scales, but there are 1; initialize with num_losses=2"):
         amp.load_state_dict(optimizer, {**before, "loss_scaler1": before["loss_scaler0"]})

@@ -146,22 +146,6 @@ def test_weights_written_from_outside_become_the_master_and_equal_ones_leave_it(
     assert amp.state_dict(optimizer)["master_weights"][0][0].item() == 5.0
 
 
-def test_schedulers_built_before_and_after_drive_the_optimizer():
-    model = nn.Linear(2, 2)
-    plain = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
-    model, optimizer = amp.initialize(model, plain, "O2")
-    after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    assert optimizer is plain
-    for factor, lr in ((1.0, 0.05), (math.inf, 0.0025)):
-        with amp.scale_loss(factor * model(torch.ones(1, 2)).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        before.step()
-        after.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
-
-
 def test_steps_that_would_go_wrong_are_refused():
     model, optimizer = weight_and_optimizer("O2", 0.1)
     with pytest.raises(ValueError, match="step got a closure"):
@@ -182,22 +166,3 @@ def test_steps_that_would_go_wrong_are_refused():
     with pytest.raises(ValueError, match="still scaled by the loss scale"):
         amp.master_params(optimizer)
     assert model.weight.item() == 1.0
-
-
-def test_sparse_gradients_and_groups_without_masters_are_refused():
-    embedding = nn.Embedding(4, 2, sparse=True)
-    embedding, optimizer = amp.initialize(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1), "O1")
-    with (
-        pytest.raises(ValueError, match="is sparse; use dense embeddings"),
-        amp.scale_loss(embedding(torch.tensor([1])).sum(), optimizer) as scaled,
-    ):
-        scaled.backward()
-    assert embedding.weight.grad is None
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model[0].parameters(), lr=0.1), "O2")
-    optimizer.add_param_group({"params": list(model[1].parameters())})
-    with (
-        pytest.raises(ValueError, match=r"shape \(2, 2\) has no master weight; add all groups before initialize"),
-        amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled,
-    ):
-        scaled.backward()

@@ -9,7 +9,6 @@ import torch
 import torch.distributed
 from torch import nn
 
-import msamp
 from helpers import dist, hosts
 from msamp.numerics.tensor import ScalingTensor
 
@@ -127,15 +126,6 @@ def test_what_cannot_be_spread_and_what_cannot_be_paired_is_refused(monkeypatch:
     monkeypatch.setattr(type(made), "distributed_type", property(lambda self: DistributedType.FSDP))
     with pytest.raises(ValueError, match=r"accelerate is set to FSDP, which does not support FP8 weights; choose MULTI_GPU"):
         made.check()
-
-
-def test_a_pair_of_initialize_is_taken_as_it_is():
-    from msamp.integrations.accelerate import Accelerator
-
-    model, optimizer = msamp.initialize(net(), recipe="O1")
-    prepared, wrapped = Accelerator(cpu=True).prepare(model, optimizer)
-    assert prepared is model
-    assert wrapped.optimizer is optimizer
 
 
 def test_a_compiled_model_trains_alike():

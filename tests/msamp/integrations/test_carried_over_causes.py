@@ -5,18 +5,17 @@ import copy
 import pickle
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
 
 import msamp
 from helpers import dist
-from helpers.carried_over import COLLECTIVE, WAYS, Pair, begin, carried, loss_of, net, train, written
+from helpers.carried_over import COLLECTIVE, WAYS, Pair, begin, carried, loss_of, train, written
 from helpers.choices import each_once
 from helpers.numerics import make
 from msamp.numerics import recipe
@@ -30,54 +29,6 @@ pytestmark = [
 
 
 # ----------------------------------------------------------------------------------------------- weights that are computed
-
-
-COMPUTED: dict[str, Callable[[nn.Module], Any]] = {
-    "weight_norm": nn.utils.weight_norm,
-    "spectral_norm": nn.utils.spectral_norm,
-    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
-    "parametrized": parametrizations.weight_norm,
-}
-# torch copies no module whose weight is the result of a graph, and pickles no parametrized one.
-TORCH_REFUSES = {("parametrized", "pickle"), *((kind, "copy") for kind in COMPUTED if kind != "parametrized")}
-
-
-def with_a_computed_weight(kind: str) -> nn.Module:
-    model = net()
-    COMPUTED[kind](model[0])
-    return model
-
-
-def computed_weight(way: str, kind: str) -> None:
-    """The layer stays, with its reason, and the losses are those of a run that was not carried over."""
-
-    def fresh() -> nn.Module:
-        return with_a_computed_weight(kind)
-
-    pair = begin("O2", fresh())
-    train(*pair, range(3))
-    want = train(*carried("save", pair, "O2", fresh), range(3, 6))
-    model, optimizer = carried(way, pair, "O2", fresh)
-    assert not isinstance(model[0], msamp.FP8Linear)
-    assert isinstance(model[2], msamp.FP8Linear)
-    assert any(name.startswith("0") for name in msamp.survey(model).left)
-    got = train(model, optimizer, range(3, 6))
-    assert got == (pytest.approx(want, rel=0.01) if way == "second call" else want)
-
-
-@each_once(kind=list(COMPUTED), way=WAYS)
-def test_a_layer_with_a_computed_weight_trains_each_way(kind, way):
-    if (kind, way) in TORCH_REFUSES:
-        plain, duplicate = with_a_computed_weight(kind), copy.deepcopy if way == "copy" else pickle.dumps
-        plain(make("normal", (4, 32)))
-        with pytest.raises(RuntimeError) as refused:
-            duplicate(plain)
-        pair = begin("O2", with_a_computed_weight(kind))
-        train(*pair, range(1))
-        with pytest.raises(RuntimeError, match=re.escape(str(refused.value)[:40])):
-            duplicate(pair)
-    else:
-        computed_weight(way, kind)
 
 
 # ------------------------------------------------------------------------------------------------------------- GradScaler
@@ -174,49 +125,6 @@ def test_gradients_are_tensors_each_way(level, way):
 
 
 # -------------------------------------------------------------------------------------------------------------- saved states
-
-
-def shared() -> nn.Module:
-    torch.manual_seed(0)
-    layer = nn.Linear(32, 32)
-    return nn.Sequential(layer, nn.Tanh(), layer)
-
-
-@each_once(level=["O1", "coat"], way=WAYS)
-def test_a_shared_layer_has_a_plain_state_each_way(level, way):
-    """A layer under two names has the plain state of an unconverted model, by every door, and loads into one."""
-    pair = begin(level, shared())
-    train(*pair, range(2))
-    model, optimizer = carried(way, pair, level, shared)
-    states = [msamp.plain_state_dict(model), msamp.plain_state_dict(model, optimizer)]
-    msamp.save_plain(model, optimizer)
-    states.append(written(model.state_dict()))
-    for state in states:
-        assert list(state) == list(shared().state_dict())
-        other = shared()
-        other.load_state_dict(state, strict=True)
-        assert torch.allclose(other[0].weight, model[0].weight.dequantize(), rtol=0.07, atol=0.01)
-    train(model, optimizer, range(2, 3))
-
-
-BETWEEN = (("O2", {}, "O2", {"fp8_recipe": "tensorwise"}), ("O2", {"fp8_recipe": "blockwise"}, "O3", {}), ("O3", {}, "coat", {}))
-
-
-@each_once(pair=range(len(BETWEEN)), way=WAYS)
-def test_an_exact_state_of_another_recipe_loads_each_way(pair, way):
-    """The exact state of one recipe loads into another that was carried over; where the windows differ they restart."""
-    first, options, second, others = BETWEEN[pair]
-    saved, loaded = begin(first, **options), begin(second, **others)
-    train(*saved, range(2))
-    train(*loaded, range(3))
-    saved = carried(way, saved, first, **options)
-    model, optimizer = carried(way, loaded, second, **others)
-    model.load_state_dict(written(saved[0].state_dict()))
-    for one, other in ((model[0], saved[0][0]), (model[2], saved[0][2])):
-        assert torch.allclose(one.weight.dequantize(), other.weight.dequantize(), rtol=0.07, atol=0.01)
-        same_window = one.scaling.history.shape == other.scaling.history.shape
-        assert one.scaling.steps == (other.scaling.steps if same_window else 0)
-    assert train(model, optimizer, range(3))[-1] < 10
 
 
 # ---------------------------------------------------------------------------------------------------------- what stays in 16 bits

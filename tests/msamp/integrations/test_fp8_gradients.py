@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import dist
 from helpers.mlp_loop import adamw, batches, mlp, train
 from helpers.numerics import bytes_of, codes
-from msamp.integrations import fsdp
 from msamp.numerics.formats import E4M3
 from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.tensor import ScalingTensor
@@ -163,26 +161,6 @@ def test_clipping_by_torch_and_by_msamp_folds_into_the_scale():
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_grad_scaler_unscales_and_skips(level):
-    model, optimizer = started(level, torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = weights(model)
-    for spoilt in (True, False):
-        scaler.scale(loss_of(model) * (float("inf") if spoilt else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        assert narrow(model) == MATRICES
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        changed = not all(a.equal(b) for a, b in zip(before, weights(model), strict=True))
-        assert changed != spoilt
-    assert 0 < float(norm) < 100
-    assert scaler.get_scale() == 512.0
-    assert optimizer.skipped_steps == 1
-
-
 # -------------------------------------------------------------------------------------------------------- copies, load, move
 
 
@@ -204,44 +182,4 @@ def test_a_copy_casts_too_and_trains_on_bit_for_bit(how):
     assert_same(model, other)
 
 
-def test_a_model_that_is_moved_keeps_its_hooks_and_gradients():
-    """`model.to` swaps the contents of low-precision weights, upon which torch forgets their hooks, those of the loop too."""
-    model, optimizer = started(dtype=torch.float32)
-    fired = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: fired.append("after"))
-    model[0].weight.register_hook(lambda _: fired.append("before"))
-    backward(model)
-    held = model[0].weight.grad
-    values = held.dequantize()
-    model.bfloat16()
-    assert narrow(model) == MATRICES
-    assert model[0].weight.grad.dtype == torch.bfloat16
-    assert model[0].weight.grad.equal(values.bfloat16())
-    optimizer.zero_grad()
-    backward(model)
-    assert narrow(model) == MATRICES
-    assert fired == ["before", "after"] * 2
-
-
 # ---------------------------------------------------------------------------------------------------------- several processes
-
-
-def synchronizers() -> None:
-    model, optimizer = started("O2")
-    backward(model)
-    assert all(p.grad is None for p in model.parameters())
-    assert narrow(model) == []
-    optimizer.step()
-    from torch.distributed.fsdp import fully_shard
-
-    sharded = fsdp.prepare(mlp().bfloat16(), recipe="O2")
-    fully_shard(sharded)
-    optimizer = fsdp.optimizer(sharded, adamw(sharded), recipe="O2")
-    loss_of(sharded).backward()
-    assert narrow(sharded) == []
-    optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore:the gradients of 2 processes")
-def test_synchronizers_of_several_processes_own_the_gradients():
-    dist.run(synchronizers, 2)

@@ -89,21 +89,6 @@ def test_an_average_that_is_swapped_in_and_out_does_no_harm(level, moved):
     assert low[0].scaling.seen == low[0].scaling.steps == 0  # a saved run resumes as this one goes on
 
 
-def test_a_weight_written_by_hand_begins_the_windows_anew_and_one_of_the_optimizer_s_does_not():
-    low, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters()), "O3")
-    train(low, optimizer, 1.0, 17)
-    assert low[0].scaling.delayed
-    assert low[2].scaling.delayed
-    with torch.no_grad():
-        low[0].weight.clamp_(-0.1, 0.1)
-    assert (low[0].scaling.delayed, low[2].scaling.delayed) == (False, True)
-    train(low, optimizer, 1.0, 16)
-    assert low[0].scaling.delayed
-    state = copy.deepcopy(low.state_dict())
-    low.load_state_dict(state)
-    assert low[0].scaling.delayed
-
-
 def momentum_encoder(recipe: str, kept: str) -> tuple[bool, float, float]:
     """Whether MoCo's line warned, how far the encoder is from the true average, and how far that is from the start."""
     low, optimizer = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters(), lr=1e-3), recipe)

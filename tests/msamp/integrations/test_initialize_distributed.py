@@ -66,14 +66,14 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [part.clone() for x in model.state_dict().values() for part in parts(x)]
 
 
-def train(level: str, *, micro_batches: int = 1, closure: bool = False, seed: int = 0, steps: int = STEPS, **options) -> dict:
+def train(level: str, *, micro_batches: int = 1, **options) -> dict:
     """An ordinary loop over `batch`: losses of the whole batch, what the model has become, and the optimizer's state."""
     rank, ranks = place()
-    model = Net(seed + rank * 100)
+    model = Net(rank * 100)
     model, optimizer = msamp.initialize(model, wanting(model), by_name(level).with_scaling(Delayed(WINDOW)), **options)
     start = values(model)
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         micro = list(zip(*(whole.chunk(micro_batches) for whole in batch(step)), strict=True))
 
         def backward(x: torch.Tensor, y: torch.Tensor, count: int = len(micro)) -> torch.Tensor:
@@ -81,14 +81,11 @@ def train(level: str, *, micro_batches: int = 1, closure: bool = False, seed: in
             loss.backward()
             return loss.detach()
 
-        if closure:
-            loss = optimizer.step(lambda last=micro[-1]: backward(*last))
-        else:
-            with optimizer.no_sync():
-                loss = sum(backward(*part) for part in micro[:-1])
-            loss = loss + backward(*micro[-1])
-            assert ranks == 1 or all(p.grad is None for p in model.parameters())
-            optimizer.step()
+        with optimizer.no_sync():
+            loss = sum(backward(*part) for part in micro[:-1])
+        loss = loss + backward(*micro[-1])
+        assert ranks == 1 or all(p.grad is None for p in model.parameters())
+        optimizer.step()
         optimizer.zero_grad()
         if ranks > 1:
             torch.distributed.all_reduce(loss)
@@ -100,20 +97,14 @@ def train(level: str, *, micro_batches: int = 1, closure: bool = False, seed: in
         "model": values(model),
         "state": [part for i in sorted(state) for key in sorted(state[i]) for part in parts(state[i][key])],
         "bytes": sync and sync.sent.total("weight"),
-        "norm": float(optimizer.grad_norm),
-        "skipped": optimizer.skipped_steps,
     }
 
 
 def every_case() -> dict:
     """What the tests below look at, from one set of processes."""
     cases = {(level, zero): train(level, zero=zero) for level in LEVELS for zero in (False, True)}
-    cases["default"] = {level: type(msamp.initialize(net := Net(), wanting(net), level)[1].shard) for level in LEVELS}
     cases["accumulated"] = {zero: train("O2", zero=zero, micro_batches=4) for zero in (False, True)}
-    cases["closure"] = train("O2", closure=True, steps=5)
-    cases["clipped"] = {zero: train("O3", zero=zero, clip_grad=0.05, steps=6) for zero in (False, True)}
     cases["nan"] = bad_gradient()
-    cases["resumed"] = resumed()
     cases["refusals"] = refusals()
     return cases
 
@@ -127,25 +118,6 @@ def bad_gradient() -> tuple[bool, int]:
     ((model(x) - y).square().mean() * (float("nan") if rank == ranks - 1 else 1.0)).backward()
     optimizer.step()
     return same(before, [part for p in model.parameters() for part in parts(p.detach())]), optimizer.skipped_steps
-
-
-def resumed() -> bool:
-    """Whether a model that goes on and one loaded from what its first rank saved stay the same."""
-
-    def go(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-        for step in steps:
-            x, y = batch(step)
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
-        return values(model)
-
-    (model, optimizer), (other, other_optimizer) = (msamp.initialize(net := Net(seed), wanting(net), "O3") for seed in (0, 1))
-    go(model, optimizer, range(3))
-    saved = [(model.state_dict(), optimizer.state_dict())]
-    torch.distributed.broadcast_object_list(saved, 0)
-    other.load_state_dict(saved[0][0])
-    other_optimizer.load_state_dict(saved[0][1])
-    return same(go(model, optimizer, range(3, 6)), go(other, other_optimizer, range(3, 6)))
 
 
 def refusals() -> dict[str, str]:
@@ -231,22 +203,8 @@ def test_micro_batches_under_no_sync_are_one_step(ranks, zero):
     assert same(accumulated["model"], ranks[1]["accumulated"][zero]["model"])
 
 
-def test_clipping_by_the_norm_of_the_average(ranks):
-    want = train("O3", clip_grad=0.05, steps=6)
-    for zero in (False, True):
-        got = ranks[0]["clipped"][zero]
-        assert got["norm"] > 0.05
-        assert got["norm"] == pytest.approx(want["norm"], rel=0.05)
-        assert torch.allclose(got["losses"], want["losses"], rtol=0.02)
-    assert not torch.allclose(want["losses"], ranks[0]["O3", True]["losses"][:6], rtol=1e-3)
-
-
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks):
     assert [rank["nan"] for rank in ranks] == [(True, 1)] * 2
-
-
-def test_saved_by_one_rank_and_loaded_by_all_it_goes_on_bit_for_bit(ranks):
-    assert [rank["resumed"] for rank in ranks] == [True, True]
 
 
 @pytest.mark.parametrize(("bad", "text"), [

@@ -139,39 +139,6 @@ def test_collage_s_options_are_those_of_its_own_optimizer(alone, name):
         assert torch.allclose(losses, alone[name]["losses"], rtol=0.02)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", *COLLAGE])
-def test_without_fp8_gemms_no_layer_changes_and_all_parameters_have_the_recipe_s_states(name):
-    model = net(name)
-    before = [(type(m), id(m)) for m in model.modules()]
-    low, optimizer = msamp.initialize(model, adamw(model), name)
-    assert [(type(m), id(m)) for m in low.modules()] == before
-    known = recipes.by_name(name)
-    assert known.states == known.vectors
-    assert [(group["formats"], len(group["params"])) for group in optimizer.param_groups] == [(format_names(known.states), 8)]
-
-
-def test_coat_converts_linear_layers_and_keeps_its_moments_of_every_matrix():
-    model = Net()
-    start = model.body[0].weight.detach().clone()
-    low, optimizer = msamp.initialize(model, adamw(model), "coat")
-    assert [type(m) for m in low.body] == [msamp.FP8Linear, nn.GELU, nn.LayerNorm, msamp.FP8Linear]
-    assert [type(m) for m in (low.embedding, low.lm_head)] == [nn.Embedding, nn.Linear]
-    weight = low.body[0].weight
-    assert weight.format is formats.E4M3
-    assert low.body[0].scaling.gemm == recipes.COAT.gemm
-    assert optimizer.state[weight]["master"].equal(start)  # as it was, not as E4M3 holds it
-    go(low, optimizer, range(1))
-    for matrix in (weight, low.embedding.weight, low.lm_head.weight):
-        state = optimizer.state[matrix]
-        assert {key: state[key].dtype for key in ("exp_avg", "exp_avg_sq")} == dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float8_e4m3fn)
-        assert state["exp_avg_k"].shape == (matrix.shape[0], 1)  # one group of 128 a row
-        assert ("master" in state) == (matrix is weight)
-    for vector in (low.body[0].bias, low.body[2].weight, low.body[2].bias, low.body[3].bias):
-        assert {x.dtype for x in optimizer.state[vector].values()} == {torch.float32}
-    gradients = {holding.param.dim(): holding.formats["grad"] for holding in optimizer.holdings()}
-    assert gradients == {2: "bf16", 1: "fp32"}
-
-
 @pytest.mark.parametrize("name", ["coat", "collage-plus"])
 def test_saved_with_weights_only_and_loaded_it_goes_on_bit_for_bit(name):
     model, other = net(name), net(name)
@@ -189,24 +156,6 @@ def test_saved_with_weights_only_and_loaded_it_goes_on_bit_for_bit(name):
 
 
 # ---------------------------------------------------------------------------------------------------- how a recipe is named
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_opt_level_is_the_short_way_to_the_same_bits(level):
-    ways = [
-        ((level,), {}),
-        ((), {"recipe": level}),
-        ((), {"opt_level": level}),
-        ((recipes.by_name(level),), {}),
-        ((level,), {"opt_level": level}),
-    ]
-    found = []
-    for given, named in ways:
-        model = Net()
-        low, optimizer = msamp.initialize(model, adamw(model), *given, **named)
-        go(low, optimizer, range(3))
-        found.append(values(low))
-    assert all(same(found[0], each) for each in found[1:])
 
 
 @pytest.mark.parametrize(("level", "way"), [

@@ -172,11 +172,3 @@ def after_moves(level: str | None) -> dict[str, object]:
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_hooks_fire_once_after_the_model_was_moved_or_cast(level):
     assert after_moves(level) == {"counts": {(4, 4)}, "removed": 0, "same": True, "own": {"kept"}}
-
-
-def test_a_gradient_moves_with_its_weight():
-    model, _ = msamp.initialize(mlp(), None, recipe="O2")
-    loss_of(model).backward()
-    before = model[0].weight.grad.clone()
-    model.bfloat16()
-    assert model[0].weight.grad.equal(before.bfloat16())

@@ -104,12 +104,6 @@ class Plain(Module):
         return torch.optim.AdamW(self.parameters())
 
 
-class Buffered(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(32)
-
-
 def test_what_nothing_would_average_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"configure_optimizers returned AdamW; .* that msamp\.initialize returns"):
         run(Plain(), 1, tmp_path)
@@ -117,44 +111,3 @@ def test_what_nothing_would_average_is_refused(tmp_path: Path):
         ValueError, match=r"net\.2\.weight requires a gradient but is not in the optimizer.*pass msamp\.initialize the whole"
     ):
         run(TwoParts(), 1, tmp_path)
-
-
-def test_lightning_clips_in_mixed_precision_too(tmp_path: Path):
-    """It does not for an optimizer that GradScaler may call, which ours is elsewhere."""
-    run(module := Module(), 1, tmp_path, precision="bf16-mixed", gradient_clip_val=1e-3)
-    assert all(torch.isfinite(torch.tensor(module.losses)))
-
-
-def test_loss_scaling_is_refused():
-    from msamp.integrations.lightning import Strategy
-
-    with pytest.raises(ValueError, match=r"precision is '16-mixed'.*use '32-true', 'bf16-mixed'"):
-        Strategy(cluster_environment=LightningEnvironment()).setup(type("Trainer", (), {"precision": "16-mixed"})())
-
-
-def test_a_callback_that_would_average_weights_with_others_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"WeightAveraging matches buffers by their order and would mix norm\.running_mean"):
-        run(Buffered(), 1, tmp_path, callbacks=[WeightAveraging()])
-
-
-def test_bf16_autocast_trains(tmp_path: Path):
-    run(module := Module(), 3, tmp_path, precision="bf16-mixed")
-    assert module.losses[-1] < module.losses[0]
-
-
-class Compiled(Module):
-    """Its network is compiled once it is FP8."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = self.initialized()
-        self.net.compile(backend="aot_eager")
-        return optimizer
-
-
-def test_a_compiled_module_trains_alike(tmp_path):
-    torch._dynamo.reset()
-    plain, compiled = Module(), Compiled()
-    for module in (plain, compiled):
-        run(module, 2, tmp_path)
-    assert compiled.net._compiled_call_impl is not None
-    assert compiled.losses == pytest.approx(plain.losses, rel=1e-3)

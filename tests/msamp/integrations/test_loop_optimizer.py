@@ -13,13 +13,10 @@ from torch import nn
 import msamp
 from helpers import dist
 from helpers.mlp_loop import adamw
-from msamp.numerics import formats, recipe
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.updates import format_names
 
 LEVELS = ("O1", "O2", "O3")
 every_level = pytest.mark.parametrize("level", LEVELS)
-FP32 = format_names(recipe.FP32_STATES)
 
 
 def net() -> nn.Sequential:
@@ -121,26 +118,6 @@ def test_groups_stay_as_they_are_so_that_a_lambda_each_is_enough():
 
 
 # ------------------------------------------------------------------------------------------------------------- groups
-
-
-@every_level
-def test_a_group_added_later_has_the_formats_of_its_parameters(level):
-    model = net()
-    low, optimizer = msamp.initialize(model, torch.optim.AdamW(model[0].parameters()), level)
-    extra = nn.Parameter(torch.randn(8, 16))
-    optimizer.add_param_group({"params": [*low[2].parameters(), *low[3].parameters(), extra]})
-    states = format_names(recipe.by_name(level).states)
-    matrix = format_names(recipe.by_name(level).formats_of("matrix").varied(master=formats.FP32))  # an FP32 parameter is its own master
-    assert matrix["grad"] == "bf16"
-    assert optimizer.param_groups[1]["formats"] == [FP32, FP32, states, FP32, matrix]
-    train(low, optimizer, range(2))
-    extra.grad = torch.ones_like(extra)
-    optimizer.step()
-    assert not any(isinstance(x, ScalingTensor) for x in optimizer.state.get(low[2].weight, {}).values())
-    assert "master" not in optimizer.state[extra]
-    assert isinstance(optimizer.state[extra]["exp_avg"], ScalingTensor) == (level != "O1")
-    optimizer.add_param_group({"params": nn.Parameter(torch.ones(3)), "formats": recipe.FP32_STATES})
-    assert optimizer.param_groups[2]["formats"] == FP32
 
 
 # ------------------------------------------------------------------------------------------------------ several processes
@@ -332,21 +309,6 @@ def test_the_average_is_clipped_on_several_processes_by_us_and_after_synchronize
         "each process only has the averaged gradients of its own shard; clip with msamp.clip_grad_norm_" in first["refused", True]["zero"]
     )
     assert "2 optimizers that average gradients separately" in first["refused", True]["two"]
-
-
-def test_on_one_process_clipping_is_torch_s():
-    ours, theirs = net(), net()
-    for model in (ours, theirs):
-        (model(torch.ones(4, 32)).square().sum()).backward()
-    norm = msamp.clip_grad_norm_(ours.parameters(), 0.1)
-    assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)), rel=1e-6)
-    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
-    with pytest.raises(ValueError, match=r"norm_type is 1.0; it must be 2"):
-        msamp.clip_grad_norm_(ours.parameters(), 0.1, norm_type=1.0)
-    low, optimizer = msamp.initialize(net())
-    low(torch.ones(4, 32)).sum().backward()
-    optimizer.synchronize()
-    assert all(p.grad is not None for p in low.parameters())
 
 
 @pytest.mark.promise("Hosts", "DistributedDataParallel around a converted model is refused by name with the fix.")

@@ -1,6 +1,5 @@
 """A step that is skipped leaves no trace: not in the scales of the casts, whoever skips it, nor in what the optimizer keeps."""
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -100,38 +99,6 @@ def test_a_run_with_a_skipped_step_is_the_run_that_never_saw_its_batch(name):
     assert same(bits(struck), bits(clean))
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_steps_skipped_before_the_window_is_filled_do_not_fill_it(window):
-    pair = model, optimizer = short(window)
-    for step in range(4):
-        train(pair, [step], step)
-        assert not model[0].scaling.delayed
-    clean = short(window)
-    train(pair, range(4, 9))
-    train(clean, range(4, 9))
-    assert optimizer.skipped_steps == 4
-    assert model[0].scaling.delayed
-    assert same(bits(pair), bits(clean))
-
-
-def resumed(pair: Pair) -> Pair:
-    other = made("O2")
-    other[0].load_state_dict(copy.deepcopy(pair[0].state_dict()))
-    other[1].load_state_dict(copy.deepcopy(pair[1].state_dict()))
-    return other
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, resumed])
-@pytest.mark.parametrize("bad", [BAD, 2, WINDOW - 1])
-def test_a_copy_and_a_resume_right_after_a_skipped_step_go_on_as_the_run(how, bad):
-    pair = made("O2")
-    train(pair, range(bad + 1), bad)
-    other = how(pair)
-    later = range(bad + 1, bad + WINDOW + 3)
-    assert train(pair, later) == train(other, later)
-    assert same(bits(pair), bits(other))
-
-
 # ----------------------------------------------------------------------------------------------------------- torch's GradScaler
 
 
@@ -221,23 +188,6 @@ def test_a_backward_that_no_step_takes_leaves_no_trace(loop, clearing):
     assert struck[1].skipped_steps == 0
     assert same(bits(struck), bits(clean))
     assert struck[0][0].scaling.seen == STEPS - 1
-
-
-def test_zero_grad_between_forward_and_backward_drops_nothing():
-    """Whatever the gradients of the step before were: taken, skipped by the optimizer, or none."""
-    pair = model, optimizer = short(8)
-    for step in range(6):
-        x = 4**step * data(step)  # more than twice what the history knows
-        loss = model(x).square().mean() * (1e38 if step == 3 else 1.0)
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        optimizer.zero_grad(set_to_none=False)
-        assert model[0].scaling.amax[INPUT] == x.abs().max()
-        loss.backward()
-        optimizer.step()
-    assert optimizer.skipped_steps == 1
-    assert model[0].scaling.history[INPUT, -5:].tolist() == [4**step * float(data(step).abs().max()) for step in (0, 1, 2, 4, 5)]
-    assert same(bits(pair), bits(copy.deepcopy(pair)))
 
 
 def test_gradients_dropped_in_every_step_do_not_freeze_the_scales():

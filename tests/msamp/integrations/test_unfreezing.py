@@ -78,9 +78,3 @@ def refusals() -> None:
 
 def test_what_cannot_be_averaged_is_refused_with_the_way_out():
     dist.run(refusals, 2)
-
-
-def test_renewing_has_no_effect_on_one_process():
-    _, optimizer = frozen_first()
-    optimizer.renew_grad_sync()
-    assert optimizer.grad_sync is None

@@ -10,7 +10,6 @@ from helpers.fp8_adamw import snapshot
 from helpers.numerics import make, same
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.recipe import FP32_STATES, O2, O3, StateFormats
-from msamp.numerics.stochastic_rounding import tensor_key
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.optimizer import LowPrecisionOptimizer
 
@@ -160,18 +159,6 @@ def advance(ps: list[nn.Parameter], optimizer: LowPrecisionOptimizer, steps: int
         for i, p in enumerate(ps):
             p.grad = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + i))
         optimizer.step()
-
-
-def test_keys_of_stochastic_rounding_follow_from_seed_and_names_and_stay_under_another_group():
-    ps, optimizer = stochastic()
-    keys = list(optimizer.param_groups[0]["keys"])
-    assert keys == [tensor_key(7, "layer.0"), tensor_key(7, "layer.1")]
-    assert stochastic(8)[1].param_groups[0]["keys"] != keys
-    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(4, 4)))], "formats": FP32_STATES})
-    assert optimizer.param_groups[0]["keys"] == keys
-    assert optimizer.param_groups[1]["keys"] == [tensor_key(7, "more")]
-    with pytest.raises(ValueError, match="1 keys were passed for 2 parameters; pass one each"):
-        LowPrecisionOptimizer([{"params": ps, "keys": [1]}], formats=O2.states)
 
 
 def test_a_loaded_state_continues_with_its_own_keys_and_rounding_bit_for_bit():

@@ -170,17 +170,6 @@ def test_a_frozen_parameter_is_hooked_once_it_wants_a_gradient():
     assert narrow(model) == [True, False, True]
 
 
-def test_the_hooks_do_not_keep_their_owner_alive():
-    model = net()
-    casts = attached(model)
-    alive = weakref.ref(casts)
-    del casts
-    gc.collect()
-    assert alive() is None
-    backward(model)
-    assert not any(narrow(model))
-
-
 def test_a_group_is_cast_as_soon_as_it_is_complete(monkeypatch):
     model = net(depth=5)
     monkeypatch.setattr(backward_casts, "GROUP_ELEMENTS", 2 * 32 * 32)

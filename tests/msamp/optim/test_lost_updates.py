@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import msamp
-from helpers import dist
-from msamp.integrations import fsdp
 from msamp.numerics.descent_quality import undelivered_frac
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.lost_updates import lost_updates, update_distances
@@ -144,28 +141,6 @@ def test_stochastic_rounding_loses_nothing_but_leaves_most_elements(recipe):
     assert float(arrived[matrices].sum() / wanted[matrices].sum()) == pytest.approx(1.0, abs=0.35 if recipe == "bf16-dmw" else 0.1)
     if recipe != "bf16-dmw":  # in BF16 each code is a thousand updates: 6,000 elements tell little
         assert max(lost_updates(optimizer).values()) < 0.5
-
-
-def under_fsdp() -> dict[str, float]:
-    recipe = msamp.recipes.O2.with_rounding(master="nearest")
-    model = fsdp.prepare(linears("O2"), recipe=recipe)
-    fully_shard(model)
-    optimizer = fsdp.optimizer(model, torch.optim.AdamW(model.parameters(), lr=SMALL), recipe=recipe)
-    shares: dict[str, float] = {}
-    for step in range(2):
-        backward(model, optimizer, 2 * step + torch.distributed.get_rank(), "O2")
-        shares = lost_updates(optimizer)
-        optimizer.step()
-    return shares
-
-
-@pytest.mark.nightly(15)
-def test_rows_of_fsdp_are_added_up():
-    first, second = dist.run(under_fsdp, 2)
-    assert first == second
-    assert first["0.weight"] > 0.9
-    assert first["2.weight"] > 0.9
-    assert first["0.bias"] < 0.01
 
 
 def test_other_optimizers_are_refused():

@@ -7,10 +7,10 @@ from torch import nn
 from helpers.choices import each_once
 from helpers.numerics import KINDS, LARGE, SMALL, check, codes, make, measure
 from msamp.kernels.reference.store import load, store_
-from msamp.numerics.formats import BF16, COAT_E4M3, COAT_E5M2, E4M3, E5M2, EXPANDED, FP16, FP32, PLAIN_FP16
+from msamp.numerics.formats import BF16, COAT_E5M2, E4M3, E5M2, EXPANDED, FP16, FP32, PLAIN_FP16
 from msamp.numerics.quantize import quantize
 from msamp.numerics.range_expand import Expanded, quantize_expanded
-from msamp.numerics.recipe import FP32_STATES, O2, StateFormats
+from msamp.numerics.recipe import FP32_STATES, O2
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim.optimizer import LowPrecisionOptimizer
@@ -104,23 +104,6 @@ def test_a_state_begins_at_zero_with_exponents_of_one(fmt, shape, groups, device
         zeros.max.tolist(),
         zeros.k.tolist(),
     )
-
-
-@pytest.mark.parametrize("name", ["master", "grad"])
-def test_only_moments_may_be_coat_s(name):
-    with pytest.raises(ValueError, match=rf"{name} is coat-e4m3, a format for the moments m and v only; choose one of fp32, bf16, fp16"):
-        StateFormats(**{name: COAT_E4M3})
-
-
-def test_a_weight_keeps_its_formats_and_counts_one_byte_and_a_sixteenth():
-    p = nn.Parameter(make("normal", (16, 256)))
-    optimizer = LowPrecisionOptimizer([p], formats=StateFormats(m=COAT_E4M3, v=COAT_E5M2))
-    p.grad = make("normal", p.shape, seed=1)
-    optimizer.step()
-    state = optimizer.state[p]
-    assert [state[key].dtype for key in ("exp_avg", "exp_avg_sq")] == [torch.float8_e4m3fn, torch.float8_e5m2]
-    sizes = [sum(state[key + name].nbytes for name in ("", "_max", "_k")) / p.numel() for key in ("exp_avg", "exp_avg_sq")]
-    assert sizes == [1 + 8 / 128] * 2
 
 
 # ------------------------------------------------------------------------------------------------- of any stored state

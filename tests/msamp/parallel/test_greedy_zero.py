@@ -167,16 +167,6 @@ def same_gradients(level: str, reference: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def refused_load(reference: dict[str, Any]) -> tuple[str, bool]:
-    loop = Loop("O2", True).run(range(1))
-    before = loop.held()
-    try:
-        loop.optimizer.load_state_dict(dist.read(reference["saved"]))
-    except ValueError as error:
-        return str(error), not differences(loop.held(), before)
-    return "", False
-
-
 def fp32_against_torch(clip_grad: float | None) -> float:
     """Largest difference from torch's AdamW after torch's clipping, in units of the learning rate."""
     loop = Loop("fp32", True, clip_grad=clip_grad)
@@ -224,24 +214,6 @@ def unused(level: str) -> dict[str, Any]:
     return {"differences": differences(loops[0].whole(), loops[1].whole()), "weights": loops[0].weights()}
 
 
-def masters(level: str) -> dict[str, Any]:
-    """Masters that start from unrounded values, trained; then anew from weights that were loaded by themselves."""
-    loops, start, restarted = [Loop(level, zero) for zero in (True, False)], [], []
-    for loop in loops:
-        loop.optimizer.init_masters((p, make("normal", p.shape, seed=50 + i)) for i, p in enumerate(loop.names))
-        start.append(loop.whole())
-        loop.run(range(2))
-    trained = differences(loops[0].whole(), loops[1].whole())
-    for loop in loops:
-        with torch.no_grad():
-            for i, p in enumerate(loop.names):
-                p.copy_(make("normal", p.shape, seed=90 + i) * 2.0 ** (i - 3))
-        loop.optimizer.restart()
-        restarted.append(len(loop.optimizer.state_dict()["state"]))
-        loop.run(range(2, 4))
-    return {"start": differences(*start), "trained": trained, "left": restarted, "again": differences(loops[0].whole(), loops[1].whole())}
-
-
 def loaded_weights(level: str) -> list[str]:
     """New weights of other scales between two steps, states kept."""
     loops = [Loop(level, zero).run(range(2)) for zero in (True, False)]
@@ -278,11 +250,9 @@ def everything(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "on and off": {(level, variant): on_and_off(level, variant) for level, variant in CASES},
         "same gradients": {level: same_gradients(level, references[level]) for level in LEVELS},
-        "refused": refused_load(references["O1"]),
         "torch": {clip: fp32_against_torch(clip) for clip in (None, 0.5)},
         "skipping": {level: skipping(level, name) for level, name in POISONED.items()},
         "unused": {level: unused(level) for level in ("bf16", "O3")},
-        "masters": {level: masters(level) for level in ("bf16", "O3")},
         "loaded weights": {level: loaded_weights(level) for level in ("O2", "O3")},
         "memory": {level: memory(level) for level in ("O1", "O2", "O3")},
     }
@@ -364,12 +334,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(seen, l
 def test_unused_parameters(seen, level):
     assert [rank["unused"][level]["differences"] for rank in seen] == [[]] * len(seen)
     assert agree([rank["unused"][level]["weights"] for rank in seen])
-
-
-@pytest.mark.parametrize("level", ["bf16", "O3"])
-def test_masters_start_from_given_values_and_anew(seen, level):
-    for i, rank in enumerate(seen):
-        assert rank["masters"][level] == {"start": [], "trained": [], "left": [0, 0], "again": []}, f"on rank {i}"
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -24,16 +24,6 @@ def test_rows_share_the_scale_and_the_memory():
     assert second.payload.data_ptr() == w.payload[3:].data_ptr()
 
 
-def test_padding_takes_rows_with_their_scale():
-    w = weight()
-    padded = w.new_zeros(6, 4)
-    padded.narrow(0, 0, 5).copy_(w)
-    assert torch.equal(padded.payload[:5], w.payload)
-    assert not padded.payload[5:].any()
-    assert padded.scale_inv == w.scale_inv
-    assert padded.scale_inv is not w.scale_inv
-
-
 CAST = O2.gemm.weight
 
 

@@ -173,7 +173,7 @@ def token_rows(data_path: str | None, vocab_size: int, work: Work, device: torch
             left = left[size:]
 
 
-class Trainer:
+class BaselineTrainer:
     """The model of a case in transformers, its optimizer, and steps of it."""
 
     def __init__(self, case: str, config: Any, device: torch.device, lr: float = 1e-5) -> None:
@@ -216,7 +216,7 @@ def measure(case: str, config: Any, work: Work, steps: int, data_path: str | Non
     """
     cuda = device.type == "cuda"
     batches, losses, rates = token_rows(data_path, config.vocab_size, work, device), [], []
-    trainer = Trainer(case, config, device)
+    trainer = BaselineTrainer(case, config, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP + steps):
