@@ -33,7 +33,7 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate
   tests/megatron/lm/data/preprocessing/test_rows.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
-.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs docs-versions tables bench bench-gate clean
+.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs tables bench bench-gate clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -143,9 +143,6 @@ lock: ## renew requirements-dev.txt: the newest versions that setup.py allows (A
 
 docs: $(READY) ## build the documentation, docs/_build/html/index.html; a warning or a dead internal link is an error
 	$(PYTHON) -m sphinx -W --keep-going -n -q -b html -d docs/_build/doctrees docs docs/_build/html $(ARGS)
-
-docs-versions: $(READY) ## build the documentation of this tree and of the tags in VERSIONS into docs/_build/versions, with links between them
-	$(PYTHON) tools/docs_versions.py $(VERSIONS)
 
 tables: $(READY) ## tables and figures of README and documentation from the measured rows (ARGS=--check: only say what is stale)
 	$(PYTHON) tools/tables.py $(ARGS)

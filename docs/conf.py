@@ -42,13 +42,6 @@ html_title = f"msamp {version}"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["narrow.css"]
-VERSIONS = os.environ.get("MSAMP_DOCS_VERSIONS", "").split()  # of `make docs-versions`, the newest first
-SIDEBAR = ("brand", "search", "scroll-start", "navigation", "scroll-end")  # of the theme; the list of versions comes before the pages
-html_sidebars = {
-    "**": [name for part in SIDEBAR for name in (*(["versions.html"] if part == "navigation" else []), f"sidebar/{part}.html")]
-}
-html_context = {"versions": VERSIONS, "this_version": os.environ.get("MSAMP_DOCS_VERSION", "")}
-templates_path = ["_templates"]
 LINKED = ("reproduction/", "reference/hosts_matrix", "reference/faq", "reference/precisions/")
 UNBROKEN = 28  # characters of a word in code, and of a cell, that a phone has room for
 

@@ -2,18 +2,16 @@
 
     python tools/bench/bench_grouped.py                                    four models, both layers, equal and unequal loads
     python tools/bench/bench_grouped.py --models olmoe --loads balanced
-    python tools/bench/bench_grouped.py --sweep --seconds 60               try tilings first, and measure the fastest
 
 Rows of the operands are sorted by expert. `balanced` gives every expert the same number, `zipf` the k-th expert a share proportional to
 1/k with every tenth expert empty, in multiples of 16 since torch's kernels require it, and `ragged` the same in any number (ours only).
-Each run is a CUDA graph, to exclude the host, and the L2 cache is overwritten before every launch. Before anything is timed, each product
-is compared with FP64. A kernel that fails is reported in its row. Measurements are appended to --csv.
+Each run is a CUDA graph, to exclude the host, and the L2 cache is overwritten before every launch. A kernel that fails is reported in its
+row. Measurements are appended to --csv.
 """
 
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +23,6 @@ from megatron.lm.shell.arguments import Parser, count
 from msamp.kernels import ops
 from msamp.kernels.reference.group_tokens import row_capacity
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
-from msamp.numerics.metrics import sqnr_db
 from tools.bench import rows
 from tools.bench.bench_kernels import captured, times
 
@@ -112,7 +109,7 @@ class Operands:
             return ops.grouped_mm(self.grad8, self.weight8_t, offsets, one, ones, out_dtype, fast_accum=fast)
         return ops.grouped_mm_grad_weight(self.grad8_t, self.x8_t, offsets, one, one, out_dtype, fast_accum=fast, aligned=True)
 
-    def cases(self, chosen: dict[tuple[str, bool], Any] | None = None) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    def cases(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         """Yield (kernel, product, function to run)."""
         grouped, scaled = torch._grouped_mm, torch._scaled_grouped_mm
         x, grad, weight, offs, layer = self.x, self.grad, self.weight, self.offsets, self.layer
@@ -137,18 +134,13 @@ class Operands:
         yield "dense FP8", "forward", lambda: ops.scaled_mm(x8, w, one, one, None, BF16, fast_accum=True)
         yield "dense FP8", "grad_input", lambda: ops.scaled_mm(g8, w_t, one, one, None, BF16, fast_accum=False)
         yield "dense FP8", "grad_weight", lambda: ops.scaled_mm(g8_t, x8_t, one, one, None, BF16, fast_accum=False)
-        yield from self.own_cases(chosen)
+        yield from self.own_cases()
 
-    def own_cases(self, chosen: dict[tuple[str, bool], Any] | None = None) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        """Yield ours: forward with fast accumulation, gradients with full, as the recipes do; with tilings that a sweep has `chosen`."""
+    def own_cases(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        """Yield ours: forward with fast accumulation, gradients with full, as the recipes do."""
         for product in PRODUCTS:
-            fast, tiling = product == "forward", (chosen or {}).get((product, short(self.layer, product)))
-            run: Callable[[], Tensor] = functools.partial(self.ours, product, fast)
-            if tiling is not None:
-                from msamp.kernels.triton import grouped_mm as kernels
-
-                run = tiled(kernels, self, product, fast, tiling)
-            yield f"ours {'fast' if fast else 'full'}", product, run
+            fast = product == "forward"
+            yield f"ours {'fast' if fast else 'full'}", product, functools.partial(self.ours, product, fast)
 
 
 def timed(run: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
@@ -162,48 +154,12 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
 
 
-def check(device: str = "cuda", columns: tuple[int, int] = (592, 1072)) -> None:
-    """Print the SQNR of our products against FP64 on the same FP8 values: groups of many sizes, two of them empty, and rows of no group.
-
-    columns: of the output and of the input.
-    """
-    ends = [0, 1, 130, 130, 258, 1500, 1563, 2990]
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def values(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
-
-    (M, E), (N, K) = (3008, len(ends)), columns
-    x, grad, weight = values(E4M3, M, K), values(E5M2, M, N), values(E4M3, E, N, K)
-    one, ones, whole = torch.ones((), device=device), torch.ones(E, device=device), [128, 128, 640, 2944, 2944, 2944, 3008 // 128 * 128]
-    for product in PRODUCTS:
-        for fast, aligned in ((True, False), (False, False), (True, True), (False, True)):
-            ends_now = [*whole, whole[-1]] if aligned else ends
-            spans = list(zip([0, *ends_now], ends_now, strict=False))
-            offsets = torch.tensor(ends_now, dtype=torch.int32, device=device)
-            words = f"check {product} {'fast' if fast else 'full'}{' aligned' if aligned else ''}"
-            try:
-                if product == "grad_weight":
-                    grad_t, x_t = grad.t().contiguous(), x.t().contiguous()
-                    exact = torch.stack([grad_t[:, a:b].double() @ x_t[:, a:b].double().t() for a, b in spans])
-                    result = ops.grouped_mm_grad_weight(grad_t, x_t, offsets, one, one, torch.float32, fast_accum=fast, aligned=aligned)
-                else:
-                    a, w = (x, weight) if product == "forward" else (grad, weight.transpose(1, 2).contiguous())
-                    exact = torch.zeros((M, w.shape[1]), dtype=torch.float64, device=device)
-                    for e, (start, end) in enumerate(spans):
-                        exact[start:end] = a[start:end].double() @ w[e].double().t()
-                    result = ops.grouped_mm(a, w, offsets, one, ones, torch.float32, fast_accum=fast)
-                print(f"{words}: SQNR {sqnr_db(exact, result.double()):.1f} dB", flush=True)
-            except Exception as error:
-                print(f"{words}: {failure(error)}", flush=True)
-
-
-def measure(layer: Layer, load: str, repeats: int, chosen: dict[tuple[str, bool], Any] | None = None) -> list[dict[str, Any]]:
+def measure(layer: Layer, load: str, repeats: int) -> list[dict[str, Any]]:
     """Time every kernel on one layer and load."""
     operands = Operands(layer, load)
     table: list[dict[str, Any]] = []
     bf16: dict[str, float] = {}
-    for kernel, product, run in operands.cases(chosen) if load != "ragged" else operands.own_cases(chosen):
+    for kernel, product, run in operands.cases() if load != "ragged" else operands.own_cases():
         row: dict[str, Any] = {"model": layer.model, "layer": layer.name, "load": load, "product": product, "kernel": kernel}
         row |= dict.fromkeys(("us_p20", "us", "us_p80", "tflops", "over_bf16", "error"), "")
         try:
@@ -219,102 +175,21 @@ def measure(layer: Layer, load: str, repeats: int, chosen: dict[tuple[str, bool]
     return table
 
 
-def tilings(product: str, fast: bool) -> list[Any]:
-    """Return the tilings that a sweep tries, the most promising first."""
-    from msamp.kernels.triton.grouped_mm import Tiling as T
-
-    shared = T(128, 128, 128, stages=3, programs=2)
-    four = shared._replace(warps=4)  # one warpgroup per program
-    if fast:
-        candidates = [T(stages=4), shared, four, four._replace(flatten=True), T(stages=3, flatten=True)]
-        return [*candidates, shared._replace(stages=2, flatten=True), T(stages=4, halves_n=2), T(256, 128, 128, stages=4)]
-    shared = shared._replace(halves_n=2, maxnreg=128)
-    candidates = [shared, four._replace(halves_m=2), shared._replace(group=8), shared._replace(group=4), T(stages=4, halves_n=2)]
-    return candidates if product == "grad_weight" else [*candidates, shared._replace(flatten=True), T(stages=4, halves_n=2, flatten=True)]
-
-
-def sweep(layers: Sequence[Layer], seconds: float, repeats: int) -> dict[tuple[str, bool], Any]:
-    """Time tilings of every product until the time is used up, print the fastest of each layer, and return the fastest by product and by
-    whether the sum is short."""
-    from msamp.kernels.triton import grouped_mm as kernels
-
-    chosen: dict[tuple[str, bool], Any] = {}
-    until, held = time.monotonic() + seconds, [Operands(layer, "balanced") for layer in layers]
-    print("sweep on", ", ".join(f"{layer.model} {layer.name}" for layer in layers), flush=True)
-    for product, fast in (("forward", True), ("grad_input", False), ("grad_weight", False)):
-        spent: dict[bool, dict[Any, float]] = {}  # by whether the sum is short: microseconds of a tiling in all layers of this kind
-        for tiling in tilings(product, fast):
-            if time.monotonic() > until:
-                print(f"{product}: out of time", flush=True)
-                break
-            words = []
-            try:
-                for i, operands in enumerate(held):
-                    run = tiled(kernels, operands, product, fast, tiling)
-                    if i == 0:
-                        words.append(f"{sqnr_db(operands.ours(product, fast), run()):.0f} dB")
-                    us = timed(run, repeats)[1]
-                    by_tiling = spent.setdefault(short(operands.layer, product), {})
-                    by_tiling[tiling] = by_tiling.get(tiling, 0.0) + us
-                    words.append(f"{us:.0f} ({operands.layer.flops / us / 1e6:.0f})")
-            except Exception as error:
-                words.append(failure(error))
-                for by_tiling in spent.values():
-                    by_tiling.pop(tiling, None)
-            print(f"{product} {'fast' if fast else 'full'} {' '.join(map(str, tiling))}: {', '.join(words)}", flush=True)
-        for is_short, by_tiling in spent.items():
-            if by_tiling:
-                chosen[product, is_short] = min(by_tiling, key=lambda t: by_tiling[t])
-                print(f"best {product}{', short sum' if is_short else ''}: {chosen[product, is_short]}", flush=True)
-    return chosen
-
-
-def short(layer: Layer, product: str) -> bool:
-    """Whether a product's sums are short, for which another tiling may be faster."""
-    from msamp.kernels.triton.grouped_mm import SHORT
-
-    return {"forward": layer.inputs, "grad_input": layer.outputs, "grad_weight": layer.rows // layer.experts}[product] <= SHORT
-
-
-def tiled(kernels: Any, operands: Operands, product: str, fast: bool, tiling: Any) -> Callable[[], Tensor]:
-    """Return the run of one of our products with a given tiling."""
-    if product == "grad_weight":
-        return functools.partial(
-            kernels._multiply_grad_weight,
-            operands.grad8_t,
-            operands.x8_t,
-            operands.padded,
-            operands.one,
-            operands.one,
-            BF16,
-            tiling,
-            fast,
-            True,
-        )
-    a, b = (operands.x8, operands.weight8) if product == "forward" else (operands.grad8, operands.weight8_t)
-    return functools.partial(kernels._multiply, a, b, operands.padded, operands.one, operands.ones, BF16, tiling, fast)
-
-
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the results."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=["balanced", "zipf"])
-    parser.add_argument("--sweep", action="store_true", help="try tilings first, on OLMoE and Qwen3-30B-A3B, and measure the fastest ones")
-    parser.add_argument("--seconds", type=count(1), default=60, help="of the sweep")
     parser.add_argument("--repeats", type=count(2), default=15)
     rows.add_flags(parser, "grouped.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; kernels are measured on a GPU")
-    check()
-    layers = [layer for name in options.models for layer in MODELS[name]]
-    chosen = sweep([*MODELS["olmoe"], *MODELS["qwen3"]], options.seconds, options.repeats) if options.sweep else None
     where = rows.machine(options.commit)
-    for layer in layers:
+    for layer in (layer for name in options.models for layer in MODELS[name]):
         for load in options.loads:
-            table = measure(layer, load, options.repeats, chosen)
+            table = measure(layer, load, options.repeats)
             torch.cuda.empty_cache()
             print(f"{layer.model} {layer.name} {load} M={layer.rows} K={layer.inputs} N={layer.outputs} E={layer.experts}: us (x BF16)")
             for product in PRODUCTS:

@@ -280,7 +280,7 @@ TILINGS = {
 
 
 def tiling_of(product: str, summed: int, device: torch.device, *, fast_accum: bool, aligned: bool = True) -> Tiling:
-    """Return the fastest known tiling, as `tools/bench/bench_grouped.py --sweep` found it.
+    """Return the fastest known tiling, as a sweep of tilings on H200s found it (tools/bench/LOG.md).
 
     Args:
         product: "rows" for `grouped_mm`, or "grad_weight".

@@ -1,3 +1,5 @@
+"""Products and layers of experts: ours, torch's and torchao's compute the same; a case that fails is a row."""
+
 import csv
 
 import pytest
@@ -5,75 +7,87 @@ import torch
 
 from helpers.definitions import grouped_mm
 from msamp.numerics.metrics import sqnr_db
-from tools.bench import bench_experts
-from tools.bench.bench_experts import BF16_ALIGNMENT, FP8_ALIGNMENT, TOP_K, Experts, torch_bf16, torchao_fp8
-from tools.bench.bench_grouped import MODELS, Layer
+from tools.bench import bench_experts, bench_grouped
+from tools.bench.bench_experts import BF16_ALIGNMENT, FP8_ALIGNMENT, Experts, torch_bf16, torchao_fp8
+from tools.bench.bench_grouped import LOADS, MODELS, Layer, Operands, counts
+
+SMALL = Layer("small", "fc1", 12, 1000, 64, 96)
+
+
+def small_experts() -> Experts:
+    return Experts(Layer("small", "fc1", 8, 400, 64, 96), Layer("small", "fc2", 8, 400, 48, 64), 2, "cpu")
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_our_operands_have_all_rows_of_a_load_in_padded_groups(load):
+    for layer in (SMALL, *(layer for both in MODELS.values() for layer in both)):
+        assert (len(counts(layer, load)), sum(counts(layer, load))) == (layer.experts, layer.rows)
+    operands = Operands(SMALL, load, "cpu")
+    start = first = 0
+    for size, end in zip(operands.sizes, operands.padded.tolist(), strict=True):
+        assert operands.x8[first : first + size].float().equal(operands.x[start : start + size].to(bench_grouped.E4M3).float())
+        assert not operands.x8[first + size : end].float().any()
+        start, first = start + size, end
+    shapes = {(product, run().shape) for _, product, run in operands.own_cases()}
+    rows = operands.capacity
+    assert shapes == {("forward", (rows, 96)), ("grad_input", (rows, 64)), ("grad_weight", (12, 96, 64))}
+
+
+def fails():
+    raise RuntimeError("no kernel\nfor this")
+
+
+def test_a_case_that_fails_is_a_row(monkeypatch):
+    monkeypatch.setattr(bench_grouped, "timed", lambda run, repeats: (run(), (1.0, 2.0, 3.0))[1])
+    products = type("", (), {"cases": lambda self: [("torch BF16", "forward", int), ("ours", "forward", fails)]})
+    monkeypatch.setattr(bench_grouped, "Operands", lambda layer, load: products())
+    good, bad = bench_grouped.measure(SMALL, "balanced", 3)
+    assert (good["us"], good["over_bf16"], good["error"]) == (2.0, 1.0, "")
+    assert (bad["us"], bad["error"]) == ("", "RuntimeError: no kernel")
+    monkeypatch.setattr(bench_experts, "Experts", lambda *args: type("", (), {"cases": lambda self: [("FP8, forward", fails)]})())
+    monkeypatch.setattr(bench_experts, "peak", lambda run: run())
+    (row,) = bench_experts.measure("olmoe", 3)
+    assert (row["case"], row["us"], row["error"]) == ("FP8, forward", "", "RuntimeError: no kernel")
 
 
 def test_both_layers_compute_the_same(monkeypatch):
     monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
-    experts = Experts(Layer("small", "fc1", 8, 400, 64, 96), Layer("small", "fc2", 8, 400, 48, 64), 2, "cpu")
+    experts = small_experts()
     fp8, bf16 = (experts.both_ways(layer)() for layer in (experts.fp8, experts.plain(BF16_ALIGNMENT, torch_bf16)))
-    assert len(fp8) == 4
     for got, want in zip(fp8, bf16, strict=True):
         assert sqnr_db(want.float(), got.float()) > 18
     assert [name for name, _ in experts.cases()][:3] == ["FP8, forward", "FP8, forward and backward", "FP8, casts of the weights"]
 
 
-def test_the_plain_layer_pads_every_group(monkeypatch):
-    """As torchao's product requires, whose groups must be multiples of 16 rows."""
+def test_the_plain_layer_pads_every_group_as_torchao_requires():
     ends = []
 
     def noted(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        ends.append(offsets.tolist())
+        ends.extend(offsets.tolist())
         return grouped_mm(a, b, offsets)
 
-    experts = Experts(Layer("small", "fc1", 8, 400, 64, 96), Layer("small", "fc2", 8, 400, 48, 64), 2, "cpu")
-    want = experts.both_ways(experts.plain(BF16_ALIGNMENT, grouped_mm))()
-    got = experts.both_ways(experts.plain(FP8_ALIGNMENT, noted))()
-    assert ends[0] == ends[1]
-    assert all(end % 16 == 0 for end in ends[0])
-    assert ends[0][-1] >= 400
+    experts = small_experts()
+    want, got = (experts.both_ways(experts.plain(*how))() for how in ((BF16_ALIGNMENT, grouped_mm), (FP8_ALIGNMENT, noted)))
+    assert all(end % 16 == 0 for end in ends)
     for a, b in zip(got, want, strict=True):
         assert sqnr_db(b.float(), a.float()) > 40
 
 
-@pytest.mark.parametrize("loads", [True, False])
-def test_torchao_is_a_case_if_it_is_installed(loads, monkeypatch):
-    """Beside some versions of Triton it is installed and does not load: then the case fails, and the others run."""
-
-    def product():
-        if not loads:
-            raise ValueError("key contains names that are not kernel arguments")
-        return grouped_mm
-
-    experts = Experts(Layer("small", "fc1", 8, 400, 64, 96), Layer("small", "fc2", 8, 400, 48, 64), 2, "cpu")
+@pytest.mark.parametrize("product", [lambda: grouped_mm, fails], ids=["loads", "does not load"])
+def test_torchao_is_a_case_if_it_is_installed(product, monkeypatch):
+    """With some versions of Triton it is installed and does not load: then the case fails, and the others run."""
+    experts = small_experts()
     monkeypatch.setattr(bench_experts.importlib.util, "find_spec", lambda name: None)
     assert [name for name, _ in experts.cases()][-1] == "BF16, forward and backward"
     monkeypatch.setattr(bench_experts.importlib.util, "find_spec", lambda name: name == "torchao")
     monkeypatch.setattr(bench_experts, "torchao_fp8", product)
     (*_, (name, run)) = experts.cases()
     assert name == "torchao FP8, forward and backward"
-    if loads:
-        assert len(run()) == 4
-    else:
-        with pytest.raises(ValueError, match="not kernel arguments"):
+    if product is fails:
+        with pytest.raises(RuntimeError, match="no kernel"):
             run()
-
-
-def test_a_case_that_fails_is_a_row(monkeypatch):
-    def fails():
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(bench_experts, "Experts", lambda *args: type("", (), {"cases": lambda self: [("FP8, forward", fails)]})())
-    monkeypatch.setattr(bench_experts, "peak", lambda run: run())
-    (row,) = bench_experts.measure("olmoe", 3)
-    assert (row["case"], row["us"], row["error"]) == ("FP8, forward", "", "RuntimeError: no memory")
-
-
-def test_rows_are_whole_tokens():
-    for name, top_k in TOP_K.items():
-        assert MODELS[name][0].rows % top_k == 0
+    else:
+        assert len(run()) == 4
 
 
 @pytest.mark.gpu
@@ -87,8 +101,9 @@ def test_torchao_computes_the_same():
 
 
 @pytest.mark.gpu
-def test_a_table_of_one_model(tmp_path):
-    file = tmp_path / "experts.csv"
-    assert bench_experts.main(["--models", "olmoe", "--repeats", "2", "--csv", str(file), "--commit", "abc"]) == 0
+@pytest.mark.parametrize("program", [bench_experts, bench_grouped])
+def test_a_table_of_one_model(program, tmp_path):
+    file = tmp_path / "rows.csv"
+    assert program.main(["--models", "olmoe", "--repeats", "2", "--csv", str(file), "--commit", "abc"]) == 0
     with file.open(newline="") as stream:
-        assert not [row for row in csv.DictReader(stream) if row["error"]]
+        assert not [row for row in csv.DictReader(stream) if row["error"] and not row.get("kernel", "").startswith("torch")]
