@@ -41,11 +41,6 @@ def test_what_is_said_of_losses():
     assert check_grids._difference({6: 1.9}, wanted, 0.02) == "steps [6] to [6], not 5 to 6"
 
 
-def test_a_run_that_fails_says_its_last_error():
-    assert run(2, ("error: first", "error: last", "torchrun's table")).why == "2 after 5 s: error: last"
-    assert run(None).why == "killed after 5 s: nothing was printed"
-
-
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").touch()

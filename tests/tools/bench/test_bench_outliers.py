@@ -90,17 +90,3 @@ def test_o3_with_a_guard_learns_raises_a_quarter_and_all_return(tmp_path):
     (tmp_path / "o.csv").unlink()
     (calm,) = dist.run(measured, 1, str(tmp_path), *steps[:-1], "1", "--cases", cases[2], init=False)
     assert (calm[0]["raised"], calm[0]["still_raised"]) == ("0", "0")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--until", "100"], "--until is 100; it must be between --at, 200, and --steps, 600"),
-        (["--factor", "0.5"], "--factor is 0.5; it must be from 1 to 2^40: 1 for no outliers"),
-        (["--at", "600"], "--at is 600; it must be less than --steps, 600"),
-    ],
-)
-def test_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        bench_outliers.main(arguments)
-    assert message in capsys.readouterr().err

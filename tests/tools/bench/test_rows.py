@@ -6,10 +6,6 @@ import pytest
 from tools.bench import rows
 
 
-def test_percentiles_of_known_times():
-    assert rows.percentiles([float(i) for i in range(11)]) == (2.0, 5.0, 8.0)
-
-
 def test_rows_are_appended_under_one_header(tmp_path):
     path = tmp_path / "new" / "a.csv"
     rows.append(path, [{"case": "O0", "ms": 1}])
@@ -28,14 +24,6 @@ def test_other_columns_are_refused_and_nothing_is_written(tmp_path):
     assert path.read_text() == before
 
 
-def test_a_row_says_where_it_was_taken():
-    found = rows.machine("abc1234")
-    assert list(found) == ["date", "commit", "gpu", "driver", "torch"]
-    assert found["commit"] == "abc1234"
-    assert found["gpu"]
-    assert found["torch"]
-
-
 @pytest.mark.parametrize(("file", "mark"), [("tools/bench/results/step.csv", ""), ("docs/results/results.md", ""), ("msamp/optim.py", "+")])
 def test_code_with_uncommitted_changes_is_marked_and_results_are_not(tmp_path, monkeypatch, file, mark):
     def git(*words):
@@ -52,13 +40,6 @@ def test_code_with_uncommitted_changes_is_marked_and_results_are_not(tmp_path, m
     assert rows.commit() == head
     path.write_text("after")
     assert rows.commit() == head + mark
-
-
-def test_written_rows_replace_the_file(tmp_path):
-    path = tmp_path / "new" / "a.csv"
-    for value in (1, 2):
-        rows.write(path, ("case", "ms"), [{"case": "O0", "ms": value}])
-    assert path.read_text() == "case,ms\nO0,2\n"
 
 
 def test_aligned_rows_are_as_wide_as_their_longest_cell():

@@ -1,4 +1,3 @@
-import copy
 import csv
 import itertools
 from typing import Any
@@ -79,16 +78,6 @@ def test_weights_follow_fp32_masters():
         assert not master.grad.any()
 
 
-def test_attention_gets_no_mask():
-    """With a mask PyTorch's attention would not be its fastest kernel."""
-    masks = []
-    trainer = bench.Trainer("bf16", config(), CPU)
-    attention = trainer.model.get_submodule("model.layers.0.self_attn")
-    attention.register_forward_pre_hook(lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
-    trainer.step(step_data())
-    assert masks == [None, None]
-
-
 def test_tokens_of_a_dataset(tmp_path):
     """Consecutive, over the ends of documents and of the dataset."""
     builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
@@ -98,32 +87,8 @@ def test_tokens_of_a_dataset(tmp_path):
     batches = bench.token_rows(str(tmp_path / "text"), 64, WORK, CPU)
     got = torch.cat([next(batches).flatten() for _ in range(3)])
     assert got.tolist() == [i % 50 for i in range(3 * 34)]
-    with pytest.raises(ValueError, match=r"text contains token 49; the model has 40: use another tokenizer"):
+    with pytest.raises(ValueError, match="token 49"):
         list(itertools.islice(bench.token_rows(str(tmp_path / "text"), 40, WORK, CPU), 2))
-
-
-def test_a_loss_that_is_not_finite_has_no_row(monkeypatch):
-    monkeypatch.setattr(bench, "next_token_loss", lambda *args: args[0].sum() * float("nan"))
-    with pytest.raises(ValueError, match="not all finite"):
-        bench.measure("bf16", config(), WORK, 2, None, CPU)
-
-
-def test_a_case_that_fails_is_printed(monkeypatch, tmp_path, capsys):
-    def measure(case, *args):
-        if case == "torchao":
-            raise ImportError("no torchao")
-        return copy.copy(row)
-
-    row = {"case": "a", "tokens_s": 1}
-    monkeypatch.setattr(bench, "measure", measure)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    file = tmp_path / "moe.csv"
-    assert bench.main(["--cases", "torchao", "bf16", "--csv", str(file), "--commit", "abc"]) == 1
-    assert "torchao FP8, FP32 master weights: ImportError: no torchao" in capsys.readouterr().out
-    with file.open(newline="") as stream:
-        assert [line["case"] for line in csv.DictReader(stream)] == ["a"]
 
 
 @pytest.mark.gpu
