@@ -166,15 +166,6 @@ def test_a_bad_number_of_processes(value: str, corpus: Path, monkeypatch: pytest
     assert "torchrun" in said
 
 
-def test_a_rank_that_refuses_alone_says_so(corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """A file missing on one machine of several: only the ranks there meet the error."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    code, _, said = run([*FLAGS, "--data-path", "nothing"], capsys)
-    assert code == 2
-    assert "nothing.bin" in said
-
-
 def damaged(corpus: Path, folder: Path, damage: str) -> str:
     """A damaged copy of the corpus in `folder`; its prefix."""
     for suffix in (".bin", ".idx"):
@@ -299,23 +290,6 @@ def test_a_dry_run_prints_the_plan_of_a_rank_and_starts_nothing(
     assert not torch.distributed.is_initialized()
 
 
-def test_a_dry_run_of_a_run_that_resumes_itself_needs_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = str(tmp_path / "run")
-    code, out, said = run([*FLAGS, "--opt-level", "O2", "--dry-run", "--load", folder, "--save", folder], capsys)
-    assert (code, said) == (0, "")
-    assert "nothing was started" in out
-    assert not (tmp_path / "run").exists()
-
-
-def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as leaving:
-        pretrain.main(["--help"])
-    assert leaving.value.code == 0
-    text = capsys.readouterr().out
-    for flag in ("--opt-level", "--precision", "--tensor-model-parallel-size", "--data-path", "--metrics-file", "--preset"):
-        assert flag in text
-
-
 # As a user starts it
 
 
@@ -409,28 +383,3 @@ def test_two_processes_by_torchrun(corpus: Path, tmp_path: Path):
     assert "2 processes" in out
     assert any(key.startswith("rng/1/") for key in Stored(tmp_path / "save" / "iter_0000004").tensors)
     assert len(tiny.losses(tiny.read(tmp_path / "out" / "metrics.jsonl"))) == 2
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on one GPU")
-def test_two_processes_with_bad_data_both_end_with_2_and_one_message(corpus: Path, tmp_path: Path):
-    prefix = damaged(corpus, tmp_path, "truncated")
-    (tmp_path / "run").mkdir()
-    flags = [*FLAGS, "--data-path", prefix, *outputs(tmp_path / "run")]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(dist.free_port())}
-    processes = [command(["-m", "megatron.lm.pretrain", *flags], RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
-    (first, _, said), (second, _, other) = (ended(process) for process in processes)
-    assert (first, second) == (2, 2)
-    assert "corpus.bin is truncated" in said
-    assert "Traceback" not in said + other
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_ms_amp_in_the_same_folder_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "ms_amp-0.4.0.dist-info").mkdir()
-    (tmp_path / "ms_amp-0.4.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: MS-AMP\nVersion: 0.4.0\n")
-    (tmp_path / "msamp").symlink_to(ROOT / "msamp")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    code, out, err = run([*FLAGS, "--data-path", "unread", "--dry-run"], capsys)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: MS-AMP 0.4.0 is also installed in {tmp_path}")

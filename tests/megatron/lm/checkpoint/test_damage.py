@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from helpers import checkpoints, tiny
-from helpers.checkpoints import MARKER, contents, everything, pointed, rewrite, seal, tensors
-from megatron.lm.checkpoint import latest, load
+from helpers.checkpoints import contents, everything, pointed, rewrite, seal, tensors
+from megatron.lm.checkpoint import load
 from megatron.lm.checkpoint.files.folder import INFO_FILE
 from megatron.lm.run.trainer import Trainer
 
@@ -283,45 +283,6 @@ def test_code_in_a_plan_does_not_run(made: Trainer, copy: Path):
     assert (copy / "iter_0000004" / "ran").exists()  # it would have
 
 
-def test_both_damaged(made: Trainer, copy: Path):
-    flip(DATA)(copy / "iter_0000004")
-    gone(PLAN)(copy / "iter_0000002")
-    said = rf"has no complete healthy checkpoint: .*iter_0000004/{DATA} is damaged.*; .*iter_0000002/{PLAN} is missing.*Restore one"
-    refused(made, copy, said)
-
-
-def test_a_named_iteration_is_not_replaced_by_another(made: Trainer, copy: Path):
-    flip(DATA)(copy / "iter_0000004")
-    made.training.config = pointed(made.training.config, ckpt_step=4)
-    refused(made, copy, rf"iter_0000004/{DATA} is damaged")
-    made.training.config = pointed(made.training.config, ckpt_step=3)
-    refused(made, copy, r"has no checkpoint of iteration 3; it has iterations 2, 4 \(choose one with --ckpt-step\)")
-
-
-@pytest.mark.parametrize("marker", [None, "", "four"])
-def test_a_marker_that_leads_nowhere(made: Trainer, copy: Path, marker: str | None, capsys: pytest.CaptureFixture[str]):
-    if marker is None:
-        (copy / MARKER).unlink()
-    else:
-        (copy / MARKER).write_text(marker)
-    load(made.training)
-    assert made.training.iteration == 4
-    assert f"{MARKER} is missing or invalid: using the newest healthy checkpoint" in capsys.readouterr().out
-    for path in copy.glob("iter_*"):
-        shutil.rmtree(path)
-    refused(made, copy, f"{MARKER} is missing or invalid; set --load to the folder of an earlier --save")
-
-
-def test_a_marked_checkpoint_that_is_missing(made: Trainer, copy: Path, capsys: pytest.CaptureFixture[str]):
-    (copy / MARKER).write_text("9")
-    load(made.training)
-    assert made.training.iteration == 4
-    assert f"passed over: {copy / 'iter_0000009'} is missing\n" in capsys.readouterr().out
-    for path in copy.glob("iter_*"):
-        shutil.rmtree(path)
-    refused(made, copy, f"{MARKER} names iteration 9, which is missing; .* has none")
-
-
 @pytest.mark.parametrize(
     "name", ["NaN in an FP8 weight", "infinity in a master", "a stale scale of a weight, too small", "a negative scale"]
 )
@@ -329,21 +290,3 @@ def test_finetuning_refuses_bad_weights_too(made: Trainer, copy: Path, name: str
     SOUND[name].damage(copy / "iter_0000004")
     made.training.config = pointed(made.training.config, finetune=True, ckpt_step=4)
     refused(made, copy, SOUND[name].said)
-
-
-def test_a_missing_random_state_is_told(made: Trainer, copy: Path, capsys: pytest.CaptureFixture[str]):
-    rewrite(copy / "iter_0000004", {}, [key for key in tensors(copy / "iter_0000004") if key.startswith("rng/")])
-    before = torch.get_rng_state()
-    load(made.training)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert made.training.iteration == 4
-    assert "has no random states for 1 of 1 places in the grid: dropout there starts from --seed" in capsys.readouterr().out
-
-
-def test_rewriting_by_itself_is_no_fault(made: Trainer, copy: Path):
-    """What the table is built on: a checkpoint that was written again, with nothing changed, is the same."""
-    before = tensors(latest(copy))
-    rewrite(latest(copy), {})
-    assert checkpoints.same(before, tensors(latest(copy)))
-    load(made.training)
-    assert made.training.iteration == 4

@@ -17,8 +17,6 @@ from megatron.lm.checkpoint.values import StoredTensor, find_whole
 from megatron.lm.config import Config
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics.formats import E4M3, FP16, PLAIN_FP16, Format, by_name, of_dtype
-from msamp.numerics.metrics import sqnr_db
-from msamp.numerics.range_expand import quantize_expanded
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 from msamp.optim.states import is_own_master
 
@@ -193,67 +191,6 @@ def test_to_an_option_of_collage_and_back(prefix: Path, tmp_path: Path, stayed: 
     assert v <= COLLAGE[option][1]
     assert (weight > 0, v > 0) == (COLLAGE[option][0] > 0, COLLAGE[option][1] > 0)
     assert max(pair_errors(there, back)) <= 2.0**-24
-
-
-@pytest.mark.nightly
-def test_from_option_to_option_the_common_states_keep_their_bits(
-    prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], capfd: pytest.CaptureFixture[str]
-):
-    source, options = stayed["bf16"][1], ("collage-plus", "collage-light", "bf16-kahan", "bf16-a")
-    for number, option in enumerate(options):
-        folder = tmp_path / option
-        convert(prefix, source, option, folder)
-        told = capfd.readouterr().out
-        if number:
-            before, after = read(source).stored, read(folder).stored
-            for key in after.tensors.keys() - {key for key in after.tensors if key.startswith("rng/")}:
-                assert tiny.same(tiny.bits([before.tensor(key)]), tiny.bits([after.tensor(key)])), key
-            lost = {key.split("/")[0] for key in before.tensors.keys() - after.tensors.keys()}
-            assert lost == {"collage-light": {"exp_avg_sq_remainder"}, "bf16-kahan": set(), "bf16-a": {"weight_remainder"}}[option]
-            assert ("were requantised" in told) == bool(lost)
-        source = folder
-
-
-@pytest.mark.nightly
-def test_to_remainders_in_8_bits_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
-    """The way there rounds the remainders alone, and once; the way back, and there again, keeps their values."""
-    source, seen = stayed["bf16"][1], []
-    for number, option in enumerate(("collage-plus", "collage-fp8", "collage-plus", "collage-fp8")):
-        folder = tmp_path / str(number)
-        convert(prefix, source, option, folder)
-        seen.append(read(folder))
-        source = folder
-    plus, eight, back, again = seen
-    assert pair_errors(eight, back) == pair_errors(eight, again) == (0.0, 0.0)
-    assert 0.0 < max(pair_errors(plus, eight)) <= EIGHT_BITS
-    for key in plus.stored.tensors:
-        if not key.startswith("rng/"):
-            kept = "_remainder/" not in key
-            assert not kept or tiny.same(tiny.bits([plus.stored.tensor(key)]), tiny.bits([again.stored.tensor(key)])), key
-            assert tiny.same(tiny.bits([eight.stored.tensor(key)]), tiny.bits([again.stored.tensor(key)])), key
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("level", "coat"), [("O3", "O3+coat"), ("bf16", "bf16+coat"), ("O3", "coat")], ids=str)
-def test_to_coat_s_moments_to_pairs_and_back(
-    prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], level: str, coat: str
-):
-    """Each moment is rounded once to COAT's format, then to BF16 or a pair of them, and its values stay on the way back to COAT's."""
-    staying, folder = stayed[level]
-    saved = [read(folder)]
-    for other in (coat, "collage-plus", coat, level):
-        source, folder = folder, tmp_path / str(len(saved))
-        check_losses(convert(prefix, source, other, folder), staying)
-        saved.append(read(folder))
-    start, there, _, again, _ = saved
-    for name in start.names():
-        for key in ("exp_avg", "exp_avg_sq"):
-            before, found = start._find(key, name).values(), there._find(key, name)
-            assert (found.groups is not None) == (before.dim() > 1), name
-            if found.groups is not None:
-                assert found.values().equal(quantize_expanded(before, E4M3).dequantize()), name
-                assert sqnr_db(found.values(), again._find(key, name).values()) > 30, name
-    assert not any("remainder" in key for key in again.stored.tensors)
 
 
 # Weights without the optimizer's states

@@ -3,21 +3,18 @@
 Other grids and other levels are tested in test_resharding.py and test_levels.py, damage in test_damage.py.
 """
 
-import json
 import math
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor
 
 from helpers import checkpoints, dist, tiny
-from helpers.checkpoints import LEVELS, MARKER, contents, everything, pointed, resume, tensors, trained
-from megatron.lm.checkpoint import latest, load, save, saved_precision
+from helpers.checkpoints import LEVELS, contents, everything, pointed, resume, tensors, trained
+from megatron.lm.checkpoint import latest, load
 from megatron.lm.config import Config
 from megatron.lm.training.state import Training
 from msamp.numerics.tensor import ScalingTensor
@@ -108,56 +105,6 @@ def test_two_ranks_resume_bit_for_bit(gloo_prefix: Path, tmp_path: Path):
 # Where it goes on
 
 
-def test_resume_counts_on(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tiny.run(tiny.config(prefix, train_iters=6, exit_interval=4, save=str(tmp_path)))
-    rows = tiny.run(tiny.config(prefix, train_iters=6, load=str(tmp_path), save=str(tmp_path)))
-    assert [(row["iteration"], row["tokens"]) for row in rows if row["kind"] == "train"] == [(5, 320), (6, 384)]
-    assert f"resumed from {tmp_path} at iteration 4" in capsys.readouterr().out
-    assert (tmp_path / MARKER).read_text() == "6"
-
-
-def test_a_finished_run_started_again_trains_no_step(prefix: Path, tmp_path: Path):
-    checkpoints.saved(prefix, tmp_path)
-    rows = tiny.run(tiny.config(prefix, train_iters=4, load=str(tmp_path), eval_iters=1))
-    assert [row["kind"] for row in rows] == ["precision", "valid", "test"]
-
-
-def test_counters_are_remembered(prefix: Path, tmp_path: Path):
-    settings = tiny.config(prefix, opt_level="O2", train_iters=5)
-    with tiny.trainer(settings) as made:
-        made.run()
-        made.training.passed_over, made.training.optimizer.skipped_steps = 12, 3
-        save(made.training, tmp_path)
-    with tiny.trainer(pointed(settings, load=str(tmp_path))) as made:
-        training = made.training
-        assert (training.iteration, training.consumed_samples, training.passed_over) == (5, 20, 12)
-        assert training.optimizer.skipped_steps == 3
-
-
-def test_an_older_iteration_can_be_named(prefix: Path, tmp_path: Path):
-    checkpoints.saved(prefix, tmp_path, save_interval=2)
-    with tiny.trainer(tiny.config(prefix, load=str(tmp_path), ckpt_step=2)) as made:
-        assert made.training.iteration == 2
-    (tmp_path / MARKER).write_text("2\n")
-    with tiny.trainer(tiny.config(prefix, load=str(tmp_path))) as made:
-        assert made.training.iteration == 2
-
-
-def test_the_precision_settings_of_the_checkpoint_are_told(prefix: Path, tmp_path: Path):
-    checkpoints.saved(prefix, tmp_path / "fp8", train_iters=2, opt_level="O2", bf16_linears=["linear_qkv"])
-    checkpoints.saved(prefix, tmp_path / "bf16", train_iters=2)
-    told = saved_precision(tiny.config(prefix, load=str(tmp_path / "fp8")))
-    assert told is not None
-    assert (told.name, told.bf16_linears) == ("O2", ("linear_qkv",))
-    assert saved_precision(tiny.config(prefix, load=str(tmp_path / "fp8"), finetune=True)) is None
-    told = saved_precision(tiny.config(prefix, load=str(tmp_path / "bf16")))
-    assert told is not None
-    assert told.name == "bf16"
-    assert saved_precision(tiny.config(prefix)) is None
-    with pytest.raises(ValueError, match="has no checkpoint of iteration 9"):
-        saved_precision(tiny.config(prefix, load=str(tmp_path / "fp8"), ckpt_step=9))
-
-
 # Another model
 
 
@@ -187,32 +134,6 @@ def untouched(config: Config, folder: Path, said: str) -> None:
 )
 def test_a_checkpoint_of_another_model(prefix: Path, good: Path, settings: dict[str, Any], said: str):
     untouched(tiny.config(prefix, opt_level="O2", **settings), good, f"does not match: .*{said}")
-
-
-def hugging_face(folder: Path, words: int) -> Path:
-    """A word-level tokenizer.json."""
-    vocabulary = {str(i): i for i in range(words - 1)} | {"<|endoftext|>": words - 1}
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"}
-    added = {"id": words - 1, "content": "<|endoftext|>", "special": True}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    file = folder / f"tokenizer-{words}.json"
-    file.write_text(
-        json.dumps({"version": "1.0", "added_tokens": [added | flags], "pre_tokenizer": {"type": "Whitespace"}, "model": model})
-    )
-    return file
-
-
-@pytest.mark.parametrize("words", [62, 100], ids=["same-padded-size", "other-padded-size"])
-def test_a_checkpoint_of_another_vocabulary(prefix: Path, tmp_path: Path, words: int):
-    tokenizers = {"tokenizer_type": "HuggingFaceTokenizer", "vocab_size": None}
-    saved = checkpoints.saved(prefix, tmp_path / "save", tokenizer_model=str(hugging_face(tmp_path, 60)), **tokenizers)
-    other = tiny.config(prefix, tokenizer_model=str(hugging_face(tmp_path, words)), **tokenizers)
-    untouched(other, saved, rf"a tokenizer of {words} tokens \(saved: 60\)")
-
-
-def test_what_is_no_shape_may_change(prefix: Path, good: Path):
-    """Going on with another kernel (another machine) or another dropout leaves every weight its meaning."""
-    assert len(resume(prefix, good, attention_backend="math", **DROPOUT)) == 2
 
 
 # Parts of a checkpoint
@@ -270,24 +191,6 @@ def test_random_state_is_restored_or_not(prefix: Path, tmp_path: Path):
     for without in (False, True):
         with tiny.trainer(tiny.config(prefix, hidden_dropout=0.1, load=str(tmp_path), no_load_rng=without)):
             assert torch.equal(torch.get_rng_state(), state) != without
-
-
-def test_random_generators_of_python_and_numpy_are_restored(prefix: Path, tmp_path: Path):
-    with tiny.trainer(tiny.config(prefix)) as made:
-        random.gauss(0, 1)  # leaves a second value waiting in the generator
-        numpy.random.standard_normal()
-        save(made.training, tmp_path)
-        expected = [random.gauss(0, 1), random.random(), numpy.random.standard_normal(), torch.rand(1).item()]
-    with tiny.trainer(tiny.config(prefix, load=str(tmp_path))):
-        assert [random.gauss(0, 1), random.random(), numpy.random.standard_normal(), torch.rand(1).item()] == expected
-
-
-def test_what_was_converted_is_said(prefix: Path, good: Path, capsys: pytest.CaptureFixture[str]):
-    with tiny.trainer(tiny.config(prefix, opt_level="O2", load=str(good))):
-        assert "the checkpoint was converted" not in capsys.readouterr().out
-    with tiny.trainer(tiny.config(prefix, opt_level="O3", load=str(good))):
-        said = capsys.readouterr().out
-    assert "the checkpoint was converted: precision O2 -> O3; " in said
 
 
 def test_a_checkpoint_of_early_warm_up_in_fp16_is_loaded(prefix: Path, tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from helpers import checkpoints, dist, megatron_checkpoints, tiny
+from helpers import dist, megatron_checkpoints, tiny
 from helpers.megatron_checkpoints import SETTINGS
 from helpers.megatron_jobs import job
 from megatron.lm.checkpoint import CheckpointReader
@@ -21,7 +21,6 @@ from megatron.lm.tools import convert_checkpoint
 
 RUN: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 4, "ckpt_format": "torch_dist"}
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 16}
-GPT2 = {"positions": "learned_absolute", "dtype": "bfloat16", "iteration": 4}
 # Settings of our run, and the case as which plain megatron-core loads it (TP 2, TP 2 and TP 1).
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": ({"precision": "O2"} | SETTINGS["bf16"], megatron_checkpoints.CASES["bf16"] | {"iteration": 4}),
@@ -113,15 +112,6 @@ def test_a_run_of_o3_resumes_on_another_grid(saved: Path, prefix: Path):
     with tiny.trainer(settings(prefix, saved, "gpt2", **flags)) as made:
         assert made.training.iteration == 4
         made.run()
-
-
-def test_a_save_in_the_background_is_the_same(prefix: Path, tmp_path: Path):
-    found = []
-    for background in (False, True):
-        folder = tmp_path / str(background)
-        tiny.run(tiny.config(prefix, **RUN | {"precision": "O2", "save": str(folder), "async_save": background} | SETTINGS["llama"]))
-        found.append(held(CheckpointReader(folder)))
-    assert checkpoints.same(*found)
 
 
 @pytest.mark.parametrize(("precision", "said"), [("collage-plus", "weight_remainder"), ("coat", None)])

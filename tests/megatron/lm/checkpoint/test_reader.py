@@ -1,17 +1,14 @@
 """A checkpoint read by tools and for inference: whole tensors, and a model that gives what the trained one gave."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers import checkpoints, tiny
-from helpers.checkpoints import MARKER, tensors
+from helpers.checkpoints import tensors
 from megatron.lm.checkpoint import CheckpointReader, latest, load_for_inference
 from megatron.lm.processes import process_groups
-from megatron.lm.processes.cpu_home import cpu_home
 from msamp.numerics.tensor import ScalingTensor
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -41,23 +38,6 @@ def test_the_loaded_model_gives_the_logits_of_the_trained_one(prefix: Path, tmp_
     assert tokenizer.vocab_size == tiny.VOCABULARY
 
 
-def test_inference_makes_its_own_process_groups(good: Path):
-    with cpu_home():
-        try:
-            model, _, _ = load_for_inference(str(good))
-            assert torch.distributed.get_world_size() == 1
-            tokens = torch.zeros(1, 5, dtype=torch.int64, device=process_groups.device())
-            assert model(tokens, tokens, None).shape == (1, 5, 64)
-        finally:
-            process_groups.shutdown()
-
-
-def test_a_folder_of_checkpoints_gives_the_newest_and_a_checkpoint_itself(good: Path):
-    assert CheckpointReader(good).folder == latest(good) == good / "iter_0000004"
-    assert CheckpointReader(str(good / "iter_0000002")).info["iteration"] == 2
-    assert CheckpointReader(good).config.precision.opt_level == "O3"
-
-
 def test_weights_are_whole_in_their_own_format_and_their_values_are_the_best_there_are(good: Path):
     saved, held = CheckpointReader(good), tensors(latest(good))
     assert saved.format(FC1) == (torch.float8_e4m3fn, torch.Size([128, 32]), 1)
@@ -70,11 +50,6 @@ def test_weights_are_whole_in_their_own_format_and_their_values_are_the_best_the
     assert not torch.equal(weight.dequantize(torch.float32), master)
     norm = saved.weight("decoder.final_layernorm.weight")
     assert torch.equal(norm, held["model/decoder.final_layernorm.weight"])
-
-
-def test_names_are_those_of_a_model_that_is_not_cut(prefix: Path, good: Path):
-    with tiny.trainer(tiny.config(prefix, opt_level="O3")) as made:
-        assert sorted(CheckpointReader(good).names()) == sorted(name for name, _ in made.training.model.named_parameters())
 
 
 @pytest.mark.parametrize("read", [CheckpointReader, load_for_inference])
@@ -101,26 +76,3 @@ def test_values_that_are_not_finite_are_refused(good: Path, tmp_path: Path, name
     checkpoints.rewrite(folder, {f"model/{name}": values.to(tensors(folder)[f"model/{name}"].dtype)})
     with pytest.raises(ValueError, match=f"model/{name} has 1 values that are NaN"):
         CheckpointReader(folder).weight(name)
-
-
-def test_a_weight_of_no_elements_is_refused(good: Path, tmp_path: Path):
-    folder = Path(shutil.copytree(latest(good), tmp_path / "iter_0000004"))
-    keys = (f"model/{FC1}", f"master/{FC1}")
-    checkpoints.rewrite(folder, {key: tensors(folder)[key][:0].clone() for key in keys})
-    for read in (CheckpointReader(folder).values, CheckpointReader(folder).weight):
-        with pytest.raises(ValueError, match=rf"/{FC1} is \(0, 32\), which is empty; load an older checkpoint"):
-            read(FC1)
-
-
-def test_settings_that_are_none_build_no_model(good: Path, tmp_path: Path):
-    folder = Path(shutil.copytree(latest(good), tmp_path / "iter_0000004"))
-    config = json.loads((folder / "checkpoint.json").read_text())["config"]
-    config["precision"]["save_activations"] = "auto"
-    checkpoints.seal(folder, config=config)
-    with pytest.raises(ValueError, match=r"iter_0000004 has an invalid configuration: --save-activations auto: choose one of"):
-        load_for_inference(folder)
-
-
-def test_inference_from_nothing_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=f"holds no checkpoint.*{MARKER}"):
-        load_for_inference(tmp_path)

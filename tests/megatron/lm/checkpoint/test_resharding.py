@@ -61,7 +61,6 @@ ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {
     "O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "pp2", "zero"]),
     "O3 experts": ({"precision": "O3", **EXPERTS}, ["ep2", "zero", "ep2"]),
 }
-ON_TWO_SLOW = {"fp32 experts": ({"precision": "fp32", **EXPERTS}, ["zero", "ep2", "zero"])}
 EVERYWHERE = ["cp2", "zero", "tp2pp2", "tp2cp2", "pp2vpp2", "tp2zero", "dp4"]
 # FP32 and O3 through every grid, from a grid without tensor parallelism and from one with it.
 ALL_MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -171,25 +170,10 @@ def moved_on_two(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return Moved(dist.run(move, 2, str(gloo_prefix), str(root), ON_TWO, timeout=400), root)
 
 
-@pytest.fixture(scope="module")
-def slowly_moved_on_two(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
-    root = tmp_path_factory.mktemp("two")
-    return Moved(dist.run(move, 2, str(gloo_prefix), str(root), ON_TWO_SLOW, timeout=400), root)
-
-
 @pytest.mark.parametrize("name", ON_TWO)
 def test_owners_tensor_parallel_shards_stages_and_ranks_with_experts_hold_the_same_model(moved_on_two: Moved, name: str):
     check_bits(moved_on_two, name, ON_TWO)
     check_losses(moved_on_two, name, ON_TWO[name][0]["precision"])
-
-
-@pytest.mark.nightly(6)
-@pytest.mark.parametrize("name", ON_TWO_SLOW)
-def test_so_do_ranks_with_experts_in_fp32(slowly_moved_on_two: Moved, name: str):
-    check_bits(slowly_moved_on_two, name, ON_TWO_SLOW)
-    check_losses(slowly_moved_on_two, name, ON_TWO_SLOW[name][0]["precision"])
-    stored = slowly_moved_on_two.saved("fp32 experts", 1).stored.tensors
-    assert len(stored["model/decoder.layers.0.mlp.experts.fc1_weight"].chunks) == 2
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -216,16 +200,6 @@ def test_weights_states_and_scales_keep_their_bits(moved: Moved, name: str):
 @pytest.mark.parametrize("name", [name for name in MOVES if "padding" not in name])
 def test_the_next_step_has_the_loss_of_staying(moved: Moved, name: str):
     check_losses(moved, name, MOVES[name][0]["precision"])
-
-
-@pytest.mark.nightly(5)
-def test_tensors_are_cut_within(moved: Moved):
-    """What the tests above are about: owners with some rows of a tensor, and tensor-parallel shards of those."""
-    for number, parts in [(0, 1), (1, 2)]:
-        stored = moved.saved("O3", number).stored.tensors
-        name = "decoder.layers.0.mlp.linear_fc1.weight"
-        assert len(stored[f"model/{name}"].chunks) >= parts
-        assert max(len(stored[f"exp_avg/{name}"].chunks) for name in moved.saved("O3", number).names()) > parts
 
 
 @pytest.mark.nightly(5)
@@ -332,10 +306,3 @@ def test_new_rows_of_the_vocabulary_take_their_share_of_the_softmax(request: pyt
 
 
 # All of it
-
-
-@pytest.mark.nightly(5)
-@pytest.mark.parametrize("name", [name for name in ALL_MOVES if "padding" not in name])
-def test_fp32_and_o3_through_every_grid(moved_everywhere: Moved, name: str):
-    check_bits(moved_everywhere, name, ALL_MOVES)
-    check_losses(moved_everywhere, name, ALL_MOVES[name][0]["precision"])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron.lm.checkpoint import rng
 from megatron.lm.processes.cpu_home import cpu_home
-from megatron.lm.processes.grid import Grid, Ranks
 
 
 def draws() -> list[float]:
@@ -32,14 +31,6 @@ def test_restored_generators_draw_what_they_would_have_drawn(halfway: bool):
     assert draws() != expected
     rng.restore(saved)
     assert draws() == expected
-
-
-def test_states_are_tensors_that_a_checkpoint_can_hold_and_no_alias_of_the_generators():
-    saved = rng.state()
-    before = {name: value.clone() for name, value in saved.items()}
-    assert {value.dtype for value in saved.values()} <= {torch.uint8, torch.int64, torch.float64}
-    draws()
-    assert all(torch.equal(value, before[name]) or bool(value.isnan().all()) for name, value in saved.items())
 
 
 @pytest.mark.gpu
@@ -75,14 +66,6 @@ def test_the_generators_of_tensor_parallel_regions_are_restored():
                 assert torch.equal(torch.rand(4), expected)
         finally:
             tracker.reset()
-
-
-def test_numbers_stay_when_there_are_more_data_parallel_ranks():
-    def number(tensor: int, pipeline: int, data: int, copies: int) -> int:
-        return rng.own_number(Grid(tensor=Ranks(tensor, 2), pipeline=Ranks(pipeline, 2), copies=Ranks(data, copies)))
-
-    assert number(1, 1, 1, 2) == number(1, 1, 1, 4)
-    assert [number(tensor, pipeline, data, 2) for data in range(2) for pipeline in range(2) for tensor in range(2)] == list(range(8))
 
 
 @pytest.mark.parametrize(

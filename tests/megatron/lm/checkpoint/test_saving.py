@@ -1,15 +1,10 @@
 """Saving: kills, full disks, other jobs, and the background; the last whole checkpoint is never lost."""
 
-import multiprocessing
-import os
-import re
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,6 @@ from helpers.kills import FULL, Killed, dying, failing
 from megatron.lm.checkpoint import Saver, latest, load, save, saving
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.folder import check_files, read_info, tidy
-from megatron.lm.checkpoint.files.lock import locked
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.run.trainer import Trainer
 from megatron.lm.training.state import Training
@@ -88,14 +82,6 @@ def test_a_checkpoint_tells_what_it_is_and_keeps_each_format_s_bytes(good: Path)
     assert formats == {"model": fp8, "master": fp16, "exp_avg": fp8, "exp_avg_sq": fp16}
     assert all(held[f"{state}/{name}.scale_inv@0,0"].dtype == torch.float32 for state in formats)
     assert {key.partition("/")[0] for key in held} == {*formats, "step", "rng"}
-
-
-def test_saving_again_replaces_the_same_iteration(made: Trainer, tmp_path: Path):
-    save(made.training, tmp_path)
-    made.training.passed_over = 99
-    save(made.training, tmp_path)
-    assert read_info(latest(tmp_path))["passed_over"] == 99
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", MARKER]
 
 
 # Kills
@@ -170,74 +156,7 @@ def test_a_failing_disk_leaves_the_last_checkpoint(
     assert contents(copy) == before
 
 
-def test_a_full_disk(made: Trainer, disk: Path):
-    """With less and less room, the disk is full at another moment of the save."""
-    checkpoints.move(made.training, 4)
-    save(made.training, disk)
-    checkpoints.move(made.training, 6)
-    size, said, failed = sum(map(len, contents(disk).values())), [], []
-    for room in range(0, size + 80_000, 40_000):
-        (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize - room))
-        before = contents(disk)
-        try:
-            save(made.training, disk)
-        except ValueError as problem:
-            said.append(str(problem))
-            assert contents(disk) == before
-        failed.append(len(said) > len(failed))
-        check_files(latest(disk), read_info(latest(disk))["files"])
-        (disk / "filler").unlink()
-    assert all(re.search(r"cannot save to .*iter_0000006: .+; free space or choose another --save", text) for text in said)
-    assert failed == [True] * len(said) + [False] * failed.count(False)
-    assert min(len(said), failed.count(False)) > 0
-    assert latest(disk).name == "iter_0000006"
-
-
-def test_a_folder_that_may_not_be_written(made: Trainer, disk: Path):
-    checkpoints.move(made.training, 4)
-    save(made.training, disk)
-    before = contents(disk)
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    checkpoints.move(made.training, 6)
-    with pytest.raises(ValueError, match=r"cannot save to .*Read-only file system.*choose another --save"):
-        save(made.training, disk)
-    made.training.config = pointed(made.training.config, save=str(disk))
-    with pytest.raises(ValueError, match=r"--save .* cannot be written \(Read-only file system\)"), Saver(made.training):
-        pass
-    assert contents(disk) == before
-
-
-def test_a_folder_that_cannot_be_made(made: Trainer, prefix: Path):
-    with pytest.raises(ValueError, match=r"cannot save to .*choose another --save"):
-        save(made.training, Path(f"{prefix}.bin") / "save")  # below a file
-
-
 # One run's saver
-
-
-def hold(root: Path, told: Connection) -> None:
-    """Another job that saves to `root`."""
-    with locked(root):
-        told.send(True)
-        time.sleep(60)
-
-
-def test_two_jobs_do_not_save_to_one_folder(made: Trainer, tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    other = context.Process(target=hold, args=(tmp_path / "save", there))
-    other.start()
-    try:
-        assert here.poll(30)
-        said = rf"--save {tmp_path}/save is in use by process {other.pid} on .*stop it, or choose another --save"
-        with pytest.raises(ValueError, match=said), Saver(made.training):
-            pass
-    finally:
-        other.kill()
-        other.join()
-    with Saver(made.training) as saver:
-        saver.save()
-    assert latest(tmp_path / "save").name == "iter_0000006"
 
 
 def test_the_saver_holds_its_folder_until_it_is_left(made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -253,19 +172,6 @@ def test_the_saver_holds_its_folder_until_it_is_left(made: Trainer, tmp_path: Pa
     with Saver(made.training):
         assert held == [tmp_path / "save"]
     assert not held
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["at-once", "in-background"])
-def test_the_saver_says_what_it_saved_and_keeps_the_last_ones(
-    made: Trainer, tmp_path: Path, background: bool, capsys: pytest.CaptureFixture[str]
-):
-    made.training.config = pointed(made.training.config, async_save=background, keep_last=2)
-    with Saver(made.training) as saver:
-        for iteration in (2, 4, 6, 8):
-            checkpoints.move(made.training, iteration)
-            saver.save()
-    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [".lock", "iter_0000006", "iter_0000008", MARKER]
-    assert capsys.readouterr().out.splitlines()[-1] == f"saved {tmp_path / 'save' / 'iter_0000008'}"
 
 
 def spoil(training: Training) -> None:
@@ -327,18 +233,6 @@ def test_a_failure_in_the_background_is_said_at_once_and_raised_at_the_next_save
         saver.save()  # told once; the disk is free again
     assert latest(tmp_path / "save").name == "iter_0000006"
     assert [path.name for path in (tmp_path / "save").iterdir() if ".partial" in path.name] == []
-
-
-def test_a_failure_in_the_background_is_raised_on_leaving(made: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    in_background(made.training)
-    monkeypatch.setattr(storage, "write", failing(FULL))
-    with pytest.raises(ValueError, match="No space left on device"), Saver(made.training) as saver:
-        saver.save()
-    with locked(tmp_path / "save"):  # the folder is free
-        pass
-    # What ended the run is what is told; that the save failed too has been said.
-    with pytest.raises(RuntimeError, match="the run"), Saver(made.training) as saver:
-        save_and_fail(saver)
 
 
 def save_and_fail(saver: Saver) -> None:

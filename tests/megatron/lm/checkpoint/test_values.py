@@ -8,13 +8,10 @@ from torch import Tensor
 
 from helpers import tiny
 from helpers.stored_tensors import chunk, draw, one, place, quantized, stored
-from megatron.lm.checkpoint.content import scale_key
-from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.place import Place
-from megatron.lm.checkpoint.values import StoredTensor, check_agree, chunk_offsets, find, find_whole, scalar
+from megatron.lm.checkpoint.values import StoredTensor, check_agree, find, find_whole
 from msamp.numerics import mcf
-from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, E5M2, FP16, FP32, Format
-from msamp.numerics.range_expand import quantize_expanded
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from msamp.numerics.scaling import inverse
 from msamp.numerics.tensor import ScalingTensor
 
@@ -131,70 +128,7 @@ def test_formats(source: Format, target: Format):
         assert torch.equal(one(after).values(), values)
 
 
-def test_a_plain_payload_of_a_scaled_format_gets_a_scale():
-    found = one(draw(4, 4).half())  # weights written by tools are stored as they come
-    assert not found.keeps_bits(FP16)
-    after = found.to(FP16)
-    assert isinstance(after, ScalingTensor)
-    assert torch.equal(after.dequantize(), found.payload.float())
-
-
 # What is refused
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value"), [(torch.float8_e4m3fn, "nan"), *((dtype, value) for dtype in DTYPES for value in ("nan", "inf"))], ids=str
-)
-def test_values_that_are_not_finite(dtype: torch.dtype, value: str):
-    payload = torch.ones(4, dtype=dtype)
-    one(payload).check("here")
-    # Not by a cast, which saturates in some versions of torch: E5M2 is the upper half of FP16.
-    bad = (
-        torch.tensor([float(value)]).half().view(torch.uint8)[1:] if dtype is torch.float8_e5m2 else torch.tensor([float(value)]).to(dtype)
-    )
-    payload[1] = payload[3] = bad.view(dtype)[0]
-    with pytest.raises(ValueError, match=r"here: model/w has 2 values that are NaN or infinite; load an older checkpoint"):
-        one(payload).check("here")
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.5, 0.75, 2.0**127, 2.0**-127, float("inf"), float("nan")])
-def test_a_scale_that_no_amax_gives(scale: float):
-    x = quantized(draw(4, 4), E4M3, 4.0)
-    one(x).check("here")
-    x.scale_inv.fill_(scale)
-    with pytest.raises(ValueError, match=r"here: model/w has scale_inv .*, which is not a power of two in .*; load an older checkpoint"):
-        one(x).check("here")
-
-
-def test_a_scale_with_which_values_overflow():
-    x = ScalingTensor(torch.full((3,), 60_000.0).half(), torch.tensor(2.0**120), torch.float32)
-    with pytest.raises(ValueError, match=r"here: model/w has the value 7\.97.*; no run can use values above 2\^64; load an older"):
-        one(x).check("here")
-
-
-def test_whole_numbers_are_no_weights():
-    with pytest.raises(ValueError, match=r"model/w is torch\.int64, which is not a format of weights; load an older checkpoint"):
-        one(torch.tensor(5)).check("here")
-
-
-@pytest.mark.parametrize("fmt", [FP32, BF16, E4M3, COAT_E4M3], ids=str)
-def test_a_mean_of_squares_is_not_negative(fmt: Format):
-    x = draw(4, 128).square()
-    for values, fine in [(x, True), (x.index_fill(1, torch.tensor([3]), -0.5), False)]:
-        if fmt.group:
-            coat = quantize_expanded(values, fmt)
-            found = StoredTensor("exp_avg_sq/w", coat.payload, [], (coat.max.expand(4, 128), coat.k.expand(4, 128)))
-        else:
-            found = one(quantized(values, fmt, 16.0) if fmt.scaled else values.to(fmt.dtype))
-        found.check("here")
-        if fine:
-            found.check("here", non_negative=True)
-        else:
-            with pytest.raises(ValueError, match=r", a mean of squares, has 4 negative values, such as -.*; load an older checkpoint"):
-                found.check("here", non_negative=True)
 
 
 # A weight and its master
@@ -226,12 +160,6 @@ def test_a_weight_agrees_with_the_master_it_was_cast_from(weight: str, master: s
     check_agree(*cast(draw(64, 64) * reach, weight, master, late), "here")
 
 
-def test_a_weight_that_saturates_agrees():
-    values = torch.linspace(-4.0, 4.0, 65)
-    check_agree(one(quantized(values, E4M3, 224.0)), one(values), "here")
-    check_agree(one(torch.tensor([65504.0]).half()), one(torch.tensor([7e4])), "here")
-
-
 @pytest.mark.promise("Checkpoints", "A weight that is not its rounded master is refused: a stale scale, another layer's weight.")
 @pytest.mark.parametrize("wrong", ["the weight's scale", "the master's scale", "another layer", "another step", "one value"])
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -256,43 +184,6 @@ def test_a_weight_that_is_not_its_master_rounded_is_found(weight: str, wrong: st
         other[3, 5] += 0.5
     with pytest.raises(ValueError, match=r"here: model/w is .* but its master is .*; load an older checkpoint"):
         check_agree(cast(other, weight, "FP32", late=False)[0], theirs, "here")
-
-
-def test_a_weight_and_a_master_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"here: model/w is \(2, 3\), but its master is \(3, 3\); load an older checkpoint"):
-        check_agree(one(draw(2, 3).bfloat16()), one(draw(3, 3)), "here")
-
-
-def test_padding_rows_that_were_made_need_not_agree(tmp_path: Path):
-    """The mean of rounded rows is not the rounded mean of the rows."""
-    x, shape = draw(VOCABULARY, 4), (VOCABULARY, 4)
-    keys = (f"model/{EMBEDDING}", f"master/{EMBEDDING}")
-    there = stored(tmp_path, chunk(quantized(x, E5M2, 8.0), (0, 0), shape, keys[0]), chunk(x, (0, 0), shape, keys[1]))
-    mine, theirs = (find(there, prefix, [embedding(0, 9, 9)], (9, 4), VOCABULARY) for prefix in ("model", "master"))
-    assert mine.rows == VOCABULARY
-    before = theirs.payload.clone()
-    check_agree(mine, theirs, "here")
-    assert torch.equal(theirs.payload, before)
-    theirs.payload[0] += 1
-    with pytest.raises(ValueError, match="differ from the master"):
-        check_agree(mine, theirs, "here")
-
-
-@pytest.mark.parametrize("bad", [torch.ones(2), torch.ones((), dtype=torch.float64)], ids=["two numbers", "FP64"])
-def test_a_scale_that_is_not_one_fp32_number_is_refused(tmp_path: Path, bad: Tensor):
-    x = quantized(draw(8, 6), E4M3, 4.0)
-    there = stored(tmp_path, [Item("model/w", x.payload, (8, 6), (0, 0)), Item.whole(scale_key("model/w", (0, 0)), bad)])
-    with pytest.raises(ValueError, match=r"model/w\.scale_inv@0,0 is .*, not \(\) FP32; load an older checkpoint"):
-        find(there, "model", [place((0, 0), (8, 6), (8, 6))], (8, 6), VOCABULARY)
-
-
-def test_a_tensor_that_is_missing_or_of_another_shape(tmp_path: Path):
-    there = stored(tmp_path, chunk(draw(8, 6), (0, 0), (8, 6)))
-    with pytest.raises(ValueError, match=r"is damaged: it has no master/w; load an older checkpoint"):
-        find(there, "master", [place((0, 0), (8, 6), (8, 6))], (8, 6), VOCABULARY)
-    for shape in [(9, 6), (8, 5), (8,)]:
-        with pytest.raises(ValueError, match=r"is damaged: model/w is \(8, 6\), but the model requires .*; load an older checkpoint"):
-            find(there, "model", [place((0,) * len(shape), shape, shape)], shape, VOCABULARY)
 
 
 # A vocabulary that is padded to another number of rows
@@ -333,42 +224,4 @@ def test_padding_keeps_scales_and_bits_on_every_tensor_parallel_rank(tmp_path: P
     assert float(found.to(E4M3).scale_inv) == 1 / 16  # type: ignore[union-attr]
 
 
-def test_fp8_without_its_scale_is_refused(tmp_path: Path):
-    x = quantized(draw(8, 6), E4M3, 4.0)
-    there = stored(tmp_path, [Item("model/w", x.payload, (8, 6), (0, 0))])
-    with pytest.raises(ValueError, match=r"has no model/w\.scale_inv@0,0"):
-        find(there, "model", [place((0, 0), (8, 6), (8, 6))], (8, 6), VOCABULARY)
-
-
-@pytest.mark.parametrize(("saved", "now"), [(8, 12), (12, 8)], ids=["grown", "cut"])
-@pytest.mark.parametrize("fmt", SCALED, ids=str)
-def test_a_part_without_the_last_rows_takes_no_scale_of_theirs(tmp_path: Path, fmt: Format, saved: int, now: int):
-    """Owners had halves of the rows, each with a scale; the first tensor-parallel rank's last row is no copy of the last one."""
-    values = draw(saved, 4)
-    halves = [quantized(values[: saved // 2], fmt, 8.0), quantized(values[saved // 2 :], fmt, 64.0)]
-    key = f"master/{EMBEDDING}"
-    there = stored(tmp_path, *(chunk(half, (i * saved // 2, 0), (saved, 4), key) for i, half in enumerate(halves)))
-    rows = min(saved // 2, now // 2)
-    found = find(there, "master", [place((0, 0), (rows, 4), (now, 4), name=EMBEDDING)], (rows, 4), VOCABULARY)
-    assert found.values().equal(halves[0].dequantize()[:rows])
-    assert found.keeps_bits(fmt)
-
-
-def test_a_vocabulary_is_never_cut_below_its_size(tmp_path: Path):
-    there = stored(tmp_path, chunk(draw(8, 4), (0, 0), (8, 4), f"model/{EMBEDDING}"))
-    with pytest.raises(ValueError, match=r"is \(8, 4\), but the model requires \(4, 4\)"):
-        find(there, "model", [embedding(0, 4, 4)], (4, 4), VOCABULARY)
-
-
 # Scalars
-
-
-def test_scalars_and_the_chunks_a_local_tensor_comes_from(tmp_path: Path):
-    chunks = [chunk(draw(4, 6), (row, 0), (12, 6)) for row in (0, 4, 8)]
-    there = stored(tmp_path, [Item.whole("step/w", torch.tensor(7.0))], *chunks)
-    here = place((3, 0), (4, 6), (12, 6))
-    step = scalar(there, "step", here)
-    assert step is not None
-    assert float(step) == 7
-    assert scalar(there, "elsewhere", here) is None
-    assert [(found, tuple(offset)) for found, offset in chunk_offsets(there, [here])] == [(here, (0, 0)), (here, (4, 0))]

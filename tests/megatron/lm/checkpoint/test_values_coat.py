@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from helpers import tiny
@@ -16,7 +15,6 @@ from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.range_expand import Expanded, quantize_expanded
 
 VOCABULARY = 5
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def coat_chunks(x: Tensor, cuts: list[tuple[slice, slice]], fmt: Format = COAT_E4M3) -> tuple[list[list[Item]], Expanded]:
@@ -49,15 +47,6 @@ def test_coat_s_groups_keep_their_bits_over_rows_and_over_columns_at_multiples_o
     assert same_bits(part, Expanded(whole.payload[1:5, 128:], whole.max[1:5, 1:], whole.k[1:5, 1:]))
 
 
-def test_two_local_rows_of_one_tensor_in_two_places(tmp_path: Path):
-    items, whole = coat_chunks(draw(8, 130), [(slice(0, 8), slice(0, 130))])
-    where = [place((2, 0), (2, 130), (8, 130)), place((6, 0), (2, 130), (8, 130), start=2)]
-    found = find(stored(tmp_path, *items), "exp_avg", where, (4, 130), VOCABULARY).moment(COAT_E4M3)
-    rows = torch.tensor([2, 3, 6, 7])
-    payload = whole.payload.view(torch.uint8)[rows].view(whole.payload.dtype)
-    assert same_bits(found, Expanded(payload, whole.max[rows], whole.k[rows]))
-
-
 def test_coat_s_groups_that_are_cut_elsewhere_are_stored_anew_with_the_error_of_one_more_rounding(tmp_path: Path):
     x = draw(6, 200)
     items, _ = coat_chunks(x, [(slice(0, 6), slice(0, 100)), (slice(0, 6), slice(100, 200))])
@@ -70,21 +59,3 @@ def test_coat_s_groups_that_are_cut_elsewhere_are_stored_anew_with_the_error_of_
     assert sqnr_db(x, again.dequantize()) > 33
     assert found.to(FP32).equal(once)
     assert same_bits(one(x).moment(COAT_E4M3), quantize_expanded(x, COAT_E4M3))
-
-
-@pytest.mark.parametrize(("number", "bad"), [(0, float("nan")), (0, -1.0), (1, 0.0), (1, float("inf"))])
-def test_impossible_numbers_of_groups_are_refused(tmp_path: Path, number: int, bad: float):
-    ((payload, *numbers),), _ = coat_chunks(draw(2, 130), [(slice(0, 2), slice(0, 130))])
-    numbers[number].tensor[1, 1] = bad
-    found = find(stored(tmp_path, [payload, *numbers]), "exp_avg", [place((0, 0), (2, 130), (2, 130))], (2, 130), VOCABULARY)
-    with pytest.raises(ValueError, match=r"exp_avg/w has groups with a maximum or exponent out of range: .*; load an older checkpoint"):
-        found.check(tmp_path)
-
-
-def test_padding_rows_of_coat_s_moments_are_copies(tmp_path: Path):
-    x = draw(7, 130)
-    items, whole = coat_chunks(x, [(slice(0, 7), slice(0, 130))])
-    renamed = [[Item(i.key.replace("exp_avg/w", f"exp_avg/{EMBEDDING}"), i.tensor, i.shape, i.offset) for i in chunk] for chunk in items]
-    found = find(stored(tmp_path, *renamed), "exp_avg", [place((0, 0), (9, 130), (9, 130), name=EMBEDDING)], (9, 130), VOCABULARY)
-    values = whole.dequantize()
-    assert found.values().equal(torch.cat([values, values[-1:], values[-1:]]))

@@ -55,17 +55,3 @@ def test_the_trainer_loads_it_back(folder: Path):
     with tiny.trainer(tiny.config(folder / "corpus", precision="O3", load=f"{folder}/bf16", **flags)) as made:
         assert (made.training.iteration, made.training.consumed_samples) == (4, 16)
         made.run()
-
-
-def test_weights_alone(folder: Path):
-    checkpoint = folder / "weights" / "iter_0000004"
-    common = read_common(checkpoint)
-    stored = TorchDist(checkpoint, common)
-    assert {key.partition("/")[0] for key in stored.tensors} == {"model"}
-    assert "optimizer" not in common
-    assert common["args"]["no_save_optim"] is True
-    with (
-        pytest.raises(ValueError, match="contains only weights"),
-        tiny.trainer(tiny.config(folder / "corpus", load=f"{folder}/weights", **RUN | {"train_iters": 6})),
-    ):
-        pass

@@ -8,7 +8,7 @@ import torch
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.graphs import step_graph
-from megatron.lm.graphs.capture import captured, slots
+from megatron.lm.graphs.capture import captured
 
 SMALL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
@@ -71,26 +71,3 @@ def test_experts_are_captured_where_no_host_reads_their_sizes(capability, precis
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     found = step_graph.obstacle(flags(f"{SMALL} --precision {precision} {MOE}")) or ""
     assert (reason in found) if reason else not found
-
-
-def test_experts_are_not_captured_by_a_torch_without_their_kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
-    assert "no kernel" in (step_graph.obstacle(flags(f"{SMALL} --precision bf16 {MOE}")) or "")
-    assert step_graph.obstacle(flags(f"{SMALL} --precision O3 {MOE}")) is None
-
-
-def test_slots_of_the_schedules():
-    assert [list(slots(stage, 4, 1, 8)) for stage in range(4)] == [[4], [3], [2], [1]]
-    assert list(slots(0, 4, 1, 2)) == [2]
-    assert list(slots(0, 1, 1, 5)) == [1]
-    assert [list(slots(stage, 2, 2, 6)) for stage in range(2)] == [[4, 2], [3, 1]]
-    for stages, chunks in ((2, 2), (4, 2), (4, 3)):
-        for stage in range(stages):
-            found = slots(stage, stages, chunks, 8 * stages)
-            assert len(found) == chunks
-            assert sum(found) >= 2 * (stages - stage - 1) + (chunks - 1) * stages + 1  # as many are under way together
-            assert list(found) == sorted(found, reverse=True)
-    assert list(slots(0, 4, 2, 4)) == [4, 4]  # all forwards come before the first backward

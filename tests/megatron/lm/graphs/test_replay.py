@@ -7,7 +7,7 @@ import torch
 
 from helpers import replayed, tiny
 from megatron.lm.build import build_training
-from megatron.lm.graphs.replay import UPDATE, WARM_UP, Captured, Inputs, Replays, alias
+from megatron.lm.graphs.replay import UPDATE, WARM_UP, Captured, Replays, alias
 from megatron.lm.graphs.step_graph import StepGraphs
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
@@ -89,20 +89,6 @@ def test_the_micro_batches_of_a_step_in_graphs_share_one_cast_of_the_experts(lev
     assert tiny.same(bits, eager)
 
 
-def test_graphs_wait_for_the_window_and_for_the_first_updates(graphs: Replays):
-    training = graphs.training
-    assert not graphs.ready()
-    for _ in range(tiny.WINDOW):
-        training.scaling.roll(None)
-    assert all(layer.delayed for layer in training.scaling.layers.values())
-    assert [graphs.ready() for _ in range(WARM_UP + 2)] == [False] * (WARM_UP + 2)  # no weight has been updated
-    graphs._record(UPDATE, lambda: None)
-    assert graphs.ready()
-    graphs.release()
-    assert not graphs.captured
-    assert not graphs.ready()
-
-
 def test_python_sees_the_gradients_of_the_graph_that_ran_last_for_as_long_as_it_asks(graphs: Replays):
     """Not those of the graph that was captured last; and before the update is captured, those that the capture has left."""
     statistics, holder = graphs.training.grad_sync.statistics, graphs.training.grad_sync.params[0]
@@ -124,14 +110,6 @@ def test_python_sees_the_gradients_of_the_graph_that_ran_last_for_as_long_as_it_
     assert seen == ["the last capture's", "of a step with active False", "of a step with active True"]
 
 
-def test_an_alias_of_what_is_no_gpu_s_is_the_thing_itself():
-    x, scaled = torch.ones(3), ScalingTensor.quantize(torch.ones(4, 4), E4M3)
-    assert alias(None) is None
-    assert alias(x) is x
-    assert alias(scaled).payload is scaled.payload
-    assert alias(scaled).scale_inv is scaled.scale_inv
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_an_alias_is_the_same_memory_and_does_not_keep_it(dtype):
@@ -148,13 +126,3 @@ def test_an_alias_is_the_same_memory_and_does_not_keep_it(dtype):
     assert float(other[-1]) == 2
     del x
     assert torch.cuda.memory_allocated() == held
-
-
-def test_inputs_stay_where_they_are():
-    inputs, tokens = Inputs(), torch.arange(12).view(2, 6)
-    inputs.fill({"tokens": tokens[:, ::2]})
-    there = inputs.batch["tokens"]
-    assert there.is_contiguous()
-    inputs.fill({"tokens": tokens[:, 1::2]})
-    assert inputs.batch["tokens"] is there
-    assert torch.equal(there, tokens[:, 1::2])

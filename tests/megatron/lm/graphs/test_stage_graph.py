@@ -20,7 +20,7 @@ from torch import Tensor
 from helpers import dist, replayed, tiny
 from megatron.lm.build import build_training
 from megatron.lm.graphs import capture
-from megatron.lm.graphs.stage_graph import Chunk, StageGraphs
+from megatron.lm.graphs.stage_graph import StageGraphs
 from megatron.lm.processes import process_groups
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.step import evaluate, train_step
@@ -125,11 +125,6 @@ def test_replayed_stages_change_no_bit_and_take_as_many_slots_as_micro_batches_a
 
 
 @pytest.mark.nightly(40)
-def test_replayed_stages_of_other_precisions_change_no_bit():
-    check(dist.run(on_a_cpu, 2, MORE, timeout=600), MORE, skipped=None)
-
-
-@pytest.mark.nightly(40)
 def test_a_skipped_step_is_skipped_on_every_stage():
     case = {"O3": MORE["O3"]}
     check(dist.run(on_a_cpu, 2, case, ("step", "micro-batch"), (STEPS - 2) * 3 + 1), case, skipped=1)
@@ -167,23 +162,6 @@ def test_a_recorded_step_of_a_stage_has_graphs_of_its_own_and_the_same_lines(tmp
     ranks = dist.run(recorded_both_ways, 2, str(tmp_path))
     assert any(lines for lines, *_ in ranks)
     assert all(same_lines and same_bits for _, same_lines, same_bits in ranks)
-
-
-def test_a_slot_is_taken_again_after_its_backward():
-    with replayed.on_a_cpu(), tiny.started(config := tiny.config("corpus")):
-        chunk = Chunk(0, build_training(config, tiny.VOCABULARY).model, config)
-        assert chunk.grad_input is None  # the first chunk of all gets nothing
-        assert chunk.source.requires_grad
-        a, b, c = chunk.take(), chunk.take(), chunk.take()
-        chunk.give_back(a)
-        chunk.give_back(b)
-        assert [chunk.take(), chunk.take(), chunk.take().number] == [a, b, 3]
-        assert chunk.begun == 6
-        with pytest.raises(RuntimeError, match="runs backwards in the order of the forwards"):
-            chunk.give_back(a)  # that of c comes first
-        chunk.begin()
-        assert (chunk.begun, chunk.take()) == (0, a)
-        assert len({id(slot) for slot in (a, b, c)}) == len(chunk.slots) - 1 == 3
 
 
 # One GPU, two processes

@@ -53,17 +53,6 @@ def test_what_cannot_be_captured_says_why(name, monkeypatch):
         assert obstacle(tiny.config("corpus", precision="O3", **free)) is None
 
 
-def test_what_is_captured_is_told(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    stages = {"pipeline_model_parallel_size": 2, "num_layers": 4}
-    assert choose(tiny.config("corpus")) == ("step", "forward and backward, and update")
-    assert choose(tiny.config("corpus", cuda_graph="micro-batch")) == ("micro-batch", "forward and backward")
-    told = choose(tiny.config("corpus", **stages))
-    assert told == ("step", "forward and backward of a stage, by micro-batch, and update")
-    assert choose(tiny.config("corpus", **stages, cuda_graph="step")) == told
-    assert choose(tiny.config("corpus", **stages, cuda_graph="none")) == ("none", "--cuda-graph none")
-
-
 def test_without_a_gpu_or_buffers_that_nccl_can_register_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert obstacle(tiny.config("corpus")) == "there is no GPU"
@@ -145,19 +134,6 @@ def test_replayed_micro_batches_add_up_as_eager_ones(sums):
             return tiny.bits([*made.model.parameters(), *states])
 
     assert tiny.same(run(False), run(True))
-
-
-@pytest.mark.gpu
-def test_learned_positions_train_in_a_graph_too():
-    settings = {"precision": "O2", "micro_batch_size": 2, "global_batch_size": 2, "position_embedding_type": "learned_absolute"}
-    as_eager("step", settings)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-def test_graphs_of_activations_kept_in_groups_change_no_bit(level):
-    settings = {"opt_level": level, "micro_batch_size": 2, "global_batch_size": 2, "save_activations": "coat"}
-    as_eager("step", settings)
 
 
 @pytest.mark.gpu
@@ -369,14 +345,6 @@ def test_the_loss_scale_moves_in_graphs_as_it_does_without(mode, micro_batches):
     assert any(a > b for a, b in itertools.pairwise(scales))
 
 
-@pytest.mark.gpu
-def test_current_scaling_and_a_run_with_checkpoints(tmp_path: Path):
-    prefix = tiny.write_data(tmp_path)
-    shared = {"precision": "O2", "fp8_recipe": "tensorwise", "train_iters": 12, "save_interval": 5, "eval_interval": 4, "eval_iters": 1}
-    runs = [tiny.run(tiny.config(prefix, save=str(tmp_path / mode), cuda_graph=mode, **shared)) for mode in ("none", "step")]
-    assert tiny.losses(runs[0]) == tiny.losses(runs[1])
-
-
 def lost_shares(
     mode: str, settings: dict[str, Any], build: Callable[[Training], Any] = build
 ) -> tuple[list[list[float]], list[Tensor], int]:
@@ -398,17 +366,6 @@ def lost_shares(
             graphs.release()
         states = [t for state in made.optimizer.state.values() for t in state.values()]
         return found, tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), captured
-
-
-def test_lost_updates_of_replayed_steps_are_those_of_eager_steps(monkeypatch):
-    monkeypatch.setattr(lost_updates, "EVERY", 2)
-    settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 4, "num_layers": 1, "fp8_recipe": "tensorwise"}
-    eager, bits, _ = lost_shares("none", settings)
-    with replayed.on_a_cpu() as captures:
-        again, same_bits, captured = lost_shares("none", settings, lambda made: StepGraphs(made, "step"))
-    assert captured == len(captures) > 3
-    assert again == eager
-    assert tiny.same(bits, same_bits)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from helpers import tiny
-from megatron.lm.config import Config, PrecisionConfig
-from megatron.lm.model import attention, fp8_layers
+from megatron.lm.config import Config
+from megatron.lm.model import fp8_layers
 from megatron.lm.model.fp8_layers import AttentionShape, Measure, Times
 from msamp.numerics.recipe import Recipe
 
@@ -63,16 +63,6 @@ def test_attention_is_fp8_where_it_is_faster_and_possible(
     assert choice.attention.startswith(f"attention: {chosen.upper()}; {reason}")
 
 
-def test_a_run_without_fp8_chose_nothing_for_those_that_resume_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "card")
-    made = config(tmp_path, **ATTENTION)
-    assert fp8_layers.choose_attention(made, attention_times(0.5), PrecisionConfig(precision="bf16")) == (
-        "fp8",
-        "gain 2.00, --fp8-min-gain 1",
-    )
-
-
 def test_attention_is_measured_once_a_machine_and_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = config(tmp_path, **ATTENTION)
     assert fp8_layers.choose_attention(made, None) == ("bf16", "not measured: this hardware has no FP8, which is emulated")
@@ -83,19 +73,6 @@ def test_attention_is_measured_once_a_machine_and_shape(tmp_path: Path, monkeypa
     assert fp8_layers.choose_attention(made, refuse) == ("bf16", "gain 0.80, --fp8-min-gain 1")
     with pytest.raises(AssertionError, match="nothing was to be measured"):
         fp8_layers.choose_attention(replace(made, training=replace(made.training, micro_batch_size=3)), refuse)
-
-
-def test_a_machine_without_fp8_attention_says_so_and_computes_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fp8_layers, "_has_fp8", lambda: True)
-
-    def lacking(*_: Any, **__: Any) -> None:
-        raise ValueError("cuDNN's frontend is not installed")
-
-    monkeypatch.setattr(attention, "prepare", lacking)
-    assert fp8_layers.choose_attention(config(tmp_path, **ATTENTION), refuse) == (
-        "bf16",
-        "--attention-precision fp8: cuDNN's frontend is not installed",
-    )
 
 
 @pytest.mark.parametrize(

@@ -180,10 +180,3 @@ def test_raw_gradients_of_fused_layers_are_those_of_one_process(given: dict[str,
             assert rank["sent"]["activation", "heads all-to-all"] == 4 * (planned + 2 * scale_invs)  # micro-batches; layers
     for found in dist.run(step_without_a_schedule, 2, 2, given | way):
         assert_near(found, alone["gradients"], least)
-
-
-@pytest.mark.parametrize("given", [{}, EXPERTS], ids=["dense", "experts"])
-def test_a_step_without_a_schedule_has_the_same_gradients(one: dict[str, Any], given: dict[str, Any]):
-    expected = dist.run(watched_steps, 1, 1, given)[0] if given else one
-    for found in dist.run(step_without_a_schedule, 2, 2, given):
-        assert_same(expected | {"gradients": found}, expected)

@@ -1,6 +1,5 @@
 """`--first-last-layers-bf16`: the first and last layers as at O0, the others in FP8, on any grid, saved, resumed, recorded and exported."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from helpers.checkpoints import tensors
 from megatron.lm.checkpoint import latest
 from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.model.linear import FP8Gemm
-from megatron.lm.tools import convert_checkpoint
 from msamp.numerics.tensor import ScalingTensor
 
 FOUR: dict[str, Any] = {"num_layers": 4, "train_iters": 4, "micro_batch_size": 2, "global_batch_size": 4, "opt_level": "O2"}
@@ -63,34 +61,6 @@ def test_a_resume_keeps_every_bit_and_the_checkpoint_says_which_layers(
     without = {name: value for name, value in settings.items() if "bf16" not in name}
     checkpoints.trained(tiny.config(prefix, **without, load=str(tmp_path)))
     assert "the checkpoint was converted: layers in BF16 1, 3, 4 -> none; " in capsys.readouterr().out
-
-
-def test_the_recorder_has_the_casts_of_the_other_layers(prefix: Path, tmp_path: Path):
-    file = tmp_path / "record.jsonl"
-    tiny.run(tiny.config(prefix, **ENDS, record_precision=str(file), record_interval=2))
-    line = json.loads(file.read_text().splitlines()[-1])
-    with_inputs = {name.split(".")[2] for name, casts in line["casts"].items() if "input" in casts}
-    assert with_inputs == {"1"}
-    assert {name.split(".")[2] for name in line["updates"] if ".layers." in name} == {"0", "1", "2", "3"}
-
-
-def test_fp8_attention_stays_out_of_the_ends(prefix: Path):
-    wide = ENDS | {"hidden_size": 128, "num_attention_heads": 2, "attention_precision": "fp8"}
-    with tiny.trainer(tiny.config(prefix, **wide)) as made:
-        cores = [type(layer.self_attention.core_attention).__name__ for layer in made.training.model.decoder.layers]
-    assert cores == ["SDPAttention", "FP8CoreAttention", "SDPAttention", "SDPAttention"]
-
-
-def test_an_export_leaves_the_ends_in_bf16(prefix: Path, tmp_path: Path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    root = checkpoints.saved(prefix, tmp_path / "run", **ENDS, normalization="RMSNorm", swiglu=True, disable_bias_linear=True)
-    tokens = ["--tokenizer-type", "NullTokenizer"]
-    assert convert_checkpoint.main(["export-fp8", "--load", str(root), "--output", str(tmp_path / "fp8"), *tokens]) == 0
-    weights = safetensors.load_file(tmp_path / "fp8" / "model.safetensors")
-    in_fp8 = {name.split(".")[2] for name, x in weights.items() if x.dtype == torch.float8_e4m3fn}
-    assert in_fp8 == {"1"}
-    ignored = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert {name.split(".")[2] for name in ignored if ".layers." in name} == {"0", "2", "3"}
 
 
 GRIDS: dict[str, dict[str, Any]] = {

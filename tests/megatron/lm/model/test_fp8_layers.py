@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import dist, tiny
+from helpers import tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.model import fp8_layers
@@ -21,10 +19,6 @@ from megatron.lm.model.fp8_layers import (
     Shape,
     Times,
     choose,
-    describe,
-    read_table,
-    with_choice,
-    write_table,
 )
 from megatron.lm.model.linear import FP8Gemm, WideGemm
 from msamp.numerics.recipe import Recipe
@@ -47,29 +41,6 @@ class Table:
 
 def config(folder: Path, **settings: Any) -> Config:
     return tiny.config("unread", **{"opt_level": "O2", "fp8_min_gain": 1.0, "fp8_gain_cache": str(folder / "gain.json"), **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"opt_level": "O0"}, "in bf16, 2 per token; every process has all of its layers' experts"),
-        ({}, "in FP8, 2 per token; every process has all of its layers' experts; their attention runs unfused"),
-        (
-            {"expert_model_parallel_size": 2},
-            "in FP8, 2 per token; every process has 2 of them, and gathers the tokens of 2 processes in FP8; their attention runs unfused",
-        ),
-        (
-            {"expert_model_parallel_size": 2, "opt_level": "O0"},
-            "in bf16, 2 per token; every process has 2 of them, and gathers the tokens of 2 processes in bf16",
-        ),
-        ({"num_experts": None, "moe_ffn_hidden_size": None}, None),
-    ],
-)
-def test_experts_are_described_in_a_line(tmp_path: Path, settings: dict[str, Any], line: str | None):
-    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "swiglu": True, "disable_bias_linear": True}
-    text = fp8_layers.describe_experts(config(tmp_path, **experts | settings))
-    expected = line and f"mixture of experts: 2 of 2 layers, each with 4 experts of width 32 {line}"
-    assert text == expected
 
 
 # Who decides
@@ -136,23 +107,6 @@ def test_a_dry_run_finds_what_a_run_has_measured(tmp_path: Path):
     assert choose(config(tmp_path, hidden_dropout=0.1), None).bf16 == ("linear_qkv", "linear_proj")
 
 
-def test_one_line_says_how_many_in_which_precision_and_why(tmp_path: Path):
-    def said(**settings: Any) -> str:
-        made = config(tmp_path, **settings)
-        return describe(made, choose(made, Table()))
-
-    assert said() == "linear layers: 8 FP8 (gain 1.33), 0 BF16; measured, --fp8-min-gain 1"
-    assert said(fp8_min_gain=1.5) == "linear layers: 0 FP8, 8 BF16 (gain 1.33); measured, --fp8-min-gain 1.5"
-    assert said(hidden_dropout=0.1) == (
-        "linear layers: 4 FP8 (linear_fc1 2.00, linear_fc2 1.60), 4 BF16 (linear_qkv 0.75, linear_proj 0.50); measured, --fp8-min-gain 1"
-    )
-    assert said(bf16_linears=["linear_fc2"]) == (
-        "linear layers: 6 FP8 (linear_qkv, linear_proj, linear_fc1), 2 BF16 (linear_fc2); by --bf16-linears"
-    )
-    assert said(fp8_min_gain=0.0) == "linear layers: 8 FP8, 0 BF16; --fp8-min-gain 0"
-    assert said(opt_level="O0") == "linear layers: 8 bf16; precision bf16"
-
-
 # The table
 
 
@@ -173,85 +127,6 @@ def test_a_shape_is_measured_once_a_machine(tmp_path: Path):
         choose(config(tmp_path, fp8_recipe=fp8_recipe), table)
     assert len(table.asked) == 24
     assert all(f"cpu, torch {torch.__version__}, weight " in key for key in keys) or torch.cuda.is_available()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b'{"cpu, torch',
-        b"[1, 2]",
-        b'"text"',
-        b"\xff\xfe\x00",
-        b'{"a": 1, "b": [1.0], "c": ["1", "2"], "d": [0.0, 1.0], "e": [1.0, NaN]}',
-    ],
-)
-def test_a_torn_or_foreign_file_is_measured_anew(tmp_path: Path, content: bytes):
-    file = tmp_path / "gain.json"
-    file.write_bytes(content)
-    assert read_table(file) == {}
-    table = Table()
-    choose(config(tmp_path), table)
-    assert len(table.asked) == 4
-    choose(config(tmp_path), refuse)
-
-
-def test_of_a_table_only_the_torn_entries_are_measured_anew(tmp_path: Path):
-    choose(config(tmp_path), Table())
-    file, table = tmp_path / "gain.json", Table()
-    entries = json.loads(file.read_text())
-    torn = next(iter(entries))
-    file.write_text(json.dumps(entries | {torn: [1.0]}))
-    choose(config(tmp_path), table)
-    assert len(table.asked) == 1
-    assert read_table(file).keys() == entries.keys()
-
-
-def test_a_table_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A reader sees the old table or the new one: the name moves from one whole file to another."""
-    file = tmp_path / "new" / "gain.json"
-    write_table(file, {"a": Times(1.0, 2.0)})
-    seen = []
-    replace = os.replace
-
-    def watched(source: str, target: Path) -> None:
-        seen.append((read_table(file), read_table(Path(source))))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", watched)
-    write_table(file, {"b": Times(3.0, 4.0)})
-    assert seen == [({"a": Times(1.0, 2.0)}, {"b": Times(3.0, 4.0)})]
-    assert read_table(file) == {"b": Times(3.0, 4.0)}
-    assert [path.name for path in file.parent.iterdir()] == ["gain.json"]
-
-
-def test_what_another_run_measured_in_the_meantime_stays(tmp_path: Path):
-    other, table = config(tmp_path, micro_batch_size=8), Table()
-
-    def slow(shape: Shape, recipe: Recipe) -> Times:
-        choose(other, table)
-        return table(shape, recipe)
-
-    choose(config(tmp_path), slow)
-    choose(other, refuse)
-    choose(config(tmp_path), refuse)
-
-
-def test_a_run_goes_on_where_the_table_cannot_be_kept(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match=r"will be measured again: .*--fp8-gain-cache"):
-        choice = choose(config(tmp_path, fp8_gain_cache=str(tmp_path / "file" / "gain.json")), Table())
-    assert choice.gains["linear_qkv"] == 20 / 15
-
-
-def test_the_cache_folder_is_xdg_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fp8_layers.default_cache() == tmp_path / "msamp" / "fp8_gain.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert fp8_layers.default_cache() == tmp_path / ".cache" / "msamp" / "fp8_gain.json"
-    choose(tiny.config("unread", opt_level="O2", fp8_min_gain=1.0), Table())
-    assert stat.S_ISREG(fp8_layers.default_cache().stat().st_mode)
 
 
 # Runs
@@ -349,11 +224,6 @@ def decide(cache: str) -> tuple[tuple[str, ...], str]:
         raise AssertionError("the failure of rank 0 was not told")
 
 
-@pytest.mark.nightly
-def test_rank_0_decides_for_all(tmp_path: Path):
-    assert dist.run(decide, 2, str(tmp_path / "gain.json")) == [(LINEARS, "no checkpoint there")] * 2
-
-
 def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path):
     plain = tiny.config("unread", opt_level="O0")
     assert fp8_layers.decide(plain, refuse, refuse) == (plain, Fp8LayerChoice(reason="precision bf16"))
@@ -363,12 +233,6 @@ def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path)
     decided, choice = fp8_layers.decide(asked, refuse, lambda: saved)
     assert choice == Fp8LayerChoice(("linear_fc1",), "as in the checkpoint")
     assert (decided.precision.fp8_amax_history_len, decided.precision.bf16_linears) == (4, ("linear_fc1",))
-
-
-def test_a_choice_enters_only_fp8_configurations(tmp_path: Path):
-    plain = tiny.config("unread", opt_level="O0")
-    assert with_choice(plain, Fp8LayerChoice()) is plain
-    assert with_choice(config(tmp_path), Fp8LayerChoice(("linear_qkv",))).precision.bf16_linears == ("linear_qkv",)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """The model against a plain PyTorch GPT written out below, on one process, through megatron-core's schedules, and cut over two."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -14,11 +13,10 @@ from torch.nn import functional
 
 from helpers import dist
 from megatron.lm.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megatron.lm.model import gpt, linear
-from megatron.lm.model.gpt import GPT, assemble, build_model, transformer_config
+from megatron.lm.model.gpt import GPT, assemble, transformer_config
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes import process_groups
-from msamp.numerics.recipe import BF16, FP32, O2, Recipe
+from msamp.numerics.recipe import BF16, FP32, Recipe
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -152,16 +150,6 @@ def plain_mlp(weights: dict[str, Tensor], name: str, x: Tensor, config: ModelCon
     return plain_linear(weights, f"{name}.linear_fc2", h)
 
 
-def test_the_table_of_positions_stands_where_the_process_computes(monkeypatch):
-    """megatron-core makes it on the CPU."""
-    moved, here = [], torch.device("cpu", 0)
-    monkeypatch.setattr(gpt, "device", lambda: here)
-    monkeypatch.setattr(torch.nn.Embedding, "to", lambda table, *words: moved.append((table.num_embeddings, *words)))
-    settings = config(GPT2_LIKE)
-    assemble(settings, transformer_config(settings, BF16), VOCABULARY, LINEARS)
-    assert moved == [(settings.model.seq_length, here, torch.bfloat16)]
-
-
 def plain_loss(weights: dict[str, Tensor], data: dict[str, Tensor], config: ModelConfig) -> Tensor:
     embedding = weights["embedding.word_embeddings.weight"]
     x = embedding[data["tokens"]]
@@ -204,16 +192,6 @@ def test_equals_a_plain_gpt(shape: dict):
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_logits_without_labels():
-    data = batch()
-    model = new_model(config())
-    logits = model(data["tokens"], data["position_ids"], None)
-    assert logits.shape == (3, 16, 64)
-    losses = functional.cross_entropy(logits.transpose(1, 2), data["labels"], reduction="none")
-    expected = (losses * data["loss_mask"]).sum() / data["loss_mask"].sum()
-    torch.testing.assert_close(loss_of(model, data), expected)
-
-
 def gradients(model: GPT, loss: Tensor) -> dict[str, Tensor]:
     names, weights = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, weights), strict=True))
@@ -236,24 +214,6 @@ def test_the_sum_in_chunks_is_that_of_all_logits(untied: bool):
         assert torch.equal(loss_of(model, data), mine)
 
 
-def test_in_bf16_the_sum_in_chunks_loses_no_more_than_that_of_all_logits():
-    """Over many batches: of a single one the two errors are two noises, and differ by up to a fifth either way."""
-    bf16, fp32, batches = new_model(config(), BF16), new_model(config()), [batch(seed) for seed in range(16)]
-    fp32.load_state_dict(bf16.state_dict())
-    exact = [gradients(fp32, all_logits_loss(fp32, data)) for data in batches]
-
-    def error(loss: Callable[[GPT, dict[str, Tensor]], Tensor]) -> float:
-        found = [gradients(bf16, loss(bf16, data)) for data in batches]
-        lost = [
-            (got[name].double() - want[name]).norm() / want[name].double().norm()
-            for got, want in zip(found, exact, strict=True)
-            for name in want
-        ]
-        return torch.stack(lost).square().mean().sqrt().item()
-
-    assert error(loss_of) < 1.1 * error(all_logits_loss)
-
-
 def test_masked_tokens_leave_no_trace():
     """With nothing counted the gradients are zeros, and what a masked label is does not matter."""
     model, data = new_model(config()), batch()
@@ -265,16 +225,6 @@ def test_masked_tokens_leave_no_trace():
     assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("untied", [False, True])
-def test_what_must_happen_before_the_head_happens(untied: bool):
-    """ZeRO waits in forward pre-hooks for weights that are still on their way."""
-    model, seen = new_model(config({"untie_embeddings_and_output_weights": untied})), []
-    model.output_layer.register_forward_pre_hook(lambda *_: seen.append("head"))
-    model.decoder.register_forward_hook(lambda *_: seen.append("decoder"))
-    loss_of(model, batch())
-    assert seen == ["decoder", "head"]
-
-
 def test_every_precision_starts_from_the_same_numbers():
     def parameters(recipe: Recipe) -> dict[str, Tensor]:
         process_groups.seed_all(7)
@@ -284,13 +234,6 @@ def test_every_precision_starts_from_the_same_numbers():
     assert all(p.dtype is torch.bfloat16 and torch.equal(p, fp32[name].bfloat16()) for name, p in bf16.items())
     assert fp32["decoder.layers.0.mlp.linear_fc1.weight"].std().item() == pytest.approx(0.1, rel=0.05)
     assert fp32["decoder.layers.0.mlp.linear_fc2.weight"].std().item() == pytest.approx(0.1 / 4**0.5, rel=0.05)  # 1 / sqrt(2 layers)
-
-
-def test_bf16_is_close_to_fp32():
-    data = batch()
-    bf16, fp32 = new_model(config(LLAMA_LIKE), BF16), new_model(config(LLAMA_LIKE))
-    fp32.load_state_dict(bf16.state_dict())
-    assert loss_of(bf16, data).item() == pytest.approx(loss_of(fp32, data).item(), rel=2**-7)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -305,31 +248,6 @@ def test_recomputation_gives_the_same_gradients(dropout: float):
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], grad, rtol=1e-5, atol=1e-6)
-
-
-class OtherLinear(ColumnParallelLinear):
-    calls = 0
-
-    def _forward_impl(self, *args: object, **kwargs: object) -> Tensor:
-        type(self).calls += 1
-        return super()._forward_impl(*args, **kwargs)
-
-
-@pytest.mark.parametrize("untied", [False, True])
-def test_class_of_the_output_layer(untied: bool):
-    settings = config({"untie_embeddings_and_output_weights": untied})
-    built = []
-    for head in (ColumnParallelLinear, OtherLinear):
-        process_groups.seed_all(7)
-        built.append(assemble(settings, transformer_config(settings, FP32), VOCABULARY, LINEARS | {"output_layer": head}))
-    usual, other = built
-    assert [name for name, _ in other.named_parameters()] == [name for name, _ in usual.named_parameters()]
-    calls = OtherLinear.calls
-    assert torch.equal(token_losses(other, batch()), token_losses(usual, batch()))
-    assert OtherLinear.calls == calls + 1
-    assert torch.equal(loss_of(other, batch()), loss_of(usual, batch()))
-    if untied:
-        assert other.output_layer.weight.is_embedding_or_output_parameter
 
 
 # Through megatron-core's schedules, as the trainer does.
@@ -359,16 +277,6 @@ def whole_run(shape: dict) -> tuple[dict[str, Tensor], list[float], dict[str, Te
     torch.stack(losses).mean().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     return {name: p.detach().clone() for name, p in model.named_parameters()}, [loss.item() for loss in losses], gradients
-
-
-def test_schedule_of_one_process():
-    weights, losses, gradients = whole_run(GPT2_LIKE)
-    model = new_model(config(GPT2_LIKE))
-    model.load_state_dict(weights, strict=False)
-    reports = run_schedule(model)
-    assert [(r["loss_sum"] / r["tokens"]).item() for r in reports] == pytest.approx(losses, rel=1e-5)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
 def shard(parameter: Tensor, whole: Tensor) -> Tensor:
@@ -417,32 +325,3 @@ def test_tensor_sequence_and_pipeline_parallel():
     assert first["tp-sp"] == pytest.approx(losses, rel=1e-5)
     assert second == {"tp-sp": pytest.approx(losses, rel=1e-5), "pp": pytest.approx(losses, rel=1e-5)}
     assert first["pp"] == []  # only the last stage knows the loss
-
-
-def test_settings_reach_megatron_core():
-    settings = config(LLAMA_LIKE | {"kv_channels": 16, "ffn_hidden_size": 48, "norm_epsilon": 1e-6})
-    core_config = transformer_config(settings, BF16)
-    assert (core_config.kv_channels, core_config.ffn_hidden_size, core_config.num_query_groups) == (16, 48, 2)
-    assert core_config.layernorm_epsilon == 1e-6
-    assert core_config.bf16
-    assert core_config.params_dtype is core_config.pipeline_dtype is torch.bfloat16
-    interleaved = dataclasses.replace(
-        settings, parallel=ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
-    )
-    interleaved = dataclasses.replace(interleaved, model=dataclasses.replace(settings.model, num_layers=4))
-    core_config = transformer_config(interleaved, BF16)
-    assert core_config.virtual_pipeline_model_parallel_size == 2
-    assert core_config.overlap_p2p_comm
-    assert not core_config.batch_p2p_comm
-
-
-@pytest.mark.parametrize("recipe", [FP32, BF16, O2], ids=lambda recipe: recipe.name)
-def test_build_model_uses_the_linears_of_the_recipe(recipe: Recipe):
-    model = build_model(config(), recipe, VOCABULARY)
-    for layer in model.decoder.layers:
-        assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is linear.column_linear(recipe)
-        assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is linear.row_linear(recipe)
-    assert isinstance(model.output_layer, linear.WideGemm)
-    process_groups.seed_all(1234)
-    plain = assemble(config(), transformer_config(config(), FP32), VOCABULARY, LINEARS)
-    assert loss_of(model, batch()).item() == pytest.approx(loss_of(plain, batch()).item(), rel=0.02)

@@ -12,7 +12,7 @@ from helpers import dist, tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model import linear
 from megatron.lm.model.gpt import build_model, transformer_config
-from megatron.lm.model.linear import FP8Gemm, column_linear, output_linear, row_linear
+from megatron.lm.model.linear import column_linear, row_linear
 from megatron.lm.processes import process_groups
 from msamp.comm.counters import WireBytes, all_gather_sent, all_reduce_sent
 from msamp.nn.linear import FP8Linear
@@ -20,7 +20,6 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import formats
 from msamp.numerics.recipe import BF16, FP32, O1, O2, O3, Recipe
 from msamp.numerics.scaling import Delayed
-from msamp.numerics.tensor import ScalingTensor
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -73,17 +72,6 @@ def test_equals_fp8_linear_over_a_window_and_beyond(kind: str, recipe: Recipe):
     assert torch.equal(ours.scaling.history, twin.scaling.history)
 
 
-def test_bias_that_is_added_here():
-    core = transformer_config(tiny.config("corpus"), O2)
-    layer = column_linear(O2)(IN, OUT, config=core, init_method=normal_, bias=True, gather_output=False)
-    with torch.no_grad():
-        layer.bias.copy_(random(OUT))
-    x = random(4, 2, IN)
-    y, none = layer(x)
-    assert none is None
-    torch.testing.assert_close(y, twin_of(layer, O2)(x) + layer.bias)
-
-
 def drawn(recipe: Recipe, kind: str) -> nn.Module:
     process_groups.seed_all(3)
     return make(kind, recipe)
@@ -97,58 +85,6 @@ def test_o3_hands_the_weight_as_drawn_out_once(kind: str):
     assert torch.equal(values, plain.weight)
     assert not torch.equal(layer.weight.dequantize(), plain.weight)
     assert layer.take_initial_weight() is None
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("recipe", [O1, O2], ids=lambda r: r.name)
-def test_where_the_weight_is_its_own_master_nothing_is_kept(recipe: Recipe, kind: str):
-    layer, plain = drawn(recipe, kind), drawn(BF16, kind)
-    assert layer.weight.format is formats.FP16
-    assert torch.equal(layer.weight.dequantize(), plain.weight)  # BF16's 8 bits of significand fit into FP16's 11
-    assert layer.take_initial_weight() is None
-
-
-@pytest.mark.parametrize("master", [formats.FP32, formats.BF16, formats.E4M3])
-def test_a_master_of_another_format_starts_from_the_weight_as_drawn(master: formats.Format):
-    recipe = O2.with_states(master=master)
-    assert torch.equal(drawn(recipe, "column").take_initial_weight(), drawn(BF16, "column").weight)
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_marks_of_megatron_core_stay_on_the_weight(kind: str):
-    ours, plain = make(kind, O2), make(kind, BF16)
-    for name in ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce"):
-        assert getattr(ours.weight, name) == getattr(plain.weight, name), name
-    assert isinstance(ours.weight, nn.Parameter)
-    assert isinstance(ours.weight, ScalingTensor)
-    assert ours.weight.requires_grad
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("recipe", [O1, O2, O3], ids=lambda r: r.name)
-def test_a_layer_started_anew_keeps_its_marks_and_nothing_of_its_old_weight(recipe: Recipe, kind: str):
-    layer, values = make(kind, recipe), 100 * random(OUT, IN, seed=3)
-    before = {name: mark for name, mark in vars(layer.weight).items() if name not in ("payload", "scale_inv")}
-    assert before["tensor_model_parallel"]
-    layer.start_from(values)
-    expected = ScalingTensor.quantize(values, recipe.weight)
-    assert torch.equal(layer.weight.dequantize(), expected.dequantize())
-    assert torch.equal(layer.weight.payload.view(torch.uint8), expected.payload.view(torch.uint8))
-    assert torch.equal(layer.weight.scale_inv, expected.scale_inv)
-    assert before.items() <= vars(layer.weight).items()
-    assert isinstance(layer.weight, nn.Parameter)
-    assert next(layer.parameters()) is layer.weight
-    handed = layer.take_initial_weight()
-    assert handed is None if recipe is not O3 else torch.equal(handed, values)
-
-
-@pytest.mark.parametrize("recipe", [FP32, BF16], ids=lambda r: r.name)
-def test_without_fp8_the_weights_are_plain(recipe: Recipe):
-    for kind in ("column", "row"):
-        layer = make(kind, recipe)
-        assert not isinstance(layer, FP8Gemm)
-        assert type(layer.weight) is nn.Parameter
-        assert layer.weight.dtype is recipe.compute_dtype
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -182,36 +118,6 @@ def test_on_one_rank_the_gemm_adds_the_bias(kind: str, recipe: Recipe, native: b
     torch.testing.assert_close(y.double(), exact, rtol=2**-8 if recipe is BF16 else 1e-5, atol=1e-5)
     y.backward(torch.ones_like(y))
     assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, 128))
-
-
-def test_the_head_stays_in_the_compute_dtype():
-    assert not issubclass(output_linear(O2), FP8Gemm)
-    model = build_model(tiny.config("corpus", opt_level="O2"), O2, tiny.VOCABULARY)
-    assert not isinstance(model.output_layer, FP8Gemm)
-    assert model.shared_embedding_or_output_weight().dtype is torch.bfloat16
-    assert sum(isinstance(layer, FP8Gemm) for layer in model.modules()) == 8  # qkv, proj, fc1, fc2 of two layers
-
-
-@pytest.mark.parametrize("recipe", [FP32, BF16, O1, O2, O3], ids=lambda r: r.name)
-def test_printing_the_model_shows_the_precision_of_every_linear(recipe: Recipe):
-    lines = str(build_model(tiny.config("corpus"), recipe, tiny.VOCABULARY)).splitlines()
-    stored = {"O1": "weight fp16", "O2": "weight fp16", "O3": "weight fp8-e4m3"}.get(recipe.name, f"weight and GEMM {recipe.name}")
-    for slot in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
-        found = [line for line in lines if f"({slot})" in line]
-        assert found  # equal layers are printed once
-        for line in found:
-            assert stored in line
-            if recipe.fp8:
-                assert "GEMM fp8-e4m3 x fp8-e4m3, grad_output fp8-e5m2, scaling delayed(16)" in line
-    head = next(line for line in lines if "(output_layer)" in line)
-    assert f"GEMM {'fp32' if recipe is FP32 else 'bf16'}" in head
-
-
-def test_linears_of_one_recipe_share_a_class():
-    assert column_linear(O2) is column_linear(O2)
-    assert column_linear(O2) is not column_linear(O3)
-    assert column_linear(O2).__name__ == "FP8ColumnParallelLinear"
-    assert row_linear(O3).__name__ == "FP8RowParallelLinear"
 
 
 # Bytes on the wire, on 2 processes

@@ -43,25 +43,6 @@ def test_token_loss(one_process: None, dtype: torch.dtype):
     torch.testing.assert_close(mine, theirs, rtol=1e-5 if dtype is torch.float32 else 2**-7, atol=1e-5)
 
 
-def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(one_process: None):
-    loss = token_loss(torch.zeros(3, 1, 4096, device=device()), torch.zeros(1, 3, dtype=torch.int64, device=device()))
-    torch.testing.assert_close(loss, torch.full((1, 3), math.log(4096), device=device()))
-
-
-def test_masked_mean():
-    losses = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
-    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    mean, report = mean_loss((losses * mask).sum(), mask)
-    assert mean.item() == pytest.approx((1 + 3 + 6) / 3)
-    assert {name: value.item() for name, value in report.items()} == {"loss_sum": 10.0, "tokens": 3.0}
-    mean.backward()
-    torch.testing.assert_close(losses.grad, mask / 3)
-    # The schedules divide the loss in place: the report must not follow.
-    with torch.no_grad():
-        mean /= 2
-    assert report["loss_sum"].item() == 10.0
-
-
 def test_the_mean_is_over_counted_tokens_and_its_report_has_no_gradient():
     loss_sum, mask = torch.tensor(4.0, requires_grad=True), torch.tensor([[1.0, 0.0, 1.0]])
     mean, report = mean_loss(loss_sum, mask)
@@ -80,16 +61,6 @@ def test_a_loss_that_is_not_finite_has_no_finite_gradient(bad: float):
     assert loss_sum.grad is not None
     assert loss_sum.grad.isnan()
     assert repr(report["loss_sum"].item()) == repr(bad)
-
-
-def test_a_micro_batch_without_counted_tokens_has_loss_zero():
-    losses = torch.ones(1, 2, requires_grad=True)
-    mean, report = mean_loss((losses * 0).sum(), torch.zeros(1, 2))
-    mean.backward()
-    assert mean.item() == 0
-    assert report["tokens"].item() == 0
-    assert losses.grad is not None
-    assert losses.grad.tolist() == [[0.0, 0.0]]
 
 
 def split_vocabulary() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,6 @@
 """The layers of a peer's recipe, by a provider that stands in for Transformer Engine's: same modules and names, computed by torch."""
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ from megatron.lm import checkpoint
 from megatron.lm.config import Config
 from megatron.lm.config.sections import baselines
 from megatron.lm.config.sections.baselines import PeerRecipe
-from megatron.lm.graphs import step_graph
-from megatron.lm.model import fp8_layers, gpt, peer
+from megatron.lm.model import gpt, peer
 from megatron.lm.model.attention import SDPAttention
 from megatron.lm.model.gpt import build_model, transformer_config
 from megatron.lm.model.initial import named_globally
@@ -94,41 +91,6 @@ def test_megatron_core_is_told_what_the_recipe_says(name: str, monkeypatch: pyte
     assert plain.fp8 is None
 
 
-@pytest.mark.parametrize(
-    ("model", "wanted"),
-    [
-        ({}, {"bias_activation_fusion": True, "activation_func": functional.gelu, "apply_rope_fusion": True}),
-        ({"swiglu": True, "disable_bias_linear": True}, {"bias_activation_fusion": True, "activation_func": functional.silu}),
-        ({"disable_bias_linear": True, "position_embedding_type": "learned_absolute"}, {"apply_rope_fusion": False}),
-    ],
-)
-def test_a_peer_has_megatron_s_fusions(model: dict[str, Any], wanted: dict[str, Any]):
-    settings = tiny.config("corpus", **model).model
-    found = peer.fusions(settings)
-    assert wanted.items() <= found.items()
-    assert found["bias_dropout_fusion"]
-    assert ("bias_activation_fusion" in found) == ("bias_activation_fusion" in wanted)
-    # megatron-core takes them, the rotary one apart, for which it looks for Transformer Engine.
-    TransformerConfig(
-        **{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "gated_linear_unit": settings.swiglu}
-        | {"add_bias_linear": not settings.disable_bias_linear}
-        | (found | {"apply_rope_fusion": False})
-    )
-    assert peer.core_settings(BF16, settings) == {}
-
-
-@pytest.mark.parametrize(("normalization", "norm"), [("LayerNorm", LayerNorm), ("RMSNorm", RMSNorm)])
-def test_the_provider_s_modules_stand_in_the_slots(normalization: str, norm: type, fake: None, one_process: None):
-    settings = tiny.config("corpus", precision="te-delayed", normalization=normalization, num_layers=3)
-    model = build_model(settings, recipe_of(settings), tiny.VOCABULARY)
-    assert len(model.decoder.layers) == 3
-    for layer in model.decoder.layers:
-        assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is NormColumn
-        assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is row_linear(BF16)
-        assert type(layer.self_attention.core_attention) is SDPAttention
-    assert type(model.decoder.final_layernorm) is norm
-
-
 def test_weights_start_from_the_numbers_of_every_other_recipe(fake: None, one_process: None):
     def drawn(name: str) -> dict[str, Tensor]:
         settings = tiny.config("corpus", precision=name)
@@ -166,15 +128,6 @@ def test_a_checkpoint_of_our_layers_is_refused_by_name(prefix: Path, tmp_path: P
         tiny.run(tiny.config(prefix, precision="te-bf16", train_iters=4, load=str(tmp_path)))
 
 
-def test_steps_are_eager_and_the_log_says_of_whom_the_layers_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    settings = tiny.config("corpus", precision="te-delayed")
-    assert step_graph.choose(settings) == ("none", "Transformer Engine's layers are not captured")
-    assert fp8_layers.describe(settings, fp8_layers.Fp8LayerChoice(reason="precision te-delayed")) == (
-        "linear layers: 8 of Transformer Engine; precision te-delayed"
-    )
-
-
 # Refusals at the start
 
 
@@ -190,25 +143,6 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="requires an NVIDIA GPU, and this machine has none; use --precision bf16"):
         peer.check_available(recipe)
-
-
-def test_a_package_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    recipe = recipe_of(tiny.config("corpus", precision="te-block"))
-    broken = tmp_path / "transformer_engine"
-    broken.mkdir()
-    (broken / "__init__.py").write_text("")
-    (broken / "pytorch.py").write_text("raise ImportError('undefined symbol: x\\nmore')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(peer, "installed", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is imported is gone again after the test
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ValueError, match=r"is installed but cannot be imported \(undefined symbol: x\): run `pip install"):
-        peer.check_available(recipe)
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("transformer_engine.pytorch"))
-    peer.check_available(recipe)
 
 
 @pytest.mark.gpu

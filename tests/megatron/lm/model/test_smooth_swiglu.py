@@ -10,7 +10,6 @@ import torch
 from helpers import checkpoints, dist, tiny
 from helpers.checkpoints import tensors
 from megatron.lm.checkpoint import latest
-from megatron.lm.tools import convert_checkpoint
 
 SMOOTH: dict[str, Any] = {"swiglu": True, "opt_level": "O2", "fp8_margin": 8, "smooth_swiglu": True, "train_iters": tiny.BOTH_PHASES}
 PLAIN = SMOOTH | {"smooth_swiglu": False}
@@ -35,14 +34,6 @@ def test_channels_are_raised_and_the_loss_is_that_without(prefix: Path, changes:
     smooth, plain = (tiny.losses(tiny.run(tiny.config(prefix, **one | changes))) for one in (SMOOTH, PLAIN))
     assert smooth[: tiny.WINDOW] == plain[: tiny.WINDOW], "just-in-time scales have no channel scales"
     assert smooth == pytest.approx(plain, rel=2e-3)
-
-
-def test_unfused_layers_have_them_too(prefix: Path):
-    unfused = {"hidden_dropout": 1e-6}
-    with tiny.trainer(tiny.config(prefix, **SMOOTH | unfused)) as made:
-        assert not made.training.model.decoder.layers[0].fused
-        made.run()
-        assert all(float(scale.min()) >= 4 for scale in scales(made.training.model))
 
 
 @pytest.mark.parametrize("level", ["O3", pytest.param("O2", marks=pytest.mark.nightly(4))])
@@ -73,21 +64,6 @@ def test_it_can_be_switched_on_and_a_damaged_state_is_refused(prefix: Path, tmp_
     checkpoints.rewrite(latest(root), {f"{KEY}.scale": torch.full((width,), 3.0)})
     with pytest.raises(ValueError, match=r"linear_fc2\.scaling\.channels\.scale contains 3; it must be a power of two"):
         tiny.run(tiny.config(prefix, **SMOOTH, load=str(root)))
-
-
-def test_an_export_does_not_know_the_scales(prefix: Path, tmp_path: Path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    settings = SMOOTH | {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": "rope"}
-    root = checkpoints.saved(prefix, tmp_path / "run", **settings)
-    export = ["to-hf", "--load", str(root), "--tokenizer-type", "NullTokenizer", "--output"]
-    assert convert_checkpoint.main([*export, str(tmp_path / "hf")]) == 0
-    weights = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
-    assert not [name for name in weights if "channels" in name or "scaling" in name]
-    width = tensors(latest(root))[f"{KEY}.scale"].shape[0]
-    checkpoints.rewrite(latest(root), {f"{KEY}.{name}": torch.ones(width) for name in ("scale", "peak")})
-    assert convert_checkpoint.main([*export, str(tmp_path / "one")]) == 0
-    again = safetensors.load_file(tmp_path / "one" / "model.safetensors")
-    assert all(x.equal(again[name]) for name, x in weights.items()), "the stored weight is the whole weight"
 
 
 def on_two(prefix: str, folder: str) -> tuple[Any, ...]:

@@ -1,7 +1,5 @@
 """A failure of one rank is raised on every rank."""
 
-from pathlib import Path
-
 import pytest
 import torch.distributed as distributed
 
@@ -43,8 +41,3 @@ def test_all_ranks_raise_the_first_failure_of_any():
 
 def test_rank_0_decides_for_all():
     assert dist.run(decides, 2) == [(0, "'no such key'", "MemoryError()")] * 2
-
-
-def test_one_process_without_groups_decides_for_itself():
-    assert rank_0_decides(lambda: "anew") == "anew"
-    assert message_of(lambda: rank_0_decides(Path("/nowhere/at/all").read_text)).endswith("'/nowhere/at/all'")

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from helpers import dist
 from megatron.lm.processes import cpu_home
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU home is closed where CUDA exists")
@@ -50,22 +49,6 @@ def test_everything_is_restored(leave_by_error: bool):
     assert not cpu_home.is_active()
 
 
-def test_nested_homes_are_one():
-    with cpu_home.cpu_home():
-        with cpu_home.cpu_home():
-            pass
-        assert cpu_home.is_active()
-        assert torch.empty(1, device="cuda").device.type == "cpu"
-    assert not cpu_home.is_active()
-
-
-def test_nothing_happens_where_cuda_exists(monkeypatch: pytest.MonkeyPatch):
-    before = outside_state()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with cpu_home.cpu_home():
-        assert outside_state() == before
-
-
 def test_random_number_tracker_works_quietly(caplog: pytest.LogCaptureFixture):
     with cpu_home.cpu_home():
         torch.manual_seed(1)
@@ -81,16 +64,6 @@ def test_random_number_tracker_works_quietly(caplog: pytest.LogCaptureFixture):
     generator = torch.Generator().manual_seed(7)
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3, generator=generator) for _ in range(2)]))
     assert not caplog.records
-
-
-def enter_twice() -> tuple[bool, str]:
-    cpu_home.enter_cpu_home()
-    cpu_home.enter_cpu_home()
-    return cpu_home.is_active(), torch.empty(1, device="cuda").device.type
-
-
-def test_entering_lasts_for_the_process():
-    assert dist.run(enter_twice, 1, init=False) == [(True, "cpu")]
 
 
 def test_a_device_as_a_context_stays_what_it_is():

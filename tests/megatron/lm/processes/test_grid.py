@@ -244,8 +244,6 @@ def runs_of(cases: dict[str, Case], ranks: int, timeout: float) -> Any:
 
 two = runs_of(TWO, 2, 850)
 two_slow = runs_of(TWO_SLOW, 2, 2500)
-two_rest = runs_of(TWO_REST, 2, 2500)
-four_rest = runs_of(FOUR_REST, 4, 2500)
 
 
 @pytest.fixture(scope="module")
@@ -313,20 +311,6 @@ def test_two_processes_train_as_one(two, one, name: str):
 @pytest.mark.parametrize("name", TWO_SLOW)
 def test_every_recipe_on_two_processes(two_slow, one, name: str):
     check(two_slow, name, TWO_SLOW[name], one)
-
-
-@pytest.mark.nightly(6)
-@pytest.mark.timeout(2700)
-@pytest.mark.parametrize("name", TWO_REST)
-def test_the_other_grids_of_two_processes(two_rest, one, name: str):
-    check(two_rest, name, TWO_REST[name], one)
-
-
-@pytest.mark.nightly(12)
-@pytest.mark.timeout(2700)
-@pytest.mark.parametrize("name", FOUR_REST)
-def test_bf16_on_four_processes(four_rest, one, name: str):
-    check(four_rest, name, FOUR_REST[name], one)
 
 
 @pytest.mark.nightly

@@ -1,10 +1,8 @@
 """What the grid answers: which ranks count, begin, end and sum."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,7 @@ from megatron.lm.training.gradients import build_grad_sync
 from megatron.lm.training.optimizer import global_norm
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-SP, VPP = {"sequence_parallel": True}, {"num_layers_per_virtual_pipeline_stage": 1}
+VPP = {"num_layers_per_virtual_pipeline_stage": 1}
 
 
 def parameter(**marks: bool) -> Tensor:
@@ -53,20 +51,6 @@ def test_every_element_counts_once(marks: dict[str, bool], tensor: int, data: in
     grid = Grid(tensor=Ranks(tensor, 2), copies=Ranks(data, 2))
     assert grid.counts(parameter(**marks), every_copy=True) is in_model
     assert grid.counts(parameter(**marks), every_copy=False) is of_all
-
-
-@pytest.mark.parametrize("chunks_a_stage", [1, 2])
-def test_the_model_begins_and_ends_once(chunks_a_stage: int):
-    grids = [Grid(pipeline=Ranks(rank, 3), chunks=chunks_a_stage) for rank in range(3)]
-    places = [(chunk, grid) for chunk in range(chunks_a_stage) for grid in grids]
-    count = len(places)
-    assert [grid.is_first_stage(chunk) for chunk, grid in places] == [True] + [False] * (count - 1)
-    assert [grid.is_last_stage(chunk) for chunk, grid in places] == [False] * (count - 1) + [True]
-    if chunks_a_stage == 1:
-        assert [grid.is_first_stage() for grid in grids] == [True, False, False]
-    else:
-        with pytest.raises(ValueError, match="a pipeline stage has 2 chunks of the model: pass `chunk` in 0 to 1"):
-            grids[0].is_last_stage()
 
 
 def test_sums_beside_the_average():
@@ -231,20 +215,3 @@ def test_groups_of_two_processes_by_purpose():
         for name, purposes in together.items():
             assert {p: found[name][p] for p in PURPOSES} == {p: both if p in purposes else alone for p in PURPOSES}, name
             assert found[name]["chunks"] == (2 if name == "PP" else 1)
-
-
-def test_only_the_grid_and_its_maker_ask_megatron_core_for_groups():
-    root = Path(__file__).parents[4]
-    files = [path for top in ("megatron", "tools") for path in (root / top).rglob("*.py")]
-    asking = {path.relative_to(root).as_posix() for path in files if re.search(r"\bparallel_state\b", path.read_text(encoding="utf-8"))}
-    assert asking == {"megatron/lm/processes/grid.py", "megatron/lm/processes/process_groups.py"}
-
-
-BY_HAND = re.compile(r"(\btp|tensor(_model_parallel_size)?)\)* \*+ \(*([\w.]+\.)?(pp|pipeline(_model_parallel_size)?)\b")
-
-
-def test_only_the_axes_of_a_configuration_multiply_their_sizes():
-    root = Path(__file__).parents[4]
-    files = [path for top in ("megatron", "tools") for path in (root / top).rglob("*.py")]
-    multiplying = {path.relative_to(root).as_posix() for path in files if BY_HAND.search(path.read_text(encoding="utf-8"))}
-    assert multiplying == {"megatron/lm/config/sections/parallel.py"}

@@ -42,13 +42,3 @@ def test_a_blend_for_each_split_trains_evaluates_and_resumes(prefix: Path, tmp_p
     capsys.readouterr()
     assert pretrain.main([*FLAGS, "--train-iters", "6", *file, *save]) == 2
     assert f"weight 0.5 of {prefix} (saved: 0.75)" in capsys.readouterr().err
-
-
-def test_a_file_of_data_path_trains_as_the_flag(prefix: Path, tmp_path: Path):
-    (tmp_path / "blend").write_text(f"# one\n{prefix}\n")
-    both = [
-        told(tiny.command(tmp_path, *FLAGS, "--train-iters", "2", "--split", "80,15,5", *flags))
-        for flags in (["--data-path", str(prefix)], ["--data-args-path", str(tmp_path / "blend")])
-    ]
-    assert both[0] == both[1]
-    assert len(both[0]) == 4

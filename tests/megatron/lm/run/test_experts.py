@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers import dist, tiny
-from megatron.lm.checkpoint import load_for_inference
 from megatron.lm.config import Config
-from megatron.lm.evaluation.models import opened
-from megatron.lm.processes.cpu_home import cpu_home
-from megatron.lm.processes.process_groups import shutdown
-from megatron.lm.tools.convert.hugging_face import hf_config
 
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -95,21 +89,3 @@ def test_a_run_goes_on_on_another_grid(tmp_path: Path, grid: str, level: str):
     alone = resumed(*where, {})
     losses = dist.run(resumed, 2, *where, changes, init=False)[0]
     assert losses == pytest.approx(alone, abs=0.02)
-
-
-def test_a_checkpoint_is_evaluated_and_continued_and_hugging_face_refuses_its_router(tmp_path: Path):
-    tiny.run(settings(tmp_path, "O2", train_iters=4, save=str(tmp_path / "saved")))
-    tokens = [(7 * i) % 59 for i in range(16)]
-    with opened(tmp_path / "saved") as judge, torch.no_grad():
-        model = judge._model._model  # type: ignore[union-attr]
-        logits = model(torch.tensor([tokens]), torch.arange(16)[None], None)[0, :-1, : tiny.VOCABULARY + 1].float()
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        torch.testing.assert_close(judge.score([tokens], [1])[0].logprobs.cpu(), expected, rtol=0, atol=0.05)
-    with cpu_home(), torch.no_grad():
-        model, config, tokenizer = load_for_inference(tmp_path / "saved")
-        assert model(torch.arange(8)[None], torch.arange(8)[None], None).isfinite().all()
-        bias = model.decoder.layers[0].mlp.router.expert_bias  # type: ignore[union-attr]
-        assert bias.abs().max() > 0
-        shutdown()
-    with pytest.raises(ValueError, match="mixtral does not support --normalization LayerNorm, --moe-shared-expert-intermediate-size 16"):
-        hf_config(config, tiny.VOCABULARY + 1, torch.float32, tokenizer.eod)

@@ -32,26 +32,6 @@ def test_the_memory_check_allows_attention_that_the_start_may_choose(flags: list
     assert checked == ["fp8", "auto"]
 
 
-@pytest.mark.parametrize("size", ["0", "-1", "", "two", str(2**20 + 1)])
-def test_a_number_of_processes_that_cannot_be(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str
-):
-    monkeypatch.setenv("WORLD_SIZE", size)
-    assert job.job(flags) == 2
-    assert capsys.readouterr().err.startswith(f"error: WORLD_SIZE is {size!r}; it must be a number of processes in [1, 1048576]: ")
-
-
-def test_a_dry_run_tells_and_begins_nothing(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from megatron.lm.processes import process_groups
-
-    monkeypatch.setattr(process_groups, "initialize", lambda config: pytest.fail("it began"))
-    assert job.job([*flags, "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "nothing was started" in said
-    assert "--megatron-defaults uses Megatron-LM's" in " ".join(said.split())
-    assert max(map(len, said.partition("grid: ")[0].splitlines())) <= 120
-
-
 def test_the_groups_are_left_however_the_run_ends(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     from megatron.lm.processes import process_groups
     from megatron.lm.run import trainer

@@ -60,27 +60,6 @@ def test_every_token_sees_all_of_its_sequence_and_what_wants_a_gpt_refuses_it(tm
         hf_config(config, tiny.VOCABULARY + 1, torch.float32, tokenizer.eod)
 
 
-def test_a_phase_of_longer_sequences_goes_on_from_the_weights_of_the_first(tmp_path: Path):
-    """As BERT's: 128 tokens, then 512, over one table of positions."""
-    table = {"max_position_embeddings": 32, "mask_whole_words": True}
-    first = tiny.losses(tiny.run(settings(tmp_path, "O0", train_iters=60, save=str(tmp_path / "one"), **table)))
-    second = settings(
-        tmp_path,
-        "O0",
-        train_iters=10,
-        seq_length=32,
-        micro_batch_size=2,
-        load=str(tmp_path / "one"),
-        finetune=True,
-        save=str(tmp_path / "two"),
-        **table,
-    )
-    losses = tiny.losses(tiny.run(second))
-    assert sum(losses) / len(losses) < first[0] - 0.1
-    with pytest.raises(ValueError, match=r"--max-position-embeddings 64 \(saved: 32\)"):
-        tiny.run(replace(second, model=replace(second.model, max_position_embeddings=64)))
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("level", LIMITS)
 def test_two_tensor_parallel_processes_train_as_one(tmp_path: Path, level: str):

@@ -9,11 +9,9 @@ import torch
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
 from helpers import dist, tiny
-from megatron.lm import pretrain
 from megatron.lm.config import DEFAULT_SPLIT
 from megatron.lm.data.datasets import build_datasets
 from megatron.lm.data.tokenizers.tokenizer import NullTokenizer
-from megatron.lm.processes import process_groups
 
 FLAGS = shlex.split(
     "--mock-data --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 128 --vocab-size 60 --tokenizer-type NullTokenizer "
@@ -75,26 +73,3 @@ def test_the_samples_are_windows_of_megatron_core_s_mock_documents():
     assert train.indices[-1] == 33332  # a third of 100,000 documents: megatron-core cuts mock data so, whatever --split
     assert valid.indices[0] == 33333
     assert test is None
-
-
-def test_another_order_or_real_data_is_refused_at_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run(tmp_path, "--save", str(tmp_path / "saved"), "--exit-interval", "2")
-    assert pretrain.main([*FLAGS, "--load", str(tmp_path / "saved"), "--seed", "5"]) == 2
-    assert "--seed 5 (saved: 1234)" in capsys.readouterr().err
-    process_groups.shutdown()
-    corpus = tiny.write_data(tmp_path)
-    assert pretrain.main([*FLAGS[1:], "--load", str(tmp_path / "saved"), "--data-path", str(corpus), "--split", "8,1,1"]) == 2
-    assert f"{corpus} is not the same dataset as --mock-data" in capsys.readouterr().err
-
-
-def test_data_beside_it_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert pretrain.main([*FLAGS, "--data-path", "corpus"]) == 2
-    assert "--mock-data and --data-path" in capsys.readouterr().err
-
-
-def test_a_split_and_a_cache_folder_are_dropped_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run(tmp_path, "--data-cache-path", str(tmp_path / "cache"), "--split", "'99,1,0'", "--train-iters", "1")
-    out = capsys.readouterr().out
-    assert "dropped: mock documents have no index caches" in " ".join(out.split())
-    assert "--split '99,1,0' dropped: mock documents are split into three equal parts" in out
-    assert not (tmp_path / "cache").exists()

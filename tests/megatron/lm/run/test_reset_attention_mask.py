@@ -123,20 +123,6 @@ def test_a_run_on_text_trains_evaluates_saves_and_resumes(text: str, tmp_path: P
     assert plain[0][2] != whole[0][2]
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--recompute-granularity selective --recompute-modules core_attn",
-        "--opt-level O2 --recompute-granularity selective --recompute-modules core_attn",
-    ],
-)
-def test_recomputation_changes_nothing(text: str, tmp_path: Path, recompute: str):
-    level = "--opt-level O2" if "O2" in recompute else ""
-    assert run(tmp_path, text, recompute, 2) == run(tmp_path, text, level, 2)
-
-
 def _grid(prefix: Path, settings: dict[str, Any]) -> list[float]:
     common: dict[str, Any] = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8, "train_iters": 3, "eval_iters": 1}
     rows = tiny.run(tiny.config(prefix, reset_attention_mask=True, precision="fp32", **(common | settings)))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import dist, tiny
+from helpers import tiny
 from msamp.numerics.scaling import Delayed
 
 
@@ -55,24 +55,6 @@ def test_a_run_resumes_in_mid_ramp_to_the_same_bits(prefix: Path, tmp_path: Path
         tiny.run(tiny.config(prefix, **(shared | {"rampup_batch_size": [8, 4, 40]}), load=folder))
 
 
-def both_ways(prefix: str, folder: str, shared: dict) -> list:
-    """(loss, learning rate, tokens) of each step of a run, of its first six with a save, and of those after a resume."""
-    found = []
-    for change in ({}, {"exit_interval": 6, "save": folder}, {"load": folder}):
-        config = tiny.config(prefix, **shared, override_opt_param_scheduler=False, **change)
-        rows = tiny.run(config)
-        found.append([(row["loss"], row["lr"], row["tokens"]) for row in rows if row["kind"] == "train"])
-    return found
-
-
-@pytest.mark.nightly(6)  # by default one process does, and two resume without a ramp: test_resume.py of checkpoint
-def test_two_processes_resume_in_mid_ramp_to_the_same_bits(prefix: Path, tmp_path: Path):
-    shared = RAMP | {"opt_level": "O3", "lr_decay_style": "WSD", "lr_wsd_decay_samples": 50, "decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3}
-    straight, first, resumed = dist.run(both_ways, 2, str(prefix), str(tmp_path / "saved"), shared)[0]
-    assert len(straight) == 11
-    assert first + resumed == straight
-
-
 def test_a_run_in_samples_is_that_of_its_iterations(prefix: Path, tmp_path: Path):
     shared = {"global_batch_size": 8, "lr_decay_style": "WSD"}
     by_iterations = tiny.run(tiny.config(prefix, **shared, lr_warmup_iters=2, lr_wsd_decay_iters=4, train_iters=10))
@@ -82,24 +64,6 @@ def test_a_run_in_samples_is_that_of_its_iterations(prefix: Path, tmp_path: Path
     tiny.run(tiny.config(prefix, **shared, lr_warmup_iters=2, lr_wsd_decay_iters=4, train_iters=10, exit_interval=5, save=folder))
     rows = tiny.run(tiny.config(prefix, **shared, **in_samples, load=folder))  # the place of the schedule is converted
     assert tiny.losses(rows) == pytest.approx(tiny.losses(by_iterations)[5:], rel=1e-4)
-
-
-def test_hyper_parameters_are_those_of_the_new_run(prefix: Path, tmp_path: Path):
-    folder = str(tmp_path / "saved")
-    tiny.run(tiny.config(prefix, opt_level="O2", train_iters=6, save=folder))
-    changed = tiny.config(prefix, opt_level="O2", train_iters=8, load=folder, lr=1e-3, min_lr=1e-3, weight_decay=0.5, adam_beta2=0.5)
-    with tiny.trainer(changed) as made:
-        groups = made.training.optimizer.param_groups
-        assert {group["lr"] for group in groups} == {1e-3}
-        assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
-        assert {tuple(group["betas"]) for group in groups} == {(0.9, 0.5)}
-
-
-def test_another_global_batch_is_refused_by_name(prefix: Path, tmp_path: Path):
-    folder = str(tmp_path / "saved")
-    tiny.run(tiny.config(prefix, train_iters=4, save=folder))
-    with pytest.raises(ValueError, match=r"--global-batch-size 8 \(saved: 4\)"):
-        tiny.run(tiny.config(prefix, train_iters=8, load=folder, global_batch_size=8))
 
 
 def test_how_operands_are_scaled_is_the_checkpoint_s(prefix: Path, tmp_path: Path):

@@ -2,11 +2,10 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers import checkpoints, dist, tiny
+from helpers import tiny
 from helpers.checkpoints import tensors
 from megatron.lm import pretrain
 from megatron.lm.checkpoint import latest
@@ -97,23 +96,6 @@ def test_what_is_left_out_starts_anew_and_the_log_says_so(start, straight: list[
     assert f"resumed from {run} at iteration 4" in said
 
 
-def test_weights_alone_in_megatron_s_format(start, tmp_path: Path):
-    run = tmp_path / "run"
-    start(f"--save {run} --exit-interval 4 --ckpt-format torch_dist --no-save-optim")
-    resumed, said, _ = start(f"--load {run}")
-    assert "was saved with --no-save-optim: the optimizer's state is initialized" in said
-    assert len(resumed) == 2
-
-
-def test_a_missing_checkpoint_ends_the_run_on_demand(start, tmp_path: Path):
-    run = tmp_path / "run"
-    _, _, error = start(f"--save {run} --load {run} --exit-on-missing-checkpoint", code=2)
-    assert error == (
-        f"error: --load {run} holds no checkpoint: choose a folder with one, or drop --exit-on-missing-checkpoint to start from scratch\n"
-    )
-    assert not run.exists()
-
-
 @pytest.mark.promise("Megatron flags", "`--use-checkpoint-args` resumes a run without the flags of its model, bit for bit.")
 def test_the_model_of_the_checkpoint(start, straight: list[float], tmp_path: Path):
     run = tmp_path / "run"
@@ -123,23 +105,3 @@ def test_the_model_of_the_checkpoint(start, straight: list[float], tmp_path: Pat
     assert f"from the checkpoint in --load {run}: --num-layers 2, --hidden-size 32, " in " ".join(said.split())
     _, _, error = start(f"--load {run} --use-checkpoint-args --num-layers 4", code=2, model="")
     assert "--num-layers 4 (saved: 2)" in error
-
-
-TWO: dict[str, Any] = {"train_iters": 6, "global_batch_size": 8, "micro_batch_size": 2, "opt_level": "O3", "hidden_dropout": 0.1}
-
-
-def two_ranks(prefix: str, folder: str) -> list[Any]:
-    saving = {"save": folder, "load": folder, "save_interval": 2, "non_persistent_save_interval": 3}
-    straight = checkpoints.trained(tiny.config(prefix, **TWO))
-    checkpoints.trained(tiny.config(prefix, **TWO, **saving, exit_interval=4))
-    kept = iterations(Path(folder)), iterations(Path(folder) / "non_persistent")
-    resumed = checkpoints.trained(tiny.config(prefix, **TWO, **saving, ckpt_step=3))
-    return [straight, kept, resumed]
-
-
-@pytest.mark.nightly(5)  # by default both kinds on one process, and two processes with one kind: test_saving_two_ranks.py
-def test_two_processes_save_and_resume_both_kinds(gloo_prefix: Path, tmp_path: Path):
-    for straight, kept, resumed in dist.run(two_ranks, 2, str(gloo_prefix), str(tmp_path / "run")):
-        assert kept == ([2, 4], [3])
-        assert resumed[0] == straight[0][3:]
-        assert tiny.same(resumed[1], straight[1])

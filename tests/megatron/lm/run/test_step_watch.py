@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from helpers import dist, tiny
-from helpers.faulty import FIRST, NORM, SPIKES, Once, at, louder, patched, rolling, saved, signalled, told, trained
-from megatron.lm import checkpoint, pretrain, step
+from helpers.faulty import FIRST, NORM, Once, at, patched, rolling, saved, signalled, told, trained
+from megatron.lm import pretrain, step
 from megatron.lm.errors import RunStopped
 from megatron.lm.model.loss import mean_loss
-from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.processes.grid import Ranks
-from megatron.lm.run import trainer
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint
-from megatron.lm.training.state import Batches, StepResult, Training
 
 # What only one of two ranks meets
 
@@ -110,21 +107,6 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(prefi
     assert [row["skipped"] for row in told(rows, "train")] == [0, 1, 1, 1]
 
 
-def test_a_norm_too_large_for_its_square_is_told(prefix: Path, capsys: pytest.CaptureFixture[str]):
-    def huge(training: Training, stream: Batches, *watchers: Any) -> StepResult:
-        p = training.model.decoder.final_layernorm.weight
-        handle = p.register_hook(lambda g: torch.full_like(g, 1e30))
-        try:
-            return step.train_step(training, stream, *watchers)
-        finally:
-            handle.remove()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", huge)
-        tiny.run(tiny.config(prefix, precision="fp32", train_iters=1, lr_warmup_iters=0, clip_grad=0.0))
-    assert "no tensor by itself, but the gradient norm is 5.6" in capsys.readouterr().out
-
-
 def test_the_run_stops_after_so_many_in_a_row_and_saves_nothing(prefix: Path, tmp_path: Path):
     settings = tiny.config(prefix, opt_level="O2", max_skipped_steps=3, save=str(tmp_path), save_interval=4, train_iters=12)
     with patched(spoil=at(2, 3, 5, 6, 7)), pytest.raises(RunStopped) as stopped:
@@ -137,15 +119,6 @@ def test_the_run_stops_after_so_many_in_a_row_and_saves_nothing(prefix: Path, tm
         assert len(told(tiny.run(again), "skipped")) == 6
 
 
-def test_a_run_that_stops_ends_with_1_and_one_line(prefix: Path, capsys: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--data-path", str(prefix), "--max-skipped-steps", "2", "--train-iters", "6"]
-    with cpu_home(), patched(spoil=at(3, 4)):  # else this process would stay in it
-        assert pretrain.main(flags) == 1
-    said = capsys.readouterr().err
-    assert "error: 2 steps in a row were skipped" in said
-    assert "Traceback" not in said
-
-
 def test_the_rank_whose_gradient_was_not_finite_is_named(pair: list[dict[str, Any]]):
     """Also where the gradient travels without a scale, and where another rank's average of it is what the optimizer sees."""
     for rank in pair:
@@ -154,59 +127,10 @@ def test_the_rank_whose_gradient_was_not_finite_is_named(pair: list[dict[str, An
             assert [row["tensors"] for row in rows] == [{"1": [f"the gradient of {NORM}", f"the gradient of {FIRST}"]}]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("virtual", [None, 1])
-def test_a_pipeline_names_layers_as_one_process_has_them(gloo_prefix: Path, virtual: int | None):
-    """The second stage's first layer is the model's third (without interleaving), and called so."""
-    name = "decoder.layers.0.mlp.linear_fc2.weight" if virtual is None else "1.decoder.layers.0.mlp.linear_fc2.weight"
-    grid = {"pipeline_model_parallel_size": 2, "num_layers": 4, "global_batch_size": 8, "num_layers_per_virtual_pipeline_stage": virtual}
-    for ranks in dist.run(spoiled_on_rank_1, 2, str(gloo_prefix), {"it": {"precision": "O2", **grid}}, (name,)):
-        layer = 2 if virtual is None else 3
-        assert [row["tensors"] for row in ranks["it"]] == [{"1": [f"the gradient of decoder.layers.{layer}.mlp.linear_fc2.weight"]}]
-
-
 # Spikes
 
 
-def test_a_spike_is_told_and_nothing_else_changes(prefix: Path, capsys: pytest.CaptureFixture[str]):
-    settings = tiny.config(prefix, opt_level="O2", train_iters=8, **SPIKES)
-    with patched(louder(2, 6)):
-        rows, weights = trained(settings)
-    (row,) = told(rows, "spike")  # at iteration 2 there was no window
-    losses = tiny.losses(rows)
-    assert (row["iteration"], row["loss"]) == (6, pytest.approx(losses[5], rel=1e-6))
-    assert row["mean"] == pytest.approx(sum(losses[2:5]) / 3, rel=1e-6)
-    assert "loss spike at iteration 6: " in capsys.readouterr().out
-    assert tiny.same(weights, trained(tiny.config(prefix, opt_level="O2", train_iters=8))[1])
-
-
 # Signals and the clock
-
-
-def test_sigterm_saves_and_leaves_and_a_second_one_does_not_interrupt_that(
-    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    save = checkpoint.save
-
-    def interrupted(training: Training, root: Path) -> Path:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return save(training, root)
-
-    monkeypatch.setattr(trainer.checkpoint, "save", interrupted)
-    with patched(signalled(signal.SIGTERM, 3)):
-        rows, _ = trained(tiny.config(prefix, train_iters=9, eval_iters=1, save=str(tmp_path)))
-    assert [row["iteration"] for row in told(rows, "train")] == [1, 2, 3, 4]
-    assert not told(rows, "valid")
-    assert saved(tmp_path) == ["iter_0000004"]
-    assert "leaving after iteration 4, saved: SIGTERM" in capsys.readouterr().out
-
-
-def test_sigusr1_saves_and_goes_on(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with patched(signalled(signal.SIGUSR1, 3)):
-        trained(tiny.config(prefix, train_iters=6, save=str(tmp_path)))
-        assert saved(tmp_path) == ["iter_0000004", "iter_0000006"]
-        trained(tiny.config(prefix, train_iters=6))
-    assert "SIGUSR1: nothing is saved, since there is no --save" in capsys.readouterr().out
 
 
 def test_the_clock_saves_and_leaves(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -223,14 +147,6 @@ def test_a_run_whose_torchrun_is_gone_saves_and_fails(prefix: Path, tmp_path: Pa
     with pytest.raises(RunStopped, match=r"leaving after iteration \d, saved: torchrun, which started this, is gone"):
         trained(tiny.config(prefix, train_iters=6, save=str(tmp_path), exit_code_unfinished=75))
     assert len(saved(tmp_path)) == 1
-
-
-def test_all_ranks_do_what_one_is_asked(pair: list[dict[str, Any]]):
-    a, b = (rank["asked"] for rank in pair)
-    for name, iterations in {"save": [1, 2, 3, 4, 5, 6], "leave": [1, 2, 3, 4], "roll back": [*range(1, 8), *range(5, 10)]}.items():
-        assert a[name][0] == iterations
-        assert tiny.same(a[name][1], b[name][1])
-    assert a["saved"] == {"save": ["iter_0000004", "iter_0000006"], "leave": ["iter_0000004"]}
 
 
 FLAGS = shlex.split(

@@ -74,11 +74,3 @@ def test_a_run_with_another_vocabulary_than_the_data_s_is_refused(tmp_path: Path
     code = pretrain.main([*FLAGS, "--split", "1,0,0", *kind, "--vocab-size", "280", "--data-path", str(tmp_path / "speech_text_document")])
     assert code == 2
     assert "is outside the tokenizer's [0, 280): train with the tokenizer that the data was tokenized with" in capsys.readouterr().err
-
-
-def test_a_dry_run_plans_the_vocabulary_of_tiktokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    kind = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", str(token_list(tmp_path)), *TIK.split()]
-    assert pretrain.main([*FLAGS, *kind, "--dry-run", "--make-vocab-size-divisible-by", "1"]) == 0
-    few = capsys.readouterr().out
-    assert pretrain.main([*FLAGS, *kind, "--vocab-size", "300", "--dry-run", "--make-vocab-size-divisible-by", "1"]) == 0
-    assert capsys.readouterr().out != few

@@ -11,14 +11,9 @@ import pytest
 import torch
 
 from helpers import dist, tiny
-from megatron.lm import step
 from megatron.lm.checkpoint import saving
 from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
-from megatron.lm.run.step_watch import StepWatch
-from megatron.lm.run.trainer import Trainer
-from megatron.lm.run.watchdog import IN_STEP
-from megatron.lm.training.state import Batches, StepResult, Training
 from msamp.comm import collectives
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.nightly)
@@ -74,25 +69,6 @@ def test_collage_plus_follows_fp32_where_bf16_alone_falls_behind(prefix: Path):
     assert ends[3] > ends[0] + 0.06
 
 
-@pytest.mark.nightly(3)  # by default in graphs: test_step_graph.py
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_current_scaling(prefix: Path, level: str, level_rows: dict[str, list[dict[str, Any]]]):
-    rows = tiny.run(tiny.config(prefix, opt_level=level, fp8_recipe="tensorwise", eval_iters=4, **LONG))
-    # Delayed scaling is just in time until its window is full.
-    assert tiny.losses(rows)[: tiny.WINDOW] == tiny.losses(level_rows[level])[: tiny.WINDOW]
-    assert valid_loss(rows) == pytest.approx(valid_loss(level_rows[level]), rel=0.02)
-
-
-@pytest.mark.nightly(3)  # by default without a trainer: test_optimizer.py of msamp/optim
-@pytest.mark.parametrize(
-    "formats", [{"master_format": "bf16"}, {"exp_avg_sq_format": "fp8-e4m3"}, {"master_format": "fp32", "grad_format": "fp32"}], ids=str
-)
-def test_other_state_formats_train(prefix: Path, formats: dict[str, str]):
-    losses = tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", **formats, **LONG)))
-    assert all(math.isfinite(loss) for loss in losses)
-    assert losses[-1] < losses[0] - (0.1 if formats == {"exp_avg_sq_format": "fp8-e4m3"} else 0.8)
-
-
 # What must not change a trajectory, bit for bit
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -121,11 +97,6 @@ def test_the_same_losses(prefix: Path, tmp_path: Path, reference: list[float], s
     assert tiny.losses(rows) == reference
 
 
-def test_reading_ahead_gives_the_same_losses(prefix: Path):
-    first, second = (tiny.losses(tiny.run(tiny.config(prefix, train_iters=4, num_workers=workers, **DROPOUT))) for workers in (0, 1))
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("level", "method"), [SLOW("fp32", "uniform"), ("bf16", "block"), SLOW("O1", "block"), SLOW("O2", "uniform"), SLOW("O3", "block")]
 )
@@ -152,14 +123,6 @@ def test_selective_recomputation_gives_the_same_losses(prefix: Path, level: dict
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
     losses = [tiny.losses(tiny.run(tiny.config(prefix, train_iters=4, **level, **extra))) for extra in ({}, recompute)]
     assert losses[0] == losses[1]
-
-
-def test_the_seed_decides(prefix: Path):
-    def first(seed: int) -> list[float]:
-        return tiny.losses(tiny.run(tiny.config(prefix, opt_level="O2", train_iters=2, seed=seed)))
-
-    assert first(1) == first(1)
-    assert first(1) != first(2)
 
 
 # When things happen
@@ -195,38 +158,10 @@ def test_an_evaluation_that_fails_costs_no_save(
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == saved
 
 
-def test_bad_counts_beside_the_data_are_refused_at_the_start(tmp_path: Path):
-    corpus = tiny.write_data(tmp_path)
-    Path(f"{corpus}.json").write_text('{"tokens": 3}')
-    with pytest.raises(ValueError, match=r"corpus\.json does not contain the counts"), tiny.trainer(tiny.config(corpus, eval_iters=1)):
-        pass
-
-
 def test_exit_interval_saves_and_leaves(prefix: Path, tmp_path: Path):
     rows = tiny.run(tiny.config(prefix, train_iters=10, exit_interval=4, eval_iters=1, save=str(tmp_path)))
     assert [row["iteration"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
-
-
-def test_an_exit_interval_that_ends_with_the_run_still_evaluates(prefix: Path, tmp_path: Path):
-    rows = tiny.run(tiny.config(prefix, train_iters=4, exit_interval=4, eval_iters=1, save=str(tmp_path)))
-    assert kinds(rows)[1:] == [("valid", 4), ("test", 4)]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
-
-
-def test_steps_before_an_early_exit_are_reported(prefix: Path):
-    rows = tiny.run(tiny.config(prefix, train_iters=10, exit_interval=3, log_interval=2))
-    assert [row["iteration"] for row in rows if row["kind"] == "train"] == [2, 3]
-
-
-def test_without_save_nothing_is_written(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    tiny.run(tiny.config(prefix, train_iters=2, eval_iters=1))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_empty_splits_are_not_evaluated(prefix: Path):
-    assert kinds(tiny.run(tiny.config(prefix, train_iters=2, eval_iters=1, split="1"))) == [("precision", 0)]
 
 
 def test_bits_per_byte_from_the_counts_beside_the_data(prefix: Path):
@@ -235,47 +170,6 @@ def test_bits_per_byte_from_the_counts_beside_the_data(prefix: Path):
     row = next(row for row in rows if row["kind"] == "valid")
     assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) * counts["tokens"] / counts["text_bytes"])
     assert row["ppl"] == pytest.approx(math.exp(row["loss"]))
-
-
-def test_what_is_said_at_the_start(prefix: Path, capsys: pytest.CaptureFixture[str]):
-    rows = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=1, global_batch_size=8))
-    said = capsys.readouterr().out
-    assert "FP8RowParallelLinear" not in said  # the modules are for --log-level debug
-    assert [line for line in said.splitlines() if len(line) > 120] == []
-    assert "precision O2: 6." in said
-    assert "micro-batches per step 2" in said
-    assert "1 processes, gradients in" in said
-    (row,) = [row for row in rows if row["kind"] == "precision"]
-    assert set(row["bytes_per_parameter"]) == {"weight", "master", "grad", "m", "v"}
-    assert row["state_gib_min"] == row["state_gib_max"] == sum(row["bytes_per_parameter"].values()) * row["parameters"] / 2**30
-    assert row["parameters"] == 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
-
-
-def test_a_planted_nan_is_skipped_and_counted_in_the_log_line(
-    prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    settings = tiny.config(prefix, opt_level="O2", train_iters=6)
-
-    def spoiled(training: Training, stream: Batches, *watchers: Any) -> StepResult:
-        if training.iteration != 3:
-            return step.train_step(training, stream, *watchers)
-        handle = training.model.decoder.final_layernorm.weight.register_hook(lambda g: g * math.nan)
-        try:
-            return step.train_step(training, stream, *watchers)
-        finally:
-            handle.remove()
-
-    monkeypatch.setattr(trainer, "train_step", spoiled)
-    rows = [row for row in tiny.run(settings) if row["kind"] == "train"]
-    assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 1, 1]
-    assert rows[3]["lr"] == rows[4]["lr"] != rows[5]["lr"]  # the schedule waits for the step that counts
-    lines = [line for line in capsys.readouterr().out.splitlines() if "  iter " in line]
-    assert ["  skipped 1  " in line for line in lines] == [False, False, False, True, True, True]
-
-
-def test_no_training_data_is_refused(prefix: Path):
-    with tiny.started(tiny.config(prefix)), pytest.raises(ValueError, match=r"no training data.*--split"):
-        Trainer(tiny.config(prefix, split="0,1")).run()
 
 
 def test_batches_go_on_where_a_resume_starts(prefix: Path):
@@ -328,12 +222,3 @@ def test_a_rank_that_dies_in_a_save_is_named(gloo_prefix: Path, tmp_path: Path):
     said = (tmp_path / "said").read_text()
     assert said.startswith("saving at iteration 2, a connection to another rank failed: rank 1 does not answer (")
     assert "resume from the last checkpoint (" in said
-
-
-def test_where_the_host_waits_for_the_device_it_is_in_a_step(prefix: Path, monkeypatch: pytest.MonkeyPatch):
-    """A step that never ends on the GPU is waited for there, and is left soon once torchrun is gone; a profile would not be."""
-    phases, look = [], StepWatch.look
-    with tiny.trainer(tiny.config(prefix, train_iters=2, eval_iters=1)) as made:
-        monkeypatch.setattr(StepWatch, "look", lambda *args, **named: phases.append(made.watchdog.phase) or look(*args, **named))
-        made.run()
-    assert phases == [IN_STEP] * 2

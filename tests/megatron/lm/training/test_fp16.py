@@ -103,12 +103,6 @@ def test_a_run_ends_where_the_loss_scale_falls_below_the_least(prefix: Path, tmp
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
-def test_overflows_of_a_constant_scale_count_as_any_skipped_step(prefix: Path, spoiled: set[int]):
-    spoiled |= {3, 4}
-    with pytest.raises(RunStopped, match="2 steps in a row were skipped"):
-        tiny.run(tiny.config(prefix, fp16=True, loss_scale=8.0, train_iters=8, max_skipped_steps=2))
-
-
 def test_a_checkpoint_below_the_least_scale_is_refused_and_other_levels_start_it_anew(prefix: Path, tmp_path: Path):
     def first_scale(**settings: Any) -> float:
         with tiny.trainer(tiny.config(prefix, fp16=True, load=str(tmp_path / "fp16"), train_iters=3, **settings)) as made:

@@ -3,18 +3,15 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 
 from helpers import dist, tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.step import evaluate, train_step
-from megatron.lm.training import gradients
-from megatron.lm.training.gradients import build_grad_sync, chunks, count_pipeline_traffic
+from megatron.lm.training.gradients import build_grad_sync, count_pipeline_traffic
 from msamp.comm.counters import WireBytes
 from msamp.comm.grad_sync import GradSync
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP32, Format
@@ -28,47 +25,6 @@ def build(**settings: Any) -> tuple[GPT, GradSync]:
     recipe = build_recipe(config.precision)
     model = build_model(config, recipe, tiny.VOCABULARY)
     return model, build_grad_sync(model, config, recipe)
-
-
-DEFAULTS = {
-    "bucket_elements": 2**27,
-    "shard": False,
-    "exchange": "fp32-sum",
-    "scaling": None,
-    "mu_rule": None,
-    "accumulate": "bf16",
-    "overlap": True,
-    "seed": 1234,
-}
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({}, {}),
-        ({"grad_exchange": "nccl"}, {"exchange": "nccl", "scaling": "auto", "mu_rule": "halve"}),
-        ({"grad_exchange": "nccl", "mu_rule": "paper"}, {"exchange": "nccl", "scaling": "auto", "mu_rule": "paper"}),
-        ({"grad_exchange": "nccl", "grad_scaling": "pre"}, {"exchange": "nccl", "scaling": "pre"}),
-        ({"grad_exchange": "nccl", "grad_scaling": "post"}, {"exchange": "nccl", "scaling": "post"}),
-        ({"ddp_bucket_size": 5000}, {"bucket_elements": 5000}),
-        ({"use_distributed_optimizer": True}, {"shard": True}),
-        ({"opt_level": "O3"}, {"shard": True}),
-        ({"opt_level": "O0"}, {"accumulate": "fp32"}),
-        ({"grad_accum_dtype": "fp8-sr"}, {"accumulate": "fp8-sr"}),
-        ({"overlap_grad_reduce": False}, {"overlap": False}),
-        ({"seed": 7}, {"seed": 7}),
-    ],
-    ids=str,
-)
-def test_flags_reach_the_synchroniser(monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], expected: dict[str, Any]):
-    spy = Mock(wraps=gradients.grad_sync)
-    monkeypatch.setattr(gradients, "grad_sync", spy)
-    _, sync = build(**{"opt_level": "O2", **flags})
-    options = {**DEFAULTS, **expected}
-    assert {key: value for key, value in spy.call_args.kwargs.items() if key in DEFAULTS} == options
-    assert {"shard": sync.shard, "exchange": sync.exchange.name, "overlap": sync.overlap, "seed": sync.seed}.items() <= options.items()
-    assert (sync.autoscale.rule if sync.autoscale else None) == options["mu_rule"]
-    assert all(len(bucket.params) == 1 or sum(bucket.sizes) <= options["bucket_elements"] for bucket in sync.buckets)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +61,6 @@ def test_all_micro_batches_but_the_last_stay_on_the_rank():
     assert torch.equal(p.main_grad.dequantize(torch.float32), torch.ones(p.shape, device=p.device))
 
 
-def test_chunks_of_a_rank():
-    model, _ = build(opt_level="O2")
-    assert chunks(model) == [model]
-    several = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    assert chunks(nn.ModuleList(several)) == several
-
-
 # Bytes between pipeline stages
 
 PP = {"pipeline_model_parallel_size": 2, "num_layers": 4, "num_attention_heads": 4, "micro_batch_size": 2, "global_batch_size": 8}
@@ -141,13 +90,6 @@ def test_pipeline_traffic_by_hand(flags: dict[str, Any], dtype: torch.dtype, par
     sent = WireBytes()
     count_pipeline_traffic(sent, tiny.config("corpus", **flags), held, 4)
     assert sent.rows() == {("activation", "pipeline send"): transfers * BF16_BYTES}
-
-
-def test_without_stages_nothing_is_counted():
-    sent = WireBytes()
-    part: Any = SimpleNamespace(pre_process=True, post_process=True)
-    count_pipeline_traffic(sent, tiny.config("corpus"), [part], 4)
-    assert sent.rows() == {}
 
 
 STAGES = {"PP": PP | {"precision": "fp32"}, "interleaved": PP | VPP | {"opt_level": "O2"}}

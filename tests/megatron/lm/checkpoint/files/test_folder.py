@@ -19,7 +19,6 @@ from megatron.lm.checkpoint.files.folder import (
     iteration_of,
     latest,
     marked_iteration,
-    partial_folder,
     prune,
     publish,
     read_info,
@@ -35,27 +34,6 @@ DEAD = "iteration 6 was skipped"
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
-
-
-def test_a_published_checkpoint_is_found(tmp_path: Path):
-    assert not exists(tmp_path)
-    folder = published(tmp_path, 4)
-    assert exists(tmp_path)
-    assert (tmp_path / MARKER).read_text() == "4"
-    assert latest(tmp_path) == folder
-    info = read_info(folder)
-    assert info["text"] == "data"
-    check_files(folder, info["files"])
-    assert names(tmp_path) == ["iter_0000004", MARKER]
-
-
-def test_an_iteration_can_be_named(tmp_path: Path):
-    first, _ = published(tmp_path, 2), published(tmp_path, 4)
-    assert latest(tmp_path, 2) == first
-    with pytest.raises(ValueError, match=r"has no checkpoint of iteration 3; it has iterations 2, 4 \(choose one with --ckpt-step\)"):
-        latest(tmp_path, 3)
-    with pytest.raises(ValueError, match="has no checkpoint of iteration 3; it has none"):
-        latest(tmp_path / "gone", 3)
 
 
 @pytest.mark.promise("Checkpoints", "A marker that names a valid checkpoint is followed, and newer ones are mentioned.")
@@ -117,12 +95,6 @@ def test_no_fallback_leads_to_another_run(tmp_path: Path, capsys: pytest.Capture
         latest(tmp_path)
 
 
-def test_a_run_that_adopted_falls_back_to_what_has_no_identity(tmp_path: Path):
-    unnamed, torn = published(tmp_path, 2), published(tmp_path, 4, **of(Run(adopted=True)))
-    (torn / "data").unlink()
-    assert latest(tmp_path) == unnamed
-
-
 def test_a_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path):
     mine = Run()
     refuse_other_run(tmp_path / "missing", mine)
@@ -140,13 +112,6 @@ def test_a_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path):
         refuse_other_run(tmp_path, mine)
 
 
-def test_checkpoints_without_identity_are_the_run_s_that_adopted_them(tmp_path: Path):
-    published(tmp_path, 4)
-    refuse_other_run(tmp_path, Run(adopted=True))
-    with pytest.raises(ValueError, match="contains another run"):
-        refuse_other_run(tmp_path, Run())
-
-
 @pytest.mark.promise("Checkpoints", "A folder renamed to another iteration is not a checkpoint.")
 def test_a_renamed_folder_is_no_checkpoint_of_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     good = published(tmp_path, 2)
@@ -154,27 +119,6 @@ def test_a_renamed_folder_is_no_checkpoint_of_its_name(tmp_path: Path, capsys: p
     (tmp_path / MARKER).write_text("9")
     assert latest(tmp_path) == good
     assert f"passed over: {renamed} contains iteration 4: the folder was renamed; restore its name" in capsys.readouterr().out
-
-
-def test_a_marked_one_that_is_missing_is_passed_over_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    older = published(tmp_path, 2)
-    (tmp_path / MARKER).write_text("4")
-    assert latest(tmp_path) == older
-    assert capsys.readouterr().out == f"passed over: {tmp_path / 'iter_0000004'} is missing\n"
-
-
-@pytest.mark.parametrize("marker", [None, "", "release", "9", "\xff"])
-def test_a_marker_that_leads_nowhere(tmp_path: Path, marker: str | None):
-    published(tmp_path, 4)
-    iteration_folder(tmp_path, 4).rename(tmp_path / "away")
-    if marker is None:
-        (tmp_path / MARKER).unlink()
-    else:
-        (tmp_path / MARKER).write_bytes(marker.encode("latin1"))
-    assert marked_iteration(tmp_path) == (9 if marker == "9" else None)
-    said = "names iteration 9, which is missing" if marker == "9" else "is missing or invalid; set --load to the folder of an earlier"
-    with pytest.raises(ValueError, match=f"{MARKER} {said}"):
-        latest(tmp_path)
 
 
 # What is not a whole checkpoint, and what is said of it.
@@ -225,43 +169,12 @@ def test_a_torn_one_is_passed_over_with_a_message_or_refused(tmp_path: Path, wha
         read_info(torn)
 
 
-FOREIGN = {
-    "ours, one file a rank": (["mp_rank_00_000.pt", "rng_00000.pt"], "was written by an earlier version of this code"),
-    "ours, one file": (["state.pt"], "was written by an earlier version of this code"),
-    "Megatron-LM": (["mp_rank_00/model_optim_rng.pt"], "was written by Megatron-LM.*through Hugging Face's format"),
-    "Megatron-LM, pipeline": (["mp_rank_00_001/model_optim_rng.pt"], "was written by Megatron-LM"),
-    "Megatron-LM, distributed": (["common.pt", ".metadata", "metadata.json", "__0_0.distcp"], "was written by Megatron-LM"),
-    "anything": (["notes.txt", "model.safetensors"], "is not a checkpoint, or has no checkpoint.json, which is written last"),
-}
-
-
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_what_others_wrote_is_named(tmp_path: Path, kind: str):
-    files, said = FOREIGN[kind]
-    (tmp_path / MARKER).write_text("4")
-    for name in files:
-        file = tmp_path / "iter_0000004" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("theirs")
-    with pytest.raises(ValueError, match=said):
-        latest(tmp_path)
-
-
 def test_a_file_of_the_right_size_and_other_contents_is_named(tmp_path: Path):
     folder = published(tmp_path, 4, "new")
     (folder / "data").write_text("nEw")
     info = read_info(folder)
     with pytest.raises(ValueError, match=r"iter_0000004/data is damaged: its SHA-256 is not that in checkpoint\.json"):
         check_files(folder, info["files"])
-
-
-def test_what_a_kill_left_is_cleared_before_writing(tmp_path: Path):
-    partial = partial_folder(iteration_folder(tmp_path, 4))
-    partial.mkdir()
-    (partial / "left").write_text("half")
-    published(tmp_path, 4)
-    assert names(tmp_path) == ["iter_0000004", MARKER]
-    assert names(tmp_path / "iter_0000004") == [INFO_FILE, "data"]
 
 
 # A kill at every moment
@@ -366,25 +279,6 @@ def test_prune_leaves_other_runs_alone(tmp_path: Path):
         published(tmp_path, iteration, **mine)
     prune(published(tmp_path, 8, **mine), 1)
     assert names(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000008", MARKER]
-
-
-def test_prune_counts_no_replaced_one_before_the_one_in_its_place(tmp_path: Path):
-    first, second = published(tmp_path, 2), published(tmp_path, 4)
-    second.rename(second.with_name("iter_0000004.replaced"))
-    newest = published(tmp_path, 4, "new")
-    first.rename(first.with_name("iter_0000004.replaced"))  # as a kill leaves it: publishing has removed the one before
-    prune(newest, 1)
-    assert names(tmp_path) == ["iter_0000004", MARKER]
-
-
-def test_what_a_kill_left_of_any_iteration_is_cleared_at_the_next_start(tmp_path: Path):
-    published(tmp_path, 4)
-    for name in ("iter_0000002.partial", "iter_0000009.partial", "notes.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__0_0.distcp").write_text("half")
-    said = tidy(tmp_path)
-    assert said == [f"deleted {tmp_path / f'iter_000000{n}.partial'} of an interrupted save" for n in (2, 9)]
-    assert names(tmp_path) == ["iter_0000004", MARKER, "notes.partial"]
 
 
 def test_the_seal_covers_all_but_itself(tmp_path: Path):

@@ -38,32 +38,11 @@ def test_the_newer_of_both_folders_comes_first(root: Path):
     assert non_persistent.newest(settings(root)) == iteration_folder(root, 30)
 
 
-def test_without_the_interval_the_second_folder_is_not_read(root: Path):
-    assert offered(settings(root, non_persistent_save_interval=None)) == [20, 10]
-    assert non_persistent.folder_of(settings(root, non_persistent_save_interval=None), root) is None
-
-
 def test_a_named_iteration_is_found_in_either(root: Path):
     assert offered(settings(root, ckpt_step=25)) == [25]
     assert offered(settings(root, ckpt_step=10)) == [10]
     with pytest.raises(ValueError, match="has no checkpoint of iteration 7"):
         non_persistent.newest(settings(root, ckpt_step=7))
-
-
-def test_another_folder_by_name_and_one_of_another_run(root: Path, tmp_path: Path):
-    elsewhere = tmp_path / "fast"
-    published(elsewhere, 40, **of(Run()))
-    found = non_persistent.candidates_of(settings(root, non_persistent_global_ckpt_dir=str(elsewhere)))
-    assert found.folders == [iteration_folder(root, 20), iteration_folder(root, 10)]
-    assert found.remarks == [f"passed over: {elsewhere}/iter_0000040 is a checkpoint of another run"]
-
-
-def test_a_run_that_has_saved_none_for_good_is_found_by_the_other(tmp_path: Path):
-    published(tmp_path / "non_persistent", 5, **of(RUN))
-    assert non_persistent.any_in(settings(tmp_path), tmp_path)
-    assert not non_persistent.any_in(settings(tmp_path, non_persistent_save_interval=None), tmp_path)
-    assert (non_persistent.owner_of(settings(tmp_path), tmp_path) or {})["run"]["id"] == RUN.id
-    assert offered(settings(tmp_path)) == [5]
 
 
 def test_a_damaged_one_is_passed_over_for_an_older_one_of_the_other_folder(root: Path):

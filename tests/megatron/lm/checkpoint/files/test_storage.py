@@ -1,7 +1,5 @@
 """Tensors on disk: any cut in, any region out, every bit kept."""
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -52,48 +50,10 @@ def test_any_region_can_be_read_whatever_the_cut(folder: Path, rows: tuple[int, 
     assert torch.equal(into, wanted)
 
 
-def test_several_regions_go_into_views_of_one_tensor(folder: Path):
-    into = torch.full((2, 6, 4), -1.0)
-    Stored(folder).read([Region("model/w", (0, 0), into[0]), Region("model/w", (0, 4), into[1])])
-    assert torch.equal(torch.cat([into[0], into[1]], dim=1), WHOLE)
-
-
-def test_what_is_not_there_is_told(folder: Path):
-    stored = Stored(folder)
-    assert float(stored.tensor("step/w")) == 7
-    with pytest.raises(ValueError, match=r"has no model/v"):
-        stored.tensor("model/v")
-    with pytest.raises(ValueError, match=r"model/w is \(6, 8\); \(3, 8\) at \(4, 0\) is not all in it"):
-        stored.read([Region("model/w", (4, 0), torch.empty(3, 8))])
-
-
 def test_a_tensor_that_is_not_whole_is_not_written(tmp_path: Path):
     with pytest.raises(ValueError, match=r"the chunks of 'model/w', 16 elements, do not cover its \(6, 8\)"):
         write(tmp_path, [Item("model/w", WHOLE[:2].contiguous(), (6, 8), (0, 0))])
     assert not (tmp_path / PLAN_FILE).exists()
-
-
-def test_a_dtype_that_is_not_stored_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"w is torch\.complex64; a checkpoint supports float64, float32"):
-        write(tmp_path, [Item.whole("w", WHOLE.to(torch.complex64))])
-
-
-def test_a_region_of_another_dtype_or_number_of_dimensions_is_refused(folder: Path):
-    with pytest.raises(ValueError, match=r"model/w is torch\.float32, expected torch\.float16; load an older checkpoint"):
-        Stored(folder).read([Region("model/w", (0, 0), torch.empty(6, 8).half())])
-    with pytest.raises(ValueError, match=r"model/w is \(6, 8\); \(8,\) at \(0,\) is not all in it"):
-        Stored(folder).read([Region("model/w", (0,), torch.empty(8))])
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_a_write_that_fails_says_why_and_an_interrupt_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException):
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(os, "fsync", fail)
-    kind = ValueError if isinstance(error, OSError) else type(error)
-    with pytest.raises(kind, match="No space left on device" if isinstance(error, OSError) else None):
-        write(tmp_path, [Item.whole("w", WHOLE)])
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut short", "a link"])

@@ -13,12 +13,12 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from helpers import dist, megatron_checkpoints, tiny
 from helpers.megatron_checkpoints import SETTINGS
 from megatron.lm.checkpoint.files.storage import Item
-from megatron.lm.checkpoint.foreign.megatron import _loss_scale, configuration, differing, read_megatron
+from megatron.lm.checkpoint.foreign.megatron import _loss_scale, configuration, read_megatron
 from megatron.lm.checkpoint.foreign.pickled import plain_of_zip
 from megatron.lm.checkpoint.foreign.torch_dist import read_common
 from megatron.lm.checkpoint.foreign.write_torch_dist import write
 from megatron.lm.checkpoint.place import places
-from megatron.lm.config import Config, ModelConfig
+from megatron.lm.config import Config
 from megatron.lm.run.trainer import Trainer
 
 LOGITS = 1e-5  # largest difference from megatron-core's own forward in FP32
@@ -129,27 +129,6 @@ def test_an_impossible_schedule_is_named(tmp_path: Path, record: dict[str, Any])
         configuration(tmp_path, {"iteration": 10} | record, settings("corpus", tmp_path, "llama"))
 
 
-def test_a_warm_up_of_a_fraction_of_the_decay_keeps_its_fraction(tmp_path: Path):
-    common = {"iteration": 10, "args": {"global_batch_size": 4, "consumed_train_samples": 40}}
-    common["opt_param_scheduler"] = {"lr_warmup_steps": 0.03 * 80, "lr_decay_steps": 80}
-    steps = configuration(tmp_path, common, settings("corpus", tmp_path, "llama")).schedule_steps
-    assert (steps.warmup, steps.decay) == (pytest.approx(0.03 * 20), 20)
-
-
-def test_what_a_sample_was_is_the_checkpoints(tmp_path: Path):
-    common = {"iteration": 10, "args": {"reset_attention_mask": True, "eod_mask_loss": None}}
-    then = configuration(tmp_path, common, settings("corpus", tmp_path, "llama", reset_position_ids=True)).data
-    assert (then.reset_attention_mask, then.eod_mask_loss, then.reset_position_ids) == (True, False, True)
-
-
-def test_a_vocabulary_padded_otherwise_is_cut_and_filled(written: Path, prefix: Path):
-    with tiny.trainer(settings(prefix, written, "gpt2", finetune=True, make_vocab_size_divisible_by=60)) as made:
-        assert logits(made).shape[-1] == 60
-        torch.testing.assert_close(logits(made), megatron_checkpoints.logits(written, "gpt2")[..., :60], rtol=0, atol=LOGITS)
-    with tiny.trainer(settings(prefix, written, "gpt2", finetune=True, make_vocab_size_divisible_by=100)) as made:
-        torch.testing.assert_close(logits(made)[..., :60], megatron_checkpoints.logits(written, "gpt2")[..., :60], rtol=0, atol=LOGITS)
-
-
 def refused(config: Config) -> str:
     with pytest.raises(ValueError, match=r"checkpoint|weights|dp_reshardable") as caught, tiny.trainer(config) as made:
         made.run()
@@ -176,16 +155,6 @@ def test_another_activation_bias_or_stretch_is_named_and_a_stretch_is_free_with_
         assert made.training.iteration == 0
 
 
-def test_one_message_names_every_flag_of_another_shape(written: Path, prefix: Path):
-    other = {"num_attention_heads": 2, "num_query_groups": 1, "swiglu": False, "untie_embeddings_and_output_weights": False}
-    said = refused(settings(prefix, written, "llama", finetune=True, norm_epsilon=1e-6, **other))
-    for told in (
-        *("--num-attention-heads 2 (saved: 4)", "--num-query-groups 1 (saved: 2)", "--swiglu False (saved: True)"),
-        *("--norm-epsilon 1e-06 (saved: 1e-05)", "--untie-embeddings-and-output-weights False (saved: True)"),
-    ):
-        assert told in said
-
-
 def test_weights_that_the_model_lacks_are_refused(written: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron.lm.checkpoint.foreign.megatron.arguments", lambda common: {})  # a checkpoint without arguments
     said = refused(settings(prefix, written, "gpt2", finetune=True, disable_bias_linear=True))
@@ -196,10 +165,6 @@ def test_saving_beside_checkpoints_of_megatron_is_refused(written: Path, prefix:
     shutil.copytree(written / "gpt2", tmp_path / "gpt2")
     said = refused(settings(prefix, tmp_path, "gpt2", save=str(tmp_path / "gpt2")))
     assert re.search("contains checkpoints of Megatron-LM, .* another --save", said)
-
-
-def test_an_absent_argument_is_not_compared():
-    assert differing({}, ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16)) == []
 
 
 def test_names_of_transformer_engines_spec_with_layers_apart(written: Path, prefix: Path, tmp_path: Path):

@@ -4,16 +4,15 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from helpers import megatron_checkpoints, tiny
+from helpers import megatron_checkpoints
 from helpers.megatron_checkpoints import CASES
 from megatron.lm.checkpoint.files.index import Chunk, Entry
 from megatron.lm.checkpoint.files.storage import Region
-from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, _joined, is_torch_dist, optimizer_step, read_common
+from megatron.lm.checkpoint.foreign.torch_dist import TorchDist, _joined, is_torch_dist, read_common
 
 
 def opened(folder: Path, case: str) -> TorchDist:
@@ -62,19 +61,6 @@ def test_flattened_shards_of_model_space_are_put_together():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "step"),
-    [
-        ({"optimizer": {"param_groups": [{"lr": 1.0}, {"step": 7}]}}, 7),
-        ({"state": {"common_step": 5.0}}, 5),
-        ({"optimizer": {"param_groups": [{"step": float("nan")}]}}, 10),
-        (None, 10),
-    ],
-)
-def test_the_step_count_is_that_of_the_optimizer_or_the_iteration(optimizer: Any, step: int):
-    assert optimizer_step({"optimizer": optimizer, "iteration": 10}) == step
-
-
-@pytest.mark.parametrize(
     ("file", "content", "said"),
     [
         ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "its sharded_backend is not torch_dist; save it with --ckpt-format"),
@@ -107,8 +93,3 @@ def test_a_file_without_a_digest_is_refused_where_digests_are_known(written: Pat
     for lost in ("__0_0.distcp", "common.pt"):
         with pytest.raises(ValueError, match=f"{re.escape(lost)} has no digest in checkpoint.json"):
             TorchDist(folder, read_common(folder), [name for name in names if name != lost])
-
-
-def test_nothing_of_this_repository_is_in_the_writing_process():
-    text = (Path(tiny.__file__).parent / "plain_megatron.py").read_text()
-    assert not re.search("import msamp|megatron.lm", text)

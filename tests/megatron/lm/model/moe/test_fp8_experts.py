@@ -7,13 +7,10 @@ import torch
 
 from helpers import tiny
 from megatron.lm.build import build_training
-from megatron.lm.config.sections.precision import build_recipe
-from megatron.lm.model.gpt import build_model
-from megatron.lm.model.initial import take_initial_weights
 from megatron.lm.model.moe.fp8_experts import TrainedMatrices
 from megatron.lm.processes import process_groups
 from megatron.lm.step import train_step
-from msamp.numerics.tensor import ScalingTensor, fp32_values
+from msamp.numerics.tensor import fp32_values
 
 pytestmark = pytest.mark.usefixtures("one_process")
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True}
@@ -33,24 +30,6 @@ def test_masters_start_from_the_weights_before_rounding(level: str):
             steps = (fp32_values(master) - values.detach().float()).abs() / values.detach().float().abs()
             assert steps.max() < 2**-10  # scaled FP16
         assert matrices.take_initial_weights() == []
-
-
-def test_layers_that_stay_in_bf16_have_bf16_experts():
-    config = tiny.config("corpus", **EXPERTS, opt_level="O2", num_layers=3, first_last_layers_bf16=True, moe_layer_freq="[0,1,1]")
-    assert config.fp8_experts == (1,)
-    made = build_training(config, tiny.VOCABULARY)
-    kinds = [type(getattr(layer.mlp, "experts", None) and layer.mlp.experts.fc1_weight) for layer in made.model.decoder.layers]
-    assert kinds == [type(None), TrainedMatrices, torch.nn.Parameter]
-
-
-def test_initial_weights_are_taken_once_of_experts_and_linear_layers():
-    """A model that is read for inference takes them too, else it would hold 2 bytes more per parameter."""
-    config = tiny.config("corpus", **EXPERTS, opt_level="O3")
-    model = build_model(config, build_recipe(config.precision), tiny.VOCABULARY)
-    low = {id(p) for p in model.parameters() if isinstance(p, ScalingTensor)}
-    assert {id(p) for p, _ in take_initial_weights(model)} == low
-    assert len(low) == config.model.num_layers * (2 + 2 * EXPERTS["num_experts"])  # two linear layers of attention, two weights per expert
-    assert take_initial_weights(model) == []
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {

@@ -36,17 +36,6 @@ def test_a_token_is_the_weighted_sum_of_its_experts_and_the_shared_one(shared: i
         torch.testing.assert_close(row.double(), wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_moe_layer_freq_chooses_the_layers_and_the_plan_counts_their_parameters():
-    from megatron.lm.config.presets import active_parameter_count, parameter_count
-
-    config = tiny.config("corpus", **EXPERTS, moe_layer_freq="[0,1,0]", num_layers=3, moe_shared_expert_intermediate_size=16)
-    made = build_training(config, tiny.VOCABULARY)
-    assert [isinstance(layer.mlp, MoE) for layer in made.model.decoder.layers] == [False, True, False]
-    whole, active = parameter_count(config.model, 64), active_parameter_count(config.model, 64)
-    assert whole == sum(p.numel() for p in made.model.parameters())
-    assert whole - active == 2 * 3 * 32 * 24  # the two experts of four that a token does not use
-
-
 def test_an_expert_starts_from_the_same_weights_whichever_others_a_rank_has():
     config = tiny.config("corpus", **EXPERTS)
     weights = build_training(config, tiny.VOCABULARY).model.decoder.layers[0].mlp.experts
@@ -55,9 +44,3 @@ def test_an_expert_starts_from_the_same_weights_whichever_others_a_rank_has():
     assert float(weights.fc2_weight.std()) == pytest.approx(0.02 / 2, rel=0.05)  # sqrt(2 layers x 2)
     wider = build_training(tiny.config("corpus", **EXPERTS | {"num_experts": 6}), tiny.VOCABULARY).model.decoder.layers[0].mlp.experts
     assert torch.equal(wider.fc1_weight[:4], weights.fc1_weight)
-
-
-def test_a_mask_of_padding_is_refused():
-    layer = build_training(tiny.config("corpus", **EXPERTS), tiny.VOCABULARY).model.decoder.layers[0].mlp
-    with pytest.raises(ValueError, match="does not support padding_mask"):
-        layer(torch.zeros(2, 1, 32), padding_mask=torch.ones(2, 1))

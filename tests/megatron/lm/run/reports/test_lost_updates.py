@@ -2,7 +2,6 @@
 
 import functools
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 
 from helpers import dist, tiny
-from helpers.faulty import Once, patched, rolling, told
+from helpers.faulty import told
 from megatron.lm.run.reports import lost_updates
 from megatron.lm.run.reports.lost_updates import LostUpdates
 from megatron.lm.step import train_step
-from megatron.lm.training.state import Training
 from msamp.optim.device_flag import DeviceCopy
 
 FC1 = "decoder.layers.1.mlp.linear_fc1"
@@ -124,14 +122,6 @@ def test_more_than_half_at_every_check_is_warned_of_once(prefix: Path, tables, w
     assert all(row["layers"] == {FC1: 0.6} for row in rows)
 
 
-def test_the_fix_follows_from_how_masters_are_stored():
-    fix = {storage: lost_updates._Storage(*storage).fix for storage in (("fp32", "fp16", "nearest"), ("fp32", "fp16", "stochastic"))}
-    assert "--master-rounding stochastic" in fix["fp32", "fp16", "nearest"]
-    assert "--master-format fp32" in fix["fp32", "fp16", "stochastic"]
-    assert "--lr" in lost_updates._Storage("fp32", "fp32", "nearest").fix
-    assert "BF16" in lost_updates._Storage("a", "bf16", "nearest").fix
-
-
 @pytest.mark.usefixtures("every_step")
 def test_a_run_that_is_watched_ends_with_the_same_bits_resumes_and_is_warned_again(prefix: Path, tmp_path: Path, monkeypatch, capsys):
     """Several micro-batches, evaluation, save and resume; the count of checks starts again with the process."""
@@ -145,28 +135,6 @@ def test_a_run_that_is_watched_ends_with_the_same_bits_resumes_and_is_warned_aga
     monkeypatch.setattr(lost_updates, "EVERY", 1000)
     unwatched = tiny.run(tiny.config(prefix, train_iters=16, **shared))
     assert tiny.losses(unwatched) == tiny.losses(rows)
-
-
-@pytest.mark.usefixtures("every_step")
-def test_a_rollback_starts_the_count_again(prefix: Path, tmp_path: Path):
-    with patched(Once(5)):
-        settings = rolling(prefix, str(tmp_path), opt_level="O2", train_iters=14, **NEAREST)
-        low = replace(settings, optimizer=replace(settings.optimizer, lr=1e-7, min_lr=1e-7, lr_warmup_iters=0))
-        rows = tiny.run(low)
-    (back,) = told(rows, "rollback")
-    (row,) = told(rows, "lost_updates")
-    assert back["to"] == 4
-    assert row["iteration"] == 10  # checks at 2 and 4, and after the rollback at 6, 8 and 10
-
-
-def measured(training: Training, watch: LostUpdates, stream: Any, steps: int) -> list[dict[str, tuple[float, float]]]:
-    found = []
-    for _ in range(steps):
-        train_step(training, stream, None, None, watch)
-        check = watch._check
-        if check is not None:
-            found.append(dict(zip(watch._storage, map(tuple, check.distances.values().tolist()), strict=True)))
-    return found
 
 
 @pytest.mark.usefixtures("every_step")

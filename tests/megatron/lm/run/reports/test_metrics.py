@@ -6,7 +6,6 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +21,7 @@ from megatron.lm.config.presets import flops_per_token
 from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
 from megatron.lm.run.reports import metrics
-from megatron.lm.run.reports.metrics import Metrics, memory_gib, mfu, peak_tflops
+from megatron.lm.run.reports.metrics import Metrics, mfu, peak_tflops
 from megatron.lm.training.state import StepResult, Training
 from msamp.numerics.formats import FP32
 from msamp.parallel.data_parallel import grad_sync
@@ -109,14 +108,6 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
     ), line
 
 
-def test_steps_before_the_graphs_are_counted_in_runs_that_have_graphs(one_process: None):
-    made = new(tiny.config("corpus", log_interval=3, train_iters=10))
-    rows = collect(made)
-    for iteration, eager in enumerate([True, True, False, False, False, False, None, None, None], 1):
-        made.record(result(1.0, 1.0, eager=eager), iteration)
-    assert [row.get("eager_steps") for row in rows] == [2, 0, None]
-
-
 def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, monkeypatch: pytest.MonkeyPatch):
     clock = Clock(monkeypatch)
     made = new(tiny.config("corpus", log_interval=1, micro_batch_size=4))
@@ -129,61 +120,6 @@ def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, mo
     assert [row["tokens_per_s"] for row in rows] == pytest.approx([4 * 16 / 2] * 2)
 
 
-def test_throughput_of_a_run_with_evaluations_and_checkpoints(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    clock = Clock(monkeypatch)
-
-    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        def slow(*args: Any) -> Any:
-            clock.pass_(seconds)
-            return function(*args)
-
-        return slow
-
-    monkeypatch.setattr(trainer, "train_step", taking(2.0, trainer.train_step))
-    monkeypatch.setattr(trainer, "evaluate", taking(50.0, trainer.evaluate))
-    monkeypatch.setattr(trainer.checkpoint, "save", taking(70.0, trainer.checkpoint.save))
-    rows = tiny.run(tiny.config(prefix, train_iters=6, eval_iters=1, eval_interval=2, save=str(tmp_path), save_interval=3))
-    assert [row["step_ms"] for row in rows if row["kind"] == "train"] == pytest.approx([2000] * 6)
-
-
-def test_the_last_iteration_is_reported_whatever_the_interval(one_process: None):
-    made = new(tiny.config("corpus", log_interval=4, train_iters=6))
-    rows = collect(made)
-    for iteration in range(1, 7):
-        made.record(result(float(iteration), 1.0), iteration)
-    assert [(row["iteration"], row["loss"]) for row in rows] == [(4, 2.5), (6, 5.5)]
-
-
-def test_a_resumed_run_tells_the_time_left_from_its_own_steps(
-    one_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    clock = Clock(monkeypatch)
-    made = new(tiny.config("corpus", train_iters=110), iteration=100)
-    clock.pass_(3.0)
-    made.record(result(1.0, 1.0), 101)
-    assert "ETA 0:00:27" in capsys.readouterr().out
-
-
-def test_a_resumed_run_counts_skipped_steps_on(one_process: None):
-    made = new(tiny.config("corpus", train_iters=110), iteration=100, skipped=2)
-    rows = collect(made)
-    made.record(result(1.0, 1.0, skipped=True), 101)
-    made.record(result(1.0, 1.0), 102)
-    assert [row["skipped"] for row in rows] == [3, 3]
-
-
-def test_mfu_only_where_the_peak_is_known(one_process: None, capsys: pytest.CaptureFixture[str]):
-    assert peak_tflops(tiny.config("corpus", peak_tflops=3.0)) == {"given": 3.0}
-    if torch.cuda.is_available():
-        pytest.skip("the peak of this GPU may be known")
-    assert peak_tflops(tiny.config("corpus")) == {}
-    made = new(tiny.config("corpus"))
-    rows = collect(made)
-    made.record(result(1.0, 1.0), 1)
-    assert not [key for key in rows[0] if key.startswith("mfu")]
-    assert "MFU" not in capsys.readouterr().out
-
-
 def test_hopper_counts_both_peaks_at_every_precision_and_names_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -193,10 +129,6 @@ def test_hopper_counts_both_peaks_at_every_precision_and_names_them(monkeypatch:
     assert mfu(494.5, peaks) == pytest.approx({"mfu_bf16_peak": 0.5, "mfu_fp8_peak": 494.5 / 1979})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert peak_tflops(tiny.config("corpus")) == {}
-
-
-def test_memory():
-    assert 0.05 < memory_gib() < 100
 
 
 def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):
@@ -259,14 +191,6 @@ def test_the_last_row_says_how_the_start_ended(prefix: Path, tmp_path: Path, mon
     assert last == {"kind": "end", "iteration": 2, "status": "failed", "why": "no space"}
 
 
-def test_mu_is_in_the_rows_where_it_adapts(prefix: Path):
-    rows = [row for row in tiny.run(tiny.config(prefix, opt_level="O2", train_iters=3, grad_exchange="nccl")) if row["kind"] == "train"]
-    assert [row["mu_max"] for row in rows] == pytest.approx([4.0 ** (i / 1000) for i in (1, 2, 3)])
-    assert all(0.25 <= row["mu_min"] <= row["mu_max"] for row in rows)
-    fixed = tiny.run(tiny.config(prefix, opt_level="O2", train_iters=1, grad_exchange="nccl", grad_scaling="post"))
-    assert "mu_min" not in fixed[-1]
-
-
 def test_a_metrics_file_is_strict_json_even_where_a_step_was_not_finite(one_process: None, tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     made = new(tiny.config("corpus", metrics_file=str(file)))
@@ -298,32 +222,3 @@ def test_tensorboard_can_be_read(prefix: Path, tmp_path: Path):
     losses = events.Scalars("train/loss")
     assert [event.step for event in losses] == [1, 2, 3, 4]
     assert [event.value for event in losses] == pytest.approx(tiny.losses(rows), rel=1e-6)
-
-
-def test_other_ranks_write_nothing(one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 1)
-    made = new(tiny.config("corpus", metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=str(tmp_path / "t")))
-    made.record(result(1.0, 1.0), 1)
-    made.evaluation("valid", 1, 1.0, None)
-    made.close()
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().out == ""
-
-
-def test_evaluation_line_and_row(one_process: None, capsys: pytest.CaptureFixture[str]):
-    made = new(tiny.config("corpus", global_batch_size=8))
-    rows = collect(made)
-    made.evaluation("valid", 5, 2.0, 1.25)
-    made.evaluation("test", 5, 2.0, None)
-    assert rows[0] == {
-        "kind": "valid",
-        "iteration": 5,
-        "tokens": 5 * 8 * 16,
-        "loss": 2.0,
-        "ppl": pytest.approx(math.exp(2)),
-        "bits_per_byte": 1.25,
-    }
-    assert rows[1]["bits_per_byte"] is None
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("  valid at iteration 5  loss 2.0000  perplexity 7.39  1.2500 bits per byte")
-    assert second.endswith("  test at iteration 5  loss 2.0000  perplexity 7.39")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import dist, tiny
+from helpers import tiny
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.check import check
 from megatron.lm.run.reports import profiles
@@ -65,27 +65,6 @@ def test_the_iterations_after_start_to_end_are_traced(
     assert "aten::addmm" in names or "aten::mm" in names or "aten::matmul" in names
 
 
-def test_a_resume_profiles_what_is_left_of_the_iterations(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    save = {"save": str(tmp_path / "save"), "load": str(tmp_path / "save"), "lr_decay_iters": 6, "eval_iters": 1, "eval_interval": 2}
-    tiny.run(settings(prefix, tmp_path / "a", 1, 5, train_iters=3, **save))
-    assert written(capsys.readouterr().out) == ["rank-0.iterations-2-3.pt.trace.json.gz"]
-    tiny.run(settings(prefix, tmp_path / "b", 1, 5, **save))
-    assert written(capsys.readouterr().out) == ["rank-0.iterations-4-5.pt.trace.json.gz"]
-    tiny.run(settings(prefix, tmp_path / "c", 1, 5, **(save | {"train_iters": 7})))
-    said = capsys.readouterr().out
-    assert "--profile: nothing is profiled, since this start trains iterations 7 to 7, and the profile is of 2 to 5" in said
-    assert not (tmp_path / "c").exists() or not traces(tmp_path / "c")
-
-
-def test_a_run_that_leaves_early_says_what_it_profiled(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tiny.run(settings(prefix, tmp_path / "a", 2, 6, exit_interval=3))
-    assert written(capsys.readouterr().out) == ["rank-0.iterations-3-3.pt.trace.json.gz"]
-    tiny.run(settings(prefix, tmp_path / "b", 3, 6, exit_interval=3))  # while the profiler warms up
-    assert "--profile: nothing is profiled, since the run ends after iteration 3\n" in capsys.readouterr().out
-    tiny.run(settings(prefix, tmp_path / "c", 6, 8))
-    assert "--profile: nothing is profiled, since this start trains iterations 1 to 6" in capsys.readouterr().out
-
-
 def test_a_run_that_fails_writes_no_trace_and_can_be_followed_by_another(
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -99,23 +78,6 @@ def test_a_run_that_fails_writes_no_trace_and_can_be_followed_by_another(
     assert traces(tmp_path) == {}
     tiny.run(settings(prefix, tmp_path, 1, 2))
     assert list(traces(tmp_path)) == ["rank-0.iterations-2-2.pt.trace.json.gz"]
-
-
-def test_a_trace_that_cannot_be_written_costs_the_trace(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    config = settings(prefix, tmp_path, 1, 2)
-    with tiny.trainer(config) as made:
-        made.profiles._folder = Path("/dev/null/folder")
-        made.run()
-    assert "failed log writes: 1 of --tensorboard-dir /dev/null/folder" in capsys.readouterr().err
-
-
-def _ranks(prefix: Path, folder: Path) -> None:
-    tiny.run(settings(prefix, folder, 1, 3, train_iters=4, profile_ranks=[1]))
-
-
-def test_the_ranks_of_the_flag_are_profiled(gloo_prefix: Path, tmp_path: Path):
-    dist.run(_ranks, 2, gloo_prefix, tmp_path)
-    assert list(traces(tmp_path)) == ["rank-1.iterations-2-3.pt.trace.json.gz"]
 
 
 LINE = (
@@ -141,25 +103,6 @@ def test_a_profile_that_cannot_be_made_is_refused(given: str, message: str):
         check(parse_args(f"{LINE} {given}".split()), 2)
 
 
-def test_flags_of_a_profile_have_no_effect_without_it():
-    config = tiny.config("corpus", use_pytorch_profiler=True, profile_step_end=5)
-    with pytest.raises(ValueError, match=r"(?s)--use-pytorch-profiler .*--profile-step-end "):
-        check(config, 1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"profile": True}, "--profile drives nsys, which profiles GPUs, and there is none: add --use-pytorch-profiler"),
-        ({"record_memory_history": True}, "--record-memory-history records a GPU's memory, and there is none: drop it"),
-    ],
-)
-def test_what_needs_a_gpu_is_refused_without_one(prefix: Path, flags: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message), tiny.trainer(tiny.config(prefix, **flags)):
-        pass
-
-
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Profiles, list[Any]]:
     """Profiles of rank 0 of 1 with CUDA's calls recorded instead of made."""
     calls: list[Any] = []
@@ -183,16 +126,6 @@ def test_nsys_gets_the_iterations_after_start_to_end(one_process: None, monkeypa
         made.after(iteration)
     made.close()
     assert calls == [1, 2, "synchronize", "start", 3, 4, "synchronize", "stop", 5, 6]
-
-
-def test_nsys_ends_with_the_run(one_process: None, monkeypatch: pytest.MonkeyPatch):
-    made, calls = on_a_gpu(monkeypatch, profile=True, profile_step_start=0, profile_step_end=4)
-    made.begin(0)
-    made.before(1)
-    made.after(1)
-    made.close()
-    made.close()
-    assert calls == ["synchronize", "start", "synchronize", "stop"]
 
 
 @pytest.mark.parametrize("failed", [False, True])

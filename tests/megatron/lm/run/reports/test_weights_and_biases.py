@@ -17,8 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from helpers import dist, hosts, tiny
 from megatron.lm import pretrain
 from megatron.lm.config import Config
-from megatron.lm.config.cli import parse_args
-from megatron.lm.config.rules.check import check
 from megatron.lm.run.reports import weights_and_biases
 from megatron.lm.run.reports.weights_and_biases import WandbRun
 from megatron.lm.shell.logs import Unwritten
@@ -103,29 +101,6 @@ def test_a_run_has_the_names_of_its_flags_and_the_iteration_as_axis(fake: FakeWa
     assert fake.ended == [0]
 
 
-def test_the_folder_is_in_save_as_in_megatron_lm(fake: FakeWandb, tmp_path: Path):
-    WandbRun(tiny.config("c", wandb_project="p", wandb_exp_name="n", wandb_entity="team", save=str(tmp_path)), "abc", Unwritten())
-    assert (fake.runs[0]["dir"], fake.runs[0]["entity"]) == (str(tmp_path / "wandb"), "team")
-
-
-def test_variables_of_wandb_choose_the_run(fake: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    monkeypatch.setenv("WANDB_RESUME", "must")
-    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "5")
-    WandbRun(settings(tmp_path), "abc", Unwritten())
-    assert not {"id", "resume"} & set(fake.runs[0])
-    assert "finish_timeout" not in fake.runs[0]["settings"]
-
-
-def test_repeated_iterations_get_new_steps(fake: FakeWandb, tmp_path: Path):
-    run = WandbRun(settings(tmp_path), "abc", Unwritten())
-    for iteration in (1, 2, 2, 4, 3, 4, 4, 6):  # an evaluation at 2; a rollback from 4 to 2
-        run.log({"x": float(iteration)}, iteration)
-    assert [(step, values["iteration"]) for step, values in fake.points] == [
-        (1, 1), (2, 2), (2, 2), (4, 4), (5, 3), (6, 4), (6, 4), (8, 6)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("had", "steps"), [(0, [3, 4]), (3, [3, 4]), (6, [6, 7])])
 def test_a_resumed_run_loses_no_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: int, steps: list[int]):
     fake = FakeWandb(step=had)
@@ -134,37 +109,6 @@ def test_a_resumed_run_loses_no_point(tmp_path: Path, monkeypatch: pytest.Monkey
     run.log({"x": 0.0}, 3)
     run.log({"x": 0.0}, 4)
     assert [step for step, _ in fake.points] == steps
-
-
-def test_a_failed_write_is_counted(fake: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    fake.fails, unwritten = "log", Unwritten()
-    run = WandbRun(settings(tmp_path), "abc", unwritten)
-    run.log({"x": 0.0}, 1)
-    run.log({"x": 0.0}, 2)
-    assert unwritten.describe() == "2 of --wandb-project p"
-    assert capsys.readouterr().err.count("the service is gone") == 1
-
-
-def test_a_run_that_cannot_start_is_refused(fake: FakeWandb, tmp_path: Path):
-    fake.fails = "init"
-    with pytest.raises(ValueError, match=r"--wandb-project p: Weights & Biases cannot start \(No API key.*WANDB_MODE=offline"):
-        WandbRun(settings(tmp_path), "abc", Unwritten())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--wandb-exp-name e", "--wandb-exp-name"),
-        ("--wandb-entity e", "--wandb-entity"),
-        ("--wandb-project p --wandb-save-dir d", "--wandb-exp-name"),
-        ("--wandb-project p --wandb-exp-name e", "--wandb-save-dir"),
-        ("--wandb-project p --wandb-exp-name e --wandb-save-dir /dev/null/x", r"--wandb-save-dir /dev/null/x"),
-    ],
-)
-def test_flags_that_lack_another_are_refused(given: str, message: str):
-    line = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 4 --train-iters 3 --lr 1e-3"
-    with pytest.raises(ValueError, match=message):
-        check(parse_args(f"{line} --tokenizer-type NullTokenizer --vocab-size 60 --mock-data {given}".split()), 1)
 
 
 @pytest.mark.parametrize("module", [None, SimpleNamespace()])  # not installed; a folder `wandb` where the run starts
@@ -176,19 +120,6 @@ def test_a_missing_package_is_named_with_its_installation(prefix: Path, tmp_path
     ):
         pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_the_flag_nothing_is_imported(prefix: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # an import of it raises
-    assert len(tiny.losses(tiny.run(tiny.config(prefix, train_iters=2)))) == 2
-
-
-def test_a_run_that_fails_is_marked(fake: FakeWandb, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with tiny.trainer(tiny.config(prefix, **flags(tmp_path))) as made:
-        monkeypatch.setattr(made, "_train", lambda: (_ for _ in ()).throw(ValueError("no data")))
-        with pytest.raises(ValueError, match="no data"):
-            made.run()
-    assert fake.ended == [1]
 
 
 def _resumed(prefix: Path, folder: Path) -> None:
