@@ -26,7 +26,8 @@ import torch
 from megatron.lm.checkpoint.files.folder import check_files, iteration_folder, marked_iteration, read_info
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.config import DataConfig
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 

