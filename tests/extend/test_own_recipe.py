@@ -16,8 +16,8 @@ import torch
 
 from helpers import checkpoints, dist, tiny
 from megatron.lm.config import Config
+from megatron.lm.planning.fits import report
 from megatron.lm.planning.memory import plan
-from megatron.lm.planning.report import report
 from megatron.lm.run.trainer import Trainer
 from msamp.numerics import recipe
 from msamp.numerics.formats import E4M3, E5M2

@@ -15,8 +15,8 @@ from torch import nn
 from helpers import checkpoints, dist, tiny
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config import Config
+from megatron.lm.planning.fits import report
 from megatron.lm.planning.memory import plan
-from megatron.lm.planning.report import report
 from megatron.lm.run.trainer import Trainer
 from msamp.kernels.reference.adamw import GRAD
 from msamp.kernels.reference.store import load, store_

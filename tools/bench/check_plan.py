@@ -19,8 +19,7 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.config.sections.parallel import ParallelConfig
 from megatron.lm.planning import memory
-from megatron.lm.planning.cluster import Cluster
-from megatron.lm.planning.rates import GPUS, rates_of
+from megatron.lm.planning.rates import GPUS, Cluster, rates_of
 from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.lm.config.cli import parse_args
-from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning.expert_time import MOVED_HIDDEN, MOVED_WIDTH
 from megatron.lm.planning.memory import plan
-from megatron.lm.planning.mixtures.expert_time import MOVED_HIDDEN, MOVED_WIDTH
-from megatron.lm.planning.rates import GPUS, Rates
-from megatron.lm.planning.rates import Rate as PlannerRate
+from megatron.lm.planning.rates import GPUS, Cluster, MeasuredRate, Rates
 from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
@@ -231,7 +229,7 @@ def unfused_rows(known: Sequence[Rate]) -> Rate:
     text = f"--preset olmoe-1b-7b --num-layers {row['layers']} --micro-batch-size {row['micro_batch']} --global-batch-size 8 --opt-level O0"
     config = parse_args(text.split())
     name, source = "unfused rows", f"{MOE}: O0, less the rest of the step"
-    rates = Rates(GPUS["h200"], tuple(PlannerRate(GPU, *rate) for rate in (*known, Rate(name, None, 1e30, "TB/s", source, MOE_AT))), False)
+    rates = Rates(GPUS["h200"], tuple(MeasuredRate(GPU, *rate) for rate in (*known, Rate(name, None, 1e30, "TB/s", source, MOE_AT))), False)
     rest = predict(config, Cluster(gpus=1, per_host=8, link=1.0, network=1.0, latency=0.0), rates, plan(config, 1)).total
     tokens, model = config.tokens * config.num_micro_batches(1), config.model
     moved = tokens * model.num_layers * model.moe_router_topk * (MOVED_HIDDEN * model.hidden_size + MOVED_WIDTH * model.expert_size)

@@ -2,9 +2,8 @@
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.planning.fits import check_fits, device_memory
+from megatron.lm.planning.fits import check_fits, device_memory, report
 from megatron.lm.planning.memory import GIB, plan, state_formats
-from megatron.lm.planning.report import report
 from msamp.optim import updates
 from msamp.optim.updates import MASTER, format_names
 from tools.docs.cells import Listing, Table

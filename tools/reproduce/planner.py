@@ -18,8 +18,7 @@ from typing import Any
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.planning import memory
-from megatron.lm.planning.cluster import Cluster
-from megatron.lm.planning.rates import rates_of
+from megatron.lm.planning.rates import Cluster, rates_of
 from megatron.lm.planning.search import Planned, best, candidates, planned
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, output_file

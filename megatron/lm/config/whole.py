@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.lm.config.sections.batch_sizes import BatchSizes, Ramp
 from megatron.lm.config.sections.model import ModelConfig
 from megatron.lm.config.sections.outputs import CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
-from megatron.lm.config.sections.parallel import Axes, CommunicationConfig, ParallelConfig
+from megatron.lm.config.sections.parallel import CommunicationConfig, ParallelConfig, ProcessAxes
 from megatron.lm.config.sections.precision import LINEARS, PrecisionConfig
 from megatron.lm.config.sections.training import DataConfig, OptimizerConfig, TrainingConfig
 
@@ -121,7 +121,7 @@ class Config:
         """Return the same run with another `--attention-precision`."""
         return replace(self, precision=replace(self.precision, attention_precision=precision))
 
-    def axes(self, world_size: int) -> Axes:
+    def axes(self, world_size: int) -> ProcessAxes:
         """Return the grid of `world_size` processes."""
         return self.parallel.axes(world_size)
 

@@ -1,16 +1,16 @@
-"""Refuse a run that does not fit in the memory of a GPU or host at its start, not after minutes of allocation."""
+"""Refuse a run that does not fit in the memory of a GPU or host at its start, not after minutes of allocation; the text of `--dry-run`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.lm.config import Config, flag
-from megatron.lm.config.presets import parameter_count
+from megatron.lm.config.presets import active_parameter_count, parameter_count
 from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.data.masked import model_vocabulary
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.graphs.capture import captured
 from megatron.lm.planning.layers import vocabulary
-from megatron.lm.planning.memory import GIB, RESERVED, Rank, plan
+from megatron.lm.planning.memory import GIB, RESERVED, Rank, document_mask, plan
 from megatron.lm.planning.rates import GPUS
 from msamp.nn.saved_activations import AS_IT_IS
 
@@ -99,3 +99,46 @@ def _remedies(config: Config, rank: Rank, copies: int) -> Iterator[str]:
     if experts is not None and rank.activations <= states and config.parallel.expert_model_parallel_size < experts:
         more = f"--expert-model-parallel-size, {more}"  # which also makes the buffers of a layer's tokens larger
     yield f"raise {more}"
+
+
+def report(config: Config, world_size: int) -> str:
+    """Return a text with grid, parameters, and GiB of the emptiest and the fullest rank."""
+    parallel, training, ranks = config.parallel, config.training, plan(config, world_size)
+    virtual = parallel.num_layers_per_virtual_pipeline_stage
+    grid = (
+        f"grid: {world_size} process{'es' if world_size > 1 else ''} = {config.axes(world_size)}"
+        + (", sequence parallel" if parallel.sequence_parallel else "")
+        + (f", {virtual} layers per virtual stage" if virtual else "")
+        + (", ZeRO" if config.shards_optimizer else "")
+    )
+    tokens = config.global_batch_size(world_size) * config.model.seq_length
+    batch = (
+        f"batch: {config.global_batch_size(world_size)} sequences = {tokens:,} tokens, {config.num_micro_batches(world_size)} x "
+        f"{training.micro_batch_size} per process; {config.iterations(world_size):,} iterations = "
+        f"{config.samples_read(world_size) * config.model.seq_length / 1e9:.1f}B tokens"
+    )
+    if (ramp := config.batch_sizes(world_size).ramp) is not None:
+        batch += f"; ramp: from {ramp.start} sequences by {ramp.increment} over {ramp.samples:,} samples"
+    few, many = min(rank.parameters for rank in ranks), max(rank.parameters for rank in ranks)
+    whole = parameter_count(config.model, vocabulary(config))
+    active = active_parameter_count(config.model, vocabulary(config))
+    of_experts = f", {active:,} active per token" if active < whole else ""
+    size = (
+        f"parameters: {whole:,}{of_experts}; per process {few:,}"
+        + (f" to {many:,}" if many > few else "")
+        + f"; vocabulary {vocabulary(config):,}"
+    )
+    columns = ("weight", *ranks[0].states, "gradient", "accumulated", "activations", "total")
+    table = [f"{'GiB per process, ' + config.precision.name:<34}" + "".join(f"{name:>12}" for name in columns)]
+    for what, rank in (("least", min(ranks, key=lambda rank: rank.total)), ("fullest", max(ranks, key=lambda rank: rank.total))):
+        sizes = {**vars(rank), **rank.states, "total": rank.total}
+        where = f"{what}: stage {rank.stage}, data-parallel {rank.copy}"
+        table.append(f"{where:<34}" + "".join(f"{sizes[name] / GIB:>12.2f}" for name in columns))
+    eager = plan(replace(config, training=replace(training, cuda_graph="none")), world_size)
+    if (graphs := max(rank.total for rank in ranks) - max(rank.total for rank in eager)) > 0:
+        table.append(
+            f"add --cuda-graph none to save the {graphs / GIB:.2f} GiB that CUDA graphs of pipeline stages use on the fullest rank"
+        )
+    if mask := document_mask(config):
+        table.append(f"activations include {mask / GIB:.2f} GiB per micro-batch in flight for the mask of --reset-attention-mask")
+    return "\n".join([grid, batch, size, *table])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron.lm.config import Config
 from megatron.lm.config.presets import GPT2_VOCABULARY, linear_shapes
-from megatron.lm.planning.mixtures.experts import in_fp8, of_rank
+from megatron.lm.planning.experts import in_fp8, of_rank
 
 
 def of_layers(config: Config, layers: Iterable[int]) -> list[Config]:
@@ -103,7 +103,9 @@ def _layer(config: Config) -> list[Parameter]:
         return [weight, Parameter(weight.shape[:1], "vector", summed)][: 2 if bias else 1]
 
     split = config.parallel.sequence_parallel  # each rank adds row-parallel biases to its slice of the sequence
-    attention = linear("linear_proj", split) + linear("linear_qkv") + _head_norms(config)
+    attention = linear("linear_proj", split) + linear("linear_qkv")
+    summed, vectors = config.parallel.tensor_model_parallel_size > 1, 1 if config.model.normalization == "RMSNorm" else 2
+    attention += [Parameter((size,), "vector", summed) for size in config.model.qk_norm_sizes or () for _ in range(vectors)]
     if config.model.moe_layers:
         return [*_norm(config), *attention, *_norm(config), *_mixture(config)]
     return [*_norm(config), *attention, *_norm(config), *linear("linear_fc1"), *linear("linear_fc2", split)]
@@ -128,9 +130,3 @@ def _mixture(config: Config) -> list[Parameter]:
 def _norm(config: Config) -> list[Parameter]:
     vector = Parameter((config.model.hidden_size,), "vector", config.parallel.sequence_parallel)
     return [vector] * (1 if config.model.normalization == "RMSNorm" else 2)
-
-
-def _head_norms(config: Config) -> list[Parameter]:
-    """Return the norms of queries and keys, whose gradients are summed over tensor-parallel ranks."""
-    summed, vectors = config.parallel.tensor_model_parallel_size > 1, 1 if config.model.normalization == "RMSNorm" else 2
-    return [Parameter((size,), "vector", summed) for size in config.model.qk_norm_sizes or () for _ in range(vectors)]

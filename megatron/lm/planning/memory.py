@@ -12,8 +12,8 @@ from typing import Any
 from megatron.lm.config import LINEARS, Config
 from megatron.lm.config.sections.precision import saved_activations
 from megatron.lm.graphs.capture import captured, slots
+from megatron.lm.planning import experts
 from megatron.lm.planning.layers import Parameter, of_layers, stage_chunks, stage_layers, stage_parameters, vocabulary
-from megatron.lm.planning.mixtures import experts
 from msamp.comm.accumulate import OWNER, Plain, accumulator
 from msamp.comm.partition import plan_buckets
 from msamp.nn.activation import ActivationFunction
@@ -172,13 +172,11 @@ def activation_parts(config: Config) -> dict[str, int]:
     Without tensor parallelism an unfused GPT saves 32 s b h in BF16 and 27 s b h with FP8, a fused one 20, with coat 14.4. Korthikanti et
     al. have 34 s b h for BF16, with three dropout masks and without the QKV output.
     """
-    norms, attention, mlp = _fused_layer(config) if _fused(config) else _layer_of_modules(config)
-    return {name: int(size * _tokens(config)) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
-
-
-def _fused(config: Config) -> bool:
-    """Return whether the layers of `of_layers` are fused."""
-    return config.fuses_layers and not config.model.moe_layers
+    if config.fuses_layers and not config.model.moe_layers:
+        norms, attention, mlp = _fused_layer(config)
+    else:
+        norms, attention, mlp = _norms_of_modules(config), _attention_of_modules(config), _mlp_of_modules(config)
+    return {name: int(size * config.tokens) for name, size in (("norms", norms), ("attention", attention), ("MLP", mlp))}
 
 
 def _widths(config: Config) -> tuple[float, float, float]:
@@ -217,11 +215,6 @@ def _repeated_keys(config: Config) -> float:
     heads, groups, _ = _widths(config)
     repeats = config.data.reset_attention_mask and config.model.attention_backend == "auto" and heads > groups
     return 2 * _compute_bytes(config) * heads * config.model.head_size if repeats else 0.0
-
-
-def _layer_of_modules(config: Config) -> tuple[float, float, float]:
-    """Return the bytes per token of an unfused layer: norms, attention, MLP."""
-    return _norms_of_modules(config), _attention_of_modules(config), _mlp_of_modules(config)
 
 
 def _input_bytes(config: Config) -> tuple[float, dict[str, float]]:
@@ -284,7 +277,7 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     """Return the peak bytes that a rank of a pipeline stage keeps for backward.
 
     1F1B has P - p micro-batches in flight on stage p of P; interleaved with V chunks per stage, 2 (P - p - 1) + (V - 1) P + 1 times a
-    chunk. In CUDA graphs each of the chunks' `slots` has its own memory (`_in_slots`). Full recomputation keeps the inputs of its units and
+    chunk. In CUDA graphs each of the chunks' `slots` has its own memory. Full recomputation keeps the inputs of its units and
     all activations of one unit; selective adds the recomputed part of one layer. With `--reset-attention-mask` each micro-batch in flight
     has its mask. The last stage adds the maximum of two peaks: final norm, LM head and cross entropy of one micro-batch (`_head`), and
     backward of a layer after them (`_backward_of_a_layer`).
@@ -301,7 +294,7 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     kinds = {id(kind): kind for part in chunks_of_kinds for kind in part}  # most models have one, however many layers they have
     kept_by = {key: layer_activations(kind) for key, kind in kinds.items()}
     fullest = max(([kept_by[id(kind)] for kind in part] for part in chunks_of_kinds), key=sum)
-    stream = _compute_bytes(config) * model.hidden_size * _tokens(config) // _sequence_split(config)
+    stream = _compute_bytes(config) * model.hidden_size * config.tokens // _sequence_split(config)
     if training.recompute_granularity != "full":
         kept, again = sum(fullest), max(map(_recomputed_at_once, kinds.values()))
     elif training.recompute_method == "uniform":
@@ -312,10 +305,12 @@ def stage_activations(config: Config, stage: int, micro_batches: int) -> int:
     operands = sum(experts.weights_by_columns(kind) for kind in of_layers(config, stage_layers(config, stage)) if kind.model.moe_layers)
     head = max(2 * stream + _head(config), _backward_of_a_layer(config)) if stage == stages - 1 else 0
     if stages > 1 and captured(config):
-        return (
-            _in_slots(slots(stage, stages, layers // chunk, micro_batches), kept + again, stream, _backward_of_a_layer(config), head)
-            + operands
-        )
+        # A slot of a stage's graphs (`megatron.lm.graphs.stage_graph`) keeps the activations, copies of input and output, and temporaries
+        # of backward; a chunk has the gradients of input and output. The last chunk of the last stage has the head.
+        counts, size = slots(stage, stages, layers // chunk, micro_batches), kept + again + 2 * stream
+        transient = [_backward_of_a_layer(config)] * len(counts)
+        transient[-1] = head or transient[-1]
+        return sum(count * (size + beside) + 2 * stream for count, beside in zip(counts, transient, strict=True)) + operands
     return under_way * kept + again + head + operands
 
 
@@ -323,13 +318,6 @@ def document_mask(config: Config) -> int:
     """Return the bytes of the mask of `--reset-attention-mask`, which the layers of a micro-batch share: s x s numbers per sequence."""
     sequences, length = config.training.micro_batch_size, config.model.seq_length
     return sequences * length**2 * _compute_bytes(config) if config.data.reset_attention_mask else 0
-
-
-def _in_slots(slots: Sequence[int], kept: int, stream: int, backward: int, head: int) -> int:
-    """Return the bytes of the slots of a stage's graphs (`megatron.lm.graphs.stage_graph`): per slot the kept activations, copies of input
-    and output, and temporaries of backward; per chunk the gradients of input and output. The last chunk of the last stage has the head."""
-    transient = [head if head and chunk == len(slots) - 1 else backward for chunk in range(len(slots))]
-    return sum(count * (kept + 2 * stream + beside) + 2 * stream for count, beside in zip(slots, transient, strict=True))
 
 
 def _head(config: Config) -> int:
@@ -340,7 +328,7 @@ def _head(config: Config) -> int:
     FP8 GEMM adds the FP8 weight and a chunk's FP8 input to forward. With all three GEMMs in FP8, the gradients of the logits, a byte each,
     and the FP8 input replace the FP32 weight gradient, and forward has FP8 weight and input in both rowwise and columnwise layouts.
     """
-    tokens, wide, hidden = _tokens(config), _compute_bytes(config), config.model.hidden_size
+    tokens, wide, hidden = config.tokens, _compute_bytes(config), config.model.hidden_size
     rows = vocabulary(config) // config.parallel.tensor_model_parallel_size
     gradients = (rows + tokens) * hidden
     gathered = tokens * hidden if _sequence_split(config) > 1 else 0
@@ -370,15 +358,11 @@ def _backward_of_a_layer(config: Config) -> int:
     fc1 = 2 if model.swiglu else 1
     restored = 0 if saved_activations(config.precision) == AS_IT_IS else wide * fc1
     ffn = model.ffn_size // config.parallel.tensor_model_parallel_size
-    return _tokens(config) * ((2 * wide + 2) * model.hidden_size + (wide + 2 * fc1 + 1 + restored) * ffn)
+    return config.tokens * ((2 * wide + 2) * model.hidden_size + (wide + 2 * fc1 + 1 + restored) * ffn)
 
 
 def _compute_bytes(config: Config) -> int:
     return config.precision.named.compute.bytes
-
-
-def _tokens(config: Config) -> int:
-    return config.tokens
 
 
 def _sequence_split(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Measured rates by name, from `rates.csv`, and their scaling to another GPU.
+"""A cluster, and the measured rates of its GPUs by name, from `rates.csv`, scaled to another GPU if there are none.
 
 A row has the GPU of the measurement, the file of the number (`source`) and the commit. `tools/bench/derive_rates.py` computes the rows from
 `tools/bench/results/`. A rate may depend on a size (`at`): between two sizes it is interpolated linearly in the logarithm of the size,
@@ -7,14 +7,17 @@ outside it equals the nearest one.
 
 import csv
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from types import MappingProxyType
 
-BYTES = {"GB/s": 1e9, "TB/s": 1e12}
+import numpy as np
+
+from megatron.lm.config import Config
+
+UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "TB/s": 1e12, "us": 1e-6, "ps": 1e-12, "share": 1.0}
 # How a unit scales to a GPU with another peak or bandwidth: by the ratio of the data sheets, or for a time by its inverse.
 ARITHMETIC, MEMORY = ("TFLOP/s",), ("TB/s", "ps")
 
@@ -46,7 +49,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Rate:
+class MeasuredRate:
     """One row: `value` in `unit`; `at` is the size at which it was measured, or None."""
 
     gpu: str
@@ -69,7 +72,7 @@ class Rates:
     """
 
     gpu: Gpu
-    rows: tuple[Rate, ...]
+    rows: tuple[MeasuredRate, ...]
     scaled: bool
 
     def __call__(self, name: str, size: float | None = None) -> float:
@@ -81,9 +84,12 @@ class Rates:
         rows = sorted((row for row in self.rows if row.name == name), key=lambda row: row.at or 0.0)
         if not rows:
             raise KeyError(f"rates.csv has no row {name!r}")
-        return _in_si(rows[0].unit) * _between(rows, size) * self._factor(rows[0])
+        value = rows[0].value
+        if size is not None and len(rows) > 1:
+            value = float(np.interp(math.log(size), [math.log(row.at or 1.0) for row in rows], [row.value for row in rows]))
+        return UNITS[rows[0].unit] * value * self._factor(rows[0])
 
-    def _factor(self, row: Rate) -> float:
+    def _factor(self, row: MeasuredRate) -> float:
         measured_on = next(gpu for gpu in GPUS.values() if gpu.name == row.gpu)
         if row.unit in ARITHMETIC:
             return self.gpu.peaks[1] / measured_on.peaks[1]
@@ -103,28 +109,11 @@ class Rates:
         )
 
 
-def _in_si(unit: str) -> float:
-    return {"TFLOP/s": 1e12, "ps": 1e-12, "us": 1e-6, "share": 1.0}.get(unit) or BYTES[unit]
-
-
-def _between(rows: list[Rate], size: float | None) -> float:
-    if size is None or len(rows) == 1:
-        return rows[0].value
-    sizes = [row.at or 0.0 for row in rows]
-    if size <= sizes[0]:
-        return rows[0].value
-    for low, high in itertools.pairwise(rows):
-        if size <= (high.at or 0.0):
-            share = math.log(size / (low.at or 1.0)) / math.log((high.at or 1.0) / (low.at or 1.0))
-            return low.value + share * (high.value - low.value)
-    return rows[-1].value
-
-
 @functools.cache
-def _rows() -> tuple[Rate, ...]:
+def _rows() -> tuple[MeasuredRate, ...]:
     text = resources.files("megatron.lm.planning").joinpath("rates.csv").read_text(encoding="utf-8")
     return tuple(
-        Rate(
+        MeasuredRate(
             row["gpu"], row["name"], float(row["at"]) if row["at"] else None, float(row["value"]), row["unit"], row["source"], row["commit"]
         )
         for row in csv.DictReader(text.splitlines())
@@ -141,3 +130,57 @@ def rates_of(gpu: str) -> Rates:
         raise ValueError(f"--gpu {gpu!r} is unknown: choose one of {', '.join(GPUS)}, for which there are rates or data-sheet values")
     own = tuple(row for row in _rows() if row.gpu == GPUS[gpu].name)
     return Rates(GPUS[gpu], own or _rows(), not own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of one kind.
+
+    Attributes:
+        gpus, per_host: total number, and number per host.
+        link: bytes/s from a GPU to others on its host, as NCCL reaches.
+        network: bytes/s from a GPU to other hosts.
+        latency: seconds per collective, in addition to the time for its bytes.
+    """
+
+    gpus: int
+    per_host: int
+    link: float
+    network: float
+    latency: float
+
+    def data_parallel_peers(self, config: Config) -> tuple[int, int]:
+        """Return (ranks that average gradients, those of them on one host). Rank order is tensor, context, data, pipeline."""
+        axes = config.axes(self.gpus)
+        return axes.copies, max(1, min(axes.copies, self.per_host // axes.tensor))
+
+    def crosses_hosts(self, config: Config) -> bool:
+        """Return whether neighboring pipeline stages are on different hosts."""
+        axes = config.axes(self.gpus)
+        return self.gpus > self.per_host and axes.copies * axes.tensor >= self.per_host
+
+    def context_link(self, config: Config) -> float:
+        """Return the bytes/s between context-parallel ranks: of the network if they are on several hosts."""
+        axes = config.axes(self.gpus)
+        return self.link if axes.tensor * axes.context <= self.per_host else self.network
+
+    def expert_link(self, config: Config) -> float:
+        """Return the bytes/s between processes that share experts, whose numbers are adjacent: of the network if they are on several
+        hosts."""
+        axes = config.axes(self.gpus)
+        return self.link if axes.expert * axes.expert_tensor <= self.per_host else self.network
+
+    def copies(self, config: Config) -> bool:
+        """Return whether tensor-parallel ranks copy the activations of FP8 layers to each other's GPUs, as `--tp-transport auto` chooses on
+        a host with NVLink under sequence parallelism. The rate is of two cards; of more it is an extrapolation."""
+        parallel = config.parallel
+        near = parallel.tensor_model_parallel_size <= self.per_host
+        return near and parallel.tp_transport != "nccl" and parallel.sequence_parallel and config.precision.recipe.gathers_fp8
+
+    def exchange_seconds(self, size: float, config: Config) -> float:
+        """Return the seconds in which each data-parallel rank sends `size` bytes in all, an equal part to every other one."""
+        ranks, near = self.data_parallel_peers(config)
+        if ranks == 1:
+            return 0.0
+        share = size / (ranks - 1)
+        return share * (near - 1) / self.link + share * (ranks - near) / self.network

@@ -8,7 +8,7 @@ pass assumes that ZeRO divides bytes evenly; returned grids are checked rank by 
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,34 +17,24 @@ from megatron.lm.config.rules import experts, shape, training
 from megatron.lm.config.rules.table import conflicts
 from megatron.lm.config.sections.parallel import AXES, CP_COMM_TYPES
 from megatron.lm.graphs.capture import captured
-from megatron.lm.planning import memory
-from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning import expert_time, memory
 from megatron.lm.planning.memory import GIB, RESERVED, Rank
-from megatron.lm.planning.mixtures import expert_time
-from megatron.lm.planning.rates import Rates
-from megatron.lm.planning.time import Step, predict
+from megatron.lm.planning.rates import Cluster, Rates
+from megatron.lm.planning.time import PredictedStep, predict
 
+RULES = (*shape.RULES, *experts.RULES, *training.RULES)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-RECOMPUTED: tuple[dict[str, Any], ...] = (
-    {"recompute_granularity": None, "recompute_modules": (), "recompute_method": None, "recompute_num_layers": None},
-    {
-        "recompute_granularity": "selective",
-        "recompute_modules": ("core_attn", "mlp"),
-        "recompute_method": None,
-        "recompute_num_layers": None,
-    },
-    {"recompute_granularity": "full", "recompute_modules": (), "recompute_method": "uniform", "recompute_num_layers": 1},
-)
-OF_EXPERTS: tuple[dict[str, Any], ...] = (RECOMPUTED[0], RECOMPUTED[1] | {"recompute_modules": ("mlp",)})  # other recomputation is eager
-GRID = (
-    AXES["tensor"],
-    AXES["pipeline"],
-    "num_layers_per_virtual_pipeline_stage",
-    "sequence_parallel",
-    AXES["context"],
-    "cp_comm_type",
-    AXES["expert"],
-)
+
+
+def _recomputing(granularity: str | None, modules: tuple[str, ...] = (), method: str | None = None) -> dict[str, Any]:
+    layers = None if method is None else 1
+    names = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+    return dict(zip(names, (granularity, modules, method, layers), strict=True))
+
+
+NOTHING = _recomputing(None)
+RECOMPUTED = (NOTHING, _recomputing("selective", ("core_attn", "mlp")), _recomputing("full", method="uniform"))
+OF_EXPERTS = (NOTHING, _recomputing("selective", ("mlp",)))  # other recomputation is eager
 WHOLE: dict[str, Any] = {"cp_comm_type": "p2p", "cp_wire": None}  # the flags of context parallelism, which are refused without it
 LONG = 8192  # tokens
 UNEVEN = 1.05  # allowed ratio of the busiest rank of a partition to the mean
@@ -56,7 +46,7 @@ class Planned:
 
     config: Config
     ranks: list[Rank]
-    step: Step
+    step: PredictedStep
 
     @property
     def fullest(self) -> Rank:
@@ -85,7 +75,7 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
     """
     fitting, least, refused, unknown = [], None, "", None
     for one in candidates(config, cluster, fixed):
-        problem = next(iter(_problems(one, cluster.gpus)), None)
+        problem = next((problem for rule in RULES for problem in rule(one, cluster.gpus)), None) or next(conflicts(one), None)
         if problem is not None:
             refused = refused or problem
             continue
@@ -120,61 +110,41 @@ def best(config: Config, cluster: Cluster, rates: Rates, capacity: float, fixed:
 
 def candidates(config: Config, cluster: Cluster, fixed: Sequence[str] = ()) -> Iterator[Config]:
     """Iterate over all combinations of the searched settings, also those that do not divide the model or the GPUs."""
-    model = config.model
-    given = config.parallel
-    tensor = [given.tensor_model_parallel_size] if GRID[0] in fixed else [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
-    stages = [given.pipeline_model_parallel_size] if GRID[1] in fixed else [n for n in _divisors(model.num_layers) if n <= cluster.gpus]
-    parts = [given.context_parallel_size]
-    if GRID[4] not in fixed and model.seq_length > LONG:
-        parts = [n for n in _powers(cluster.per_host) if n <= cluster.gpus]
-    batches = [config.training.micro_batch_size] if "micro_batch_size" in fixed else list(MICRO_BATCHES)
-    shares = [given.expert_model_parallel_size]
-    if GRID[6] not in fixed and model.num_experts is not None:
-        shares = [n for n in _powers(cluster.per_host) if n <= cluster.gpus and model.num_experts % n == 0]
-    recomputing = RECOMPUTED if model.num_experts is None else OF_EXPERTS
-    again = [{}] if any(name.startswith("recompute") for name in fixed) else list(recomputing)
+    model, given, per_host = config.model, config.parallel, cluster.per_host
+    near = [2**n for n in range(per_host.bit_length()) if per_host % 2**n == 0]
+
+    def tried(name: str, numbers: Iterable[int], searched: bool = True) -> list[int]:
+        own = config.training.micro_batch_size if name == "micro_batch_size" else getattr(given, name)
+        return [n for n in numbers if n <= cluster.gpus or name == "micro_batch_size"] if searched and name not in fixed else [own]
+
+    tensor, stages = (
+        tried(AXES["tensor"], near),
+        tried(AXES["pipeline"], [n for n in range(1, model.num_layers + 1) if model.num_layers % n == 0]),
+    )
+    parts = tried(AXES["context"], near, model.seq_length > LONG)
+    experts = model.num_experts
+    shares = tried(AXES["expert"], [n for n in near if experts is not None and experts % n == 0], experts is not None)
+    batches = tried("micro_batch_size", MICRO_BATCHES)
+    again = [{}] if any(name.startswith("recompute") for name in fixed) else list(RECOMPUTED if experts is None else OF_EXPERTS)
     for tp, cp, ep, pp, micro_batch, recomputed in itertools.product(tensor, parts, shares, stages, batches, again):
-        grid = replace(
-            given,
-            tensor_model_parallel_size=tp,
-            context_parallel_size=cp,
-            expert_model_parallel_size=ep,
-            pipeline_model_parallel_size=pp,
-            **(WHOLE if cp == 1 else {}),
-        )
-        if cluster.gpus % grid.unit or (len(parts) > 1 and tp * cp > cluster.per_host):
+        sizes = {AXES["tensor"]: tp, AXES["context"]: cp, AXES["expert"]: ep, AXES["pipeline"]: pp}
+        grid = replace(given, **sizes, **(WHOLE if cp == 1 else {}))  # type: ignore[arg-type]
+        if cluster.gpus % grid.unit or (len(parts) > 1 and tp * cp > per_host):
             continue
-        chunks = [given.num_layers_per_virtual_pipeline_stage] if GRID[2] in fixed else _chunks(model.num_layers // pp if pp > 1 else 1)
-        for chunk in chunks:
-            split = given.sequence_parallel if GRID[3] in fixed else tp > 1
-            parallel = replace(grid, num_layers_per_virtual_pipeline_stage=chunk, sequence_parallel=split)
-            trained = replace(config.training, micro_batch_size=micro_batch, **recomputed)
-            for way in CP_COMM_TYPES if cp > 1 and GRID[5] not in fixed else (grid.cp_comm_type,):
-                one = replace(config, parallel=replace(parallel, cp_comm_type=way), training=trained)
-                yield one
-                # Graphs of pipeline stages have memory for each micro-batch in flight: eager steps may fit where they do not.
-                if pp > 1 and "cuda_graph" not in fixed and captured(one):
-                    yield replace(one, training=replace(trained, cuda_graph="none"))
-
-
-def _problems(config: Config, gpus: int) -> Iterator[str]:
-    yield from conflicts(config)
-    for rules in (shape.RULES, experts.RULES, training.RULES):
-        for rule in rules:
-            yield from rule(config, gpus)
-
-
-def _powers(most: int) -> list[int]:
-    return [2**n for n in range(most.bit_length()) if most % 2**n == 0]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _chunks(layers: int) -> list[int | None]:
-    """Return the layers per chunk to try: no interleaving, two chunks per stage, and one layer per chunk."""
-    return [None, *sorted({layers // 2, 1} - {0, layers})] if layers > 1 else [None]
+        chunks = [given.num_layers_per_virtual_pipeline_stage]
+        if "num_layers_per_virtual_pipeline_stage" not in fixed:
+            layers = model.num_layers // pp if pp > 1 else 1
+            chunks = [None, *sorted({layers // 2, 1} - {0, layers})]  # no interleaving, two chunks per stage, one layer per chunk
+        split = given.sequence_parallel if "sequence_parallel" in fixed else tp > 1
+        ways = CP_COMM_TYPES if cp > 1 and "cp_comm_type" not in fixed else (grid.cp_comm_type,)
+        trained = replace(config.training, micro_batch_size=micro_batch, **recomputed)
+        for chunk, way in itertools.product(chunks, ways):
+            parallel = replace(grid, num_layers_per_virtual_pipeline_stage=chunk, sequence_parallel=split, cp_comm_type=way)
+            one = replace(config, parallel=parallel, training=trained)
+            yield one
+            # Graphs of pipeline stages have memory for each micro-batch in flight: eager steps may fit where they do not.
+            if pp > 1 and "cuda_graph" not in fixed and captured(one):
+                yield replace(one, training=replace(trained, cuda_graph="none"))
 
 
 def _even(config: Config, gpus: int) -> list[Rank]:
@@ -182,7 +152,7 @@ def _even(config: Config, gpus: int) -> list[Rank]:
     axes = config.axes(gpus)
     share = axes.copies if config.shards_optimizer else 1
     micro_batches, ranks = config.num_micro_batches(gpus), []
-    for rank in _of_states(_bare(config, 2 if micro_batches > 1 else 1), axes.model):
+    for rank in _ranks_with_states(_bare(config, 2 if micro_batches > 1 else 1), axes.model):
         states = {name: round(size / share) for name, size in rank.states.items()}
         activations = memory.stage_activations(config, rank.stage, micro_batches)
         ranks.append(replace(rank, states=states, gradient=round(rank.gradient / share), activations=activations))
@@ -193,7 +163,7 @@ def _exact(config: Config, gpus: int) -> list[Rank]:
     """Return the result of `memory.plan`."""
     axes, micro_batches = config.axes(gpus), config.num_micro_batches(gpus)
     activations = [memory.stage_activations(config, stage, micro_batches) for stage in range(axes.pipeline)]
-    ranks = _of_states(_bare(config, axes.copies * (2 if micro_batches > 1 else 1)), gpus)
+    ranks = _ranks_with_states(_bare(config, axes.copies * (2 if micro_batches > 1 else 1)), gpus)
     return [replace(rank, activations=activations[rank.stage]) for rank in ranks]
 
 
@@ -202,10 +172,10 @@ def _bare(config: Config, batch: int) -> Config:
     sequences, and one or two micro-batches per step."""
     parallel = replace(config.parallel, num_layers_per_virtual_pipeline_stage=None, context_parallel_size=1, **WHOLE)
     graph = config.training.cuda_graph if captured(config) else "none"  # recomputation may prevent graphs, in which gradients differ
-    bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, cuda_graph=graph, **RECOMPUTED[0])
+    bare = replace(config.training, micro_batch_size=1, global_batch_size=batch, cuda_graph=graph, **NOTHING)
     return replace(config, parallel=parallel, training=bare)
 
 
 @functools.lru_cache(maxsize=512)
-def _of_states(config: Config, gpus: int) -> tuple[Rank, ...]:
+def _ranks_with_states(config: Config, gpus: int) -> tuple[Rank, ...]:
     return tuple(memory.plan(config, gpus))

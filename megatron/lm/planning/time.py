@@ -13,19 +13,17 @@ from typing import NamedTuple
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs.capture import captured
-from megatron.lm.planning import wire
-from megatron.lm.planning.cluster import Cluster
+from megatron.lm.planning import expert_time, experts, wire
 from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_mixtures, stage_parameters, vocabulary
 from megatron.lm.planning.memory import Rank, accumulator_bytes, layer_activations, state_formats
-from megatron.lm.planning.mixtures import expert_time, experts
-from megatron.lm.planning.rates import Rates
+from megatron.lm.planning.rates import Cluster, Rates
 from msamp.nn.vocabulary_loss import ALL
 
 BACKWARD = 2 / 3  # share of backward in the time of forward and backward
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PredictedStep:
     """A predicted step: `seconds` by kind, whose sum is `total`; `captured`: whether it is a CUDA graph."""
 
     seconds: dict[str, float]
@@ -52,7 +50,7 @@ class _Stage(NamedTuple):
         return max(self.device, self.host)
 
 
-def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -> Step:
+def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -> PredictedStep:
     """Predict the time of a step.
 
     Args:
@@ -81,7 +79,7 @@ def predict(config: Config, cluster: Cluster, rates: Rates, ranks: list[Rank]) -
         exchange = max(exchange, _exchange(config, cluster, number, averaged, stage.seconds, graph=graph))
     seconds["weights"] += max(sum(expert_time.casts_of_weights(one, rates) for one in stage_mixtures(config, stage)) for stage in range(pp))
     seconds |= {"update": update, "data-parallel, exposed": exchange}
-    return Step(seconds={kind: value for kind, value in seconds.items() if value > 0}, captured=graph)
+    return PredictedStep(seconds={kind: value for kind, value in seconds.items() if value > 0}, captured=graph)
 
 
 def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph: bool) -> _Stage:
@@ -94,7 +92,8 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
         again = _recomputed_share(one)
         for kind, value in layer.items():
             kinds[kind] = kinds.get(kind, 0.0) + count * (value + again.get(kind, 0.0) * forward.get(kind, 0.0))
-        host += count * rates(_host_rate(one))
+        in_fp8 = one.precision.recipe.gemm is not None and set(one.precision.bf16_linears or ()) != set(LINEARS)
+        host += count * rates("host fused" if one.fuses_layers else "host fp8" if in_fp8 else "host bf16")
     kinds["weights"] = _weights(config, cluster, rates, stage)
     kinds["gaps"] = layers * rates("gap")
     if last:
@@ -122,14 +121,6 @@ def _context(config: Config, cluster: Cluster, layers: int, attention: float) ->
     return seconds if config.parallel.cp_comm_type == "a2a" else max(0.0, seconds - attention * (ranks - 1) / ranks)
 
 
-def _host_rate(config: Config) -> str:
-    """Return the name of the rate for the host's time per layer."""
-    if config.fuses_layers:
-        return "host fused"
-    in_fp8 = config.precision.recipe.gemm is not None and set(config.precision.bf16_linears or ()) != set(LINEARS)
-    return "host fp8" if in_fp8 else "host bf16"
-
-
 def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of one layer by kind, and of its forward."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
@@ -144,7 +135,8 @@ def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, fl
     # FP8 attention has no separate rate; BF16's time is an upper bound.
     core = "attention flash" if config.training.deterministic or model.attention_backend == "flash" else "attention"
     attention = 7 * tokens * model.seq_length * queries / rates(core, model.seq_length)
-    elements = _fused_elements(config, rates) if config.fuses_layers else _unfused_elements(config, rates)
+    elements = _fused_elements(config, rates) if config.fuses_layers else _unfused_bytes(config) * rates("unfused byte")
+    elements += _just_in_time(config, rates)
     whole = {"linear": linear, "attention": attention, "element-wise": elements}
     share = {"linear": 1 / 3, "attention": rates("attention forward"), "element-wise": 1 / 3}
     forward = {kind: share[kind] * value for kind, value in whole.items()}
@@ -185,21 +177,15 @@ def _fused_elements(config: Config, rates: Rates) -> float:
     seconds += hidden * (rates("rest of a layer") if tp == 1 else rates("rest of a layer, tp"))
     if config.precision.kept_activations != "compute":
         seconds += (2 * hidden / split + ffn * (2 if model.swiglu else 1)) * rates("groups of activations")
-    return seconds + _just_in_time(config, rates)
+    return seconds
 
 
-def _unfused_elements(config: Config, rates: Rates) -> float:
-    """Return the seconds of element-wise kernels of an unfused layer, proportional to the bytes saved for backward."""
-    everything = _keeping_all(config)
-    rows = experts.kept_by_rows(everything) * experts.own_tokens(config) if config.model.moe_layers else 0.0  # in `expert_time`
-    seconds = (layer_activations(everything) - rows) * rates("unfused byte")
-    return seconds + _just_in_time(config, rates)
-
-
-def _keeping_all(config: Config) -> Config:
-    """Return the same model in BF16 without recomputation, for which the time per byte was measured."""
+def _unfused_bytes(config: Config) -> float:
+    """Return the bytes that an unfused layer saves for backward in BF16 without recomputation, for which the time per byte was measured."""
     training = replace(config.training, recompute_granularity=None, recompute_modules=())
-    return replace(config, precision=PrecisionConfig(precision="bf16"), training=training)
+    everything = replace(config, precision=PrecisionConfig(precision="bf16"), training=training)
+    rows = experts.kept_by_rows(everything) * experts.own_tokens(config) if config.model.moe_layers else 0.0  # in `expert_time`
+    return layer_activations(everything) - rows
 
 
 def _just_in_time(config: Config, rates: Rates) -> float:
@@ -207,16 +193,10 @@ def _just_in_time(config: Config, rates: Rates) -> float:
     gemm = config.precision.recipe.gemm
     if gemm is None:
         return 0.0
-    tokens = config.tokens
     bf16 = config.precision.bf16_linears or ()
-    cast = tokens * sum(outputs + inputs for slot, (outputs, inputs) in expert_time.linears(config).items() if slot not in bf16)
+    cast = config.tokens * sum(outputs + inputs for slot, (outputs, inputs) in expert_time.linears(config).items() if slot not in bf16)
     per_element = 0.0 if config.fuses_layers else rates("cast") if gemm.tensorwise else rates("block cast")
-    return cast * (per_element + (rates("just in time") if gemm.tensorwise and not _delayed(config) else 0.0))
-
-
-def _delayed(config: Config) -> bool:
-    gemm = config.precision.recipe.gemm
-    return gemm is not None and bool(gemm.input.scaling.window)
+    return cast * (per_element + (rates("just in time") if gemm.tensorwise and not gemm.input.scaling.window else 0.0))
 
 
 def _weights(config: Config, cluster: Cluster, rates: Rates, stage: int) -> float:

@@ -6,9 +6,9 @@ A rank sends (n - 1) / n S of a tensor of S bytes over n ranks in an all-gather 
 from typing import NamedTuple
 
 from megatron.lm.config import LINEARS, Config
+from megatron.lm.planning.experts import own_tokens
 from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_mixtures, stage_parameters
 from megatron.lm.planning.memory import state_formats
-from megatron.lm.planning.mixtures.experts import own_tokens
 
 
 class Transfer(NamedTuple):

@@ -21,7 +21,7 @@ Methods that depend on the kind of a parameter take the parameter: which ranks a
 whether this rank counts it in a sum over the model, which other ranks add to its gradient. megatron-core marks the parameters of experts
 that are spread over ranks (`allreduce = False`).
 
-`megatron.lm.config.sections.parallel.Axes` has the sizes of the axes of a configuration, `process_groups.create_groups` creates the
+`megatron.lm.config.sections.parallel.ProcessAxes` has the sizes of the axes of a configuration, `process_groups.create_groups` creates the
 groups, and `Grid.current` assigns them purposes. Who adds an axis changes these three. Experts share scales over `scales` too, so that
 tokens from all ranks of `experts` have one scale.
 """

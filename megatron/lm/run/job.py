@@ -72,7 +72,6 @@ def _dry_run(config: Config, world_size: int) -> None:
     """Print the memory plan; raise a ValueError if a process needs more memory than its device has."""
     from megatron.lm.model import fp8_layers
     from megatron.lm.planning import fits, memory
-    from megatron.lm.planning.report import report
 
     def saved() -> PrecisionConfig | None:
         from megatron.lm.checkpoint import saved_precision  # megatron-core, for seconds
@@ -87,7 +86,7 @@ def _dry_run(config: Config, world_size: int) -> None:
     fits.check_weights(config, capacity)
     config, choice = fp8_layers.decide(config, None, saved if config.checkpoint.load else lambda: None)
     if os.environ.get("RANK", "0") == "0":
-        print(report(config, world_size))
+        print(fits.report(config, world_size))
         print("\n".join(filter(None, (fp8_layers.describe(config, choice), choice.attention))), flush=True)
     fits.check_fits(config, world_size, capacity)
     if os.environ.get("RANK", "0") == "0":

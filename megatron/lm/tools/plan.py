@@ -14,9 +14,10 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from megatron.lm.config import Config
+from megatron.lm.config import Config, flag
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS, flops_per_token, published_vocabulary
 from megatron.lm.config.rules.check import check
@@ -25,19 +26,11 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, name
 
 NETWORK_GB_S = 40.0
-SEARCHED = {
-    "--tensor-model-parallel-size": "tensor_model_parallel_size",
-    "--context-parallel-size": "context_parallel_size",
-    "--cp-comm-type": "cp_comm_type",
-    "--expert-model-parallel-size": "expert_model_parallel_size",
-    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
-    "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
-    "--sequence-parallel": "sequence_parallel",
-    "--no-sequence-parallel": "sequence_parallel",
-    "--micro-batch-size": "micro_batch_size",
-    "--recompute-granularity": "recompute_granularity",
-    "--cuda-graph": "cuda_graph",
-}
+SEARCHED = (
+    *("micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type"),
+    *("expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "sequence_parallel", "cuda_graph", "recompute_granularity"),
+)
+ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")  # flags that a plan prints whatever they are
 # Flags that a plan always sets, so that the same command line works for every model.
 DEFAULTS = ("--use-distributed-optimizer", "--fp8-min-gain", "0", "--dry-run")
 
@@ -137,29 +130,18 @@ def described(grid: Any, cluster: Any, rates: Any, model: str) -> dict[str, Any]
 
 def flags_of(config: Config, model: str) -> list[str]:
     """Return the trainer's flags of a planned grid, including everything that was searched, even if it equals the preset."""
-    parallel, training = config.parallel, config.training
     words = ["--preset", model, "--precision", config.precision.name, "--use-distributed-optimizer"]
-    words += ["--seq-length", str(config.model.seq_length), "--global-batch-size", str(training.global_batch_size)]
-    words += ["--micro-batch-size", str(training.micro_batch_size)]
-    words += ["--tensor-model-parallel-size", str(parallel.tensor_model_parallel_size)]
-    words += ["--pipeline-model-parallel-size", str(parallel.pipeline_model_parallel_size)]
-    if parallel.context_parallel_size > 1:
-        words += ["--context-parallel-size", str(parallel.context_parallel_size)]
-        words += [] if parallel.cp_comm_type == "p2p" else ["--cp-comm-type", parallel.cp_comm_type]
-    if parallel.expert_model_parallel_size > 1:
-        words += ["--expert-model-parallel-size", str(parallel.expert_model_parallel_size)]
-    if parallel.num_layers_per_virtual_pipeline_stage:
-        words += ["--num-layers-per-virtual-pipeline-stage", str(parallel.num_layers_per_virtual_pipeline_stage)]
-    if parallel.sequence_parallel or PRESETS[model]["sequence_parallel"]:
-        words.append("--sequence-parallel" if parallel.sequence_parallel else "--no-sequence-parallel")
-    if training.cuda_graph:
-        words += ["--cuda-graph", training.cuda_graph]
-    if training.recompute_granularity:
-        words += ["--recompute-granularity", training.recompute_granularity]
-    if training.recompute_modules:
-        words += ["--recompute-modules", *training.recompute_modules]
-    if training.recompute_method:
-        words += ["--recompute-method", training.recompute_method, "--recompute-num-layers", str(training.recompute_num_layers)]
+    words += ["--seq-length", str(config.model.seq_length), "--global-batch-size", str(config.training.global_batch_size)]
+    for setting in (*SEARCHED, "recompute_modules", "recompute_method", "recompute_num_layers"):
+        section = config.parallel if hasattr(config.parallel, setting) else config.training
+        value = getattr(section, setting)
+        default = next(f.default for f in fields(section) if f.name == setting)
+        if value == default == PRESETS[model].get(setting, default) and setting not in ALWAYS:
+            continue
+        if isinstance(value, bool):
+            words.append(flag(setting if value else f"no_{setting}"))
+        elif value not in (None, ()):
+            words += [flag(setting), *map(str, value if isinstance(value, tuple) else (value,))]
     return words
 
 
@@ -199,11 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     options, rest = parser().parse_known_args(argv)
     config = configuration(options, rest)
-    fixed = [field for flag, field in SEARCHED.items() if any(word.partition("=")[0] == flag for word in rest)]
-    from megatron.lm.planning.cluster import Cluster
+    given = {word.partition("=")[0] for word in rest}
+    fixed = [setting for setting in SEARCHED if given & {flag(setting), flag(f"no_{setting}")}]
     from megatron.lm.planning.fits import device_memory
     from megatron.lm.planning.memory import GIB
-    from megatron.lm.planning.rates import rates_of
+    from megatron.lm.planning.rates import Cluster, rates_of
     from megatron.lm.planning.search import best
 
     rates = rates_of(options.gpu.lower())

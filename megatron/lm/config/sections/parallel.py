@@ -15,7 +15,7 @@ TP_TRANSPORTS = ("auto", "nccl", "copies")
 TP_SAVED_INPUTS = ("shard", "gathered")
 CP_COMM_TYPES = ("p2p", "a2a")
 CP_WIRES = ("bf16", "fp8")
-# Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`Axes`).
+# Axis of the grid of processes -> the setting with its size. The data axes follow from the number of processes (`ProcessAxes`).
 AXES = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",
@@ -47,7 +47,7 @@ def mu_rules() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axes:
+class ProcessAxes:
     """Sizes of the grid of processes along its axes, as megatron-core defines them.
 
     Processes are numbered along tensor, then context, data and pipeline:
@@ -156,11 +156,11 @@ class ParallelConfig:
         "minutes without progress until a process names the stuck rank and ends", 10.0, legal=Interval(0, 60 * 24 * 365, low_open=True)
     )
 
-    def axes(self, world_size: int) -> Axes:
+    def axes(self, world_size: int) -> ProcessAxes:
         """Return the grid of `world_size` processes; its data axes are rounded down unless `world_size` is a multiple of `unit`."""
         tensor, context, pipeline = self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
         expert, expert_tensor = self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor
-        return Axes(
+        return ProcessAxes(
             tensor=tensor,
             context=context,
             data=world_size // (tensor * context * pipeline),

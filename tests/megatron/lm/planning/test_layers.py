@@ -8,7 +8,6 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS, parameter_count
 from megatron.lm.planning import wire
 from megatron.lm.planning.layers import counted, of_layers, stage_chunks, stage_layers, stage_parameters, vocabulary
-from megatron.lm.planning.memory import layer_activations, stage_activations
 
 ENDS = {"opt_level": "O2", "num_layers": 8, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}
 
@@ -28,18 +27,6 @@ def test_each_layer_has_the_configuration_of_its_kind():
     assert sorted(count for _, count in counted(kinds)) == [4, 4]
     plain = tiny.config("unread", opt_level="O2")
     assert counted(of_layers(plain, range(2))) == [(plain, 2)]
-
-
-def test_a_stage_is_the_sum_of_its_layers():
-    config = tiny.config("unread", **ENDS)
-    in_bf16, in_fp8 = of_layers(config, [0, 1])
-    sizes = layer_activations(in_bf16), layer_activations(in_fp8)
-    assert sizes[0] > sizes[1]
-    plain = tiny.config("unread", opt_level="O2", num_layers=8)
-    difference = stage_activations(config, 0, 1) - stage_activations(plain, 0, 1)
-    assert difference == 4 * (sizes[0] - sizes[1])
-    kinds = [p.kind for p in stage_parameters(config, 0)]
-    assert (kinds.count("linear"), kinds.count("matrix")) == (4 * 4, 4 * 4 + 1)
 
 
 def test_layers_in_bf16_send_bf16():

@@ -10,59 +10,26 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import parameter_count
 from megatron.lm.graphs.capture import slots
+from megatron.lm.planning.fits import report
 from megatron.lm.planning.layers import stage_parameters
-from megatron.lm.planning.memory import (
-    GIB,
-    Rank,
-    layer_activations,
-    plan,
-    stage_activations,
-)
-from megatron.lm.planning.report import report
+from megatron.lm.planning.memory import GIB, Rank, layer_activations, plan, stage_activations
 
 STATES = ("weight", "master", "grad", "m", "v")
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 48,
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "normalization": "RMSNorm",
-}
+LLAMA = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True}
+EXPERTS: dict[str, Any] = LLAMA | {"num_experts": 4, "moe_ffn_hidden_size": 48}
 MODELS: dict[str, dict[str, Any]] = {
-    "fp32": {"precision": "fp32"},
     "O0 untied": {"opt_level": "O0", "untie_embeddings_and_output_weights": True, "position_embedding_type": "learned_absolute"},
-    "O1": {"opt_level": "O1"},
     "O3 with BF16 ends": {"opt_level": "O3", "num_layers": 4, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2},
-    "O2 modern": {
-        "opt_level": "O2",
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "disable_bias_linear": True,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-    },
-    "O3 qwen": {
-        "opt_level": "O3",
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-        "qk_layernorm": True,
-    },
-    "O2 normed projection": {"opt_level": "O2", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
-    "O0 experts": EXPERTS | {"opt_level": "O0", "moe_shared_expert_intermediate_size": 16},
+    "O2 modern": LLAMA
+    | {"opt_level": "O2", "hidden_size": 64, "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2},
+    "O3 qwen": LLAMA | {"opt_level": "O3", "untie_embeddings_and_output_weights": True, "qk_layernorm": True},
     "O2 some experts": EXPERTS | {"opt_level": "O2", "num_layers": 4, "moe_layer_freq": "[0,1,1,0]", "first_last_layers_bf16": True},
     "O3 experts": EXPERTS | {"opt_level": "O3", "moe_shared_expert_intermediate_size": 16, "qk_layernorm": True},
-    "O1 normed heads": {"opt_level": "O1", "qk_layernorm": True},
-    "O2 qwen2": {"opt_level": "O2", "swiglu": True, "disable_bias_linear": True, "add_qkv_bias": True},
     "O3 squared ReLU": {"opt_level": "O3", "squared_relu": True, "position_embedding_type": "none"},
     "O2 formats": {"opt_level": "O2", "master_format": "bf16", "grad_format": "fp32", "exp_avg_sq_format": "fp8-e5m2"},
     "O3": {"opt_level": "O3"},
     "coat": {"precision": "coat"},
     "O2 some BF16": {"opt_level": "O2", "bf16_linears": ["linear_qkv", "linear_fc2"]},
-    "O3 all BF16": {"opt_level": "O3", "bf16_linears": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]},
 }
 TP, SP, PP = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {
@@ -186,7 +153,7 @@ def test_activations_of_a_layer():
     assert per_element("--opt-level O0 --hidden-dropout 0.1") == 34
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O1", "O3"])
 def test_a_fused_layer_keeps_what_cannot_be_made_again(level: str):
     assert per_element(f"--opt-level {level}") == 20
     assert per_element(f"--opt-level {level} --swiglu --ffn-hidden-size 4096") == 20
@@ -214,47 +181,6 @@ def test_fp8_attention_keeps_a_byte_an_element():
     assert per_element(f"{unfused} {again}") == per_element(f"--opt-level O3 {again} --bf16-linears linear_qkv")
 
 
-def test_an_all_to_all_of_heads_keeps_heads_and_the_projections_input():
-    grouped = "--group-query-attention --num-query-groups 4 --context-parallel-size 2"
-    shared, again = f"{grouped} --cp-comm-type a2a", "--recompute-granularity selective --recompute-modules core_attn"
-    keys = 2 * 2 / 4
-    assert per_element(f"--opt-level O3 {grouped}") * 2 == 20 - 2 * 2 + keys + 2  # a ring keeps what one process keeps
-    assert per_element(f"--opt-level O3 {shared}") * 2 == 20 - 2 * 2 + keys + 1  # nothing is copied, and the projection's input is FP8
-    assert per_element(f"--opt-level O3 {shared} {again}") * 2 == 18 - 2 * 2 + keys
-    assert per_element(f"--opt-level O0 {shared}") * 2 == 32 - 2 * 2 + keys + 2  # the output twice
-    fp8 = "--opt-level O3 --attention-precision fp8"
-    assert per_element(f"{fp8} {shared}") == per_element(f"{fp8} {grouped}")
-
-
-def test_norms_of_queries_and_keys_keep_a_copy_of_grouped_queries():
-    grouped = "--group-query-attention --num-query-groups 4 --qk-layernorm"
-    for level, unit in (("O0", 36), ("O3 --bf16-linears linear_qkv", 32)):
-        assert per_element(f"--opt-level {level} --qk-layernorm") == unit + ROPE  # not fused; what the norms see are views
-        assert per_element(f"--opt-level {level} {grouped}") == unit - 2 * 2 * 3 / 4 - 2 * 3 / 4 + ROPE + 2
-    assert per_element("--opt-level O3 --qk-layernorm") == 20 + 2 + 2  # fused: copies of queries and keys before the norms
-    assert per_element(f"--opt-level O3 {grouped}") == 20 - 2 * 2 * 3 / 4 + 2 + 2 + 2 / 4
-
-
-def test_bf16_linears_keep_bf16_inputs_in_a_layer_that_is_not_fused():
-    fp8 = 27
-    assert per_element("--opt-level O2 --bf16-linears") == 20
-    assert per_element("--opt-level O2 --bf16-linears linear_qkv") == fp8 + 1
-    assert per_element("--opt-level O2 --bf16-linears linear_proj") == fp8 - 1  # attention's output is its input
-    assert per_element("--opt-level O2 --bf16-linears linear_fc2") == fp8 + 4
-    assert per_element("--opt-level O2 --bf16-linears linear_qkv linear_proj linear_fc1 linear_fc2") == 32
-    tp = "--opt-level O2 --tensor-model-parallel-size 2 --sequence-parallel"
-    assert per_element(f"{tp} --bf16-linears linear_qkv") == 14  # QKV's half of the input in BF16, FC1's in FP8
-
-
-def test_selective_recomputation_brings_one_layer_s_back():
-    config = flags("--preset 1.3b --opt-level O3 --recompute-granularity selective --recompute-modules core_attn mlp")
-    unit = 2048 * 4 * 2048
-    everything = stage_activations(flags("--preset 1.3b --opt-level O3"), 0, 1)
-    assert stage_activations(config, 0, 1) == everything - 24 * 10 * unit + 8 * unit
-    bf16 = flags("--preset 1.3b --opt-level O0 --recompute-granularity selective --recompute-modules core_attn mlp")
-    assert layer_activations(bf16) == (32 - 16) * unit  # attention's output is the projection's input
-
-
 # Of the LM head's input and weight: the gradients in FP32, and in BF16 for backward. A chunk of logits, in forward, is less.
 HEAD = (4 + 2) * (2048 * 4 + 50304) * 2048
 
@@ -273,11 +199,6 @@ def test_the_head_holds_its_gradients_and_a_chunk_of_logits():
     assert head("--preset 125m --micro-batch-size 1") == 4 * (2048 + 50304) * 768 + 2 * 2048 * 50304
 
 
-def test_fp8_logits_hold_weight_and_input_of_the_head_in_fp8():
-    wide, narrow = (flags(f"--preset 125m --opt-level O3 --micro-batch-size 4 {more}") for more in ("", "--output-layer-precision fp8"))
-    assert stage_activations(narrow, 0, 1) - stage_activations(wide, 0, 1) == (50304 + 2048) * 768  # chunks of a fourth of the tokens
-
-
 def test_a_head_all_in_fp8_keeps_the_gradients_of_its_logits_and_none_of_its_weight():
     wide, narrow = (flags(f"--preset 1.3b --opt-level O3 {more}") for more in ("", "--output-layer-precision fp8-all"))
     logits, weight, stream = 8192 * 50304, 50304 * 2048, 8192 * 2048
@@ -285,13 +206,6 @@ def test_a_head_all_in_fp8_keeps_the_gradients_of_its_logits_and_none_of_its_wei
     chunk = 4 * 1280 * 50304 + 2 * weight + stream  # logits, their gradient twice; weight twice and input once in E4M3
     assert chunk > 2 * (weight + stream)
     assert stage_activations(narrow, 0, 1) - stage_activations(wide, 0, 1) == kept + chunk - HEAD
-
-
-def test_sequence_parallelism_gathers_what_the_head_multiplies():
-    config = flags("--preset 125m --opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4")
-    stream, chunk = 8192 * 768, 4096 * 25216  # of this rank: a half of the stream; half of the tokens in a chunk
-    ends = 2 * stream + 4 * (8192 + 25216) * 768 + 2 * chunk + 2 * stream
-    assert stage_activations(config, 0, 1) - 12 * layer_activations(config) == ends
 
 
 def test_with_a_large_micro_batch_backward_of_a_layer_is_more_than_the_head():
@@ -317,39 +231,6 @@ def test_micro_batches_under_way_on_the_stages_of_a_pipeline():
     assert stage_activations(interleaved, 3, 8) == 15 * layer + head
 
 
-def test_with_the_mask_of_documents_keys_of_groups_are_repeated():
-    grouped = "--group-query-attention --num-query-groups 4"
-    for level, backend, more in (
-        ("O3", "auto", 4),
-        ("O0", "auto", 4),
-        ("O3", "math", 0),
-        ("O3 --recompute-granularity selective", "auto", 0),
-    ):
-        text = f"--opt-level {level} --attention-backend {backend}"
-        assert per_element(f"{text} {grouped} --reset-attention-mask") == per_element(f"{text} {grouped}") + more
-        assert per_element(f"{text} --reset-attention-mask") == per_element(text)
-
-
-def test_the_mask_of_documents_is_kept_once_for_each_micro_batch_under_way():
-    def mask(text: str, stage: int = 0) -> int:
-        with_mask, without = flags(f"{text} --reset-attention-mask"), flags(text)
-        return stage_activations(with_mask, stage, 8) - stage_activations(without, stage, 8)
-
-    sequences, length = 4, 2048  # of the preset
-    one = 2 * sequences * length**2
-    assert mask("--preset 1.3b --opt-level O3") == one
-    assert mask("--preset 1.3b --recompute-granularity full --recompute-method uniform --recompute-num-layers 1") == one
-    assert [mask("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4", stage) for stage in range(4)] == [
-        4 * one,
-        3 * one,
-        2 * one,
-        one,
-    ]
-    said = report(flags("--preset 1.3b --opt-level O3 --reset-attention-mask"), 1)
-    assert "activations include 0.03 GiB per micro-batch in flight for the mask of --reset-attention-mask" in said
-    assert "mask" not in report(flags("--preset 1.3b --opt-level O3"), 1)
-
-
 def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
     config = flags("--preset 1.3b --opt-level O3 --pipeline-model-parallel-size 4")
     layer, stream = layer_activations(config), 2 * 2048 * 4 * 2048
@@ -364,8 +245,8 @@ def test_in_graphs_each_micro_batch_under_way_has_memory_of_its_own():
     ]
     eager = dataclasses.replace(config, training=dataclasses.replace(config.training, cuda_graph="none"))
     more = max(rank.total for rank in plan(config, 4)) - max(rank.total for rank in plan(eager, 4))
-    assert f"CUDA graphs of pipeline stages take {more / 2**30:.2f} GiB of the fullest rank: --cuda-graph none" in report(config, 4)
-    assert "CUDA graphs" not in report(eager, 4)
+    assert f"add --cuda-graph none to save the {more / 2**30:.2f} GiB" in report(config, 4)
+    assert "--cuda-graph" not in report(eager, 4)
     interleaved = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, num_layers_per_virtual_pipeline_stage=3))
     chunks = slots(0, 4, 2, 8)
     assert stage_activations(interleaved, 0, 8) == sum(count * (3 * layer + 2 * stream + beside) + 2 * stream for count in chunks)

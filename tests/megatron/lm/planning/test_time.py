@@ -4,10 +4,9 @@ import pytest
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
-from megatron.lm.planning.cluster import Cluster
 from megatron.lm.planning.memory import plan
-from megatron.lm.planning.rates import GPUS, Rate, Rates, rates_of
-from megatron.lm.planning.time import Step, predict
+from megatron.lm.planning.rates import GPUS, Cluster, MeasuredRate, Rates, rates_of
+from megatron.lm.planning.time import PredictedStep, predict
 
 SMALL = (
     "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1024 --micro-batch-size 2 --lr 1e-3 "
@@ -20,7 +19,7 @@ def flags(text: str) -> Config:
     return parse_args(text.split())
 
 
-def step(text: str, gpus: int = 1, rates: Rates | None = None, network: float = 40e9) -> Step:
+def step(text: str, gpus: int = 1, rates: Rates | None = None, network: float = 40e9) -> PredictedStep:
     config, rates = flags(text), rates or rates_of("h200")
     cluster = Cluster(gpus=gpus, per_host=8, link=320e9, network=network, latency=45e-6)
     return predict(config, cluster, rates, plan(config, gpus))
@@ -30,7 +29,7 @@ def only(**values: float) -> Rates:
     """The rates of the H200 with all but these so fast that they take no time."""
     fast = {"TFLOP/s": 1e30, "TB/s": 1e30, "GB/s": 1e30, "ps": 0.0, "us": 0.0, "share": 1.0}
     rows = [
-        Rate(row.gpu, row.name, None, values.get(row.name.replace(" ", "_"), fast[row.unit]), row.unit, "", "")
+        MeasuredRate(row.gpu, row.name, None, values.get(row.name.replace(" ", "_"), fast[row.unit]), row.unit, "", "")
         for row in rates_of("h200").rows
     ]
     return Rates(GPUS["h200"], tuple(rows), False)
@@ -47,13 +46,6 @@ def test_gemms_attention_and_update_by_hand():
     # BF16: gradient read twice (8), master, m and v read and written (24), weight written (2).
     parameters = plan(flags(f"{SMALL} --precision bf16"), 1)[0].parameters
     assert step(f"{SMALL} --precision bf16", rates=only(update=1.0)).seconds["update"] == pytest.approx(34 * parameters / 1e12)
-
-
-def test_the_seconds_are_their_kinds_and_none_is_negative():
-    for text, gpus in ((f"{SMALL} --precision O2", 1), (f"{SMALL} --precision O3 {TP}", 4), (f"{SMALL} --precision coat {PP}", 4)):
-        found = step(f"{text} --global-batch-size 16", gpus)
-        assert found.total == pytest.approx(sum(found.seconds.values()))
-        assert all(value > 0 for value in found.seconds.values())
 
 
 def test_the_bubble_of_a_pipeline():
@@ -104,5 +96,5 @@ def test_the_exchange_hides_behind_backward():
 
 
 def test_fp32_has_no_rate():
-    with pytest.raises(ValueError, match="--precision fp32 uses FP32 GEMMs, which have no measured rate: choose"):
+    with pytest.raises(ValueError, match="--precision fp32"):
         step(f"{SMALL} --precision fp32")

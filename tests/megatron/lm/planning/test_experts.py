@@ -4,8 +4,8 @@ import pytest
 
 from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
+from megatron.lm.planning.experts import backward_of_a_layer, kept_per_token, weights_by_columns
 from megatron.lm.planning.memory import GIB, plan
-from megatron.lm.planning.mixtures.experts import backward_of_a_layer, kept_per_token, weights_by_columns
 
 # Level, layers, micro-batches, peak GiB of OLMoE's shape on an H200 (tools/bench/results/moe.csv), relative tolerance. The update of one
 # micro-batch is larger than planned.

@@ -21,10 +21,8 @@ host launches kernels for every expert, are refused.
 from megatron.lm.config import Config
 from megatron.lm.config.presets import linear_shapes
 from megatron.lm.graphs import capture
-from megatron.lm.planning import wire
-from megatron.lm.planning.cluster import Cluster
-from megatron.lm.planning.mixtures import experts
-from megatron.lm.planning.rates import Rates
+from megatron.lm.planning import experts, wire
+from megatron.lm.planning.rates import Cluster, Rates
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
 
 PRODUCTS = 3  # gate, up and down

@@ -32,15 +32,10 @@ def in_fp8(config: Config) -> bool:
     return bool(config.fp8_experts)
 
 
-def _ranks(config: Config) -> int:
-    """Return the number of processes that share the experts of a layer."""
-    return config.parallel.expert_model_parallel_size
-
-
 def of_rank(config: Config) -> int:
     """Return the number of experts of a layer on one process."""
     assert config.model.num_experts is not None
-    return config.model.num_experts // _ranks(config)
+    return config.model.num_experts // config.parallel.expert_model_parallel_size
 
 
 def recomputes_fc1(config: Config) -> bool:
@@ -73,8 +68,8 @@ def kept_by_rows(config: Config) -> float:
     top_k, width, hidden = model.moe_router_topk, model.expert_size, model.hidden_size
     rows = 2 * wide * width if in_fp8(config) else wide * hidden + (16 + wide) * width
     rows = 0 if recomputes_fc1(config) else rows
-    gathered = hidden if in_fp8(config) else wide * hidden if _ranks(config) > 1 else 0
-    return _ranks(config) * (gathered + top_k * (rows + ORDER))
+    gathered = hidden if in_fp8(config) else wide * hidden if config.parallel.expert_model_parallel_size > 1 else 0
+    return config.parallel.expert_model_parallel_size * (gathered + top_k * (rows + ORDER))
 
 
 def _shared(config: Config, cast: float) -> float:
@@ -107,7 +102,9 @@ def backward_of_a_layer(config: Config, tokens: int) -> int:
     model, wide = config.model, config.precision.named.compute.bytes
     hidden, width = model.hidden_size, model.expert_size
     per_choice = hidden + (wide + 5) * width if in_fp8(config) else wide * hidden + (2 * wide + 12) * width
-    per_token = 2 * wide * hidden + _ranks(config) * ((hidden if in_fp8(config) else 0) + model.moe_router_topk * per_choice)
+    per_token = 2 * wide * hidden + config.parallel.expert_model_parallel_size * (
+        (hidden if in_fp8(config) else 0) + model.moe_router_topk * per_choice
+    )
     return tokens * per_token + wide * elements(config)
 
 
