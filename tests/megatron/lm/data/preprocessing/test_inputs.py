@@ -48,7 +48,7 @@ def test_parquet_a_file_and_a_folder(tmp_path: Path):
     with pytest.raises(ValueError, match="'body'"):
         list(read_documents(tmp_path / "set", ["body"]))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no table")
-    with pytest.raises(ValueError, match="bad.parquet"):
+    with pytest.raises(ValueError, match=r"bad\.parquet"):
         texts(tmp_path / "bad.parquet")
 
 
