@@ -2,13 +2,11 @@
 
 import sys
 
-from megatron.lm.shell.interrupt import LeavingAtOnce
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run training with these flags and return the exit code of `entry`, or `--exit-code-unfinished` if the run was stopped early."""
-    with LeavingAtOnce():
-        from megatron.lm.run.job import job  # all else
+    from megatron.lm.run.job import job
+
     return job(argv)
 
 

@@ -9,7 +9,6 @@ from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.sections.precision import MEASURED
 from megatron.lm.shell.exit_codes import command
-from megatron.lm.shell.interrupt import LeavingAtOnce
 from megatron.lm.shell.terminal import wrapped
 
 MOST_PROCESSES = 2**20
@@ -18,23 +17,21 @@ MOST_PROCESSES = 2**20
 @command
 def job(argv: Sequence[str] | None = None) -> int:
     """Run training with these flags and return the exit code of `entry`, or `--exit-code-unfinished` if the run was stopped early."""
-    with LeavingAtOnce():
-        config = _judged(argv)
-        if config is None:
-            return 0
-        # Imported here, because megatron-core takes seconds to import, and a refusal should not.
-        from megatron.lm.processes import process_groups
-        from megatron.lm.run.trainer import Trainer
-        from megatron.lm.run.watchdog import leave_if_alone
+    config = _judged(argv)
+    if config is None:
+        return 0
+    # Imported here, because megatron-core takes seconds to import, and a refusal should not.
+    from megatron.lm.processes import process_groups
+    from megatron.lm.run.trainer import Trainer
+    from megatron.lm.run.watchdog import leave_if_alone
 
-        process_groups.initialize(config)
+    process_groups.initialize(config)
     try:
-        with LeavingAtOnce():
-            try:
-                trainer = Trainer(config)
-            except Exception as error:
-                leave_if_alone(error)
-                raise
+        try:
+            trainer = Trainer(config)
+        except Exception as error:
+            leave_if_alone(error)
+            raise
         unfinished = trainer.run()
     finally:
         process_groups.shutdown()

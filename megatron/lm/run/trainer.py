@@ -209,7 +209,7 @@ class Trainer:
         if self.train_data is None:
             raise ValueError("there is no training data; set --train-data-path, or a --split with a first share greater than 0")
         saving = self.saver or contextlib.nullcontext()
-        with self.requests.listening(), self.watchdog.watching(), self.metrics.unwritten.stdout(), contextlib.closing(self.metrics), saving:
+        with self.requests.listening(), self.watchdog.watching(), contextlib.closing(self.metrics), saving:
             try:
                 why = self._run()
                 self.metrics.end(self.training.iteration, "completed" if why is None else "stopped", why)

@@ -1,8 +1,7 @@
 """Command lines of tools, and `type` functions of their arguments, which refuse invalid values before any work."""
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,16 +13,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**({"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs))
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Like argparse's, but refuse arguments that are not UTF-8, like the trainer, because they cannot be printed or saved as JSON."""
-        words = sys.argv[1:] if args is None else list(args)
-        for word in words:
-            try:
-                word.encode()
-            except UnicodeEncodeError:
-                self.error(f"{word!a} is not valid UTF-8: rename it, or the file")
-        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         report(f"error: {message} (--help lists the flags)", message)

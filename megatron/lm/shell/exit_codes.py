@@ -14,7 +14,7 @@ without a file name; they count as bugs of the code that read the file.
 import contextlib
 import errno
 import functools
-import importlib.util
+import importlib.metadata
 import json
 import os
 import platform
@@ -25,14 +25,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import NoReturn, ParamSpec, TextIO
+from typing import NoReturn, ParamSpec
 
 from megatron.lm.errors import RunStopped, missing, report
-from megatron.lm.shell.interrupt import INTERRUPTED, WORDS, line, reports_signals
-from megatron.lm.shell.streams import printable
+from megatron.lm.shell.streams import printable, unfiltered
 
-REFUSED, STOPPED = 2, 1
+REFUSED, STOPPED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
 
 _SMALLER = "use a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain prints the memory of each)"
 _OTHER_RANK = "another process of this run has ended or cannot be reached: see its own error message"
@@ -58,31 +56,23 @@ P = ParamSpec("P")
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
     """Decorate a command's main function, which returns an exit code (None is 0), to raise nothing but SystemExit (from argparse).
 
-    If stdout cannot be written, the code is 1; if its reader has closed the pipe (`| head`), the code is 1 without a message. It may be
-    closed, and its encoding may be any (`streams`).
+    If stdout cannot be written, the code is 1; if its reader has closed the pipe (`| head`), the code is 1 without a message.
     """
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
-        with printable():
-            return run(*args, **kwargs)
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
         # megatron-core warns at every import about optional packages that are not installed.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer.Engine)", module=r"(?!megatron\.lm|msamp)")
-        try:
-            check_package()
-            code = main(*args, **kwargs) or 0
-            flush_or_close(sys.stdout)
-            return code
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
-            return _print(WORDS, INTERRUPTED) if reports_signals() else INTERRUPTED
-        except Exception as error:
-            code = _ends(error)
-            with contextlib.suppress(OSError):
-                flush_or_close(sys.stdout)
-            return code
+        with printable():
+            try:
+                code = main(*args, **kwargs) or 0
+                flush_stdout()
+                return code
+            except KeyboardInterrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
+                return _print("interrupted by SIGINT", INTERRUPTED)
+            except Exception as error:
+                return _ends(error)
 
     return guarded
 
@@ -95,39 +85,20 @@ def leave_at_once(error: Exception, after: float) -> NoReturn:
         after: seconds to wait before the exit, so that other processes learn of the error before its connections break.
     """
     code = _ends(error)
-    with contextlib.suppress(OSError):
-        flush_or_close(sys.stdout)
     time.sleep(after)
     os._exit(code)
 
 
-def check_package() -> None:
-    """Run `msamp.integrations.ms_amp.check_alone` without importing msamp, which may be another package.
-
-    Raises:
-        ValueError: if `import msamp` would import another package, or ours with files overwritten by another.
-    """
-    installed = importlib.util.find_spec("msamp")
-    folders = list(installed.submodule_search_locations or ()) if installed is not None else []
-    file = next((path for path in (Path(folder, "integrations", "ms_amp.py") for folder in folders) if path.is_file()), None)
-    if file is None:
-        raise ValueError(
-            f"import msamp finds {folders[0] if folders else 'nothing'}, which is not the msamp of this trainer: pip uninstall ms-amp "
-            "msamp, then install msamp, or fix PYTHONPATH"
-        )
-    spec = importlib.util.spec_from_file_location("ms_amp", file)
-    assert spec is not None
-    assert spec.loader is not None
-    ms_amp = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ms_amp)
-    ms_amp.check_alone()
-
-
 def _ends(error: Exception) -> int:
-    """Report an error and return its exit code."""
+    """Flush stdout, report an error and return its exit code."""
+    with contextlib.suppress(OSError):
+        flush_stdout()
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError | json.JSONDecodeError):
         return _print(str(error), REFUSED)
-    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("megatron.lm", "msamp")):
+    if isinstance(error, ImportError) and ((error.name or "").startswith("msamp") or "ms-amp" in _installed()):
+        # Microsoft's package of the same import name, installed later in the same folder or uninstalled there, takes files along.
+        return _print(f"{error}: pip uninstall ms-amp msamp, then install msamp again", REFUSED)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("megatron.lm"):
         return _print(missing(error.name), REFUSED)
     if isinstance(error, RunStopped):
         return _print(str(error), STOPPED)
@@ -140,12 +111,16 @@ def _ends(error: Exception) -> int:
     if lost_connection(error):
         return _print(f"{_first_line(error)}: {_OTHER_RANK}", STOPPED)
     what = f"{type(error).__name__}: {_first_line(error)}"
-    return _print(f"this is a bug of the program, please report it ({what})", STOPPED, f"; {_kept(error)}")
+    return _print(f"this is a bug of the program, please report it ({what}); {_kept(error)}", STOPPED)
 
 
-def _print(message: str, code: int, beside: str = "") -> int:
-    """Report `message` and return `code`; `beside` is a text that is specific to this process."""
-    report(line(message + beside), message)
+def _installed() -> set[str]:
+    return {distribution.metadata["Name"].lower() for distribution in importlib.metadata.distributions()}
+
+
+def _print(message: str, code: int) -> int:
+    rank = os.environ.get("RANK", "0")
+    report(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", message)
     return code
 
 
@@ -191,12 +166,14 @@ def _kept(error: Exception) -> str:
     return f"the traceback is in {path}"
 
 
-def flush_or_close(stream: TextIO) -> None:
-    """Flush a stream; if that fails, raise the OSError and close it, so that the interpreter does not report the same error at exit."""
+def flush_stdout() -> None:
+    """Flush stdout; if that fails, raise the OSError and drop what is left, so that the interpreter does not report the error again."""
+    if sys.stdout is None:
+        return
     try:
-        stream.flush()
+        sys.stdout.flush()
     except OSError:
-        if stream is sys.__stdout__:
+        if unfiltered(sys.stdout) is sys.__stdout__:
             with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise

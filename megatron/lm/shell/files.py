@@ -5,16 +5,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.lm.shell import opening
+
 
 def read_text(file: Path, what: str) -> str:
     """Return the UTF-8 text of a file, without a byte order mark; raise a ValueError with its name if it is missing or not text. `what`
     describes the expected file."""
     try:
-        if file.is_char_device():  # /dev/full has no end
-            raise ValueError(f"{file} is a device: give {what}")
-        return file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist: give {what}") from None
+        return opening.read_text(file).removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {what}") from None
     except UnicodeDecodeError as error:
@@ -30,9 +28,9 @@ def made_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder")
-    with _writing(folder), parents(folder):
-        new = not folder.exists()
-        folder.mkdir(exist_ok=True)
+    new = not folder.exists()
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             yield folder
         except BaseException:
@@ -43,7 +41,7 @@ def made_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `output` when the block succeeds, and else removed with the parents created for it.
+    """Yield a temporary folder that is renamed to `output` when the block succeeds, and is removed when it fails.
 
     Raises:
         ValueError: if `output` exists and is not an empty folder, or cannot be written (full disk, permissions).
@@ -53,30 +51,15 @@ def new_folder(output: Path) -> Iterator[Path]:
             raise ValueError(f"--output {output} exists and is not an empty folder: choose another, since nothing is overwritten")
         output = output.absolute()  # so that "." has a name too
         partial = output.with_name(output.name + ".partial")
-        with parents(output):
-            try:
-                partial.mkdir()
-            except FileExistsError:
-                raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; in that case delete it") from None
-            try:
-                yield partial
-                partial.rename(output)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def parents(folder: Path) -> Iterator[None]:
-    """Create the folders above `folder`; if the block fails, remove them unless others have written there."""
-    missing = [parent for parent in folder.absolute().parents if not parent.exists()]
-    try:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for parent in missing:  # the innermost first
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
+        try:
+            partial.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; in that case delete it") from None
+        try:
+            yield partial
+            partial.rename(output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -1,27 +1,22 @@
-"""Logs of a run besides its checkpoints: JSON lines, TensorBoard events, stdout.
+"""Logs of a run besides its checkpoints: JSON lines and TensorBoard events.
 
 A failed log write must not stop a run. If a disk is full, the failed write is undone, counted and reported once on stderr, and training
-continues. Later writes are tried again, so a file continues as soon as there is space. At the end the run reports the number of failed
-writes (`Unwritten.describe`). A file that cannot be opened at the start raises an OSError, since nothing is lost yet.
+continues. At the end the run reports the number of failed writes (`Unwritten.describe`). A file that cannot be opened at the start raises
+an OSError, since nothing is lost yet.
 
 A killed run repeats the iterations since its checkpoint. Their old entries are removed first: by `cut_after` for JSON, and for TensorBoard
 by a marker for its readers (`EventFile`'s `purge_step`).
 """
 
 import contextlib
-import io
+import errno
 import json
 import os
-import socket
-import stat
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
-from megatron.lm.shell.exit_codes import flush_or_close
 from megatron.lm.shell.opening import to_write
 
 
@@ -45,18 +40,6 @@ class Unwritten:
             if self.counts[where] == 1:
                 _warn(f"{where} cannot be written ({error.strerror or error}): training continues without these entries; free space")
 
-    @contextlib.contextmanager
-    def stdout(self) -> Iterator[None]:
-        """Handle failures of print inside the block in the same way."""
-        stream = sys.stdout
-        if stream is None:  # Python's name for a closed one
-            yield
-            return
-        with contextlib.redirect_stdout(_Endured(stream, self)):
-            yield
-        with self.endured("stdout"):
-            flush_or_close(stream)
-
     def describe(self) -> str | None:
         """Return a text with the failed writes, or None if all succeeded."""
         return ", ".join(f"{count} of {where}" for where, count in self.counts.items()) or None
@@ -72,31 +55,6 @@ def _warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-class _Endured(io.TextIOBase):
-    """A text stream that counts its failures."""
-
-    def __init__(self, stream: TextIO, unwritten: Unwritten) -> None:
-        self._stream, self._unwritten = stream, unwritten
-
-    def write(self, text: str) -> int:
-        with self._unwritten.endured("stdout"):
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError as error:
-                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-        return len(text)
-
-    def flush(self) -> None:
-        with self._unwritten.endured("stdout"):
-            self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-
 class LogFile:
     """An append-only file with unbuffered writes that are complete or undone.
 
@@ -110,44 +68,28 @@ class LogFile:
     """
 
     def __init__(self, path: Path, where: str, unwritten: Unwritten) -> None:
-        self.path, self._where, self._unwritten = path, where, unwritten
+        self._where, self._unwritten = where, unwritten
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = to_write(path, "ab", device=True)
-        if _ends_inside_a_line(path):
-            self.write(b"\n")
+        device = path.exists() and not path.is_file()  # such as /dev/null
+        self._file = path.open("ab", buffering=0) if device else to_write(path, "ab")
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as stream:
+                stream.seek(-1, os.SEEK_END)
+                if stream.read() != b"\n":
+                    self.write(b"\n")
 
     def write(self, data: bytes) -> None:
         """Append; a failure is only counted."""
         with self._unwritten.endured(self._where):
-            size = os.fstat(self._file.fileno()).st_size
-            written = 0
-            try:
-                while written < len(data):
-                    written += self._file.write(data[written:]) or 0
-            except OSError:
-                if written and _is_regular(self.path):
-                    self._file.truncate(size)  # a partial line would make the next one unreadable
-                raise
-
-    def flush(self) -> None:
-        """Do nothing, since writes are unbuffered."""
+            written = self._file.write(data)
+            if written < len(data):  # the disk is full: a partial line would make the next one unreadable
+                self._file.truncate(self._file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file; some file systems only report a failed write here."""
         with self._unwritten.endured(self._where):
             self._file.close()
-
-
-def _is_regular(path: Path) -> bool:
-    return stat.S_ISREG(path.stat().st_mode)
-
-
-def _ends_inside_a_line(path: Path) -> bool:
-    if not _is_regular(path) or not path.stat().st_size:
-        return False
-    with path.open("rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read() != b"\n"
 
 
 def cut_after(path: Path, iteration: int) -> None:
@@ -157,7 +99,7 @@ def cut_after(path: Path, iteration: int) -> None:
     an iteration, everything since the last start (a line of kind "precision") is removed. Invalid lines, which a kill has cut off, are
     removed with everything after them.
     """
-    if not path.exists() or not _is_regular(path):
+    if not path.is_file():
         return
     reached, started, end = None, None, 0
     with path.open("rb") as stream:
@@ -176,40 +118,26 @@ def cut_after(path: Path, iteration: int) -> None:
 
 
 class EventFile:
-    """A TensorBoard event file of scalars, written unbuffered and without a thread.
-
-    torch's SummaryWriter writes from a thread, which dies with a traceback on a full disk, and buffers for two minutes, which a kill loses.
+    """A TensorBoard event file of scalars.
 
     Args:
         folder: of event files; it is created.
         purge_step: readers ignore entries of older files for this step and later; None ignores nothing.
         unwritten: counts failed writes.
-
-    Raises:
-        OSError: if it cannot be opened.
     """
 
     def __init__(self, folder: Path, purge_step: int | None, unwritten: Unwritten) -> None:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._event, self._session = event_pb2.Event, event_pb2.SessionLog
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        self._file = LogFile(folder / name, f"--tensorboard-dir {folder}", unwritten)
-        self._writer = RecordWriter(self._file)
-        self._add(file_version="brain.Event:2")
-        if purge_step is not None:
-            self._add(step=purge_step, session_log=self._session(status=self._session.START))
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+        self._where, self._unwritten = f"--tensorboard-dir {folder}", unwritten
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         """Add one point of a curve."""
-        from torch.utils.tensorboard.summary import scalar
-
-        self._add(step=step, summary=scalar(name, float(value)))
-
-    def _add(self, **what: object) -> None:
-        self._writer.write(self._event(wall_time=time.time(), **what).SerializeToString())
+        with self._unwritten.endured(self._where):
+            self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write what is buffered and close the file."""
+        with self._unwritten.endured(self._where):
+            self._writer.close()

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TextIO, TypeVar
 
+from megatron.lm.shell.streams import unfiltered
+
 T = TypeVar("T")
 FIRST_SECONDS, SECONDS = 1.0, 5.0
 
@@ -68,7 +70,7 @@ class Progress:
         return f"{self.what}: {', '.join(words)}"
 
     def _keep_printing(self) -> None:
-        stream, wait, printed = self._stream or sys.stderr, self._first, False
+        stream, wait, printed = unfiltered(self._stream or sys.stderr), self._first, False
         terminal = stream.isatty()
         while not self._ended.wait(wait):
             print(f"\r\x1b[2K{self.line()}" if terminal else self.line(), end="" if terminal else "\n", file=stream, flush=True)

@@ -1,56 +1,53 @@
-"""Standard streams that accept every text: closed ones are replaced, and characters that their encoding lacks are written as escapes."""
+"""Standard streams of a command: control characters in what it prints are shown as escapes.
 
-import codecs
+Names of files, layers and recipes, generated text and error messages come from files that somebody else may have written. Escape sequences
+in them could clear the screen or set the title of the terminal. So `printable` filters everything that a command prints; what colors a line
+or rewrites it (`terminal.py`, `progress.py`) writes to `unfiltered`.
+"""
+
 import contextlib
 import io
-import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO, cast
 
-ESCAPES = "msamp.escapes"
+# C0 without tab and line feed, delete, C1, and the marks that reorder text.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+_ESCAPES |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
-def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Write bytes of a path as they are, and other characters as backslash escapes, as Python does on stderr."""
-    try:
-        return codecs.lookup_error("surrogateescape")(error)
-    except UnicodeError:
-        return codecs.backslashreplace_errors(error)
+def escaped(text: str) -> str:
+    """Return `text` with control characters other than tab and line feed as escapes."""
+    return text.translate(_ESCAPES)
+
+
+class _Printable:
+    """A text stream that escapes control characters, and is otherwise the stream itself."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        self.unfiltered.write(escaped(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """Return the stream below `printable`'s filter."""
+    return getattr(stream, "unfiltered", stream)
 
 
 @contextlib.contextmanager
 def printable() -> Iterator[None]:
-    """Make `print` safe inside the block.
-
-    Without stdout or stderr (`>&-`), Python sets them to None, and the next file that is opened would get their number, so that libraries
-    would print into it. Both are replaced by the null device, and a line on stderr reports it. A stream whose encoding lacks a character,
-    such as a path's with `PYTHONIOENCODING=ascii`, would raise a UnicodeEncodeError in the middle of a run.
-    """
-    codecs.register_error(ESCAPES, _escaped)
+    """Filter stdout and stderr inside the block; characters that their encoding lacks are written as escapes too."""
     with contextlib.ExitStack() as stack:
-        if sys.stderr is None:
-            stack.enter_context(contextlib.redirect_stderr(_null(2)))
-        if sys.stdout is None:
-            stack.enter_context(contextlib.redirect_stdout(_null(1)))
-            print("warning: stdout is closed: what this command prints there is lost", file=sys.stderr, flush=True)
-        stream = sys.stdout
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            before = stream.errors
-            stream.reconfigure(errors=ESCAPES if before == "surrogateescape" else "backslashreplace")
-            stack.callback(_restore, stream, before)
+        for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
+            if isinstance(stream, _Printable) or stream is None:  # None: closed
+                continue
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+            stack.enter_context(redirect(cast("TextIO", _Printable(stream))))
         yield
-
-
-def _restore(stream: io.TextIOWrapper, errors: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # its disk is full, or it was closed
-        stream.reconfigure(errors=errors)
-
-
-def _null(number: int) -> TextIO:
-    """Return a stream to the null device under the number of a closed standard stream."""
-    opened = os.open(os.devnull, os.O_WRONLY)
-    if opened != number:
-        os.dup2(opened, number)
-        os.close(opened)
-    return open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)

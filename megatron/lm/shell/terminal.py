@@ -5,6 +5,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
+from megatron.lm.shell.streams import escaped, unfiltered
+
 WIDTH = 120
 SEPARATOR = "  "
 
@@ -50,7 +52,7 @@ def _show_in_colour(parts: Sequence[Part], stream: TextIO) -> bool:
         from rich.text import Text
     except ImportError:
         return False
-    text = Text(SEPARATOR).join(Text(part.text, part.style) for part in parts)
-    Console(file=stream, highlight=False, emoji=False).print(text, soft_wrap=True)
+    text = Text(SEPARATOR).join(Text(escaped(part.text), part.style) for part in parts)
+    Console(file=unfiltered(stream), highlight=False, emoji=False).print(text, soft_wrap=True)
     stream.flush()
     return True

@@ -1,18 +1,22 @@
 """torchrun with one error line instead of a traceback: `python -m megatron.lm.shell.torchrun --nproc-per-node 8 -m PROGRAM`.
 
 It has torchrun's flags. When a process fails, torchrun prints about 35 lines with the traceback of its own ChildFailedError, and exits with
-1 whatever the exit code of the process. Here the failed process's error line is last, and its exit code is returned. If the process printed
-none, because a signal ended it or it is not one of our commands, a line names its rank.
+1 whatever the exit code of the process. Here the error that came first is printed in a line, and the exit code of its process is returned.
+If the process reported none, because a signal ended it or it is not one of our commands, a line names its rank.
 """
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron.lm.shell.exit_codes import command
-from megatron.lm.shell.interrupt import LeavingAtOnce
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 # If one of several torchruns at an endpoint is lost and restarted, the others keep the address of the store that they shared with their
 # processes, the new one creates another, and the processes never meet. With this setting each start has its own store.
@@ -22,10 +26,9 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun; return the exit code of the first process that failed (128 + signal number if a signal ended it), or 0."""
-    with LeavingAtOnce():
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import main as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
 
     # The first two loggers repeat the failure that is reported here; the last one explains OMP_NUM_THREADS=1 in six lines.
     for name in ("api", "errors.error_handler"):
@@ -40,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         explained = {rank: failure for rank, failure in error.failures.items() if os.path.isfile(failure.error_file)}
         rank, failure = min((explained or error.failures).items(), key=lambda item: item[1].timestamp)
         code = failure.exitcode
-        if not explained:
+        if explained:
+            first = next((_message(one) for one in explained.values() if one.local_rank == 0), "")  # this one was printed
+            numbers_and_paths = r"\S*[\d/]\S*"  # which differ from process to process
+            if re.sub(numbers_and_paths, "", first) != re.sub(numbers_and_paths, "", _message(failure)):
+                print(f"error on rank {rank}: {_message(failure)}", file=sys.stderr, flush=True)
+        else:
             ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             print(f"error: rank {rank} {ending}; its own message, if it left one, is above", file=sys.stderr, flush=True)
         return 128 - code if code < 0 else code
@@ -48,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: ended by {error.sigval.name}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     return 0
+
+
+def _message(failure: "ProcessFailure") -> str:
+    """Return the error that a process wrote to its file (`megatron.lm.errors.report`, or torch's `record`)."""
+    return failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,3 @@ of all of them  arguments and files of `megatron.lm.shell`, paired_difference of
 
 Benchmarks, reproduced tables, the quick start and what judges the tests need a checkout and stay in tools/ there.
 """
-
-import sys
-from importlib.util import find_spec
-
-from megatron.lm.errors import missing
-
-# As a command (runpy imports this before the tool): a tool's own imports would end in a traceback that does not name the interpreter.
-if sys.argv[:1] == ["-m"] and (lacking := [name for name in ("torch", "numpy") if find_spec(name) is None]):
-    print(f"error: {missing(lacking[0])}", file=sys.stderr)
-    sys.exit(2)

@@ -194,7 +194,8 @@ class Metrics:
         }
         self.write(row)
         if self.main:
-            show(train_line(row, self.iterations, left))
+            with self.unwritten.endured("stdout"):
+                show(train_line(row, self.iterations, left))
 
     def _communication(self) -> dict[str, Any]:
         """Return the bytes that this rank sent per step, by kind and collective, and the last step's gradient statistics; collective."""
@@ -219,7 +220,8 @@ class Metrics:
         row = {"kind": kind, "iteration": iteration, "tokens": tokens, "loss": loss, "ppl": perplexity, "bits_per_byte": bits_per_byte}
         self.write(row)
         if self.main:
-            show(evaluation_line(row))
+            with self.unwritten.endured("stdout"):
+                show(evaluation_line(row))
 
     def write(self, row: dict[str, Any]) -> None:
         """Write an object to the metrics file, and its numbers to TensorBoard and Weights & Biases under kind/name; do nothing on ranks

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.megatron_jobs import UNCOMPILED
 from megatron.lm.errors import RunStopped
 from megatron.lm.shell import exit_codes
 
@@ -57,6 +56,7 @@ FORESEEN = {
     "CPU memory": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "error: out of memory .*\n"),
     "store": (torch.distributed.DistNetworkError("refused\nstack"), 1, "error: refused: another process of this run has ended .*\n"),
     "gloo": (RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), 1, "error: .*another process of this run.*\n"),
+    "MS-AMP": (ImportError("no formats", name="msamp.numerics"), 2, "error: .*pip uninstall ms-amp msamp.*\n"),
     "SIGINT": (KeyboardInterrupt(), 130, "error: interrupted by SIGINT\n"),
     "no reader": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
 }
@@ -96,16 +96,22 @@ def test_what_nobody_foresaw_is_called_a_bug_and_its_traceback_is_in_a_file(
     assert f"torch {torch.__version__}" in kept
 
 
-def test_a_traceback_that_has_no_file_is_not_lost(temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(exit_codes.tempfile, "tempdir", str(temporary / "missing"))
-    code, said = ended(KeyError("grad"), capsys)
-    assert code == 1
-    assert "could not be written to a file:\nTraceback" in said
+@pytest.mark.parametrize(("variables", "said"), [({}, "error: no\n"), ({"RANK": "3"}, "error on rank 3: no\n")])
+def test_a_rank_says_which_it_is(variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ended(ValueError("no"), capsys) == (2, said)
 
 
-def test_a_rank_says_which_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setenv("RANK", "3")
-    assert ended(ValueError("no"), capsys) == (2, "error on rank 3: no\n")
+@pytest.mark.parametrize(("local", "said"), [("0", "error: no\n"), ("1", "")])
+def test_under_torchrun_one_process_of_a_machine_prints_and_all_leave_their_error(
+    local: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("LOCAL_RANK", local)
+    assert ended(ValueError("no"), capsys) == (2, said)
+    assert json.loads(file.read_text(encoding="utf-8"))["message"]["message"] == "no"
 
 
 def test_what_ends_well_ends_as_it_says(capsys: pytest.CaptureFixture[str]):
@@ -168,28 +174,3 @@ def test_sigint_ends_with_a_line():
     finally:
         process.kill()
     assert (process.returncode, said) == (130, "error: interrupted by SIGINT\n")
-
-
-IMPORTS = """
-import sys, warnings
-__name__ = "megatron.lm.own"
-from megatron.lm.shell import exit_codes
-
-@exit_codes.command
-def main():
-    import megatron.core.models.gpt.gpt_layer_specs, megatron.core.optimizer
-    warnings.warn("Transformer Engine 9 is not the version that was tested")
-
-sys.exit(main())
-"""
-
-
-def test_megatron_core_does_not_warn_of_packages_that_it_does_without(tmp_path: Path):
-    """Our own warnings of them stay."""
-    script = tmp_path / "imports.py"
-    script.write_text(IMPORTS, encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"} | UNCOMPILED | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Apex" not in done.stderr
-    assert re.findall(r"UserWarning: (.*)", done.stderr) == ["Transformer Engine 9 is not the version that was tested"]

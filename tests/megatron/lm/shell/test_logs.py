@@ -1,12 +1,10 @@
 """Logs that cannot be written cost what is lacking in them and nothing else; those of a restart tell every iteration once."""
 
 import contextlib
-import io
 import json
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from helpers import tiny
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
-from megatron.lm.shell import logs
-from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
+from megatron.lm.shell.logs import LogFile, Unwritten, cut_after
 
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a system without /dev/full")
 
@@ -47,23 +44,7 @@ def test_a_write_that_does_not_fit_leaves_no_torn_line_and_later_ones_go_on(tmp_
     file.close()
     assert path.read_bytes() == b"x" * (1 << 20) + b'\n{"iteration": 3}\n'
     assert unwritten.describe() == "2 of --metrics-file m"
-    said = capsys.readouterr().err
-    assert said.count("warning: --metrics-file m cannot be written (File too large): training continues") == 1
-    unwritten.print_failed()
-    assert capsys.readouterr().err == "warning: failed log writes: 2 of --metrics-file m\n"
-
-
-def test_events_that_do_not_fit_are_lacking_and_the_rest_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    unwritten = Unwritten()
-    events = EventFile(tmp_path, None, unwritten)
-    (path,) = tmp_path.iterdir()
-    events.add_scalar("train/loss", 4.0, 1)
-    with space_up_to(path.stat().st_size + 5):
-        events.add_scalar("train/loss", 3.0, 2)
-    events.add_scalar("train/loss", 2.0, 3)
-    events.close()
-    assert unwritten.counts == {f"--tensorboard-dir {tmp_path}": 1}
-    assert curve(tmp_path) == {1: 4.0, 3: 2.0}
+    assert capsys.readouterr().err.count("--metrics-file m cannot be written") == 1
 
 
 def curve(folder: Path) -> dict[int, float]:
@@ -72,39 +53,6 @@ def curve(folder: Path) -> dict[int, float]:
     points = read.Scalars("train/loss")
     assert len({point.step for point in points}) == len(points)
     return {point.step: point.value for point in points}
-
-
-def test_tensorboard_shows_an_iteration_that_came_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for attempt, (purge, steps) in enumerate([(None, (1, 2, 3, 4)), (3, (3, 4, 5))]):
-        monkeypatch.setattr(logs.time, "time", lambda attempt=attempt: 1e9 + attempt)  # the files' order is that of their names
-        events = EventFile(tmp_path, purge, Unwritten())
-        for step in steps:
-            events.add_scalar("train/loss", 10 * attempt + step, step)
-        events.close()
-    assert curve(tmp_path) == {1: 1, 2: 2, 3: 13, 4: 14, 5: 15}
-
-
-@needs_full
-def test_a_full_stdout_is_endured_and_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    unwritten = Unwritten()
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with unwritten.stdout():
-            print("one", flush=True)
-            print("two", flush=True)
-        monkeypatch.undo()
-        assert unwritten.counts["stdout"] >= 2
-        assert "warning: stdout cannot be written (No space left on device)" in capsys.readouterr().err
-        with contextlib.suppress(OSError):
-            full.close()
-
-
-def test_a_stdout_with_space_is_as_it_was(capsys: pytest.CaptureFixture[str]):
-    unwritten = Unwritten()
-    with unwritten.stdout():
-        print("one", sys.stdout.isatty(), flush=True)
-    unwritten.print_failed()
-    assert capsys.readouterr() == ("one False\n", "")
 
 
 @pytest.mark.promise("Starting and ending", "A full disk under logs and metrics costs their lines, not the run.")
@@ -158,22 +106,3 @@ def test_what_a_restart_will_tell_again_is_cut(tmp_path: Path, before: bytes, it
     path.write_bytes(before)
     cut_after(path, iteration)
     assert path.read_bytes() == after
-
-
-def test_what_is_no_file_is_not_cut(tmp_path: Path):
-    cut_after(tmp_path / "missing", 3)
-    cut_after(Path(os.devnull), 3)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stdout_without_a_character_or_without_stdout(monkeypatch: pytest.MonkeyPatch):
-    """Of a program that calls the trainer and is not a `command`."""
-    held, unwritten = io.BytesIO(), Unwritten()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
-    with unwritten.stdout():
-        print("saved ü")
-    assert held.getvalue() == b"saved \\xfc\n"
-    monkeypatch.setattr(sys, "stdout", None)
-    with unwritten.stdout():
-        print("lost")
-    assert unwritten.describe() is None

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed.run
@@ -41,13 +40,6 @@ def test_a_failure_is_a_line_and_its_code(
     monkeypatch.setattr(torch.distributed.run, "main", fails)
     assert torchrun.main(["--nproc-per-node", "2", "x.py"]) == code
     assert capsys.readouterr().err == line
-
-
-def test_it_is_torchrun(monkeypatch: pytest.MonkeyPatch):
-    called = SimpleNamespace(argv=None)
-    monkeypatch.setattr(torch.distributed.run, "main", lambda argv: setattr(called, "argv", argv))
-    assert torchrun.main(["--standalone", "x.py"]) == 0
-    assert called.argv == ["--standalone", "x.py"]
 
 
 SCRIPT = """
