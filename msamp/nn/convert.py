@@ -7,7 +7,7 @@ why it is or is not converted; `convert` follows the same decisions.
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,19 +89,16 @@ class Survey:
         counted = f"{len(self.converted)} of {len(self.holders)} layers with weights are in FP8"
         lines = [f"{counted}: {self.parameter_share:.1%} of the parameters, {self.flop_share:.1%} of the FLOPs (each weight once)"]
         total = max(1, sum(holder.elements for holder in self.holders))
-        for why, left in self._reasons().items():
+        reasons: dict[str, list[Holder]] = {}
+        for holder in self.holders:
+            if holder.why:
+                reasons.setdefault(holder.why, []).append(holder)
+        for why, left in reasons.items():
             more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
             names = ", ".join(holder.name or "the model itself" for holder in left[:_SHOWN])
             share = sum(holder.elements for holder in left) / total
             lines.append(f"  not converted, {why}: {names}{more}; {share:.1%} of the FLOPs stay in 16 or 32 bits")
         return "\n".join(lines)
-
-    def _reasons(self) -> dict[str, list[Holder]]:
-        reasons: dict[str, list[Holder]] = {}
-        for holder in self.holders:
-            if holder.why:
-                reasons.setdefault(holder.why, []).append(holder)
-        return reasons
 
 
 def survey(model: nn.Module, recipe: Recipe = O2, accept: Filter = DEFAULT) -> Survey:
@@ -145,7 +142,11 @@ def _why_left(name: str, module: nn.Module, tied: bool, recipe: Recipe, accept: 
             return own
     linear, experts = _as_linear(module), _as_experts(module)
     if linear is None and experts is None and type(module) is not nn.MultiheadAttention:
-        return _what_else(module)
+        kind = type(module).__name__
+        if isinstance(module, nn.Linear):
+            return f"{kind}, a subclass of Linear that may read its weight directly"
+        read = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters(recurse=False) if p.dim() >= 2]
+        return f"{kind} reads its own parameters ({', '.join(read[:_SHOWN])}), and only linear layers are converted"
     if recipe.gemm is None:
         return f"recipe {recipe.name} has no FP8 GEMM"
     if tied:
@@ -200,20 +201,18 @@ def _shared(model: nn.Module) -> set[int]:
     """Return the id of each parameter that two modules hold, or that shares memory with another parameter of the model."""
     held = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     shared = {name for name, count in held.items() if count > 1}
-    spans = sorted((*_span(p), id(p)) for p in model.parameters() if type(p) in PLAIN and p.numel() and not p.is_meta)
+    memory = []  # addresses of a tensor's first byte and after its last
+    for p in model.parameters():
+        if type(p) in PLAIN and p.numel() and not p.is_meta:
+            last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            memory.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), id(p)))
     end, last = -1, 0
-    for start, stop, name in spans:
+    for start, stop, name in sorted(memory):
         if start < end:
             shared |= {name, last}
         if stop > end:
             end, last = stop, name
     return shared
-
-
-def _span(p: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-    return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()
 
 
 def _in_fp8(module: nn.Module) -> bool:
@@ -244,14 +243,6 @@ def _as_experts(module: nn.Module) -> type[Experts] | None:
     if kind is Experts:
         return Experts
     return HostExperts if _HOST_EXPERTS.get(kind.__qualname__) == kind.__module__ else None
-
-
-def _what_else(module: nn.Module) -> str:
-    kind = type(module).__name__
-    if isinstance(module, nn.Linear):
-        return f"{kind}, a subclass of Linear that may read its weight directly"
-    own = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters(recurse=False) if p.dim() >= 2]
-    return f"{kind} reads its own parameters ({', '.join(own[:_SHOWN])}), and only linear layers are converted"
 
 
 def convert(model: nn.Module, recipe: Recipe, accept: Filter = DEFAULT) -> nn.Module:
@@ -420,13 +411,6 @@ def _join(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
 
 
-def _low_precision(model: nn.Module) -> Iterator[tuple[nn.Module, str, ScalingTensor]]:
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            if isinstance(p, ScalingTensor):
-                yield module, name, p
-
-
 def float_copy(model: nn.Module) -> nn.Module:
     """Return a deep copy with plain FP32 parameters instead of low-precision weights; its layers compute as torch's do.
 
@@ -434,6 +418,8 @@ def float_copy(model: nn.Module) -> nn.Module:
     have the same number and order as in the model, as `update_parameters(model)` requires.
     """
     wide = copy.deepcopy(model)
-    for module, name, p in list(_low_precision(wide)):
-        setattr(module, name, nn.Parameter(p.dequantize(torch.float32), p.requires_grad))
+    for module in wide.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            if isinstance(p, ScalingTensor):
+                setattr(module, name, nn.Parameter(p.dequantize(torch.float32), p.requires_grad))
     return wide

@@ -99,7 +99,9 @@ class Experts(nn.Module):
             probs, experts = gathered_routing(probs, experts, ranks, self.first, fc1.shape[0])
         if isinstance(fc1, ExpertMatrices) and fc1.low_precision and fc2.low_precision:
             # A graph break: operands are cached by version, and torch.compile would trace E parameters. The layer is a few kernels already.
-            run = _uncompiled() if torch.compiler.is_compiling() else _fp8_experts
+            if torch.compiler.is_compiling() and not _UNCOMPILED:
+                _UNCOMPILED.append(torch.compiler.disable(_fp8_experts))  # not as a decorator, since it imports the compiler
+            run = _UNCOMPILED[0] if torch.compiler.is_compiling() else _fp8_experts
             return run(x, probs, experts, fc1, fc2, ranks, self.recompute_fc1)
         weights = (fc1.stacked(), fc2.stacked()) if isinstance(fc1, ExpertMatrices) else (fc1, fc2)  # a float copy, or not converted
         if ranks is None:
@@ -154,12 +156,6 @@ def _fp8_experts(
 
 
 _UNCOMPILED: list[Callable[..., torch.Tensor]] = []  # not functools.cache, which torch.compile warns about
-
-
-def _uncompiled() -> Callable[..., torch.Tensor]:
-    if not _UNCOMPILED:
-        _UNCOMPILED.append(torch.compiler.disable(_fp8_experts))  # not as a decorator, since it imports the compiler
-    return _UNCOMPILED[0]
 
 
 def plain_experts(

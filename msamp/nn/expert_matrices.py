@@ -93,7 +93,7 @@ class ExpertMatrices(Loading):
 
     def _operands(self) -> ExpertWeights:
         payload = self._join()
-        if _capturing(payload):
+        if payload.is_cuda and torch.cuda.is_current_stream_capturing():
             if not self._shares:
                 return self._operands_of(payload)
             if self._step_cast is None:
@@ -157,10 +157,6 @@ class ExpertMatrices(Loading):
             f"{count} matrices [{outputs}, {inputs}], weight {stored}, GEMM {gemm.input.format} x {gemm.weight.format}, "
             f"grad_output {gemm.grad_output.format}"
         )
-
-
-def _capturing(payload: torch.Tensor) -> bool:
-    return payload.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

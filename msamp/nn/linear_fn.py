@@ -68,7 +68,9 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(saved, operand.scale_inv_t, weight.payload, channels.clone() if channels is not None and needs_w else None)
         ctx.settings, ctx.label, ctx.shape, ctx.weight_dtype = settings, label, x.shape, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        rows = _rows(x.shape, ins, outs) if ins.spread or outs.spread else x.shape[:-1]
+        rows: tuple[int, ...] = x.shape[:-1]
+        if ins.spread or outs.spread:  # dim 0 is gathered at the input end or scattered at the output end
+            rows = (x.shape[0] * ins.ranks if ins.spread else x.shape[0] // outs.ranks, *x.shape[1:-1])
         return unviewed(y, (*rows, y.shape[-1]))
 
     @staticmethod
@@ -111,11 +113,6 @@ class LinearFunction(torch.autograd.Function):
         if needs_x:
             grad_x = summed().view(ctx.shape)
         return grad_x, grad_w, grad_b, None
-
-
-def _rows(shape: torch.Size, ins: Ends, outs: Ends) -> tuple[int, ...]:
-    """Return the output's shape without its last dimension, if dim 0 is gathered at the input end or scattered at the output end."""
-    return (shape[0] * ins.ranks if ins.spread else shape[0] // outs.ranks, *shape[1:-1])
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:

@@ -292,17 +292,14 @@ class ScalingState:
         casts = {layer.described for layer in self.layers.values() if isinstance(layer, LinearScaling)}
         if len(casts) > 1:
             raise ValueError(f"layers are cast in different ways ({'; '.join(sorted(casts))}); convert a model with one recipe")
-        self._channels = self._all_channels()
-        self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
-        self._may_skip = False  # whether a roll was given `usable`, so that only the device knows which steps count
-
-    def _all_channels(self) -> AllChannels:
         members, row = [], 0
         for layer in self.layers.values():
             if isinstance(layer, LinearScaling) and layer.channels is not None:
                 members.append(ChannelsOfRow(layer.channels, row + INPUT, layer.casts[INPUT].format.max))
             row += len(layer.casts)
-        return AllChannels(members)
+        self._channels = AllChannels(members)
+        self._alike: dict[tuple[Scaling, float], torch.Tensor] | None = None
+        self._may_skip = False  # whether a roll was given `usable`, so that only the device knows which steps count
 
     def _each(self, name: str) -> list[torch.Tensor]:
         """Return a buffer of every layer. Not by attribute: torch's lookup, a thousand times per step, took half of `roll`."""

@@ -97,7 +97,13 @@ class TransformerBlock(nn.Module):
         qkv = self.qkv(self.norm_1(x))
         parts = RotaryFunction.apply(qkv, cos, sin, self.heads, self.groups) if cos.shape[1] else split_heads(qkv, self.heads, self.groups)
         x = x + self.proj(attend(*parts))
-        return x + self.fc2(_activated(self.fc1(self.norm_2(x)), self.activation))
+        y = self.fc1(self.norm_2(x))
+        if self.activation == "swiglu":
+            gate, up = y.chunk(2, -1)
+            y = functional.silu(gate) * up
+        else:
+            y = functional.gelu(y, approximate="tanh") if self.activation == "gelu" else functional.relu(y).square()
+        return x + self.fc2(y)
 
     def _fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         qkv, proj, fc1, fc2 = (LayerGemm.of(layer.scaling, layer.weight) for layer in self._linears())  # type: ignore[arg-type]
@@ -130,13 +136,6 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return o.permute(2, 0, 1, 3).flatten(2)
-
-
-def _activated(y: torch.Tensor, kind: str) -> torch.Tensor:
-    if kind == "swiglu":
-        gate, up = y.chunk(2, -1)
-        return functional.silu(gate) * up
-    return functional.gelu(y, approximate="tanh") if kind == "gelu" else functional.relu(y).square()
 
 
 def _bias(norm: nn.Module) -> torch.Tensor | None:

@@ -71,7 +71,10 @@ def linear_cross_entropy(
         ValueError: if shapes or dtypes do not match, or the precision is unknown.
     """
     _check(hidden, weight, labels, weights)
-    _check_precision(precision, hidden.dtype)
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
+    if precision == ALL and hidden.dtype == torch.float16:  # the saturating cast would hide an overflow
+        raise ValueError(f"precision {ALL} requires torch.bfloat16 or torch.float32, but hidden is torch.float16; choose {LOGITS}")
     to_hidden, to_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     if chunk_bytes is None and not to_weight:
         chunk_bytes = CHUNK_BYTES  # there is no weight gradient whose memory the logits could use
@@ -265,10 +268,3 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wei
     for name, x, dtype in (("labels", labels, torch.int64), ("weights", weights, torch.float32)):
         if x.shape != hidden.shape[:1] or x.dtype != dtype:
             raise ValueError(f"{name} is {list(x.shape)} {x.dtype}; it must be [{hidden.shape[0]}] {dtype}, one per row of hidden")
-
-
-def _check_precision(precision: str, dtype: torch.dtype) -> None:
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; choose one of {', '.join(PRECISIONS)}")
-    if precision == ALL and dtype == torch.float16:  # the saturating cast would hide an overflow
-        raise ValueError(f"precision {ALL} requires torch.bfloat16 or torch.float32, but hidden is torch.float16; choose {LOGITS}")

@@ -101,11 +101,6 @@ def group_numbers(x: Stored) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (x.max, x.k) if isinstance(x, Expanded) else None
 
 
-def stored_bytes(x: Stored) -> int:
-    """Return the bytes of a stored tensor, including group maxima and exponents but not the scale of a whole tensor."""
-    return payload(x).nbytes + sum(numbers.nbytes for numbers in group_numbers(x) or ())
-
-
 def copy_of_rows(x: Any, rows: slice) -> Any:
     """Return a copy of some rows along dim 0, with the tensor's scale; for a 0-dim tensor a copy of all of it."""
 

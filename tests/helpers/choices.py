@@ -20,3 +20,15 @@ def each_once(seconds: float = 0.3, **choices: Sequence[Any]) -> pytest.MarkDeco
         for place in places
     ]
     return pytest.mark.parametrize(tuple(choices), cases, ids=lambda value: getattr(value, "name", str(value)))
+
+
+def each_value(**choices: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrise by as many cases as the longest choice has values: each value of each stands in one of them. A choice that starts again
+    is shifted, so that it meets other values of the choices before it. A `pytest.param` of one value gives its marks to the case."""
+    columns = [[x if hasattr(x, "marks") else pytest.param(x) for x in values] for values in choices.values()]
+    cases = [
+        [values[(i + place * (i // len(values))) % len(values)] for place, values in enumerate(columns)]
+        for i in range(max(map(len, columns)))
+    ]
+    params = [pytest.param(*(x.values[0] for x in case), marks=[mark for x in case for mark in x.marks]) for case in cases]
+    return pytest.mark.parametrize(tuple(choices), params, ids=lambda value: getattr(value, "name", str(value)))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import KINDS, SMALL, bits, make
 from msamp.comm.accumulate import ACCUMULATORS, Draws, accumulator, squares_are_finite
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
@@ -69,8 +70,7 @@ def test_fp8_is_the_scaling_tensor_of_the_fp32_sum(fmt, dtype):
     assert got.scale_inv.equal(want.scale_inv)
 
 
-@pytest.mark.parametrize("name", ACCUMULATORS)
-@pytest.mark.parametrize("fmt", [FP32, BF16, E4M3, E5M2, FP16], ids=str)
+@each_value(name=ACCUMULATORS, fmt=[FP32, BF16, E4M3, E5M2, FP16])
 def test_what_holds_the_sum(name, fmt):
     total = accumulate(name, [torch.ones(3), torch.ones(3).bfloat16()], fmt)
     assert fp32_values(total).tolist() == [2.0] * 3
@@ -83,10 +83,7 @@ def test_what_holds_the_sum(name, fmt):
     assert isinstance(total, ScalingTensor) == (fmt.scaled and name.startswith("fp8"))
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("name", ACCUMULATORS)
-@pytest.mark.parametrize("fmt", [BF16, E4M3], ids=str)
+@each_value(bad=[NAN, INF, -INF], at=[0, 1], name=ACCUMULATORS, fmt=[BF16, E4M3])
 def test_values_that_are_not_finite_stay_visible(fmt, name, at, bad):
     gradients = [torch.ones(4, 4) for _ in range(4)]
     gradients[at][1, 2] = bad

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import bits, make
 from msamp.comm.bucket import Bucket
 from msamp.comm.partition import Piece, plan_buckets
@@ -41,8 +42,7 @@ def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
     return [make("log-normal", shape or (1,), i).view(shape).to(dtype) for i, shape in enumerate(SHAPES)]
 
 
-@world_sizes
-@formats
+@each_value(ranks=[1, 2, 4, 16], fmt=ALL)
 def test_flat_buffer_holds_the_casts_of_the_rows_of_every_piece(fmt, ranks):
     bucket, pieces = planned(ranks)
     factor = torch.tensor([3.0**-i for i in range(len(SHAPES))]) if fmt.scaled else None
@@ -55,8 +55,7 @@ def test_flat_buffer_holds_the_casts_of_the_rows_of_every_piece(fmt, ranks):
     assert bits(flat).equal(torch.cat([bits(x) for x in rows]))
 
 
-@world_sizes
-@formats
+@each_value(ranks=[1, 2, 4, 16], fmt=ALL)
 def test_unflatten_is_the_way_back(fmt, ranks):
     bucket, _ = planned(ranks)
     values = [quantize(g, 1.0, fmt) for g in gradients(torch.float32)]
@@ -67,8 +66,7 @@ def test_unflatten_is_the_way_back(fmt, ranks):
         assert bits(x).equal(bits(y))
 
 
-@world_sizes
-@pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt.scaled], ids=str)
+@each_value(ranks=[1, 2, 4, 16], fmt=[fmt for fmt in ALL if fmt.scaled])
 def test_a_guess_changes_no_bit(fmt, ranks):
     """Three steps: nothing to guess from, factors as they were, some others."""
     bucket, _ = planned(ranks)

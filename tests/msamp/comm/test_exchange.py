@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from helpers import dist
+from helpers.choices import each_value
 from helpers.numerics import KINDS, SMALL, bits, codes, floats, golden, make
 from msamp.comm import exchange as exchanges
 from msamp.comm.bucket import Bucket
@@ -147,8 +148,7 @@ def parts_of(ranks: list[dict], kind: str, tensor: int) -> list[Tensor]:
     return [gradients(kind, rank)[tensor] for rank in range(len(ranks))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fmt", SCALED, ids=str)
+@each_value(kind=KINDS, fmt=SCALED)
 def test_fp32_sum_is_quantise_sum_quantise_on_one_process(ranks, fmt, kind):
     for shard, limit in itertools.product((False, True), (0.05, math.inf)):
         key = ("fp32-sum", fmt.name, kind, shard, limit)
@@ -161,8 +161,7 @@ def test_fp32_sum_is_quantise_sum_quantise_on_one_process(ranks, fmt, kind):
             assert {float(rank[key]["scale_inv"][i]) for rank in holders} == {1 / scale}, (key, SHAPES[i])
 
 
-@pytest.mark.parametrize("scaling", FACTORS)
-@pytest.mark.parametrize("fmt", SCALED, ids=str)
+@each_value(scaling=FACTORS, fmt=SCALED)
 def test_nccl_over_gloo_is_the_sum_in_the_format_in_rank_order(ranks, fmt, scaling):
     for kind, i in itertools.product(KINDS, range(len(SHAPES))):
         key = ("nccl", fmt.name, kind, scaling)
@@ -171,8 +170,7 @@ def test_nccl_over_gloo_is_the_sum_in_the_format_in_rank_order(ranks, fmt, scali
         assert {float(rank[key]["scale_inv"][i]) for rank in ranks} == {float(scale_inv)}, (key, SHAPES[i])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fmt", [BF16, FP32], ids=str)
+@each_value(kind=KINDS, fmt=[BF16, FP32])
 def test_plain_gradients_are_summed_in_fp32_and_rounded_once(ranks, fmt, kind):
     for i in range(len(SHAPES)):
         total = torch.zeros(SHAPES[i])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import KINDS, golden, make
 from msamp.comm.grad_scaling import (
     ABSENT,
@@ -43,9 +44,7 @@ def test_a_proposal_is_the_largest_power_of_two_that_fits(fmt):
     assert proposed(gradients, fmt) == [searched(float(x), fmt.max) for x in amaxes]
 
 
-@scaled
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("place", [0, 500, 999])
+@each_value(fmt=[E4M3, E5M2, FP16], bad=[NAN, INF, -INF], place=[0, 500, 999])
 def test_marks(place, bad, fmt):
     g = make("normal", (1000,))
     broken = g.clone()

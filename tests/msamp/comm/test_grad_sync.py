@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.choices import each_value
 from helpers.numerics import make
 from helpers.synced import model_of, stamp, synced, told_right
 from msamp.comm.accumulate import ACCUMULATORS
@@ -39,9 +40,7 @@ def back(p: nn.Parameter, g: Tensor) -> None:
     (p * g.to(p.dtype)).sum().backward()
 
 
-@formats
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_value(fmt=ALL, shard=[False, True], dtype=[torch.float32, torch.bfloat16])
 def test_one_micro_batch_is_quantised_once(dtype, shard, fmt):
     p, sync = one(fmt, dtype, shard=shard)
     g = make("normal", (4, 8)).to(dtype)
@@ -90,10 +89,7 @@ def test_buckets_leave_in_their_order_whatever_order_they_fill_in():
     assert not later.buckets[0].sent
 
 
-@pytest.mark.parametrize("accumulate", ACCUMULATORS)
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("fmt", [E4M3, FP16, BF16, FP32], ids=str)
-@pytest.mark.parametrize("when", [0, 1])
+@each_value(accumulate=ACCUMULATORS, bad=[NAN, INF, -INF], fmt=[E4M3, FP16, BF16, FP32], when=[0, 1])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_gone_in_the_next(when, fmt, bad, accumulate):
     p, sync = one(fmt, accumulate=accumulate)
     optimizer = LowPrecisionOptimizer([p])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers import dist
+from helpers.choices import each_value
 from helpers.numerics import bits, make
 from helpers.synced import formats_of, model_of, synced
 from msamp.comm.collectives import Peers
@@ -120,8 +121,7 @@ def whole(found: list[dict[int, Tensor]], name: str) -> Tensor:
     return torch.cat([pieces[row].reshape(-1) for row in sorted(pieces)]).view(SHAPES[name])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[str(layout) for layout in LAYOUTS])
+@each_value(case=CASES, layout=range(len(LAYOUTS)))
 def test_sums_then_averages(ranks: list[list[dict[str, Any]]], layout: int, case: str):
     """On 2 ranks each is a group of its own for the average, on 4 the grid is 2 x 2."""
     world = len(ranks)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import dist
+from helpers.choices import each_value
 from helpers.numerics import make
 from helpers.synced import merged, model_of, stamp, synced
 from msamp.comm.bucket_sender import OwnerSums
@@ -146,9 +147,7 @@ def two() -> list[dict[str, Any]]:
     return dist.run(ranks_of_two, 2)
 
 
-@pytest.mark.parametrize("when", ["first", "again"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@each_value(when=["first", "again"], layout=LAYOUTS, ranks=[1, 2])
 def test_the_sum_is_the_defined_one_bit_for_bit(request: pytest.FixtureRequest, ranks: int, layout: str, when: str):
     """`again`: a second step on the same synchroniser, whose micro-batches all came under `no_sync`."""
     found = [rank[layout][when] for rank in (request.getfixturevalue("two") if ranks == 2 else [one_rank(0)])]

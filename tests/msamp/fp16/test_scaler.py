@@ -7,6 +7,7 @@ import torch
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from torch import nn
 
+from helpers.choices import each_value
 from megatron.lm.processes.cpu_home import cpu_home
 from msamp.fp16.scaler import LossScaler
 
@@ -49,8 +50,7 @@ def test_the_scale_moves_as_torchs_grad_scaler_moves_it(pattern):
     assert len(set(got)) > 1, "the pattern moved nothing"
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@each_value(hysteresis=[1, 2, 3], pattern=PATTERNS.values())
 def test_hysteresis_counts_as_megatron_cores_scaler(pattern, hysteresis):
     with cpu_home():
         theirs, want = DynamicGradScaler(2.0**16, 1.0, 2.0, 0.5, 3, hysteresis), []

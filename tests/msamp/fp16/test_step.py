@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.choices import each_value
 from helpers.numerics import bits
 from msamp import amp
 
@@ -58,8 +59,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@each_value(level=["O1", "O2"], kind=OPTIMIZERS)
 def test_a_skipped_step_changes_no_bit_of_weights_and_states(kind, level):
     torch.manual_seed(0)
     cls, options = OPTIMIZERS[kind]

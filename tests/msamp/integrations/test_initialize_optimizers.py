@@ -9,6 +9,7 @@ from torch import nn
 
 import msamp
 from helpers import dist
+from helpers.choices import each_value
 from msamp.numerics import recipe
 from msamp.numerics.formats import FP32
 from msamp.numerics.tensor import ScalingTensor, fp32_values
@@ -57,8 +58,7 @@ def test_in_fp32_it_is_torch_s_bit_for_bit(name):
     assert all(p.equal(q) for p, q in zip(plain.parameters(), low.parameters(), strict=True))
 
 
-@every_optimizer
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@each_value(name=OPTIMIZERS, level=["O1", "O2", "O3"])
 def test_in_low_precision_it_follows_it(name, level):
     plain, (low, optimizer) = mlp(), started(name, level)
     want, got = train(plain, of_torch(name, plain), 8), train(low, [optimizer], 8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers.block_halves import B, H, S, attention_half, attention_settings, mlp_half, mlp_settings
+from helpers.choices import each_value
 from helpers.numerics import make
 from msamp.nn.attention_block import AttentionBlock
 from msamp.nn.ends import ALONE, PendingRows
@@ -86,10 +87,7 @@ def found(block: str, delayed: bool, ends: Any, recompute: bool) -> list[torch.T
     return [out.detach(), *gradients, *(scaling.amax for scaling in half.scaling.values())]
 
 
-@pytest.mark.parametrize("keeps_gathered", [False, True], ids=["shard", "gathered"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("delayed", [False, True], ids=["just in time", "delayed"])
-@pytest.mark.parametrize("block", ["attention", "MLP"])
+@each_value(keeps_gathered=[False, True], recompute=[False, True], delayed=[False, True], block=["attention", "MLP"])
 def test_one_rank_is_a_block_alone(block, delayed, recompute, keeps_gathered):
     ends = OneRank(keeps_gathered)
     for got, want in zip(found(block, delayed, ends, recompute), found(block, delayed, ALONE, recompute), strict=True):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import each_value
 from msamp.nn.inference import InferenceGemm, row_casts
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.granularity import Block
@@ -14,8 +15,7 @@ def rows(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("recipe", GEMMS)
-@pytest.mark.parametrize("stored", [E4M3, FP16], ids=str)
+@each_value(recipe=GEMMS, stored=[E4M3, FP16])
 def test_a_row_gives_what_it_gives_alone(recipe: str, stored):
     gemm = InferenceGemm(ScalingTensor.quantize(rows(1, 48, 160), stored), GEMMS[recipe])
     x = rows(2, 7, 160).bfloat16()

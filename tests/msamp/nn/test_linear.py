@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers.choices import each_once
+from helpers.choices import each_once, each_value
 from helpers.numerics import KINDS, Measures, check, make, measure, saturation_of_cast
 from msamp.nn.linear import FP8Conv1D, FP8Linear, transposed_weights
 from msamp.nn.scaling_state import ScalingState
@@ -38,9 +38,7 @@ def run(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tenso
     return y.detach(), x.grad, layer.weight.grad.clone()
 
 
-@pytest.mark.parametrize("shape", [(128, 64, 96), (512, 256, 256)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@every_dtype
+@each_value(shape=[(128, 64, 96), (512, 256, 256)], kind=KINDS, dtype=[torch.float32, torch.bfloat16])
 def test_the_three_gemms_against_fp32_three_ways(shape, kind, dtype, device):
     tokens, fan_in, fan_out = shape
     plain, low = pair((fan_in, fan_out), dtype=dtype, bias=False, device=device)
@@ -90,8 +88,7 @@ def test_any_leading_dimensions(shape, dtype):
     assert sqnr_db(plain(x), y) > 25
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (0, 5, 64), (3, 0, 64)], ids=str)
-@every_dtype
+@each_value(shape=[(0, 64), (0, 5, 64), (3, 0, 64)], dtype=[torch.float32, torch.bfloat16])
 def test_an_empty_batch(shape, dtype, device):
     _, low = pair(dtype=dtype, device=device)
     x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
@@ -188,8 +185,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@every_level
+@each_value(name=CHANGES, level=LEVELS)
 def test_a_weight_changed_in_place_refreshes_its_scale(name, level):
     _, low = pair(level=level, bias=False)
     x = make("normal", (8, 64), seed=1)

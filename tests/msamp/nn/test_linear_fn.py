@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_value
 from helpers.definitions import AmaxHistory
 from helpers.numerics import make
 from msamp.nn.linear import FP8Linear
@@ -77,8 +78,7 @@ def saved_tensors(low: FP8Linear, x: torch.Tensor) -> list[torch.Tensor]:
     return kept
 
 
-@every_level
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_value(level=[recipe.O1, recipe.O2, recipe.O3], dtype=[torch.float32, torch.bfloat16])
 def test_one_byte_an_input_element_is_kept_for_backward(level, dtype, device):
     low = layer(level, (64, 96), dtype, device)
     x = make("normal", (256, 64), device=device).to(dtype).requires_grad_()
@@ -115,9 +115,7 @@ def test_what_is_not_finite_shows_in_the_slots(bad, steps):
     assert low.scaling.amax.isinf().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("steps", [0, 16])
-@pytest.mark.parametrize("where", ["input", "grad_output"])
+@each_value(bad=[float("nan"), float("inf"), -float("inf")], steps=[0, 16], where=["input", "grad_output"])
 def test_infinities_reach_the_gradients(bad, steps, where, device):
     # A cast saturates, so they would look like large numbers; the optimizer has to see them to skip the step.
     low = layer(device=device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from helpers.block_halves import B, H, S, check_casts, mlp_half, mlp_settings, plain_mlp, watch_casts
+from helpers.choices import each_value
 from helpers.numerics import COAT_GRADIENTS, KINDS, make
 from msamp.nn.mlp_block import MLPBlock
 from msamp.nn.saved_activations import GroupedFP8
@@ -68,8 +69,7 @@ def test_recomputing_fc1_changes_no_bit_and_keeps_less(level, activation, rms, b
 
 
 @every_activation
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(recompute=[False, True], kind=KINDS)
 def test_inputs_kept_in_groups_change_no_output_and_little_of_the_gradients(kind, recompute, activation, rms, bias, device):
     half = mlp_half(recipe.O2, device, activation, bias)
     _, delta, grad = inputs(device)

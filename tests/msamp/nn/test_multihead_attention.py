@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_value
 from helpers.numerics import make
 from msamp.nn.convert import convert, survey
 from msamp.numerics import recipe
@@ -36,8 +37,7 @@ CALLS = {
 
 
 @pytest.mark.promise("Conversion", "`torch.nn.MultiheadAttention` becomes FP8 and computes what torch's does with every mask.")
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("batch_first", [True, False])
+@each_value(name=CALLS, batch_first=[True, False])
 def test_self_attention_and_its_gradients_are_torch_s(name, batch_first):
     results = []
     for model in pair(batch_first=batch_first):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import SMALL, make
 from msamp.nn.saved_activations import AsItIs, GroupedFP8
 from msamp.numerics.formats import E4M3, E5M2
@@ -12,8 +13,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, t
 WAYS = [AsItIs(), GroupedFP8(), GroupedFP8(E5M2, 32), GroupedFP8(axis=0)]
 
 
-@every_dtype
-@pytest.mark.parametrize("saved", WAYS, ids=str)
+@each_value(dtype=[torch.bfloat16, torch.float16, torch.float32], saved=WAYS)
 def test_comes_back_in_its_shape_and_dtype_and_takes_what_it_says(saved, dtype, device):
     x = make("normal", SMALL, device=device).to(dtype)
     parts = saved.keep(x)

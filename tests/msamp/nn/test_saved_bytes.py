@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.block_halves import HEADS, B, D, H, S, attend, attention_half, attention_settings, fp8_attention, mlp_half, mlp_settings
+from helpers.choices import each_value
 from helpers.numerics import make
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
@@ -37,9 +38,7 @@ def measured(run: Any, parameters: list[Any]) -> float:
     return sum(x.nbytes for at, x in kept.items() if at not in own and x.numel() > TOKENS) / TOKENS
 
 
-@ways
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu", "squared-relu"])
+@each_value(saved=[AsItIs(), GroupedFP8()], recompute=[False, True], activation=["gelu", "swiglu", "squared-relu"])
 def test_mlp_block(activation: str, recompute: bool, saved: Saved):
     half = mlp_half(recipe.O2, activation=activation)
     how = mlp_settings(half, activation, saved=saved, recompute=recompute)
@@ -48,9 +47,7 @@ def test_mlp_block(activation: str, recompute: bool, saved: Saved):
     assert found == sum(MLPBlock.saved_bytes(H, width, WIDE, saved, recompute=recompute))
 
 
-@ways
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("groups", [1, 2, HEADS])
+@each_value(saved=[AsItIs(), GroupedFP8()], recompute=[False, True], groups=[1, 2, HEADS])
 def test_attention_block(groups: int, recompute: bool, saved: Saved):
     half = attention_half(recipe.O2, groups=groups)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from helpers.choices import each_value
 from helpers.numerics import KINDS, make, measure
 from msamp.kernels.scaled_mm import fp8_hardware
 from msamp.nn import vocabulary_loss
@@ -48,9 +49,7 @@ def near(got: Tensor | None, want: Tensor | None, tolerance: float) -> None:
     assert (got.double() - want).norm() <= tolerance * want.norm()
 
 
-@pytest.mark.parametrize("rows", [128, 256, 384])
-@pytest.mark.parametrize("mask", ["all", "some", "none"])
-@every_dtype
+@each_value(rows=[128, 256, 384], mask=["all", "some", "none"], dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_equals_torch_in_fp64(dtype: torch.dtype, mask: str, rows: int, device: torch.device):
     mine = case(dtype, device, mask)
     theirs = in_fp64(*mine)
@@ -72,8 +71,7 @@ def test_equals_torch_in_fp64(dtype: torch.dtype, mask: str, rows: int, device: 
         near(got.grad, want.grad, 1e-6 if wide else 8e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_value(kind=KINDS, dtype=[torch.float32, torch.bfloat16])
 def test_fp8_logits_are_those_of_the_rounded_operands_and_the_gradients_follow_them(kind: str, dtype: torch.dtype, device: torch.device):
     """Scales are powers of two of each tensor's amax; gradients are 16-bit products of the unrounded operands."""
     hidden, weight, labels, weights = case(dtype, device)
@@ -107,8 +105,7 @@ def rounded(x: Tensor, fmt: Format, largest: float | None = None) -> Tensor:
     return quantize(x.detach().float(), scale.float().to(x.device), fmt).double() / scale.to(x.device)
 
 
-@pytest.mark.parametrize("largest", [1.0, 12.0, 2.0**-9])
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(largest=[1.0, 12.0, 2.0 ** (-9)], kind=KINDS)
 def test_fp8_gradients_are_products_of_the_rounded_operands(kind: str, largest: float, device: torch.device):
     """Gradients of logits have the scale of the largest weight, whatever they are."""
     hidden, weight, labels, weights = case(torch.float32, device)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.definitions import dequantize_blocks
 from helpers.numerics import KINDS, LARGE, SMALL, blockwise, check, codes, make, measure, random_floats, stored
 from msamp.numerics.block_scale import RULES, block_scale, block_scale_inv, quantize_blocks, values
@@ -78,9 +79,7 @@ def test_e8m0_saturates_above_the_format_and_the_others_do_not():
         assert (payload.float().abs() == 448).sum() == {"e8m0": 2, "power-of-two": 0, "fp32": 1}[rule]
 
 
-@every_rule
-@every_fp8
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@each_value(rule=RULES, fmt=[E4M3, E5M2], bad=[NAN, INF, -INF])
 def test_a_block_that_is_not_finite_reads_back_as_nan_and_its_neighbours_do_not(rule, fmt, bad):
     x = make("normal", (4, 8))
     x[1, 6] = bad
@@ -93,9 +92,7 @@ def test_a_block_that_is_not_finite_reads_back_as_nan_and_its_neighbours_do_not(
 
 
 @pytest.mark.parametrize(("rule", "block"), [("fp32", Block(1, 128)), ("power-of-two", Block(1, 128)), ("e8m0", Block(1, 32))], ids=str)
-@every_fp8
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(fmt=[E4M3, E5M2], shape=[SMALL, LARGE], kind=KINDS)
 def test_keeps_the_limits_of_blocks(rule, block, fmt, shape, kind):
     x = make(kind, shape)
     payload, scale_inv = quantize_blocks(x, block, fmt, rule)

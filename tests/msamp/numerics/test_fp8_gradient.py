@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import codes, make
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.fp8_gradient import FP8Gradient
@@ -78,8 +79,7 @@ def test_a_number_folds_into_the_scale(name):
     assert torch.allclose(g.dequantize(), plain, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_value(name=OTHERWISE, dtype=[torch.bfloat16, torch.float32])
 def test_any_other_write_reaches_every_alias_as_in_a_plain_tensor(name, dtype):
     g, plain = gradient(dtype), gradient(dtype).dequantize()
     aliases = [g.detach(), g.data, g.view(2, 12), g.t(), g[1:3], *g.split(3)]

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from helpers.choices import each_value
 from msamp.numerics.formats import E4M3
 from msamp.numerics.granularity import TENSORWISE, Block, Group
 from msamp.numerics.quantize import dequantize, quantize
@@ -52,8 +53,7 @@ def test_a_granularity_gives_one_value_a_set_and_spreads_it(granularity):
     assert (back - x).norm() / x.norm() < 0.04
 
 
-@pytest.mark.parametrize("shape", [(6, 32), (3, 5, 7), (33,), (1,), ()])
-@pytest.mark.parametrize("size", [1, 4, 16])
+@each_value(shape=[(6, 32), (3, 5, 7), (33,), (1,), ()], size=[1, 4, 16])
 def test_groups_are_runs_of_a_row(shape, size, device):
     x = torch.randn(shape, device=device).bfloat16()
     rows = x.view(-1, shape[-1] if shape else 1)
@@ -75,8 +75,7 @@ def test_groups_mark_what_is_not_finite_and_nothing_else():
     assert Group(4).maxima(x).flatten().tolist() == [1.0, float("inf"), 1.0, float("inf")]
 
 
-@pytest.mark.parametrize("shape", [(7, 9), (8, 8), (1, 1), (2, 5, 6), (4,)], ids=str)
-@pytest.mark.parametrize("block", [Block(4, 4), Block(3, 5), Block(128, 128), Block(4, 1)], ids=str)
+@each_value(shape=[(7, 9), (8, 8), (1, 1), (2, 5, 6), (4,)], block=[Block(4, 4), Block(3, 5), Block(128, 128), Block(4, 1)])
 def test_blocks_are_tiles_of_a_matrix_and_the_last_may_be_short(shape, block, device):
     x = torch.randn(shape, device=device).bfloat16()
     maxima, spread = block.maxima(x), block.spread(block.maxima(x), shape)

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import make
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.lost_writes import loading
@@ -49,10 +50,12 @@ def by_mul_and_add(k, q, m):
     k.mul_(m).add_(q, alpha=1 - m)
 
 
-@FORMATS
-@pytest.mark.parametrize("m", [0.999, 0.9999])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("write", [by_data, by_copy, by_data_copy, by_lerp, by_foreach, by_sub, by_mul_and_add])
+@each_value(
+    fmt=[E4M3, FP16],
+    m=[0.999, 0.9999],
+    dtype=[torch.float32, torch.bfloat16],
+    write=[by_data, by_copy, by_data_copy, by_lerp, by_foreach, by_sub, by_mul_and_add],
+)
 def test_a_moving_average_in_few_bits_warns(write, dtype, m, fmt):
     k, q = pair(fmt, dtype)
     with LOST:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import KINDS, LARGE, SMALL, check, codes, floats, golden, make, measure, random_floats
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.quantize import cast, dequantize, quantize
@@ -84,9 +85,7 @@ def test_plain_formats_round_and_keep_infinities():
     assert cast(x, BF16).equal(x.bfloat16())
 
 
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@scaled
+@each_value(shape=[SMALL, LARGE], kind=KINDS, fmt=[E4M3, E5M2, FP16])
 def test_loss_of_a_cast_three_ways(fmt, kind, shape, device):
     x = make(kind, shape, device=device)
     scale = scale_from_amax(x.abs().amax(), fmt.max)

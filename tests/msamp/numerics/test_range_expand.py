@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import KINDS, LARGE, SMALL, bits, check, codes, floats, golden, make, measure
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from msamp.numerics.granularity import TENSORWISE, Group
@@ -69,19 +70,14 @@ def test_the_range_of_every_group_becomes_the_formats(fmt, kind):
     assert torch.allclose(dynamic_range(stored.dequantize()), before, rtol=1e-4)
 
 
-@shapes
-@kinds
-@fp8
-@pytest.mark.parametrize("what", ["expanded", "group 128"])
+@each_value(shape=[SMALL, LARGE], kind=KINDS, fmt=[E4M3, E5M2], what=["expanded", "group 128"])
 def test_loss_with_and_without_expansion(what, fmt, kind, shape, device):
     x = make(kind, shape, device=device)
     stored = quantize_expanded(x, fmt, expand=what == "expanded")
     check(what, fmt.name, kind, shape, measure(x, stored.dequantize(), stored.payload, fmt))
 
 
-@fp8
-@kinds
-@pytest.mark.parametrize("exponent", [-60, -1, 7, 40])
+@each_value(fmt=[E4M3, E5M2], kind=KINDS, exponent=[-60, -1, 7, 40])
 def test_a_power_of_two_in_front_changes_only_the_maximum(fmt, kind, exponent):
     x, factor = make(kind, SMALL), 2.0**exponent
     one, other = quantize_expanded(x, fmt), quantize_expanded(x * factor, fmt)
@@ -104,8 +100,7 @@ def test_groups_are_apart_and_the_last_may_be_short(fmt):
 # -------------------------------------------------------------------------------------------------------------- the edges
 
 
-@fp8
-@pytest.mark.parametrize("value", [0.25, -3e-39, 3e38, -1.1, 2.0**-149])
+@each_value(fmt=[E4M3, E5M2], value=[0.25, -3e-39, 3e38, -1.1, 2.0 ** (-149)])
 def test_equal_magnitudes_take_no_exponent_and_come_back_exactly(fmt, value):
     x = torch.full((128,), value)
     x[::3] *= -1
@@ -151,8 +146,7 @@ def test_other_formats_are_refused(fmt):
 
 
 @pytest.mark.promise("Group scaling", "The two-stage amax equals the tensor's to the bit; NaN and infinity show in it.")
-@pytest.mark.parametrize("size", [1, 16, 128])
-@pytest.mark.parametrize("shape", [(6, 32), (5, 77), (0,), ()])
+@each_value(size=[1, 16, 128], shape=[(6, 32), (5, 77), (0,), ()])
 def test_the_amax_in_two_stages_is_that_of_the_tensor(size, shape, device):
     x = make("log-normal", shape, device=device).bfloat16()
     maxima, amax = two_stage_amax(x, Group(size))

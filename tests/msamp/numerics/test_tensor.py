@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_value
 from helpers.numerics import bits, codes, make
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.quantize import quantize
@@ -95,8 +96,7 @@ def test_saved_and_loaded_with_weights_only(fmt, tmp_path):
     assert file.stat().st_size < x.numel() * fmt.bytes * 1.05 + 4096, "an element takes more bytes in the file than in memory"
 
 
-@every_format
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@each_value(fmt=FORMATS, protocol=range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle(fmt, protocol):
     x = tensor(fmt)
     assert_same(pickle.loads(pickle.dumps(x, protocol)), x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import msamp
+from helpers.choices import each_value
 from helpers.numerics import codes, make
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.tensor import ScalingTensor
@@ -32,8 +33,7 @@ VIEWS = {
 }
 
 
-@every_format
-@pytest.mark.parametrize("name", VIEWS)
+@each_value(fmt=[E4M3, E5M2, FP16], name=VIEWS)
 def test_views_share_the_payload_and_keep_the_scale(name, fmt):
     x = tensor(fmt)
     y = VIEWS[name](x)
@@ -165,8 +165,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-@every_format
+@each_value(name=COMPUTED, fmt=[E4M3, E5M2, FP16])
 def test_arithmetic_gives_a_plain_tensor_of_the_values(name, fmt):
     x = tensor(fmt)
     got = COMPUTED[name](x)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_value
 from helpers.fp8_adamw import snapshot
 from helpers.numerics import make, same
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
@@ -112,8 +113,7 @@ WRITERS = {
 
 
 @pytest.mark.promise("Optimizer states", "Weights written from outside survive the next step at every level with masters.")
-@with_masters
-@pytest.mark.parametrize("how", WRITERS)
+@each_value(kind=MASTERS, how=WRITERS)
 def test_weights_that_somebody_has_written_survive_the_next_step(kind, how):
     loop, other = Loop(kind), Loop(kind, seed=50)
     WRITERS[how](loop, other.weights())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_value
 from helpers.numerics import KINDS, bits, codes, make
 from msamp.kernels import ops
 from msamp.kernels.reference.grad_stats import carried
@@ -83,8 +84,7 @@ def total(parts: list[torch.Tensor], whole: torch.Tensor) -> tuple[torch.Tensor,
     return sums, norms_from_square_sums(sums, stats[0], stats[1], plain_units)
 
 
-@pytest.mark.parametrize("fmt", [None, E4M3, E5M2, FP16], ids=str)
-@pytest.mark.parametrize("cuts", [[500], [1, 499], [123, 0, 77, 300], [100] * 5])
+@each_value(fmt=[None, E4M3, E5M2, FP16], cuts=[[500], [1, 499], [123, 0, 77, 300], [100] * 5])
 def test_squares_add_up_to_the_same_number_over_any_cut_and_in_any_order(cuts, fmt, device):
     def rows(y: torch.Tensor) -> torch.Tensor:
         return y if fmt is None else ScalingTensor(y.to(fmt.dtype), torch.tensor(0.37, device=device))
@@ -97,8 +97,7 @@ def test_squares_add_up_to_the_same_number_over_any_cut_and_in_any_order(cuts, f
     assert norm.equal(grad_norm([rows(x)])[None])
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@each_value(fmt=[E4M3, E5M2, FP16], bad=[float("nan"), float("inf"), -float("inf")])
 def test_an_amax_is_infinite_where_a_value_is_not_finite(bad, fmt, device):
     x = torch.tensor([1.0, bad, 2.0], device=device)
     payload = torch.tensor([1.0, float("nan"), 2.0], device=device).to(fmt.dtype)

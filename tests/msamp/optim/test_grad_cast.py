@@ -1,8 +1,8 @@
 """Plain gradients into the optimizer's formats, many at a time: the bits of one at a time."""
 
-import pytest
 import torch
 
+from helpers.choices import each_value
 from helpers.numerics import KINDS, bits, make
 from msamp.numerics.formats import E4M3, E5M2, FP16
 from msamp.numerics.granularity import TENSORWISE
@@ -16,8 +16,7 @@ def gradients(kind: str, device: str, dtype: torch.dtype = torch.bfloat16) -> li
     return [(make(kind if shape else "normal", shape, seed=i) * 2.0 ** (4 * i)).to(device, dtype) for i, shape in enumerate(SHAPES)]
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(fmt=[E4M3, E5M2, FP16], kind=KINDS)
 def test_each_gradient_has_the_bits_of_its_own_quantisation(kind, fmt, device):
     gs = [*gradients(kind, device), *gradients(kind, device, torch.float32)]
     cast = GradCast()

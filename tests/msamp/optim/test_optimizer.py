@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_value
 from helpers.fp8_adamw import TABLE6, parameter, snapshot
 from helpers.numerics import codes, floats, golden, make, same
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
@@ -177,8 +178,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("formats", [O1.states, O2.states, FP32_STATES, TABLE6["coat"]], ids=["O1", "O2", "fp32", "coat"])
+@each_value(bad=BAD, formats=[O1.states, O2.states, FP32_STATES, TABLE6["coat"]])
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, formats):
     def run(with_bad_steps: bool) -> LowPrecisionOptimizer:
         ps = [parameter(weight=formats.master), nn.Parameter(torch.ones(7))]

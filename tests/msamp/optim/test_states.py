@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.choices import each_once
+from helpers.choices import each_once, each_value
 from helpers.numerics import KINDS, LARGE, SMALL, check, codes, make, measure
 from msamp.kernels.reference.store import load, store_
 from msamp.numerics.formats import BF16, COAT_E5M2, E4M3, E5M2, EXPANDED, FP16, FP32, PLAIN_FP16
@@ -127,8 +127,7 @@ def parameter(fmt) -> nn.Parameter:
     return nn.Parameter(ScalingTensor.quantize(x, fmt) if fmt.scaled else x.to(fmt.dtype))
 
 
-@pytest.mark.parametrize("fmt", [*SCALED, *PLAIN], ids=str)
-@pytest.mark.parametrize("master", [*SCALED, FP32, BF16], ids=str)
+@each_value(fmt=[*SCALED, *PLAIN], master=[*SCALED, FP32, BF16])
 def test_a_copy_holds_the_parameter_s_values(fmt, master):
     p = parameter(fmt)
     copy = make_master(p, master)

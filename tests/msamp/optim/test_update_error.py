@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import each_value
 from helpers.numerics import make
 from msamp.numerics import mcf
 from msamp.numerics.formats import BF16, E4M3, FP16, FP32, Format
@@ -55,10 +56,7 @@ def everything(optimizer: LowPrecisionOptimizer) -> list[bytes]:
     return [bits(t) for p in params for t in (p, *(v for _, v in sorted(optimizer.state[p].items())))]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"clip_grad": 1e-2}, {"clip_grad": 1e-2, "loss_scale": LossScale()}], ids=lambda s: "+".join(s) or "plain"
-)
-@pytest.mark.parametrize("level", LEVELS)
+@each_value(settings=[{}, {"clip_grad": 0.01}, {"clip_grad": 0.01, "loss_scale": LossScale()}], level=LEVELS)
 def test_what_is_stored_is_what_the_step_stores_and_nothing_changes(level, settings, device, monkeypatch):
     monkeypatch.setattr(update_error, "ROWS", 100)
     ps, optimizer = made(*LEVELS[level], device, **settings)

@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, linear
 from torch.utils.checkpoint import checkpoint
 
 from helpers import dist
+from helpers.choices import each_value
 from helpers.numerics import KINDS, Measures, bits, measure, within
 from helpers.one_process_mlp import B, Case, F, H, OneProcess, S, batch, shards, weights
 from msamp.comm.counters import WireBytes
@@ -212,9 +213,7 @@ over_worlds = pytest.mark.parametrize("world", WORLDS)
 # -------------------------------------------------------------------------------------------------------------------------- tests
 
 
-@over_worlds
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(world=WORLDS, dtype=[torch.float32, torch.bfloat16], kind=KINDS)
 def test_every_bit_is_that_of_one_process(world, dtype, kind):
     for case in [case for case in CASES if (case.dtype, case.kind) == (dtype, kind)]:
         one = OneProcess(case, world)
