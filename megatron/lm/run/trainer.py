@@ -1,12 +1,9 @@
 """The training loop: train, evaluate, log, save."""
 
 import contextlib
-import itertools
-import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -14,28 +11,17 @@ from torch.utils.data import Dataset
 from megatron.lm import checkpoint
 from megatron.lm.build import build_training
 from megatron.lm.config import Config
-from megatron.lm.config.blend_file import describe
-from megatron.lm.config.presets import parameter_count
-from megatron.lm.data.batch import batches
-from megatron.lm.data.datasets import build_datasets, split_blends
-from megatron.lm.data.documents import numbered
-from megatron.lm.data.masked import MASKED, masked, model_vocabulary
-from megatron.lm.data.preprocessing.indexing import read_counts
 from megatron.lm.data.reading import order
-from megatron.lm.data.reading.same_data import check_same_data
-from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.errors import RunStopped
 from megatron.lm.graphs import step_graph
-from megatron.lm.model import fp8_layers
-from megatron.lm.model.linear import travels
-from megatron.lm.processes import process_groups
 from megatron.lm.processes.agreement import all_or_none, rank_0_decides
+from megatron.lm.run.announce import announce
+from megatron.lm.run.data import RunData
 from megatron.lm.run.due import Due
 from megatron.lm.run.replicas import check_replicas
 from megatron.lm.run.reports import norms
-from megatron.lm.run.reports.guard_log import describe_guard, report_changes
 from megatron.lm.run.reports.lost_updates import LostUpdates
-from megatron.lm.run.reports.metrics import Metrics, least_and_most
+from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.run.reports.profiles import Profiles
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.run.reports.weights_and_biases import check_installed
@@ -46,10 +32,8 @@ from megatron.lm.run.step_watch import LAUNCHER_GONE, StepVerdict, StepWatch
 from megatron.lm.run.watchdog import IN_STEP, READING, Watchdog, leave_if_alone
 from megatron.lm.shell.exit_codes import lost_connection
 from megatron.lm.shell.logs import cut_after
-from megatron.lm.shell.terminal import wrapped
 from megatron.lm.step import RareStepObserver, evaluate, train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
-from megatron.lm.training.optimizer import bytes_per_parameter
 from megatron.lm.training.state import Batches, StepResult
 
 
@@ -67,14 +51,10 @@ class Trainer:
         if line is not None and torch.distributed.get_rank() == 0:
             print(line, flush=True)
         self.config = config
-        self.tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        self.train_data, self.valid_data, self.test_data = build_datasets(config, self.tokenizer, self._sample_counts())
-        splits = {"training": self.train_data, "validation": self.valid_data, "test": self.test_data}
-        check_same_data(splits, self.tokenizer, config.training.seed)
-        vocab_size = model_vocabulary(config, self.tokenizer)
-        self.training = build_training(config, vocab_size)
-        if self.train_data is not None:
-            self.training.data = order.description(self.train_data, config.training.seed)
+        self.data = RunData(config)
+        self.training = build_training(config, self.data.vocab_size)
+        if self.data.train is not None:
+            self.training.data = order.description(self.data.train, config.training.seed)
         self.graphs = step_graph.build(self.training)
         self.config = config = self.training.config
         self.rollback = Rollback()
@@ -84,7 +64,7 @@ class Trainer:
             if config.checkpoint.resumes_itself:
                 self.rollback.saved(self.training.iteration)
         self.saver = checkpoint.Saver(self.training) if config.checkpoint.save else None
-        self.metrics = Metrics(config, config.padded_vocab_size(vocab_size), self.training)
+        self.metrics = Metrics(config, config.padded_vocab_size(self.data.vocab_size), self.training)
         self.recorder: Recorder | None = None
         if config.logging.record_precision:
             recorded = (config.logging.record_precision, config.logging.record_interval)
@@ -98,12 +78,6 @@ class Trainer:
         self.rare_observer: RareStepObserver = self.lost_updates if zeros is None else norms.Observers([self.lost_updates, zeros])
         self.profiles = all_or_none(partial(Profiles, config, self.metrics.iterations, self.metrics.unwritten))
 
-    def _sample_counts(self) -> tuple[int, int, int]:
-        """Return the number of sequences of training, validation and test data that the whole run reads."""
-        ranks = torch.distributed.get_world_size()
-        evaluation = self.config.training.eval_iters * self.config.global_batch_size(ranks)
-        return self.config.samples_read(ranks), evaluation, evaluation
-
     def _open_logs(self) -> None:
         """Open the log files, after `--save` is locked, because another job might be writing them.
 
@@ -115,79 +89,6 @@ class Trainer:
             all_or_none(partial(self.metrics.open_wandb, rank_0_decides(lambda: self.training.run.id)))
         if again and self.metrics.main and self.config.logging.record_precision:
             cut_after(Path(self.config.logging.record_precision), again)
-
-    def _announce(self) -> None:
-        training, processes = self.training, torch.distributed.get_world_size()
-        sizes = bytes_per_parameter(training.optimizer)
-        low, high = least_and_most(sum(p.numel() for p in training.model.parameters()) * sum(sizes.values()) / 2**30)
-        parameters = parameter_count(self.config.model, self.config.padded_vocab_size(training.vocab_size))
-        state = {"state_gib_min": low, "state_gib_max": high}
-        layers, linears = fp8_layers.linear_layers(self.config), training.linears
-        counts: dict[str, Any] = {"layers": layers, "bf16": linears.bf16, "gain": linears.gains, "reason": linears.reason}
-        if self.config.layers_in_bf16:
-            counts["layers_in_bf16"] = sorted(self.config.layers_in_bf16)
-        self.metrics.begin({"kind": "precision", "parameters": parameters, "bytes_per_parameter": sizes, "linears": counts} | state)
-        if self.metrics.main:
-            if training.iteration:
-                print(f"resumed from {self.config.checkpoint.load} at iteration {training.iteration}")
-            listed = ", ".join(f"{key} {size:.2f}" for key, size in sizes.items())
-            zero = ", ZeRO" if training.grad_sync.shard else ""
-            if self.config.logging.log_level == "debug":
-                print(training.model)
-            if (blend := describe(self.config.data.data_path or self.config.data.train_data_path)) is not None:
-                print(wrapped(blend))
-            print(wrapped(fp8_layers.describe(self.config, linears)))
-            if linears.attention:
-                print(wrapped(linears.attention))
-            if (mixture := fp8_layers.describe_experts(self.config)) is not None:
-                print(wrapped(mixture))
-            if training.guard is not None:
-                print(wrapped(describe_guard(training.guard)))
-            print("CUDA graphs: {} ({})".format(*step_graph.choose(self.config)))
-            if (travel := travels(training.model)) is not None:
-                print(wrapped(f"tensor parallelism: activations travel {travel}"))
-            print(wrapped(f"precision {self.config.precision.name}: {sum(sizes.values()):.2f} bytes per parameter ({listed})"))
-            print(wrapped(f"{processes} processes{self._grid()}{zero}, {training.grad_sync}"))
-            state_gib = " to ".join(dict.fromkeys((f"{low:.2f}", f"{high:.2f}")))
-            steps = f"micro-batches per step {training.micro_batches}"
-            print(f"{parameters / 1e6:.1f}M parameters, model state {state_gib} GiB per process, {steps}", flush=True)
-
-    def _grid(self) -> str:
-        """Return ` (tensor 2 with sequence, pipeline 2 x 2 virtual, data 1)`, and other axes if they are used; empty for data alone."""
-        parallel, axes = self.config.parallel, self.config.axes(torch.distributed.get_world_size())
-        if parallel.unit == 1:
-            return ""
-        stages = self.config.virtual_stages
-        sequence = " with sequence" if parallel.sequence_parallel else ""
-        context = f", context {axes.context}" if axes.context > 1 else ""
-        experts = f", experts: tensor {axes.expert_tensor}, expert {axes.expert}, data {axes.expert_data}" if axes.splits_experts else ""
-        pipeline = f"pipeline {axes.pipeline}{f' x {stages} virtual' if stages else ''}"
-        return f" (tensor {axes.tensor}{sequence}{context}, {pipeline}, data {axes.data}{experts})"
-
-    def _batches(self, dataset: Dataset, consumed_samples: int) -> Batches:
-        readers = self.training.grid.batch
-        read = batches(
-            masked(numbered(dataset, self.config, self.tokenizer), self.config, self.tokenizer),
-            micro_batch_size=self.config.training.micro_batch_size,
-            data_parallel_rank=readers.rank,
-            data_parallel_size=readers.size,
-            consumed_samples=consumed_samples,
-            num_workers=self.config.data.num_workers,
-            device=process_groups.device(),
-            context=self.training.grid.context,
-        )
-        return self._watched(read)
-
-    def _training_batches(self) -> Batches:
-        """Return the batches of the next steps. After rollbacks the data may end early; then it starts again."""
-        assert self.train_data is not None
-        training, batch = self.training, self.config.global_batch_size(torch.distributed.get_world_size())
-        position = training.consumed_samples
-        if not training.passed_over:
-            return self._batches(self.train_data, position)
-        whole = len(self.train_data) // batch * batch  # type: ignore[arg-type]
-        rest = self._batches(self.train_data, (position + training.passed_over) % whole)
-        return itertools.chain(rest, self._batches(self.train_data, 0))
 
     def _watched(self, batches: Batches) -> Batches:
         """Yield `batches`, and report each to the watchdog."""
@@ -206,7 +107,7 @@ class Trainer:
         Raises:
             RunStopped: on every rank, if continuing makes no sense, or if the torchrun of one rank is gone.
         """
-        if self.train_data is None:
+        if self.data.train is None:
             raise ValueError("there is no training data; set --train-data-path, or a --split with a first share greater than 0")
         saving = self.saver or contextlib.nullcontext()
         with self.requests.listening(), self.watchdog.watching(), contextlib.closing(self.metrics), saving:
@@ -230,7 +131,7 @@ class Trainer:
 
     def _run(self) -> str | None:
         self._open_logs()
-        self._announce()
+        announce(self.config, self.training, self.metrics)
         self.profiles.begin(self.training.iteration)
         why = self._train()
         self.training.optimizer.wait()  # the weights of the last step, of which the graphs leave each to its owner
@@ -239,8 +140,8 @@ class Trainer:
         self._release()
         if why is None:
             self._save()
-            self._evaluate("valid", self.valid_data)
-            self._evaluate("test", self.test_data)
+            self._evaluate("valid", self.data.valid)
+            self._evaluate("test", self.data.test)
         elif self.metrics.main:
             print(self._leaving(why), flush=True)
         return why
@@ -270,7 +171,7 @@ class Trainer:
     def _train(self) -> str | None:
         """Train to the end, or leave early and return the reason."""
         iterations = self.metrics.iterations
-        stream, micro_batches = self._training_batches(), self.training.micro_batches
+        stream, micro_batches = self._watched(self.data.training_batches(self.training)), self.training.micro_batches
         while self.training.iteration < iterations:
             if self.training.micro_batches != micro_batches:
                 self._rebuild_graphs()  # graphs depend on the number of micro-batches
@@ -278,10 +179,13 @@ class Trainer:
             due = Due.after(self.training.iteration + 1, self.config, iterations)
             result = self._step(stream, due.iteration)
             started = time.perf_counter()
-            self._profile(due.iteration)
+            self.watchdog.at("writing a profile", due.iteration)
+            self.profiles.after(due.iteration)
+            if self.metrics.reports(due.iteration):
+                self.profiles.report(due.iteration)
             verdict = self._judge(result, due)
             if verdict.roll_back and self._roll_back():
-                stream = self._training_batches()
+                stream = self._watched(self.data.training_batches(self.training))
                 continue
             if due.last:
                 return None
@@ -296,21 +200,16 @@ class Trainer:
         self.watchdog.at(IN_STEP, iteration)
         self.training.grad_sync.statistics.watch(self.metrics.reports(iteration))
         self.profiles.before(iteration)
-        with self._recording(iteration), guarded(self.training, iteration):
+        due = self.recorder is not None and self.recorder.due(iteration)
+        recording = self.recorder.step(iteration) if self.recorder is not None and due else contextlib.nullcontext()
+        with recording, guarded(self.training, iteration):
             result = train_step(self.training, stream, self.graphs, self.recorder, self.rare_observer)
         self.metrics.record(result, iteration)
         changes = check_guard(self.training, iteration)
-        report_changes(self.metrics, self.training.guard, changes)
+        self.metrics.guard_changes(self.training.guard, changes)
         if changes:
             self._rebuild_graphs()  # they contain what the layers computed before
         return result
-
-    def _profile(self, iteration: int) -> None:
-        """Let the profiles see the end of a step."""
-        self.watchdog.at("writing a profile", iteration)
-        self.profiles.after(iteration)
-        if self.metrics.reports(iteration):
-            self.profiles.report(iteration)
 
     def _judge(self, result: StepResult, due: Due) -> StepVerdict:
         """Return what all ranks do about the steps so far. Collective."""
@@ -328,7 +227,7 @@ class Trainer:
         elif due.save_non_persistent:
             self._save(persistent=False)
         if due.evaluation:
-            self._evaluate("valid", self.valid_data)
+            self._evaluate("valid", self.data.valid)
         if verdict.save and self.metrics.main and not self.config.checkpoint.save:
             print("SIGUSR1: nothing is saved, since there is no --save", flush=True)
         if why:
@@ -360,25 +259,13 @@ class Trainer:
             self.graphs.release()
             self.graphs = step_graph.build(self.training)
 
-    def _recording(self, iteration: int) -> contextlib.AbstractContextManager[None]:
-        recorder = self.recorder
-        return recorder.step(iteration) if recorder is not None and recorder.due(iteration) else contextlib.nullcontext()
-
     def _evaluate(self, kind: str, dataset: Dataset | None) -> None:
         if dataset is None or not self.config.training.eval_iters:
             return
         self.watchdog.at("evaluating")
-        loss = evaluate(self.training, self._batches(dataset, 0), self.config.training.eval_iters)
-        self.metrics.evaluation(kind, self.training.iteration, loss, self._bits_per_byte(kind, loss))
-
-    def _bits_per_byte(self, kind: str, loss: float) -> float | None:
-        """Return the loss in bits per byte of text, if a split has one dataset with the counts from preprocessing."""
-        blend = split_blends(self.config.data)[("train", "valid", "test").index(kind)]
-        # The loss of masked tokens is not a code length of the text.
-        if blend is None or len(blend.prefixes) != 1 or self.config.model.objective == MASKED:
-            return None
-        counts = read_counts(blend.prefixes[0])
-        return loss / math.log(2) * counts.tokens / counts.text_bytes if counts is not None else None
+        batches = self._watched(self.data.batches(self.training, dataset, 0))
+        loss = evaluate(self.training, batches, self.config.training.eval_iters)
+        self.metrics.evaluation(kind, self.training.iteration, loss, self.data.bits_per_byte(kind, loss))
 
     def _save(self, *, persistent: bool = True) -> None:
         if self.saver is not None:

@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from megatron.lm.processes.process_groups import device
 from megatron.lm.run.reports.log_line import evaluation_line, train_line
 from megatron.lm.run.reports.weights_and_biases import WandbRun, logs_here
 from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
-from megatron.lm.shell.terminal import show
+from megatron.lm.shell.terminal import show, wrapped
 from megatron.lm.training.state import StepResult, Training
 from msamp.comm.counters import KINDS
+from msamp.nn.precision_guard import Change, LayerGuard
 
 # Dense peaks in TFLOP/s at compute capability 9.0 (H100 and H200 SXM data sheet). The papers divide BF16 runs by the first and FP8 runs by
 # the second. Neither is enough: FP8 can exceed 100 % of the first, and a BF16 run cannot reach half of the second.
@@ -122,6 +123,16 @@ class Metrics:
         """
         if logs_here(self.config):
             self.wandb = WandbRun(self.config, run_id, self.unwritten)
+
+    def guard_changes(self, guard: LayerGuard | None, changes: Sequence[Change]) -> None:
+        """Print each change of `--fp8-guard` on rank 0, and write it as an entry of kind "fp8_guard": the iteration after which it applies,
+        the layer, `raised`, `why`, for a return the number of `steps` in BF16, and how many `layers_in_bf16` there are then."""
+        for change in changes:
+            assert guard is not None
+            entry = {"kind": "fp8_guard", "iteration": change.step, "layers_in_bf16": len(guard.raised)}
+            self.write(entry | {"layer": change.layer, "raised": change.raised, "why": change.why, "steps": change.steps})
+            if self.main:
+                print(wrapped(f"iteration {change.step}, --fp8-guard: {change}"), flush=True)
 
     def tokens(self, iteration: int) -> int:
         """Return the tokens of all iterations up to this one."""

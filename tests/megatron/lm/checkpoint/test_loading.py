@@ -14,7 +14,7 @@ from torch import Tensor
 
 from helpers import checkpoints, dist, tiny
 from helpers.checkpoints import LEVELS, contents, everything, pointed, resume, tensors, trained
-from megatron.lm.checkpoint import latest, load
+from megatron.lm.checkpoint import latest, load, save
 from megatron.lm.config import Config
 from megatron.lm.training.state import Training
 from msamp.numerics.tensor import ScalingTensor
@@ -206,3 +206,15 @@ def test_a_checkpoint_of_early_warm_up_in_fp16_is_loaded(prefix: Path, tmp_path:
     assert len(apart) > 3
     with tiny.trainer(tiny.config(prefix, **settings, load=str(tmp_path), train_iters=5)) as made:
         assert made.training.iteration == 4
+
+
+def test_counters_are_remembered(prefix: Path, tmp_path: Path):
+    settings = tiny.config(prefix, opt_level="O2", train_iters=5)
+    with tiny.trainer(settings) as made:
+        made.run()
+        made.training.passed_over, made.training.optimizer.skipped_steps = 12, 3
+        save(made.training, tmp_path)
+    with tiny.trainer(pointed(settings, load=str(tmp_path))) as made:
+        training = made.training
+        assert (training.iteration, training.consumed_samples, training.passed_over) == (5, 20, 12)
+        assert training.optimizer.skipped_steps == 3

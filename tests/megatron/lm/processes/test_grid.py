@@ -168,7 +168,7 @@ def trained(settings: Config) -> dict[str, Any]:
     """What this rank saw of a run of `STEPS` steps."""
     with tiny.trainer(settings) as made:
         training = made.training
-        stream = made._batches(made.train_data, 0)
+        stream = made.data.batches(made.training, made.data.train, 0)
         losses, norms = [], []
         first: list[tuple[str, int | None, int, Tensor]] = []
         for _ in range(steps_of(settings.precision.name)):
@@ -203,7 +203,7 @@ def poisoned(prefix: str) -> list[tuple[bool, float]]:
     """Was the step skipped and what is the norm, where in the second step one gradient of the last rank is NaN."""
     found = []
     with tiny.trainer(settings_of(prefix, ("O3", "gpt", TP2 | PP2))) as made:
-        stream = made._batches(made.train_data, 0)
+        stream = made.data.batches(made.training, made.data.train, 0)
         bad = next(p for name, p in made.training.model.named_parameters() if name.endswith("linear_fc1.weight"))
         for step in range(3):
             handle = None

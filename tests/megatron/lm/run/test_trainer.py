@@ -175,8 +175,8 @@ def test_bits_per_byte_from_the_counts_beside_the_data(prefix: Path):
 def test_batches_go_on_where_a_resume_starts(prefix: Path):
     """The stream of a resumed run is the rest of the first one's, so no sample is seen twice."""
     with tiny.trainer(tiny.config(prefix, train_iters=6)) as made:
-        whole = [batch["tokens"] for batch in made._batches(made.train_data, 0)]
-        rest = [batch["tokens"] for batch in made._batches(made.train_data, 8)]
+        whole = [batch["tokens"] for batch in made.data.batches(made.training, made.data.train, 0)]
+        rest = [batch["tokens"] for batch in made.data.batches(made.training, made.data.train, 8)]
     assert len(whole) >= 6
     assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True))
 

@@ -84,7 +84,7 @@ def all_runs(prefix: str, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str
 def sent_by_kind(prefix: str, flags: dict[str, Any]) -> dict[str, int]:
     """Bytes that this rank sends in one step, by collective."""
     with tiny.trainer(settings_of(prefix, 2, flags)) as made:
-        stream = made._batches(made.train_data, 0)
+        stream = made.data.batches(made.training, made.data.train, 0)
         train_step(made.training, stream)
         made.training.grad_sync.sent.take()
         train_step(made.training, stream)

@@ -9,7 +9,7 @@ import pytest
 
 from helpers import dist, tiny
 from megatron.lm.config import Config
-from megatron.lm.run.reports.guard_log import describe_guard
+from megatron.lm.run.announce import describe_guard
 from megatron.lm.step import train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
 

@@ -108,7 +108,7 @@ def sent_to_stages(prefix: str) -> dict[str, list[tuple[int, int]]]:
     found: dict[str, list[tuple[int, int]]] = {}
     for name, flags in STAGES.items():
         with tiny.trainer(tiny.config(prefix, **flags)) as made:
-            training, stream = made.training, made._batches(made.train_data, 0)
+            training, stream = made.training, made.data.batches(made.training, made.data.train, 0)
             found[name] = []
             for _ in range(2):
                 training.grad_sync.sent.take()

@@ -241,13 +241,13 @@ def test_a_run_made_longer_past_its_epoch_reads_on(tmp_path):
     """100 sequences an epoch: 30 steps of 4 in one go, and 2 steps that were all, made 30 later."""
     corpus, again = tiny.write_data(tmp_path), {"load": str(tmp_path / "run"), "lr_warmup_iters": 1, "split": "20,75,5"}
     with tiny.trainer(tiny.config(corpus, train_iters=30, split="20,75,5")) as made:
-        wanted = tokens(made.train_data, 120)
+        wanted = tokens(made.data.train, 120)
         assert made.training.data["datasets"][0]["tokens"] == 1600
     with tiny.trainer(tiny.config(corpus, train_iters=2, split="20,75,5", save=str(tmp_path / "run"))) as made:
-        assert tokens(made.train_data, 8) == wanted[:8]
+        assert tokens(made.data.train, 8) == wanted[:8]
         made.run()
     with tiny.trainer(tiny.config(corpus, train_iters=30, **again)) as made:
-        stream = made._training_batches()
+        stream = made.data.training_batches(made.training)
         assert torch.cat([next(stream)["tokens"] for _ in range(28)]).tolist() == wanted[8:]
     with pytest.raises(ValueError, match=r"--seed 9 \(saved: 1234\)"), tiny.trainer(tiny.config(corpus, train_iters=6, seed=9, **again)):
         pass

@@ -140,7 +140,7 @@ def test_a_run_that_is_watched_ends_with_the_same_bits_resumes_and_is_warned_aga
 @pytest.mark.usefixtures("every_step")
 def test_steps_between_checks_run_no_operator_more_and_no_byte_is_counted(prefix: Path):
     with tiny.trainer(tiny.config(prefix, opt_level="O3", train_iters=20, **LOW)) as made:
-        training, stream = made.training, made._training_batches()
+        training, stream = made.training, made.data.training_batches(made.training)
         train_step(training, stream)
         training.grad_sync.sent.take()
         train_step(training, stream, None, None, made.lost_updates)
