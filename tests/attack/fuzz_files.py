@@ -12,7 +12,6 @@ from helpers import hf_models, post_runs, tiny
 from megatron.lm import pretrain
 from megatron.lm.hugging_face.folder import MODEL, write_json, write_tensors
 from megatron.lm.tools import convert_checkpoint, evaluate, inspect_scales, loss_compare, preprocess_data, report
-from megatron.lm.tools.convert.hugging_face import to_hf
 from megatron.lm.tools.prepare_text import train_bpe
 
 TRAINER = (
@@ -40,7 +39,7 @@ def prepare(material: Path) -> None:
     post_runs.toy(material / "toy")
     for name in hf_models.MODELS:
         settings = hf_models.config(name)
-        about, tensors = to_hf(settings, tiny.VOCABULARY, hf_models.random_weights(settings))
+        about, tensors = hf_models.to_hf(settings, tiny.VOCABULARY, hf_models.random_weights(settings))
         folder = material / ("hf" if name == "llama" else f"hf of {name}")
         folder.mkdir()
         write_tensors(folder, tensors.items())
@@ -207,5 +206,4 @@ def _log(draw: random.Random, material: Path, box: Path) -> list[Command]:
                 ["--run", "a=metrics.jsonl", "--precision", "a=precision.jsonl", "--meta", "meta.json", "--out", "o/r"],
             )
         )
-        commands.append(Command("inspect_scales", inspect_scales.main, ["precision.jsonl", "--out", "o/p"]))
     return commands

@@ -27,7 +27,6 @@ PROCESSES = ("1", "1", "1", "1", "2", "3", "8", "1024", "10000000000", "0", "-1"
 TOOLS = (
     (40, "loss_compare", loss_compare.main, "--base a=metrics.jsonl --other b=metrics.jsonl --max-rel 0.1 --window 3"),
     (30, "inspect_scales", inspect_scales.main, "precision.jsonl --most 3"),
-    (2, "inspect_scales", inspect_scales.main, "precision.jsonl --most 3 --out o/p"),
     (
         4,
         "report",

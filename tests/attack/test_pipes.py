@@ -11,7 +11,6 @@ from megatron.lm.checkpoint.files.folder import INFO_FILE
 from megatron.lm.checkpoint.files.index import PLAN_FILE
 from megatron.lm.hugging_face.folder import MODEL, write_json, write_tensors
 from megatron.lm.tools import convert_checkpoint
-from megatron.lm.tools.convert.hugging_face import to_hf
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,7 +27,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 @pytest.mark.parametrize("name", ["config.json", MODEL, "tokenizer.json", "merges.txt"])
 def test_in_a_hugging_face_folder(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]):
-    about, tensors = to_hf(hf_models.config("llama"), tiny.VOCABULARY, hf_models.random_weights(hf_models.config("llama")))
+    about, tensors = hf_models.to_hf(hf_models.config("llama"), tiny.VOCABULARY, hf_models.random_weights(hf_models.config("llama")))
     folder = tmp_path / "hf"
     folder.mkdir()
     write_tensors(folder, tensors.items())

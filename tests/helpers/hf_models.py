@@ -12,6 +12,7 @@ from helpers import tiny
 from megatron.lm.config import Config
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import build_model
+from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, hf_tensors
 
 LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True}
 GROUPED: dict[str, Any] = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
@@ -101,3 +102,15 @@ def their_logits(folder: Path, vocab_size: int = tiny.VOCABULARY) -> Tensor:
 def agree(a: Tensor, b: Tensor, share: float) -> bool:
     """Whether two tensors differ nowhere by more than `share` of the largest magnitude in `b`."""
     return a.shape == b.shape and bool((a - b).abs().max() <= share * b.abs().max())
+
+
+def to_hf(
+    config: Config, vocab_size: int, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config.json, their tensors) of whole tensors by the names of a model on one process, as `convert_checkpoint to-hf` writes them."""
+    separate: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        experts = name.endswith(("experts.fc1_weight", "experts.fc2_weight")) and x.dim() == 3
+        separate |= {f"{name}.{e}": part for e, part in enumerate(x)} if experts else {name: x}
+    about = hf_config(config, vocab_size, dtype, vocab_size - 1)
+    return about, dict(hf_tensors(hf_rules(config, vocab_size, list(separate)), separate, dtype))

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +14,6 @@ from megatron.lm.hugging_face.models import check_vocabulary, load_model
 from megatron.lm.hugging_face.tokenizer import load_tokenizer
 
 _ROWS = 1024  # positions with log-probabilities in memory at once: 0.2 GB with a vocabulary of 50,000
-
-
-class Score(NamedTuple):
-    """Scores of a sequence's tokens from a start position on.
-
-    Attributes:
-        logprobs: FP32, log-probability of each token given all tokens before it, in nats.
-        greedy: whether every token was the most likely one.
-    """
-
-    logprobs: Tensor
-    greedy: bool
 
 
 class Model(Protocol):
@@ -46,8 +34,9 @@ class Model(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
 
-    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
-        """Score each sequence's tokens from its start (>= 1) on; at most `seq_length` + 1 tokens, the last of which is only a target."""
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Tensor]:
+        """Return for each sequence the log-probabilities, FP32 in nats, of its tokens from its start (>= 1) on, given all tokens before; at
+        most `seq_length` + 1 tokens, the last of which is only a target."""
 
 
 class CheckpointModel:
@@ -73,7 +62,7 @@ class CheckpointModel:
         """See `Model`."""
         return self._tokenizer.tokenize(text)
 
-    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Tensor]:
         """See `Model`."""
         _check(sequences, starts, self.seq_length)
         hidden = self._model.hidden([sequence[:-1] for sequence in sequences])
@@ -82,7 +71,7 @@ class CheckpointModel:
             places = hidden[row, start - 1 : len(sequence) - 1].split(_ROWS)
             targets = torch.tensor(sequence[start:], device=hidden.device).split(_ROWS)
             parts = [_score(self._model.head(x)[:, : self._tokenizer.vocab_size], y) for x, y in zip(places, targets, strict=True)]
-            scores.append(Score(torch.cat([part.logprobs for part in parts]), all(part.greedy for part in parts)))
+            scores.append(torch.cat(parts))
         return scores
 
 
@@ -112,7 +101,7 @@ class FolderModel:
             return self._tokenizer.encode(text, add_special_tokens=False)
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Score]:
+    def score(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Tensor]:
         """Like `Model`; sequences are right-padded, where the causal mask hides the padding."""
         _check(sequences, starts, self.seq_length)
         longest = max(map(len, sequences)) - 1
@@ -169,9 +158,8 @@ def _check(sequences: Sequence[Sequence[int]], starts: Sequence[int], seq_length
             )
 
 
-def _score(logits: Tensor, targets: Tensor) -> Score:
-    """Return the score of targets int64 [n] under logits FP32 [n, vocabulary]."""
+def _score(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probabilities FP32 [n] of targets int64 [n] under logits FP32 [n, vocabulary], on the CPU."""
     if not bool(logits.isfinite().all()):
         raise ValueError("the model's logits are NaN or infinite: it has diverged, load an older checkpoint")
-    logprobs = logits.gather(-1, targets.unsqueeze(-1))[:, 0] - logits.logsumexp(-1)
-    return Score(logprobs.cpu(), bool((logits.argmax(-1) == targets).all()))
+    return (logits.gather(-1, targets.unsqueeze(-1))[:, 0] - logits.logsumexp(-1)).cpu()

@@ -132,12 +132,9 @@ def interval(differences: list[float], confidence: float = CONFIDENCE) -> Interv
     return Interval(mean=mean, half_width=width)
 
 
-@functools.cache  # tables of many runs need the same few, each 5 ms of bisection
+@functools.cache  # tables of many runs need the same few
 def student_t_quantile(probability: float, degrees: int) -> float:
-    """Return the quantile of Student's t distribution: t with P(T < t) = `probability`, to twelve digits.
-
-    Computed by bisection of P(|T| > t) = I_x(degrees / 2, 1 / 2) at x = degrees / (degrees + t^2), the regularized incomplete beta function
-    (Abramowitz and Stegun, 26.5.27 and 26.7.1).
+    """Return the quantile of Student's t distribution: t with P(T < t) = `probability`, to twelve digits, by bisection.
 
     Raises:
         ValueError: if the probability is not within [0.5, 1), or there is no degree of freedom.
@@ -146,40 +143,23 @@ def student_t_quantile(probability: float, degrees: int) -> float:
         raise ValueError(f"the probability is {probability}: give a value in [0.5, 1)")
     if degrees < 1:
         raise ValueError(f"{degrees} degrees of freedom: give at least 1, that is two differences")
-    beyond = 2 * (1 - probability)
+    within = 2 * probability - 1
     low, high = 0.0, 1.0
-    while _both_tails(high, degrees) > beyond:
+    while _within(high, degrees) < within:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        if _both_tails(middle, degrees) > beyond:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if _within(middle, degrees) < within else (low, middle)
     return (low + high) / 2
 
 
-def _both_tails(t: float, degrees: int) -> float:
-    return 1.0 if t == 0 else _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t))
-
-
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """Return the regularized I_x(a, b) from its continued fraction, on the side of x where it converges fast."""
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _incomplete_beta(b, a, 1 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) if 0 < x < 1 else 0.0
-    tiny = 1e-300  # replaces a 0 in a denominator (Lentz)
-    c, d = 1.0, 1 / _apart(1 - (a + b) * x / (a + 1), tiny)
-    fraction = d
-    for m in range(1, 500):
-        for term in (m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))):
-            d = 1 / _apart(1 + term * d, tiny)
-            c = _apart(1 + term / c, tiny)
-            fraction *= d * c
-        if abs(d * c - 1) < 1e-15:
-            break
-    return front * fraction / a
-
-
-def _apart(value: float, tiny: float) -> float:
-    return value if abs(value) > tiny else tiny
+def _within(t: float, degrees: int) -> float:
+    """Return P(|T| < t) as a finite sum of powers of cos(atan(t / sqrt(degrees))) (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(degrees))
+    odd = degrees % 2
+    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    for k in range(odd, degrees - 1, 2):
+        total += term
+        term *= (k + 1) / (k + 2) * math.cos(angle) ** 2
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total

@@ -94,8 +94,8 @@ def perplexity(
     cut = _cut(model, documents, window, stride, seen)
     while batch := list(islice(cut, batch_size)):
         scores = model.score([sequence for sequence, _ in batch], [start for _, start in batch])
-        nats -= sum(float(score.logprobs.double().sum()) for score in scores)
-        progress(sum(len(score.logprobs) for score in scores))
+        nats -= sum(float(score.double().sum()) for score in scores)
+        progress(sum(len(score) for score in scores))
     if not seen["tokens"]:
         raise ValueError("the text is empty: there is nothing to evaluate")
     return TextScores(**seen, nats=nats, window=window, stride=stride)

@@ -1,16 +1,11 @@
-"""Show what the precision recorder measured, as text and plots.
+"""Show what the precision recorder measured: the worst tensors, and since which step they are so.
 
-    python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl --out runs/a/precision
+    python -m megatron.lm.tools.inspect_scales runs/a/precision.jsonl
 
-prints the worst tensors, and since which step they are so. With --out it also writes precision.html and its plots: a heat map of layer x
-step for each quantity and tensor, distributions over the layers, and the share of the updates that arrived. --out needs matplotlib (extra
-`plot`). The file is the trainer's `--record-precision`.
+The file is the trainer's `--record-precision`. TensorBoard shows its means and maxima over the steps, `megatron.lm.tools.report` one layer.
 """
 
-import base64
-import html
-import importlib.util
-import io
+import argparse
 import json
 import math
 import re
@@ -18,31 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.lm.shell import arguments, exit_codes
-from megatron.lm.shell.durable import written_aside
-from megatron.lm.shell.files import made_folder, read_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-TENSORS = ("input", "weight", "grad_output", "query", "key", "value", "grad_attention", "grad", "grad_reduced", "master", "m", "v")
-QUANTITIES = {
-    "sqnr_db": ("SQNR (dB)", 1.0),
-    "underflow": ("underflow (%)", 100.0),
-    "saturation": ("saturation (%)", 100.0),
-    "scale_exponent": ("exponent of the scale, base 2", 1.0),
-}
-SHARED = ("sqnr_db", "underflow", "saturation")  # one color scale for all tensors; exponents and mu differ by tensor by design
-NARROW = '<meta name="viewport" content="width=device-width">'  # for phones
-SIZE = (5.0, 3.4)  # inches of a picture: two beside each other on a screen, one on a phone
-MOST_LAYERS, MOST_STEPS = 16, 6  # named at the axes of a heat map
-STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}h2{font-size:1.15rem;margin-top:2rem}"
-    "li{margin:.2rem 0}.panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:.5rem}"
-    "img{width:100%;max-width:44rem}"
-)
+from megatron.lm.shell.files import read_text
 
 
 @dataclass(frozen=True)
@@ -159,17 +133,6 @@ def spoken(layer: str) -> str:
     return f"layer {match[1]} {match[2]}" if match else layer
 
 
-def _order(layer: str) -> tuple[int, str]:
-    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", layer)
-    return (int(match[1]), match[2]) if match else (1 << 30, layer)
-
-
-def _tensors(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return `TENSORS` and the recorded states of other updates."""
-    recorded = {tensor for step in steps for _, tensor in step["series"]}
-    return [*TENSORS, *sorted(recorded - {*TENSORS, "update", "mu"})]
-
-
 def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
     """Return a sentence for each tensor that is worse than a limit of `COMPLAINTS` at the last recorded step, the worst first, each with
     the step since which it has been so; if there are none, the worst of each quantity."""
@@ -198,158 +161,19 @@ def words(steps: Sequence[Mapping[str, Any]], most: int) -> list[str]:
     return lines
 
 
-# ----------------------------------------------------------------------------------------------------------------- pictures
-
-
-def heat_maps(steps: Sequence[Mapping[str, Any]], quantity: str) -> "dict[str, Figure]":
-    """Plot a quantity by layer and step, a picture per tensor; empty if no step has it."""
-    from matplotlib.ticker import MaxNLocator
-
-    tensors = ("mu",) if quantity == "mu" else _tensors(steps)
-    title, factor = QUANTITIES.get(quantity, ("mu", 1.0))
-    panels, fp8 = [], {layer for layer, tensor in steps[-1]["series"] if tensor == "input"}
-    for tensor in tensors:
-        known = {layer for step in steps for (layer, t), row in step["series"].items() if t == tensor and row.get(quantity) is not None}
-        known = known & fp8 or known  # the weights of norms and biases would hide the linear layers'
-        if known:
-            panels.append((tensor, sorted(known, key=_order)))
-    scale = _shared_scale(steps, panels, quantity, factor) if quantity in SHARED else {}
-    figures = {}
-    for tensor, layers in panels:
-        figure, axis = _figure(tensor)
-        grid = [[_value(step, layer, tensor, quantity, factor) for step in steps] for layer in layers]
-        image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis_r" if quantity == "sqnr_db" else "viridis", **scale)
-        bar = figure.colorbar(image, ax=axis, ticks=MaxNLocator(integer=True) if quantity == "scale_exponent" else None)
-        bar.set_label(title, fontsize=9)
-        bar.ax.tick_params(labelsize=8)
-        axis.set_xlabel("iteration", fontsize=9)
-        every = math.ceil(len(layers) / MOST_LAYERS)
-        axis.set_yticks(range(0, len(layers), every), [spoken(layer) for layer in layers[::every]])
-        apart = math.ceil(len(steps) / MOST_STEPS)
-        axis.set_xticks(range(0, len(steps), apart), [str(step["iteration"]) for step in steps[::apart]])
-        figures[tensor] = figure
-    return figures
-
-
-def _shared_scale(
-    steps: Sequence[Mapping[str, Any]], panels: Sequence[tuple[str, list[str]]], quantity: str, factor: float
-) -> dict[str, float]:
-    """Return the least and the largest value of all panels, as `imshow` takes them."""
-    values = [_value(step, layer, tensor, quantity, factor) for tensor, layers in panels for layer in layers for step in steps]
-    finite = [value for value in values if math.isfinite(value)]
-    return {"vmin": min(finite), "vmax": max(finite)} if finite else {}
-
-
-def distributions(steps: Sequence[Mapping[str, Any]]) -> "dict[str, Figure]":
-    """Plot underflow, saturation and SQNR over all layers at the last recorded step: a picture per quantity, a box per tensor."""
-    figures = {}
-    for quantity in ("sqnr_db", "underflow", "saturation"):
-        title, factor = QUANTITIES[quantity]
-        boxes = {}
-        for tensor in _tensors(steps):
-            rows = [row for (_, t), row in steps[-1]["series"].items() if t == tensor]
-            boxes[tensor] = [factor * row[quantity] for row in rows if row.get(quantity) is not None]
-        shown = {tensor: values for tensor, values in boxes.items() if values}
-        figures[quantity], axis = _figure(f"iteration {steps[-1]['iteration']}, a box over the layers")
-        if shown:
-            axis.boxplot(list(shown.values()), orientation="horizontal", whis=(0, 100))
-            axis.set_yticks(range(1, len(shown) + 1), list(shown))
-        axis.set_xlabel(title, fontsize=9)
-    return figures
-
-
-def updates(steps: Sequence[Mapping[str, Any]]) -> "dict[str, Figure]":
-    """Plot over the steps the share of the update that arrives, lost arithmetic, and norms of parameters and updates."""
-    names = sorted({name for step in steps for name, tensor in step["series"] if tensor == "update"}, key=_order)
-    iterations = [step["iteration"] for step in steps]
-    figures = {}
-    for column, title, factor in (
-        ("arrived", "update that arrives (%)", 100.0),
-        ("lost", "lost arithmetic (%)", 100.0),
-        ("norm", "norm of the parameters", 1.0),
-        ("update_norm", "norm of the update", 1.0),
-    ):
-        figures[column], axis = _figure("")
-        for index, name in enumerate(names):
-            values = [_value(step, name, "update", column, factor) for step in steps]
-            axis.plot(iterations, values, color="#9ca3af", linewidth=0.6, label=None if index else "one parameter")
-        together = [_total(step, column, factor) for step in steps]
-        axis.plot(iterations, together, color="#2563eb", linewidth=2, marker="o", markersize=3, label="all parameters")
-        axis.set_xlabel("iteration", fontsize=9)
-        axis.set_ylabel(title, fontsize=9)
-        axis.ticklabel_format(useOffset=False)
-        axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
-    return figures
-
-
-def _total(step: Mapping[str, Any], column: str, factor: float) -> float:
-    if step["total"] is None:
-        return math.nan
-    value = step["total"].get(column)
-    return math.nan if value is None else factor * value
-
-
-def _value(step: Mapping[str, Any], layer: str, tensor: str, column: str, factor: float) -> float:
-    value = step["series"].get((layer, tensor), {}).get(column)
-    return math.nan if value is None else factor * value
-
-
-def _figure(title: str) -> "tuple[Figure, Any]":
-    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
-
-    figure = Figure(figsize=SIZE, dpi=130, layout="constrained")
-    axis = figure.subplots()
-    axis.tick_params(labelsize=8)
-    axis.set_title(title, loc="left", fontsize=10)
-    return figure, axis
-
-
-def write_page(steps: Sequence[Mapping[str, Any]], sentences: Sequence[str], out: Path) -> Path:
-    """Write the page and its plots into the folder `out`; return the page's path. Needs matplotlib."""
-    sections = {}
-    for quantity in (*QUANTITIES, "mu"):
-        scale = "one scale for all tensors" if quantity in SHARED else "a scale for each tensor"
-        title = f"{QUANTITIES[quantity][0]}, {scale}" if quantity in QUANTITIES else "mu"
-        sections[title] = {name if name == quantity else f"{quantity}-{name}": one for name, one in heat_maps(steps, quantity).items()}
-    sections["Distribution over the layers"] = {f"distribution-{name}": one for name, one in distributions(steps).items()}
-    sections["Updates"] = {f"update-{name}": one for name, one in updates(steps).items()}
-    recorded = f"Recorded at {len(steps)} iterations, the last of them {steps[-1]['iteration']}."
-    with made_folder(out):
-        parts = ["<h1>Precision</h1>", f"<p>{recorded}</p>"]
-        parts += ["<ul>", *(f"<li>{html.escape(sentence)}</li>" for sentence in sentences), "</ul>"]
-        for title, figures in sections.items():
-            parts += [f'<h2>{html.escape(title)}</h2>\n<div class="panels">'] if figures else []
-            for name, figure in figures.items():
-                picture = io.BytesIO()
-                figure.savefig(picture, format="png")
-                with written_aside(out / f"{name}.png") as stream:
-                    stream.write(picture.getvalue())
-                data = base64.b64encode(picture.getvalue()).decode()
-                parts.append(f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">')
-            parts += ["</div>"] if figures else []
-        page = out / "precision.html"
-        head = f'<meta charset="utf-8">{NARROW}<title>Precision</title><style>{STYLE}</style>'
-        body = "\n".join(parts)
-        with written_aside(page) as stream:
-            stream.write(f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'.encode())
-    return page
-
-
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("file", type=arguments.path, help="the file that --record-precision wrote")
-    parser.add_argument("--out", type=arguments.path, help="folder for the page and its plots")
+    parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--most", type=arguments.count(1), default=10, help="tensors to report (default: %(default)s)")
     args = parser.parse_args(argv)
-    steps = read(args.file)
-    sentences = words(steps, args.most)
-    print(*sentences, sep="\n")
     if args.out is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--out requires matplotlib: pip install matplotlib, or drop --out")
-        print(f"page: {write_page(steps, sentences, args.out)}")
+        raise ValueError(
+            f"--out {args.out}: plots are no longer drawn here: use the trainer's --tensorboard-dir, or megatron.lm.tools.report"
+        )
+    print(*words(read(args.file), args.most), sep="\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.durable import written_aside
 from megatron.lm.shell.files import made_folder, read_text
-from megatron.lm.tools.inspect_scales import NARROW
 from megatron.lm.tools.inspect_scales import read as read_steps
 
 if TYPE_CHECKING:
@@ -50,7 +49,15 @@ table { border-collapse: collapse; } th, td { padding: .35rem .9rem; border-bott
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: #4b5563; }
 img { max-width: min(100%, 46rem); } .note { color: #6b7280; font-size: .9rem; }
 .wide { overflow-x: auto; } .pass { color: #047857; font-weight: 700; } .failed { color: #b91c1c; font-weight: 700; }
-blockquote { margin: .6rem 0; padding: .5rem 1rem; border-left: 3px solid #d1d5db; white-space: pre-wrap; }
+"""
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Training report</title><style>{style}</style></head>
+<body>
+{body}
+</body>
+</html>
 """
 
 
@@ -290,16 +297,15 @@ def write_report(
     out: Path,
     *,
     meta: Mapping[str, Any] | None = None,
-    samples: Mapping[str, str] | None = None,
     layer: str | None = None,
     window: int = 3,
     problems: Sequence[str] | None = None,
 ) -> Path:
     """Write report.html, its plots and the loss curves (curves.csv) into the folder `out` (created if missing); return the page's path.
 
-    meta: of the data (`unigram_entropy_nats` becomes a line in the plot); samples: run's name -> its generated text;
-    layer: the layer whose underflow is plotted (default: the middle one recorded); window: logged lines averaged by smoothing;
-    problems: what is wrong with the runs, for the page to say PASS or FAILED; None where nothing was judged.
+    meta: of the data (`unigram_entropy_nats` becomes a line in the plot); layer: the layer whose underflow is plotted (default: the
+    middle one recorded); window: logged lines averaged by smoothing; problems: what is wrong with the runs, for the page to say PASS or
+    FAILED; None where nothing was judged.
     """
     entropy = (meta or {}).get("unigram_entropy_nats")
     figures = {"loss": loss_figure(runs, entropy, window)}
@@ -319,7 +325,7 @@ def write_report(
         write_curves(runs, out / "curves.csv")
         page = out / "report.html"
         with written_aside(page) as stream:
-            stream.write(_page(runs, images, entropy, samples or {}, problems).encode())
+            stream.write(_page(runs, images, entropy, problems).encode())
     return page
 
 
@@ -366,9 +372,7 @@ def meanings(runs: Sequence[Run]) -> list[str]:
     return [f"{name}: {recipe_words.describe(recipe.by_name(of_run))}." for name, of_run in known.items()]
 
 
-def _page(
-    runs: Sequence[Run], images: Mapping[str, str], entropy: float | None, samples: Mapping[str, str], problems: Sequence[str] | None
-) -> str:
+def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None, problems: Sequence[str] | None) -> str:
     notes = {
         "loss": ("Loss", "Below: difference of the smoothed training loss; the grey band is ±1 %."),
         "underflow": ("Underflow and saturation", "Share of non-zero elements that became zero, and of elements at the format's maximum."),
@@ -386,12 +390,8 @@ def _page(
     for name, image in images.items():
         title, note = notes[name]
         parts.append(f'<h2>{title}</h2>\n{image}\n<p class="note">{note}</p>')
-    if samples:
-        parts.append("<h2>Generated text</h2>")
-        parts += [f"<p>{html.escape(name)}</p>\n<blockquote>{html.escape(text)}</blockquote>" for name, text in samples.items()]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8">\n{NARROW}\n<title>Training report</title>\n<style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+    return PAGE.format(style=STYLE, body=body)
 
 
 def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
@@ -428,7 +428,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--precision", type=named_path, action="append", default=[], metavar="NAME=FILE", help="a run's file of --record-precision"
     )
     parser.add_argument("--meta", type=arguments.path, help="meta.json of the data, for its unigram entropy")
-    parser.add_argument("--sample", type=named_path, action="append", default=[], metavar="NAME=TEXT", help="a file of generated text")
     parser.add_argument("--layer", help="layer to plot the underflow of (default: the middle one recorded)")
     parser.add_argument("--window", type=arguments.count(1), default=3, help="logged lines averaged by smoothing (default: %(default)s)")
     parser.add_argument("--out", type=arguments.path, required=True, help="folder to write into")
@@ -441,8 +440,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError("plots require matplotlib: pip install matplotlib")
     runs = [read_run(name, path, recorded.get(name)) for name, path in args.run]
     meta = read_meta(args.meta) if args.meta else None
-    samples = {name: read_text(file, "a file of generated text") for name, file in args.sample}
-    page = write_report(runs, args.out, meta=meta, samples=samples, layer=args.layer, window=args.window)
+    page = write_report(runs, args.out, meta=meta, layer=args.layer, window=args.window)
     print(*summary(runs, (meta or {}).get("unigram_entropy_nats")), f"report: {page}", sep="\n")
 
 

@@ -50,20 +50,13 @@ def hf_config(config: Config, vocab_size: int, dtype: torch.dtype, eod: int) -> 
     values |= {key: getattr(model, name) for key, name in kind.keys.items()}
     values |= {key: accepted[0] for key, accepted in kind.fixed.items()}
     values |= dict.fromkeys(kind.biases, not model.disable_bias_linear)
-    values |= _keys_of_experts(kind, model)
-    values |= {"rope_scaling": scaling} if (scaling := rope_scaling(model)) is not None else {}
-    values["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    return values | {"vocab_size": vocab_size, "bos_token_id": eod, "eos_token_id": eod, "torch_dtype": str(dtype).removeprefix("torch.")}
-
-
-def _keys_of_experts(kind: Architecture, model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json for the router's probabilities and the layers without experts."""
-    values: dict[str, Any] = {}
     if kind.top_k_normalized is not None:
         values[kind.top_k_normalized] = not model.moe_router_pre_softmax
     if kind.dense_layers is not None and kind.period is not None:
         values |= {kind.period: 1, kind.dense_layers: [n for n in range(model.num_layers) if n not in model.moe_layers]}
-    return values
+    values |= {"rope_scaling": scaling} if (scaling := rope_scaling(model)) is not None else {}
+    values["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    return values | {"vocab_size": vocab_size, "bos_token_id": eod, "eos_token_id": eod, "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -85,12 +78,13 @@ def rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 def hf_rules(config: Config, vocab_size: int, names: list[str]) -> list[Rule]:
     """Return the rules for our tensors `names`; ValueError if they do not match the configuration."""
-    if config.model.num_layers * (config.model.num_experts or 1) > len(names):
+    model = config.model
+    if model.num_layers * (model.num_experts or 1) > len(names):
+        experts = "" if model.num_experts is None else f" and --num-experts {model.num_experts}"
         raise ValueError(
-            f"the checkpoint's configuration has --num-layers {config.model.num_layers}{_with_experts(config.model)}, but it contains "
-            f"{len(names)} tensors: it is damaged"
+            f"the checkpoint's configuration has --num-layers {model.num_layers}{experts}, but {len(names)} tensors: it is damaged"
         )
-    rules = list(architecture_of(config.model).rules(config.model, vocab_size))
+    rules = list(architecture_of(model).rules(model, vocab_size))
     expected = {rule.ours for rule in rules}
     if expected != set(names):
         raise ValueError(
@@ -106,25 +100,6 @@ def hf_tensors(rules: list[Rule], weights: Mapping[str, Tensor], dtype: torch.dt
         x = unpadded(rule, weights[rule.ours]).to(dtype)
         check_finite(rule.ours, x)
         yield from zip(rule.theirs, rule.split(x), strict=True)
-
-
-def to_hf(
-    config: Config, vocab_size: int, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, eod: int | None = None
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Convert our model to (config.json, Hugging Face's tensors in `dtype`).
-
-    Args:
-        config: of the run that trained the weights.
-        vocab_size: the tokenizer's, not padded.
-        weights: whole tensors by the names of a model on one process; experts as one tensor per matrix or per expert.
-        eod: id that ends a document; the last one by default.
-
-    Raises:
-        ValueError: no supported architecture can represent the model, or tensors are missing, unknown or of another shape.
-    """
-    values = hf_config(config, vocab_size, dtype, vocab_size - 1 if eod is None else eod)
-    weights = _separated(weights)
-    return values, dict(hf_tensors(hf_rules(config, vocab_size, list(weights)), weights, dtype))
 
 
 def unpadded(rule: Rule, x: Tensor) -> Tensor:
@@ -283,14 +258,6 @@ def _layers_with_experts(kind: Architecture, settings: Mapping[str, Any]) -> str
     return f"[{','.join(pattern)}]" if "0" in pattern else "1"
 
 
-def _separated(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with a tensor [N, K] per expert, each a view, in place of one [E, N, K] per matrix."""
-    separate: dict[str, Tensor] = {}
-    for name, x in weights.items():
-        separate |= {f"{name}.{e}": part for e, part in enumerate(x)} if _EXPERTS.fullmatch(name) and x.dim() == 3 else {name: x}
-    return separate
-
-
 def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights with one tensor [E, N, K] per matrix of experts, in the order of the experts; frees the given ones on the way."""
     joined: dict[str, Tensor] = {}
@@ -307,10 +274,6 @@ def _joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif whole not in joined:
             joined[whole] = torch.stack([weights.pop(one) for one in of_matrix[whole]])
     return joined
-
-
-def _with_experts(model: ModelConfig) -> str:
-    return "" if model.num_experts is None else f" and --num-experts {model.num_experts}"
 
 
 def _shortest(model: ModelConfig) -> ModelConfig:
@@ -339,17 +302,12 @@ def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapp
             parts.append(part if part.dtype == torch.bfloat16 else part.float())
         weights[rule.ours] = rule.join(parts)
     left = {name for name in left if not re.search(f"(?:{kind.ignored})$", name)}
-    _take_tied_head(kind, left, theirs, weights)
+    for name in left & {kind.tops[HEAD], "lm_head.weight"}:  # a tied head that is stored a second time
+        if HEAD not in weights and torch.equal(theirs[name].to(weights[EMBEDDING].dtype), weights[EMBEDDING]):
+            left.remove(name)
     if left:
         raise ValueError(f"the folder contains tensors that a {kind.model_type} of this config.json does not have: {_some(left)}")
     return weights
-
-
-def _take_tied_head(kind: Architecture, left: set[str], theirs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Accept a tied head that is stored a second time, if it equals the embedding."""
-    for name in left & {kind.tops[HEAD], "lm_head.weight"}:
-        if HEAD not in weights and torch.equal(theirs[name].to(weights[EMBEDDING].dtype), weights[EMBEDDING]):
-            left.discard(name)
 
 
 def _finder(kind: Architecture, theirs: Mapping[str, Tensor]) -> Callable[[str], str]:

@@ -40,23 +40,13 @@ def _join_qkv(model: ModelConfig, parts: list[Tensor]) -> Tensor:
     return torch.cat([part.unflatten(0, (model.query_groups, -1, model.head_size)) for part in parts], dim=1).flatten(0, 2)
 
 
-def _split_stacked_qkv(model: ModelConfig, x: Tensor) -> list[Tensor]:
-    return [torch.cat(_split_qkv(model, x)).t()]
-
-
-def _join_stacked_qkv(model: ModelConfig, parts: list[Tensor]) -> Tensor:
-    return _join_qkv(model, list(parts[0].t().chunk(3)))
-
-
-def _join_halves(model: ModelConfig, parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts)
-
-
 SAME = Layout(lambda model, x: [x], lambda model, parts: parts[0])
 TRANSPOSED = Layout(lambda model, x: [x.t()], lambda model, parts: parts[0].t())  # transformers' Conv1D is [in, out]; `t` leaves vectors
-HALVES = Layout(lambda model, x: list(x.chunk(2)), _join_halves)
+HALVES = Layout(lambda model, x: list(x.chunk(2)), lambda model, parts: torch.cat(parts))
 QKV = Layout(_split_qkv, _join_qkv)
-STACKED_QKV = Layout(_split_stacked_qkv, _join_stacked_qkv)
+STACKED_QKV = Layout(
+    lambda model, x: [torch.cat(_split_qkv(model, x)).t()], lambda model, parts: _join_qkv(model, list(parts[0].t().chunk(3)))
+)
 
 
 @dataclass(frozen=True)
@@ -165,16 +155,9 @@ class Architecture:
             bad.append(f"--kv-channels {model.head_size} with --hidden-size {hidden}")
         if bool(self.experts) != (model.num_experts is not None):
             bad.append(f"--num-experts {model.num_experts}")
-        if self.experts:
-            bad += self._misfits_of_experts(model)
-        return bad
-
-    def _misfits_of_experts(self, model: ModelConfig) -> list[str]:
-        """Return what of the router and the choice of layers this architecture does not support, as flags."""
-        bad = []
-        if model.moe_router_pre_softmax and self.top_k_normalized is None:
+        if self.experts and model.moe_router_pre_softmax and self.top_k_normalized is None:
             bad.append(f"{flag('moe_router_pre_softmax')} {model.moe_router_pre_softmax}")
-        if self.dense_layers is None and len(model.moe_layers) < model.num_layers:
+        if self.experts and self.dense_layers is None and len(model.moe_layers) < model.num_layers:
             bad.append(f"--moe-layer-freq {model.moe_layer_freq}")
         return bad
 

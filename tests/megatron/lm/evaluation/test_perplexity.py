@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import texts
-from megatron.lm.evaluation.models import Score, opened
+from megatron.lm.evaluation.models import opened
 from megatron.lm.evaluation.perplexity import perplexity, windows
 
 
@@ -29,7 +29,7 @@ class Letters:
         self.batches.append(len(sequences))
         assert all(len(sequence) <= self.seq_length + 1 for sequence in sequences)
         return [
-            Score(-torch.tensor([float(place) for place in range(start, len(sequence))]), False)
+            -torch.tensor([float(place) for place in range(start, len(sequence))])
             for sequence, start in zip(sequences, starts, strict=True)
         ]
 
@@ -76,7 +76,7 @@ def test_the_batch_changes_nothing(batch_size: int):
 def test_a_model_with_every_token_alike_has_the_bits_of_its_vocabulary():
     class Alike(Letters):
         def score(self, sequences, starts):
-            return [Score(torch.full((len(s) - b,), -math.log(256.0)), False) for s, b in zip(sequences, starts, strict=True)]
+            return [torch.full((len(s) - b,), -math.log(256.0)) for s, b in zip(sequences, starts, strict=True)]
 
     assert perplexity(Alike(), ["some text"], stride=3).bits_per_byte == pytest.approx(8)
 
@@ -88,8 +88,8 @@ def test_of_a_checkpoint_it_is_the_sum_of_its_scores(made: dict[str, Path]):
         cut = [tokens[begin : begin + 33] for begin in range(0, len(tokens) - 1, 32)]
         # A window of the whole length that moves on by it shares but one token with the last; the last one looks back as far as it can.
         last = tokens[-33:], len(tokens) - 1 - (len(cut) - 1) * 32
-        expected = sum(float(model.score([part], [1])[0].logprobs.sum()) for part in cut[:-1])
-        expected += float(model.score([last[0]], [33 - last[1]])[0].logprobs.sum())
+        expected = sum(float(model.score([part], [1])[0].sum()) for part in cut[:-1])
+        expected += float(model.score([last[0]], [33 - last[1]])[0].sum())
         one_by_one = perplexity(model, [texts.SPEECH], stride=32, batch_size=1)
     assert found.nats == pytest.approx(-expected, rel=1e-5)
     assert one_by_one.nats == pytest.approx(found.nats, rel=1e-5)

@@ -14,7 +14,6 @@ from helpers import hf_models, post_runs, tiny
 from megatron.lm.hugging_face.folder import write_json, write_tensors
 from megatron.lm.hugging_face.models import check_vocabulary, load_model
 from megatron.lm.hugging_face.tokenizer import load_tokenizer
-from megatron.lm.tools.convert.hugging_face import to_hf
 
 transformers = pytest.importorskip("transformers")
 CAUSAL = "AutoModelForCausalLM"
@@ -28,7 +27,7 @@ def toy(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto"])
 def test_weights_are_those_that_from_pretrained_loads(tmp_path: Path, kind: str, dtype: torch.dtype | str):
-    about, tensors = to_hf(hf_models.config(kind), tiny.VOCABULARY, hf_models.random_weights(hf_models.config(kind)))
+    about, tensors = hf_models.to_hf(hf_models.config(kind), tiny.VOCABULARY, hf_models.random_weights(hf_models.config(kind)))
     write_tensors(tmp_path, tensors.items(), shard_bytes=10_000)
     write_json(tmp_path / "config.json", about)
     ours = load_model(tmp_path, CAUSAL, dtype=dtype)

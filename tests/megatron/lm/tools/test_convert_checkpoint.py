@@ -2,11 +2,8 @@
 
 import itertools
 import json
-import re
 import shlex
 import sys
-import time
-from functools import partial
 from types import ModuleType
 
 import pytest
@@ -19,7 +16,6 @@ from helpers.tiny import VOCABULARY
 from megatron.lm.checkpoint.reader import CheckpointReader
 from megatron.lm.config.cli import config_to_dict, parse_args
 from megatron.lm.hugging_face.folder import Tensors
-from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import convert_checkpoint
 from megatron.lm.tools.convert.layouts import EMBEDDING
 from msamp.numerics.formats import E4M3
@@ -170,23 +166,6 @@ def test_export_bf16_keeps_our_names_and_the_configuration(known, tmp_path):
     assert (metadata["vocab_size"], metadata["iteration"]) == ("60", "7")
 
 
-def test_export_fp8_takes_the_payload_of_o3(known, tmp_path):
-    saved = known("gpt_neox")
-    out = tmp_path / "fp8"
-    assert run("export-fp8", "--load", "here", "--output", out) == 0
-    weight = saved.weight("decoder.layers.1.mlp.linear_fc1.weight")
-    tensors = Tensors(out)
-    stored = tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
-    assert torch.equal(stored.view(torch.uint8), weight.payload.view(torch.uint8))
-    assert tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight_scale"] == weight.scale_inv
-    second = "decoder.layers.1.mlp.linear_fc2.weight"
-    anew = ScalingTensor.quantize(saved.values(second), E4M3)  # its pieces have scales of their own
-    assert torch.equal(tensors["gpt_neox.layers.1.mlp.dense_4h_to_h.weight"].view(torch.uint8), anew.payload.view(torch.uint8))
-    about = json.loads((out / "config.json").read_text())
-    assert about["quantization_config"]["quant_method"] == "compressed-tensors"
-    assert about["torch_dtype"] == "bfloat16"
-
-
 def test_export_fp8_writes_blocks_or_refuses_before_it_writes(known, tmp_path, capsys):
     known("llama")
     out, other = tmp_path / "fp8", tmp_path / "other"
@@ -214,22 +193,6 @@ def test_inspect_lists_what_is_there(known, capsys):
     assert rows["decoder.final_layernorm.weight"].split()[1:] == ["32", "bfloat16", "64", "-"]
     parameters = sum(x.numel() for x in saved.weights.values())
     assert f"{len(saved.weights)} tensors, {parameters:,} parameters" in text
-
-
-def test_it_shows_how_far_it_is(known, monkeypatch, capsys):
-    """Once it takes more than a second, which is a thousandth here."""
-    saved = known("llama")
-    read = type(saved).weight
-    monkeypatch.setattr(type(saved), "weight", lambda self, name: (time.sleep(0.02), read(self, name))[1])
-    monkeypatch.setattr(convert_checkpoint, "Progress", partial(Progress, first=0.001, seconds=0.001))
-    assert run("inspect", "--load", "here") == 0
-    assert re.search(rf"^inspect here: \d+ of {len(saved.names())} tensors \(\d+ %\), 0 s", capsys.readouterr().err, re.MULTILINE)
-
-
-def test_inspect_of_nothing_is_told(known, capsys):
-    known("llama")
-    assert run("inspect", "--load", "nowhere") == 2
-    assert "error: nowhere holds no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("level", ["O3", pytest.param("O0", marks=pytest.mark.nightly)])

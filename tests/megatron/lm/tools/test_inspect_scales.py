@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron.lm.tools import inspect_scales
-from megatron.lm.tools.inspect_scales import heat_maps, main, read, spoken, words
+from megatron.lm.tools.inspect_scales import main, read, spoken, words
 
 CASTS, UPDATES = ["amax", "underflow", "saturation", "sqnr_db", "scale_exponent"], ["norm", "update_norm", "descent", "lost"]
 FC2, QKV = "decoder.layers.3.mlp.linear_fc2", "decoder.layers.0.self_attention.linear_qkv"
@@ -94,67 +94,6 @@ def test_the_last_line_of_an_iteration_counts_and_a_torn_one_does_not(tmp_path):
     steps = read(write(tmp_path / "p", [step(20, 0.3), step(10), step(20)], tail='{"iteration": 30, "cas'))
     assert [one["iteration"] for one in steps] == [10, 20]
     assert steps[1]["series"][FC2, "grad_output"]["underflow"] == 0.0
-
-
-def test_a_page_that_stands_alone(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    file = write(tmp_path / "p", [step(i, underflow=0.2, mu=1.0 + i / 100) for i in range(10, 60, 10)])
-    assert main([str(file), "--out", str(tmp_path / "new" / "page")]) == 0
-    out = capsys.readouterr().out
-    assert "layer 3 linear_fc2 grad_output: 20 % underflow since step 10" in out
-    names = {path.name for path in (tmp_path / "new" / "page").iterdir()}
-    kinds = {name.split("-")[0].removesuffix(".png") for name in names - {"precision.html"}}
-    assert kinds == {"sqnr_db", "underflow", "saturation", "scale_exponent", "mu", "distribution", "update"}
-    assert {"mu.png", "underflow-grad_output.png", "update-arrived.png", "distribution-sqnr_db.png"} <= names
-    page = (tmp_path / "new" / "page" / "precision.html").read_text()
-    assert page.count("data:image/png;base64,") == len(names) - 1
-    assert '<meta name="viewport"' in page
-    assert "underflow (%), one scale for all tensors" in page
-    assert "20 % underflow" in page
-    assert "http" not in page
-
-
-def test_the_states_of_any_update_have_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    own = step(1)
-    own["casts"] = own["casts"] | {QKV: {"momentum": [1.0, 0.0, 0.0, 20.0, 3]}}
-    figures = heat_maps(read(write(tmp_path / "p", [own])), "sqnr_db")
-    assert figures["momentum"].axes[0].get_title(loc="left") == "momentum"
-
-
-def test_pictures_have_labels_units_and_few_enough_ticks(tmp_path):
-    pytest.importorskip("matplotlib")
-    steps = read(write(tmp_path / "p", [step(i, underflow=i / 1e4) for i in range(10, 1000, 10)]))
-    maps = heat_maps(steps, "underflow").values()
-    assert len({figure.axes[0].images[0].get_clim() for figure in maps}) == 1, "one scale for all tensors"
-    for figure in maps:
-        axis, bar = figure.axes
-        assert (axis.get_xlabel(), bar.get_ylabel()) == ("iteration", "underflow (%)")
-        assert len(axis.get_xticks()) <= inspect_scales.MOST_STEPS
-        assert len(axis.get_yticks()) <= inspect_scales.MOST_LAYERS
-    for figure in inspect_scales.updates(steps).values():
-        (axis,) = figure.axes
-        assert axis.get_xlabel() == "iteration"
-        assert axis.get_ylabel()
-        assert axis.get_legend().get_texts()[-1].get_text() == "all parameters"
-
-
-@pytest.mark.nightly(2)
-def test_without_mu_or_updates_there_is_a_page_too(tmp_path):
-    pytest.importorskip("matplotlib")
-    bare = step(1) | {"updates": {}, "total": None}
-    assert main([str(write(tmp_path / "p", [bare])), "--out", str(tmp_path / "page")]) == 0
-    assert not (tmp_path / "page" / "mu.png").exists()
-
-
-def test_words_need_no_matplotlib_and_pictures_say_so(tmp_path, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    file = str(write(tmp_path / "p", [step(1)]))
-    assert main([file]) == 0
-    assert main([file, "--out", str(tmp_path / "page")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
-    assert not (tmp_path / "page").exists()
 
 
 @pytest.mark.parametrize(

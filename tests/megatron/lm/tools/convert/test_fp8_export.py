@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from helpers import hosts, numerics
-from helpers.hf_models import agree, config, our_logits, random_weights, their_logits, tokens
+from helpers.hf_models import agree, config, our_logits, random_weights, their_logits, to_hf, tokens
 from helpers.tiny import VOCABULARY
 from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
 from megatron.lm.hugging_face.models import load_model
 from megatron.lm.tools.convert.fp8_export import check_blocks, fp8_tensors, quantization_config, routers
-from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules, to_hf
+from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules
 from msamp.numerics.formats import E4M3, FP16
 from msamp.numerics.tensor import ScalingTensor
 
