@@ -36,7 +36,7 @@ class PrecisionGuard(LayerGuard):
     Args:
         model: after `msamp.initialize` or `msamp.convert`.
         optimizer: that `msamp.initialize` returned; its processes decide together. None: this process decides alone.
-        saturation, underflow, sqnr_db: `Bounds`.
+        saturation, underflow, sqnr_db, shrinkage: `Bounds`.
         every: steps from one check to the next.
         raise_after: bad checks in a row after which a layer is raised.
         return_after: good checks in a row after which it returns.
@@ -56,6 +56,7 @@ class PrecisionGuard(LayerGuard):
         saturation: float = Bounds.saturation,
         underflow: float = Bounds.underflow,
         sqnr_db: float = Bounds.sqnr_db,
+        shrinkage: float = Bounds.shrinkage,
         every: int = EVERY,
         raise_after: int = RAISE_AFTER,
         return_after: int = RETURN_AFTER,
@@ -67,7 +68,7 @@ class PrecisionGuard(LayerGuard):
                 raise ValueError(f"{name} is sharded by FSDP2, whose weights cannot be raised; use msamp.initialize(..., zero=True)")
         super().__init__(
             dict(linear_layers(model.named_modules())),
-            bounds=Bounds(saturation=saturation, underflow=underflow, sqnr_db=sqnr_db),
+            bounds=Bounds(saturation=saturation, underflow=underflow, sqnr_db=sqnr_db, shrinkage=shrinkage),
             every=every,
             raise_after=raise_after,
             return_after=return_after,

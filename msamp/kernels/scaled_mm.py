@@ -146,10 +146,9 @@ def scaled_mm(
     """
     if not fp8_hardware(a.device):
         if accumulation.like_hopper():
-            sums = accumulation.product(a, b, "fast" if fast_accum else "full")
-            out = (sums * (a_scale_inv * b_scale_inv)).to(out_dtype)
-        else:
-            out = emulated_mm(a, b, a_scale_inv, b_scale_inv, out_dtype)
+            out = accumulation.product(a, b, "fast" if fast_accum else "full") * (a_scale_inv * b_scale_inv)
+            return (out if bias is None else out + bias).to(out_dtype)  # one rounding: cuBLAS adds the bias in FP32
+        out = emulated_mm(a, b, a_scale_inv, b_scale_inv, out_dtype)
         return out if bias is None else out + bias
     M, N = a.shape[0], b.shape[0]
     if 0 in (M, N, a.shape[1]):  # cuBLAS rejects empty operands

@@ -27,7 +27,7 @@ block scales, and `scaling_state` the scales that a layer keeps from step to ste
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,6 +39,7 @@ from msamp.kernels.scaled_mm import have_product
 from msamp.nn.cast_scales import CastScales, just_in_time_scale, own_rule
 from msamp.nn.channel_scales import ChannelSlots
 from msamp.nn.scaling_state import LinearScaling
+from msamp.numerics.accumulation import tally_product_
 from msamp.numerics.block_scale import name_of, values
 from msamp.numerics.granularity import TENSORWISE, Block, Granularity
 from msamp.numerics.quantize import dequantize, quantize
@@ -300,6 +301,7 @@ class RowProduct(NamedTuple):
         bias: [N] of `dtype`, or None.
         dtype: of the product.
         fast: `Product.fast`.
+        tallies: of this product (`LayerGemm.tallies`).
     """
 
     scale_inv: torch.Tensor
@@ -307,10 +309,12 @@ class RowProduct(NamedTuple):
     bias: torch.Tensor | None
     dtype: torch.dtype
     fast: bool
+    tallies: tuple[torch.Tensor, ...] = ()
 
     def of(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the product [M, N] of all rows, FP8 [M, K]."""
-        return ops.scaled_mm(codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, self.dtype, fast_accum=self.fast)
+        out = ops.scaled_mm(codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, self.dtype, fast_accum=self.fast)
+        return self._tallied(out, codes)
 
     def empty(self, codes: torch.Tensor, rows: int) -> torch.Tensor:
         """Return memory for the product of `rows` rows such as `codes`."""
@@ -319,6 +323,12 @@ class RowProduct(NamedTuple):
     def write(self, out: torch.Tensor, codes: torch.Tensor) -> None:
         """Write the product of some rows to `out`, the same rows of `empty`."""
         ops.scaled_mm_(out, codes, self.right.codes, self.scale_inv, self.right.scale_inv, self.bias, fast_accum=self.fast)
+        self._tallied(out, codes)
+
+    def _tallied(self, out: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        if self.tallies:
+            tally_product_(self.tallies, out, codes, self.right.codes, self.scale_inv * self.right.scale_inv, self.bias)
+        return out
 
 
 class LayerGemm(NamedTuple):
@@ -329,6 +339,7 @@ class LayerGemm(NamedTuple):
         x, grad, wire: slots of the input, the grad_output and the partial sums; `wire` is None where no partial sums are sent in FP8.
         scales: the factors from the stored weight to FP8 and back, FP32 0-dim.
         channels: scales of the input's channels, which divide the columns of the weight (`msamp.nn.channel_scales`); None without.
+        tallies: by product, where to compare its sums with exact ones (`LinearScaling.sums`); None: nowhere.
     """
 
     gemm: Gemms
@@ -337,6 +348,7 @@ class LayerGemm(NamedTuple):
     wire: CastScales | None
     scales: Scales
     channels: ChannelSlots | None = None
+    tallies: Mapping[str, tuple[torch.Tensor, ...]] | None = None
 
     @property
     def sums(self) -> CastScales:
@@ -349,7 +361,8 @@ class LayerGemm(NamedTuple):
         """Take the layer's current scales. Amaxes are recorded while gradients are enabled."""
         x, grad, *wire = scaling.slots(record=torch.is_grad_enabled())
         channels = scaling.channel_slots(record=torch.is_grad_enabled())
-        return cls(scaling.gemm, x, grad, wire[0] if wire else None, scaling.weight_scales(weight), channels)
+        tallies = scaling.tallies if torch.is_grad_enabled() else None
+        return cls(scaling.gemm, x, grad, wire[0] if wire else None, scaling.weight_scales(weight), channels, tallies)
 
     @property
     def x_dtype(self) -> torch.dtype:
@@ -389,25 +402,35 @@ class LayerGemm(NamedTuple):
 
     def output(self, x: Operand, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """`x W^T + b` [M, N] of `dtype` from the input [M, K], the weight [N, K] and the bias [N] or None."""
-        return multiply(x, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output)
+        return self._multiply("output", x, w, None if bias is None else bias.to(dtype), dtype)
 
     def output_rows(self, scale_inv: torch.Tensor, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> RowProduct:
         """`output` for an input with one scale whose payload comes later."""
-        return RowProduct(scale_inv, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output.fast)
+        cast_bias = None if bias is None else bias.to(dtype)
+        return RowProduct(scale_inv, w, cast_bias, dtype, self.gemm.output.fast, self._tallies("output"))
 
     def grad_input_rows(self, scale_inv: torch.Tensor, w: Operand, dtype: torch.dtype) -> RowProduct:
         """`grad_input` for a grad_output with one scale whose payload comes later."""
-        return RowProduct(scale_inv, w, None, dtype, self.gemm.grad_input.fast)
+        return RowProduct(scale_inv, w, None, dtype, self.gemm.grad_input.fast, self._tallies("grad_input"))
 
     def grad_input(self, g: Operand, w: Operand, dtype: torch.dtype) -> torch.Tensor:
         """`g W` [M, K] of `dtype` from the grad_output [M, N] and the weight's transpose [K, N]."""
-        return multiply(g, w, None, dtype, self.gemm.grad_input)
+        return self._multiply("grad_input", g, w, None, dtype)
 
     def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype, channel_scale: torch.Tensor | None = None) -> torch.Tensor:
         """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]. `channel_scale` is the one used in forward,
         by which the input's channels were multiplied; the product is divided by it, exactly."""
-        product = multiply(g.transposed(), x.transposed(), None, dtype, self.gemm.grad_weight)
+        product = self._multiply("grad_weight", g.transposed(), x.transposed(), None, dtype)
         return product if channel_scale is None else ops.cast_columns(product, None, channel_scale, dtype)
+
+    def _tallies(self, name: str) -> tuple[torch.Tensor, ...]:
+        return () if self.tallies is None else self.tallies[name]
+
+    def _multiply(self, name: str, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        out = multiply(a, b, bias, dtype, getattr(self.gemm, name))
+        if (tallies := self._tallies(name)) and self.gemm.tensorwise:
+            tally_product_(tallies, out, a.codes, b.codes, a.scale_inv * b.scale_inv, bias)
+        return out
 
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:

@@ -21,6 +21,7 @@ from msamp.numerics.scaling import MAX_EXPONENT, Current, Delayed, Scaling, inve
 from msamp.numerics.tensor import ScalingTensor
 
 INPUT, GRAD_OUTPUT, WIRE = 0, 1, 2  # rows of a layer's buffers
+PRODUCTS = ("output", "grad_input", "grad_weight")  # of a linear layer, as `Gemms` names them
 
 
 class TensorScales(nn.Module):
@@ -39,6 +40,8 @@ class TensorScales(nn.Module):
         delayed: whether every window is full, so that no cast is just-in-time for lack of history.
         watches: callbacks after the casts of a training step, by row; fused layers compute the values before the cast only for them.
         checks: the same, of `msamp.nn.precision_guard`, which may measure a step that something else watches.
+        sums: by who measures, for each product of the layer a tally that compares its sums with exact ones, FP64 [3]
+            (`msamp.numerics.accumulation.tally_product_`).
     """
 
     amax: torch.Tensor
@@ -65,6 +68,7 @@ class TensorScales(nn.Module):
         self._count(0)
         self.watches: dict[int, Watch] = {}
         self.checks: dict[int, Watch] = {}
+        self.sums: dict[str, Mapping[str, torch.Tensor]] = {}
         self._known_slots: dict[bool, tuple[tuple[bool, ...], tuple[torch.Tensor | None, ...], tuple[CastScales, ...]]] = {}
 
     def _count(self, steps: int) -> None:
@@ -96,6 +100,13 @@ class TensorScales(nn.Module):
         if record and (self.watches or self.checks):
             return tuple(slot._replace(watch=both(self.watches.get(row), self.checks.get(row))) for row, slot in enumerate(slots))
         return slots
+
+    @property
+    def tallies(self) -> dict[str, tuple[torch.Tensor, ...]] | None:
+        """The tallies of `sums` by product; None without."""
+        if not self.sums:
+            return None
+        return {product: tuple(rows[product] for rows in self.sums.values()) for product in next(iter(self.sums.values()))}
 
     def _kept_slots(self, record: bool) -> tuple[CastScales, ...]:
         # Cached, since creating each of a layer's six views costs the host 4 us in every forward. The check that they are current is short.
@@ -135,7 +146,7 @@ class TensorScales(nn.Module):
             raise ValueError(f"scale_inv is {state['scale_inv'].tolist()}; it must be the inverse of scale, {scale.tolist()}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "watches": {}, "checks": {}, "_known_slots": {}}
+        return {**self.__dict__, "watches": {}, "checks": {}, "sums": {}, "_known_slots": {}}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         history = state_dict.get(f"{prefix}history")

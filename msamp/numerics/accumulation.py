@@ -24,13 +24,15 @@ Sources. F. A. Khattak and M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores"
 package mmaemu 0.1.0 is another implementation of it, for cuBLAS on an H100, and has the bits of an H200 too. DeepSeek-V3 (arXiv:2412.19437,
 section 3.3.2) promotes partial sums after 128 products because of it. `tests/golden/accumulation.json` contains outputs of an H200.
 
-Products of `torch._scaled_mm` and of Triton's `tl.dot` both follow this definition (`tl.dot` is fast by default). cuBLAS may divide K among
-thread blocks (split-K): then each piece is summed like this, and the pieces are added in FP32. The bits of a NaN are not defined here.
+`torch._scaled_mm` with cuBLAS 13.1, our grouped GEMMs and Triton's `tl.dot` have these bits on an H200. `tl.dot` is fast by default, and
+promotes after n products with `max_num_imprecise_acc=n`; our grouped GEMMs do not set it: fast ones keep the sum in one `tl.dot`, full ones
+add a `tl.dot` of 128 products to their total. cuBLAS may divide K among thread blocks (split-K, if there are few rows and columns): then
+each piece is summed like this, and the pieces are added in FP32. A bias is added in FP32 too. The bits of a NaN are not defined here.
 """
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -70,6 +72,39 @@ def accumulating(accumulation: str) -> Iterator[None]:
 def like_hopper() -> bool:
     """Whether reference twins sum as Hopper does (`accumulating`)."""
     return _TWINS.get() == "hopper"
+
+
+SUMS = ("want^2", "(got - want)^2", "got want")  # the columns of `tally_product_`
+SAMPLE = 16, 256  # rows and columns of a product
+
+
+@torch.no_grad()
+def tally_product_(
+    tallies: Iterable[torch.Tensor], got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_inv: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Compare some rows and columns of an FP8 product with their sums in FP64. There is no host sync (for CUDA graphs).
+
+    Args:
+        tallies: FP64 [3], `SUMS`, to each of which the sums over the sample are added.
+        got: [M, N], the product with its scales and bias, in any float dtype.
+        a, b: [M, K] and [N, K] FP8.
+        scale_inv: 0-dim, the factor of the product.
+        bias: [N] or None.
+    """
+    m, n = (slice(None, None, max(1, math.ceil(size / most))) for size, most in zip(got.shape, SAMPLE, strict=True))
+    want = (a[m].double() @ b[n].double().t()) * scale_inv.double()
+    summed = got[m, n].double() if bias is None else got[m, n].double() - bias[n].double()
+    row = torch.stack([want.square().sum(), (summed - want).square().sum(), (summed * want).sum()])
+    for tally in tallies:
+        tally += row
+
+
+def judge_sums(tally: Sequence[float]) -> tuple[float, float]:
+    """Return the slope of the computed sums over the exact ones, below 1 where they shrink, and their SQNR in dB; NaN and inf as in
+    `msamp.numerics.metrics`. A BF16 product has about 55 dB for its own rounding, which does not change the slope."""
+    want, noise, along = tally
+    ratio = want / noise if noise else math.inf
+    return (along / want if want else math.nan), (10 * math.log10(ratio) if ratio > 0 else math.nan)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, accumulation: str) -> torch.Tensor:

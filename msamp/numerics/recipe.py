@@ -326,10 +326,11 @@ class Recipe:
 
     def with_scaling(self, scaling: Scaling) -> "Recipe":
         """Return the recipe with another scaling rule for activations and grad_outputs; unchanged where there are no FP8 GEMMs."""
-        if self.gemm is None:
+        if (gemm := self.gemm) is None:
             return self
-        input, grad_output = (replace(cast, scaling=scaling) for cast in (self.gemm.input, self.gemm.grad_output))
-        return self.with_gemm(Gemms.of(input, self.gemm.weight, grad_output))
+        x, g = (replace(cast, scaling=scaling) for cast in (gemm.input, gemm.grad_output))
+        products = replace(gemm.output, left=x), replace(gemm.grad_input, left=g), replace(gemm.grad_weight, left=g, right=x)
+        return self.with_gemm(Gemms(*products))
 
     def with_gemm(self, gemm: Gemms) -> "Recipe":
         """Return the recipe with other casts for its FP8 GEMMs, such as one of `GEMMS`.

@@ -73,5 +73,6 @@ def describe_guard(guard: LayerGuard) -> str:
     """Return a line about the guard for the start of a run."""
     bounds = asdict(guard.bounds)
     listed = f"saturation {bounds['saturation']:g}, underflow {bounds['underflow']:g}, SQNR {bounds['sqnr_db']:g} dB"
+    listed += f", shrinkage {bounds['shrinkage']:g}"
     raised = f"; {len(guard.raised)} of them are in BF16" if guard.raised else ""
     return f"FP8 guard: {len(guard.names)} linear layers, checked every {guard.every} steps for {listed}{raised}"

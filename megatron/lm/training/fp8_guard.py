@@ -37,7 +37,12 @@ def build_guard(model: nn.Module, precision: PrecisionConfig) -> LayerGuard | No
         raise ValueError("--fp8-guard raises FP8 linear layers, and on this GPU all are faster in BF16 (--fp8-min-gain): drop it")
     return LayerGuard(
         layers,
-        bounds=Bounds(saturation=precision.fp8_guard_saturation, underflow=precision.fp8_guard_underflow, sqnr_db=precision.fp8_guard_sqnr),
+        bounds=Bounds(
+            saturation=precision.fp8_guard_saturation,
+            underflow=precision.fp8_guard_underflow,
+            sqnr_db=precision.fp8_guard_sqnr,
+            shrinkage=precision.fp8_guard_shrinkage,
+        ),
         every=precision.fp8_guard_interval,
         raise_after=precision.fp8_guard_raise_after,
         return_after=precision.fp8_guard_return_after,

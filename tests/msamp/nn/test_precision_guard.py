@@ -12,9 +12,10 @@ from msamp.nn.linear import FP8Linear
 from msamp.nn.precision_guard import SUMS, Bounds, Guarded, LayerGuard, LayerState, check_state, linear_layers
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics import recipe
+from msamp.numerics.accumulation import accumulating
 from msamp.numerics.metrics import sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize
-from msamp.numerics.scaling import Delayed
+from msamp.numerics.scaling import Current, Delayed
 
 GOOD, UNDERFLOW = [100.0, 100.0, 0.0, 0.0, 1e4, 1.0], [100.0, 80.0, 60.0, 0.0, 1e4, 1.0]
 SATURATED, NOISY = [100.0, 100.0, 0.0, 1.0, 1e4, 1.0], [100.0, 100.0, 0.0, 0.0, 1e4, 1e3]
@@ -33,7 +34,7 @@ def guard(made: nn.Module, **options) -> LayerGuard:
 
 def judged(one: LayerGuard, *checks, name="0", first=1):
     """The changes after each of several checks of a layer, whose input has these sums."""
-    return [one._judge(step, name, [tally, NOTHING, NOTHING]) for step, tally in enumerate(checks, first)]
+    return [one._judge(step, name, [tally, NOTHING, NOTHING], [[0.0] * 3] * 3) for step, tally in enumerate(checks, first)]
 
 
 @pytest.mark.parametrize(("tally", "text"), [
@@ -107,6 +108,25 @@ def test_states_travel_by_name_and_are_checked():
             check_state(wrong)
     second.release()
     assert not any(layer.scaling.raised for layer in other)
+
+
+@pytest.mark.parametrize(("products", "shrinks"), [("output", True), ("none", False)])
+def test_a_layer_whose_sums_shrink_is_raised_and_stays(products, shrinks):
+    torch.manual_seed(0)
+    level = recipe.O2.with_gemm(recipe.O2.gemm.with_fast(products)).with_scaling(Current())
+    made = nn.Sequential(FP8Linear.from_linear(nn.Linear(4096, 16), level, name="fc"))
+    with torch.no_grad():
+        made[0].weight.copy_(torch.rand(16, 4096))
+    one, changes = guard(made, raise_after=1, return_after=1), []
+    for step in (1, 2):
+        one.arm()
+        with accumulating("hopper"):
+            made(torch.rand(16, 4096, requires_grad=True)).sum().backward()
+        changes += one.check(step)
+    assert [str(change) for change in changes if not shrinks] == []
+    assert [change.raised for change in changes] == [True] * shrinks
+    assert all("sums of output" in change.why for change in changes)
+    assert made[0].scaling.raised == shrinks
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -1,13 +1,14 @@
 """Hopper's sums of FP8 products: by hand, against bits that an H200 recorded, and against another implementation."""
 
 import itertools
+import json
 
 import pytest
 import torch
 
-from helpers.fp8_sums import CASES, E4M3, E5M2, digest, operands
+from helpers.fp8_sums import CASES, E4M3, E5M2, FILE, SCALE_INVS, defined, digest, operands, summed, values
 from msamp.kernels import ops
-from msamp.numerics.accumulation import accumulating, product
+from msamp.numerics.accumulation import accumulating, judge_sums, product, tally_product_
 
 ONE = torch.ones(())
 
@@ -38,6 +39,25 @@ def test_a_subnormal_number_has_the_smallest_exponent(dtype, exponent):
     a, b = row(2.0 ** (exponent - 2), 2.0 ** (exponent + 1), dtype=dtype), row(2.0**8, 2.0**-8)
     assert product(a, b, "fast") == 2.0 ** (exponent + 6)
     assert product(row(1.0, 1.0), row(2.0**-9, 0.0), "fast") == 2.0**-9
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_have_the_bits_of_an_h200(case):
+    recorded = json.loads(FILE.read_text())
+    assert [digest(x.view(torch.uint8)) for x in operands(case)] == recorded["inputs"][str(case)], "other inputs than were recorded"
+    rows = [row for row in recorded["cublas"] if row["case"] == str(case)]
+    grouped = [row for row in recorded["grouped"] if row["case"] == str(case)]
+    assert len(rows) == 4
+    for fast in (True, False):
+        assert {row["sha256"] for row in grouped if row["fast"] == fast} <= {digest(summed(case, fast))}
+        for row in (row for row in rows if row["fast"] == fast):
+            got = defined(case, fast, getattr(torch, row["out"]), row["pieces"])
+            assert values(got) == row["first"]
+            assert digest(got) == row["sha256"]
+            if case.K <= 1024:
+                with accumulating("hopper"):
+                    twin = ops.scaled_mm(*operands(case), *map(torch.tensor, SCALE_INVS), None, got.dtype, fast_accum=fast)
+                assert digest(twin) == row["sha256"]
 
 
 def test_values_that_are_not_finite_follow_ieee():
@@ -84,6 +104,19 @@ def test_twins_sum_like_hopper_when_asked_to(fast):
     with accumulating("hopper"):
         assert all(got.equal(want) for got in twins())
     assert not any(got.equal(want) for got in twins())
+
+
+@pytest.mark.parametrize(
+    ("case", "accumulation", "slope"), [(7, "fast", 0.9315), (7, "full", 0.9995), (8, "fast", 1.0), (9, "fast", 0.983)]
+)
+def test_a_sample_of_a_product_shows_how_its_sums_shrink(case, accumulation, slope):
+    """Equal signs, one large product, a mean: all of 4,096 products."""
+    a, b = operands(CASES[case])
+    tally, bias = torch.zeros(3, dtype=torch.float64), torch.arange(32.0)
+    tally_product_([tally], product(a, b, accumulation) * 0.5 + bias, a, b, torch.tensor(0.5), bias)
+    got, sqnr = judge_sums(tally.tolist())
+    assert got == pytest.approx(slope, abs=1e-3)
+    assert (sqnr > 60) == (accumulation == "full" or case == 8)
 
 
 @pytest.mark.nightly(40)

@@ -24,12 +24,14 @@ from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.model.moe.fp8_experts import TrainedMatrices
 from megatron.lm.run.reports.amax_outliers import bits_held_down, outliers
 from megatron.lm.shell.logs import LogFile, Unwritten
+from megatron.lm.shell.terminal import wrapped
 from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training
 from msamp.kernels import ops
 from msamp.nn.fp8_attention import CASTS_HERE, DK, DP, DQ, DV, AttentionScaling, O
 from msamp.nn.gemm import LayerGemm, tally_operand_
-from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, WIRE, TensorScales
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, PRODUCTS, WIRE, TensorScales
+from msamp.numerics import accumulation
 from msamp.numerics.descent_quality import undelivered_share
 from msamp.numerics.metrics import TALLY, add_tallies, judge
 from msamp.numerics.tensor import ScalingTensor
@@ -39,11 +41,13 @@ from msamp.optim.updates import MASTER
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
 OTHERS = {O: "attended", DP: "grad_probabilities", DQ: "grad_query", DK: "grad_key", DV: "grad_value"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
+SUM_COLUMNS = ("slope", "sqnr_db")
 UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost", "undelivered")
 # The sums that `ops.tally_update_` computes for an update, in this order.
 UPDATE_SUMS = ("elements", "squares", "wanted squares", "wanted . effective", "lost", "|wanted|", "sign(wanted) . effective")
 
-WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturation": max, "sqnr_db": min}
+WORST: dict[str, Callable[[list[float]], float]] = {"underflow": max, "saturation": max, "sqnr_db": min, "slope": min}
+SHRUNK = 0.99  # a smaller slope of a layer's sums is warned about once
 
 Key = tuple[str, str]  # name of a layer or parameter in the whole model, and which of its tensors
 Rows = dict[Any, list[float]]  # by Key, or of updates by name
@@ -54,8 +58,9 @@ class Recorder:
     """Records training steps, each as one JSON line; rank 0 writes the statistics of all ranks.
 
     Fields of a line: `iteration`; `skipped`, whether the update was skipped; `columns`, the names of the list entries below; `casts`, by
-    layer and tensor; `updates`, by parameter, and `total` for all; `mu`, with `--grad-scaling auto`; `outliers`, by layer and tensor, the
-    powers of two by which one amax in the window holds down a delayed scale after this step (`megatron.lm.run.reports.amax_outliers`);
+    layer and tensor; `sums`, by layer and product; `updates`, by parameter, and `total` for all; `mu`, with `--grad-scaling auto`;
+    `outliers`, by layer and tensor, the powers of two by which one amax in the window holds down a delayed scale after this step
+    (`megatron.lm.run.reports.amax_outliers`);
     `experts`, by layer from 0, of a mixture of experts: each expert's `load` as a share of the choices, and the router's losses and entropy
     (`ExpertLoad.by_layer`); `raised`, with `--fp8-guard`: the layers that this step computed in BF16, with the iteration `since` which, and
     `why` (`casts` are then those that FP8 would have had).
@@ -63,6 +68,10 @@ class Recorder:
     Tensors of `casts`: `input`, `weight` and `grad_output` as cast for their GEMM; `query`, `key`, `value` and `grad_attention` of FP8
     attention; `grad`, a gradient as sent compared with backward's; `grad_reduced`, the average compared with the FP32 sum; `master`, `m`
     and `v` as stored, compared with the update's FP32 result; `weight`, if it is cast from a master, compared with the master.
+
+    Columns of `sums`: some elements of the products `output`, `grad_input` and `grad_weight` of a linear layer with one scale per tensor,
+    compared with their exact sums from the same codes (`msamp.numerics.accumulation`): the slope, below 1 where the tensor cores' sums
+    shrink, and SQNR in dB. The first slope below 0.99 is printed as a warning.
 
     Columns of `casts`: amax of the values before the cast; underflow, the fraction of non-zero values that became zero; saturation, the
     fraction at the format's maximum; SQNR in dB; the exponent of the scale, base 2. Columns of `updates`: norms of the parameter after the
@@ -108,7 +117,9 @@ class Recorder:
         device = next(iter(self.names)).device
         # Static memory, which graphs write.
         self._table = torch.zeros(sum(len(rows) for *_, rows in self.watched), len(TALLY), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(len(self.layers), len(PRODUCTS), len(accumulation.SUMS), dtype=torch.float64, device=device)
         self._one = torch.ones((), device=device)
+        self._warned = False
         # Rows on the device: tallies, separately for the update on copies, and sums of updates.
         self._casts: dict[Key, Tensor] = {}
         self._rehearsed: dict[Key, Tensor] = {}
@@ -127,6 +138,9 @@ class Recorder:
         self.recording = True
         self._casts, self._rehearsed, self._updates = {}, {}, {}
         self._table.zero_()
+        self._sums.zero_()
+        for (_, layer), rows in zip(self.layers, self._sums, strict=True):
+            layer.scaling.sums["record"] = dict(zip(PRODUCTS, rows, strict=True))
         statistics = self.training.grad_sync.statistics
         counted = statistics.active
         statistics.watch(True, record=True)
@@ -143,11 +157,12 @@ class Recorder:
             statistics.watch(counted)
             for _, scales, _ in self.watched:
                 scales.watches.clear()
+                scales.sums.pop("record", None)
         self._gradients()
         flag = self.training.optimizer.skipped()
-        casts, rehearsed, updates, mu, bits = self._read()
+        casts, rehearsed, updates, mu, bits, sums = self._read()
         skipped = bool(flag)
-        gathered, held_down = self._gather(casts, rehearsed, updates, mu, skipped), outliers(self._delayed, bits)
+        gathered, held_down = self._gather(casts, rehearsed, updates, mu, skipped, sums), outliers(self._delayed, bits)
         experts = {
             str(layer): {name: _rounded(values) for name, values in numbers.items()}
             for layer, numbers in self.training.experts.by_layer().items()
@@ -197,24 +212,29 @@ class Recorder:
             if sync.peers.ranks > 1:
                 self._casts[self.names[p], "grad_reduced"] = mean
 
-    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows]:
-        """Read all device results in one transfer: casts, casts of the update on copies, updates, mu, bits held down."""
+    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows, Rows]:
+        """Read all device results in one transfer: casts, casts of the update on copies, updates, mu, bits held down, sums."""
         sync = self.training.grad_sync
         held = {name: bits_held_down(scales) for name, scales, _ in self._delayed}
-        groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, held)
+        sums = {
+            (name, what): row
+            for (name, _), rows in zip(self.layers, self._sums, strict=True)
+            for what, row in zip(PRODUCTS, rows, strict=True)
+        }
+        groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, held, sums)
         rows = [self._table.new_zeros(0), *(row for group in groups for row in group.values())]
         mu = [] if sync.autoscale is None else [sync.autoscale.mu.double()]
         numbers = iter(torch.cat([*rows, *mu]).tolist())
-        casts, rehearsed, updates, bits = (
+        casts, rehearsed, updates, bits, summed = (
             {key: list(itertools.islice(numbers, len(row))) for key, row in group.items()} for group in groups
         )
-        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu))), bits
+        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu))), bits, summed
 
     def _gather(
-        self, casts: Rows, rehearsed: Rows, updates: Rows, mu: dict[str, float], skipped: bool
-    ) -> tuple[Rows, Rows, dict[str, float]] | None:
+        self, casts: Rows, rehearsed: Rows, updates: Rows, mu: dict[str, float], skipped: bool, sums: Rows
+    ) -> tuple[Rows, Rows, dict[str, float], Rows] | None:
         """Return the sums of all ranks, without a skipped update, on rank 0; None on others. Collective."""
-        own = (casts, {}, mu) if skipped else (casts | rehearsed, updates, mu)
+        own = (casts, {}, mu, sums) if skipped else (casts | rehearsed, updates, mu, sums)
         ranks = torch.distributed.get_world_size()
         if ranks == 1:
             return _summed([own])
@@ -225,6 +245,18 @@ class Recorder:
     def _write(self, row: dict[str, Any]) -> dict[str, float]:
         """Append a line; return its summary as curves."""
         assert self._file is not None
+        shrunk = {f"{layer} {what}": values[0] for layer, products in row["sums"].items() for what, values in products.items()}
+        shrunk = {name: slope for name, slope in shrunk.items() if slope is not None and slope < SHRUNK}
+        if shrunk and not self._warned:
+            self._warned = True
+            worst = min(shrunk, key=lambda name: shrunk[name])
+            print(
+                wrapped(
+                    f"warning: sums of {len(shrunk)} FP8 products shrink in the tensor cores, most in {worst}, to {shrunk[worst]:.3f} of "
+                    "the exact ones: accumulate in full with --fp8-fast-accumulation none"
+                ),
+                flush=True,
+            )
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         return {f"precision/{name}": value for name, value in summary(row).items()}
 
@@ -234,19 +266,21 @@ class Recorder:
             self._file.close()
 
 
-def _summed(everything: Sequence[tuple[Rows, Rows, dict[str, float]]]) -> tuple[Rows, Rows, dict[str, float]]:
+def _summed(everything: Sequence[tuple[Rows, Rows, dict[str, float], Rows]]) -> tuple[Rows, Rows, dict[str, float], Rows]:
     """Return the sums over ranks."""
     casts: Rows = {}
     updates: Rows = {}
     mu: dict[str, float] = {}
-    for their_casts, their_updates, their_mu in everything:
+    sums: Rows = {}
+    for their_casts, their_updates, their_mu, their_sums in everything:
         mu |= their_mu
         for key, tally in their_casts.items():
             if tally[0]:  # skip ranks that own nothing of the tensor
                 casts[key] = add_tallies(casts[key], tally) if key in casts else tally
-        for name, sums in their_updates.items():
-            updates[name] = [a + b for a, b in zip(updates.get(name, [0.0] * len(sums)), sums, strict=True)]
-    return casts, updates, mu
+        for total, theirs in ((updates, their_updates), (sums, their_sums)):
+            for name, row in theirs.items():
+                total[name] = [a + b for a, b in zip(total.get(name, [0.0] * len(row)), row, strict=True)]
+    return casts, updates, mu, sums
 
 
 def line(
@@ -255,6 +289,7 @@ def line(
     casts: Mapping[Key, Sequence[float]],
     updates: Mapping[str, Sequence[float]],
     mu: Mapping[str, float],
+    sums: Mapping[Key, Sequence[float]],
     sums_in_fp32: bool,
 ) -> dict[str, Any]:
     """Return the line of a step (see `Recorder`) from its sums: tallies by layer and tensor, `UPDATE_SUMS` by parameter."""
@@ -266,12 +301,17 @@ def line(
         if tensor == "grad_reduced" and not sums_in_fp32:  # no rank has the FP32 sum to compare with
             values[1] = values[3] = None
         by_layer.setdefault(layer, {})[tensor] = values
+    by_product: dict[str, dict[str, list[float | None]]] = {}
+    for (layer, product), tally in sums.items():
+        if tally[0]:  # a layer in BF16 or with block scales has none
+            by_product.setdefault(layer, {})[product] = [*map(_short, accumulation.judge_sums(tally))]
     total = [sum(column) for column in zip(*updates.values(), strict=True)]
     return {
         "iteration": iteration,
         "skipped": skipped,
-        "columns": {"casts": CAST_COLUMNS, "updates": UPDATE_COLUMNS},
+        "columns": {"casts": CAST_COLUMNS, "sums": SUM_COLUMNS, "updates": UPDATE_COLUMNS},
         "casts": by_layer,
+        "sums": by_product,
         "updates": {name: _judge_update(sums) for name, sums in updates.items()},
         "total": _judge_update(total) if total else None,
         "mu": {name: _short(value) for name, value in mu.items()},
@@ -279,13 +319,15 @@ def line(
 
 
 def summary(row: Mapping[str, Any]) -> dict[str, float]:
-    """Summarize a line for TensorBoard: mean and worst over layers of underflow, saturation and SQNR, by kind of layer and tensor; mean and
-    worst over parameters of the undelivered fraction of updates; and the total of the updates."""
+    """Summarize a line for TensorBoard: mean and worst over layers of underflow, saturation and SQNR, by kind of layer and tensor, and of
+    slope and SQNR of sums, by product; mean and worst over parameters of the undelivered fraction of updates; and the total of the
+    updates."""
     by_tensor: dict[tuple[str, str, str], list[float]] = {}
-    for layer, tensors in row["casts"].items():
+    measured = [(CAST_COLUMNS, *each) for each in row["casts"].items()] + [(SUM_COLUMNS, *each) for each in row["sums"].items()]
+    for columns, layer, tensors in measured:
         kind = re.sub(r"^decoder\.layers\.\d+\.", "", layer)
         for tensor, values in tensors.items():
-            for column, value in zip(CAST_COLUMNS, values, strict=True):
+            for column, value in zip(columns, values, strict=True):
                 if column in WORST and value is not None:
                     by_tensor.setdefault((kind, tensor, column), []).append(value)
     curves: dict[str, float] = {}
