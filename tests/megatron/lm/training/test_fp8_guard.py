@@ -86,7 +86,7 @@ def test_a_layer_returns_and_a_failed_step_measures_nothing(tmp_path: Path):
 
         assert [step(sqnr) for sqnr in (90.0, 0.0, 0.0, 0.0)] == [True, False, True, False]
         assert not guard.raised
-        assert describe_guard(guard).endswith("SQNR 0 dB")
+        assert describe_guard(guard).endswith("SQNR 0 dB, shrinkage 0.02")
         with pytest.raises(KeyboardInterrupt), guarded(training, 5):
             raise KeyboardInterrupt
         assert not guard.armed
