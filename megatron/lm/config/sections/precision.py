@@ -173,10 +173,7 @@ class PrecisionConfig(RecipeConfig):
         "smallest SQNR of a cast in dB that --fp8-guard accepts; rounding to E4M3 costs 31 dB and to E5M2 25 dB", 15.0, legal=DECIBEL
     )
     fp8_guard_shrinkage: float = setting(
-        "largest share by which sums of FP8 products may be too small for --fp8-guard; a layer beyond it stays in BF16: see "
-        "--fp8-fast-accumulation none",
-        0.02,
-        legal=SHARE,
+        "largest share by which sums of FP8 products may be too small for --fp8-guard (--fp8-fast-accumulation none)", 0.02, legal=SHARE
     )
     fp8_guard_raise_after: int = setting("bad checks in a row after which --fp8-guard raises a layer to BF16", 2, legal=COUNT)
     fp8_guard_return_after: int = setting("good checks in a row after which --fp8-guard returns a layer to FP8", 4, legal=COUNT)
