@@ -3,7 +3,7 @@
     python tools/bench/check_plan.py
 
 Measurements that a rate was derived from (`derive_rates.FITTED`) are listed separately, and so are later measurements of the same runs and
-rows of trees that computed differently from today's. `tools/docs/tables.py` publishes the same comparison.
+rows of trees that computed differently from today's. `docs/results/planner.md` has a summary.
 """
 
 import functools

@@ -6,12 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.measurements import ROOT, Row, read
-
-__all__ = ["COMPUTED", "PREDICTED", "ROOT", "History", "Row", "marked", "read", "unproven"]
-# Files computed from shapes (the planner's also from its rates), which name no commit; a test recomputes each.
-COMPUTED = tuple(f"tools/reproduce/results/{name}.csv" for name in ("table7", "table8", "planner"))
-PREDICTED = COMPUTED[2]
 DIRTY, UNKNOWN = "+", "?"  # after a commit: its tree had uncommitted changes; it is not in the history
 
 
@@ -44,19 +38,14 @@ class History:
         return frozenset(known[:length] for known in self.commits)
 
 
-def marked(row: Row) -> bool:
-    """Return whether the row is marked as measured on a tree that is not available."""
-    return row.get("commit", "").endswith((DIRTY, UNKNOWN))
-
-
-def unproven(rows: Iterable[Row], name: str, history: History) -> list[str]:
-    """Return the commits that this clone cannot check.
+def unproven(commits: Iterable[str], name: str, history: History) -> list[str]:
+    """Return the commits of measurements that this clone cannot check.
 
     Raises:
-        ValueError: a row without a commit, or with an unmarked commit that is missing from a complete history.
+        ValueError: a measurement without a commit, or with an unmarked commit that is missing from a complete history.
     """
     missing = []
-    for commit in sorted({row.get("commit", "") for row in rows}):
+    for commit in sorted(set(commits)):
         if not commit:
             raise ValueError(f"{name} has rows without a commit: measure them again")
         if commit.endswith((DIRTY, UNKNOWN)) or history.knows(commit):

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
-from tools.docs import losses
-from tools.docs.evidence import ROOT, Row, read
-from tools.reproduce import coat_flow, throughput
+from tools.measurements import ROOT, Row, read
+from tools.reproduce import coat_flow, recorded, throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
 from tools.reproduce.coat_memory import table
 from tools.reproduce.entry import WHOLE, Finding, Task, training
@@ -176,14 +175,14 @@ def memory(task: Task) -> Iterator[Finding]:
 
 def loss(task: Task) -> Iterator[Finding]:
     """Compare the last validation losses of GPT-125M with COAT and BF16 at the same seeds, from the rows of `compare_precisions.py`."""
-    final = losses.final_losses()
-    for name in (losses.BASE, "coat"):
+    final = recorded.final_losses()
+    for name in (recorded.BASE, "coat"):
         for seed, value in final[name].items():
-            yield Finding(f"{name}: validation loss", value, unit="nats per token", seed=seed, where=losses.row_of(name))
-    above = losses.paired("coat").relative
-    yield Finding(ABOVE, 100 * above.mean, 0.0, "%", where=losses.row_of("coat"))
+            yield Finding(f"{name}: validation loss", value, unit="nats per token", seed=seed, where=recorded.row_of(name))
+    above = recorded.paired("coat").relative
+    yield Finding(ABOVE, 100 * above.mean, 0.0, "%", where=recorded.row_of("coat"))
     if above.half_width is not None:
-        yield Finding("half width of its 95 % interval", 100 * above.half_width, unit="%", where=losses.row_of("coat"))
+        yield Finding("half width of its 95 % interval", 100 * above.half_width, unit="%", where=recorded.row_of("coat"))
 
 
 def llama(task: Task) -> Iterator[Finding]:

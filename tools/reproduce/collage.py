@@ -13,14 +13,12 @@ from pathlib import Path
 
 from megatron.lm.tools.inspect_scales import read as read_steps
 from megatron.lm.tools.report import Run
-from tools.docs import losses
-from tools.docs.cells import REPRODUCE
-from tools.docs.evidence import ROOT, Row
-from tools.docs.losses import final_losses, row_of
-from tools.reproduce import throughput
+from tools.measurements import ROOT, Row
+from tools.reproduce import recorded, throughput
 from tools.reproduce.coat_flow import Flow, Llama
 from tools.reproduce.entry import WHOLE, Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
+from tools.reproduce.recorded import REPRODUCE, final_losses, row_of
 from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
 
 # Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 is below the training perplexity
@@ -65,8 +63,8 @@ def table5(task: Task) -> Iterator[Finding]:
 
 def table6_by_seed(task: Task) -> Iterator[Finding]:
     """Report GPT-125M at each beta2 with several seeds, trained by compare_precisions: losses, and perplexity over D's at each seed."""
-    precisions, curves = losses.files(BETA2)
-    final, rows = losses.final_losses(precisions, curves), losses.by_precision(precisions)
+    precisions, curves = recorded.files(BETA2)
+    final, rows = recorded.final_losses(precisions, curves), recorded.by_precision(precisions)
     for beta2, (variant, name) in itertools.product(TABLE6["d"], NAMES.items()):
         case, base = f"{name} --adam-beta2 {beta2}", final.get(f"{NAMES['d']} --adam-beta2 {beta2}", {})
         for seed, loss in final.get(case, {}).items():

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tools.docs import losses
-from tools.docs.cells import REPRODUCE
-from tools.docs.evidence import ROOT, read
+from tools.measurements import ROOT, read
+from tools.reproduce import recorded
 from tools.reproduce.compare_precisions import FIRST_SEED
 from tools.reproduce.entry import Finding, Task
+from tools.reproduce.recorded import REPRODUCE
 from tools.reproduce.trainings import ENWIK8, byte_data, trained
 
 # FP8-LM Table 6. Ours: the level with its four formats; each row changes one.
@@ -25,7 +25,7 @@ COURSES: Mapping[str, tuple[int, int, str]] = {  # by size: seeds, steps, flags
     "full": (3, 2000, ""),
 }
 # Model -> folder that `compare_precisions.py` wrote; of the twelve seeds only the first has its training losses on file.
-MODELS4 = {"125M": f"{REPRODUCE}/seeds_125m", "125M, all levels": f"{REPRODUCE}/precisions", "1.3B": losses.LARGE}
+MODELS4 = {"125M": f"{REPRODUCE}/seeds_125m", "125M, all levels": f"{REPRODUCE}/precisions", "1.3B": recorded.LARGE}
 LEVELS4 = ("O1", "O2", "O3")
 NEAREST = "O3 --master-rounding nearest --moment-rounding nearest"  # the paper's rounding, with today's layers
 NEAREST4 = f"{REPRODUCE}/nearest_125m"
@@ -38,7 +38,7 @@ def table6(task: Task) -> Iterator[Finding]:
     """Yield the curve and the last validation loss of one row and seed."""
     name, _, seed = task.piece.split()
     if task.size == "full" and name == "#0":  # recorded in the comparison of all precisions: FP32 takes longer than all other rows
-        row = losses.row_of(TABLE6[name])
+        row = recorded.row_of(TABLE6[name])
         yield Finding(f"{name}, validation loss", float(row["valid_loss"]), None, "nats per token", seed=int(seed), where=row)
         return
     _, steps, flags = COURSES[task.size]
@@ -53,10 +53,10 @@ def figure4(task: Task) -> Iterator[Finding]:
     """Compare O0 with the levels of each recorded model: last validation losses at the same seeds, and training losses of the first
     seed."""
     for model, folder in MODELS4.items():
-        precisions, curves = losses.files(folder)
-        rows = losses.by_precision(precisions)
+        precisions, curves = recorded.files(folder)
+        rows = recorded.by_precision(precisions)
         yield from _last_losses(model, folder, LEVELS4)
-        base = rows[losses.BASE]
+        base = rows[recorded.BASE]
         seeds = 100 * (float(base["most"]) - float(base["least"])) / float(base["valid_loss"])
         yield Finding(f"{model}: range of BF16's own seeds", seeds, unit="%", where=base)
         if model != "125M, all levels":  # whose curves are in the comparison of all precisions
@@ -68,13 +68,13 @@ def figure4(task: Task) -> Iterator[Finding]:
 
 def _last_losses(model: str, folder: str, levels: Sequence[str]) -> Iterator[Finding]:
     """Yield the last validation losses of BF16 and of those levels that a folder has, and the levels' paired differences from BF16."""
-    precisions, curves = losses.files(folder)
-    rows, final = losses.by_precision(precisions), losses.final_losses(precisions, curves)
-    for level in (losses.BASE, *(level for level in levels if level in rows)):
+    precisions, curves = recorded.files(folder)
+    rows, final = recorded.by_precision(precisions), recorded.final_losses(precisions, curves)
+    for level in (recorded.BASE, *(level for level in levels if level in rows)):
         for seed, loss in final[level].items():
             yield Finding(f"{level} at {model}: validation loss", loss, unit="nats per token", seed=seed, where=rows[level])
-        if level != losses.BASE:
-            above = losses.paired(level, losses.BASE, precisions, curves).relative
+        if level != recorded.BASE:
+            above = recorded.paired(level, recorded.BASE, precisions, curves).relative
             quantity = f"{level}, {model}: validation loss above BF16's, "
             yield Finding(quantity + "mean of the seeds", 100 * above.mean, 0.0, "%", where=rows[level])
             if above.half_width is not None:
@@ -83,7 +83,7 @@ def _last_losses(model: str, folder: str, levels: Sequence[str]) -> Iterator[Fin
 
 def two_ranks(task: Task) -> Iterator[Finding]:
     """Compare O0 with O3 over two data-parallel ranks with ZeRO, by how gradients are summed."""
-    yield from _last_losses("two ranks", losses.TWO_RANKS, SUMS2)
+    yield from _last_losses("two ranks", recorded.TWO_RANKS, SUMS2)
 
 
 def nearest4(task: Task) -> Iterator[Finding]:

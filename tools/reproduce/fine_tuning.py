@@ -12,11 +12,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.lm.evaluation.paired_difference import Interval, interval, paired_difference
-from tools.docs import rounding
-from tools.docs.cells import REPRODUCE
-from tools.docs.evidence import Row, read
-from tools.docs.post import BASE, CURVES, full_runs, newest_runs, without_lora
+from tools.measurements import Row, read
+from tools.reproduce import recorded
 from tools.reproduce.entry import Finding
+from tools.reproduce.recorded import BF16_LEVEL as BASE
+from tools.reproduce.recorded import POST_CURVES as CURVES
+from tools.reproduce.recorded import REPRODUCE, full_runs, newest_runs, without_lora
 from tools.reproduce.rlhf_memory import STATES4, WEIGHTS4
 from tools.reproduce.throughput import NO_TRIAL, together
 
@@ -181,11 +182,11 @@ def _tuned_level(name: str, base: Runs, runs: Runs) -> Iterator[Finding]:
 def tuned(task: str) -> Iterator[Finding]:
     """FP8-LM, Tables 3 and 4: loss of SmolLM2 after SFT or DPO by `compare_tuning.py`, relative to O0's of the same seeds: in the layers
     that were trained, and exported to BF16."""
-    rows = {row["case"]: row for row in read(rounding.TUNING) if row["task"] == task and row["case"] not in ("start", BASE)}
+    rows = {row["case"]: row for row in read(recorded.TUNING) if row["task"] == task and row["case"] not in ("start", BASE)}
     for (case, row), (measure, key) in itertools.product(rows.items(), {"its own layers": "own_loss", "BF16 layers": "bf16_loss"}.items()):
         level, _, flags = case.partition(" ")
         quantity = f"{task.upper()} by seed, {level}, rounded {flags.split()[1]}: loss from O0's, in {measure}"
-        yield from mean(quantity, rounding.tuned(task, case, BASE, key), row)
+        yield from mean(quantity, recorded.tuned(task, case, BASE, key), row)
 
 
 def llama_steps() -> Iterator[Finding]:

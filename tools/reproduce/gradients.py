@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
-from tools.docs.evidence import Row, read
+from tools.measurements import Row, read
 from tools.reproduce import summed_gradients
 from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fig7 import PAPER

@@ -13,11 +13,12 @@ from megatron.lm.planning import memory
 from megatron.lm.planning.layers import stage_parameters, vocabulary
 from megatron.lm.planning.rates import rates_of
 from megatron.lm.planning.search import Planned
-from tools.docs.evidence import PREDICTED, Row, read
+from tools.measurements import Row, read
 from tools.precisions import case_flags
 from tools.reproduce import planner, table7, table8, throughput
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import NOT_MEASURED, WHOLE, Finding, Task
+from tools.reproduce.recorded import PREDICTED
 
 GIB = 2**30
 CARD = 80.0  # GiB of the paper's H100s; the dry run reserves 3 for CUDA and NCCL

@@ -1,23 +1,20 @@
 """Generate the pages of `python -m tools.reproduce`, one per entry with results and an overview, from the entries and their results."""
 
-import functools
 import json
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.lm.config.blend_file import number_of
 from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS
-from tools.docs.drawing import draw_panels
-from tools.docs.evidence import ROOT, Row, marked
-from tools.docs.figures import Figure
-from tools.docs.tables import Table
+from tools.docs.drawing import Numbers
+from tools.docs.tables import Place, Table, wrapped
+from tools.measurements import ROOT, Row
 from tools.reproduce import keep
 from tools.reproduce.entry import ENTRIES, NOT_MEASURED, NOT_RUN, Entry
 
 PAGES = "docs/reproduction"
-WIDTH = 118  # columns of a paragraph
+SHOWN = 10  # lines of a page's table; the others are in the CSV
+MANY = 8  # curves in one panel, at most
 
 
 def published(one: Entry, root: Path = ROOT) -> tuple[str, list[Row], list[str]]:
@@ -49,10 +46,9 @@ def difference(row: Row) -> str:
     value."""
     if not row["paper"] or row["ours"] == NOT_MEASURED:
         return ""
-    try:
-        ours, paper = float(row["ours"]), float(row["paper"])
-    except ValueError:
-        return "same" if row["ours"] == row["paper"] else "differs in kind" if number_of(row["ours"]) is not None else "differs"
+    ours, paper = number_of(row["ours"]), number_of(row["paper"])
+    if ours is None or paper is None:
+        return "same" if row["ours"] == row["paper"] else "differs in kind" if ours is not None else "differs"
     return f"{ours - paper:+.3g}" if not paper or row["unit"] == "%" else f"{100 * (ours / paper - 1):+.1f} %"
 
 
@@ -60,26 +56,24 @@ def _short(text: str) -> str:
     return f"{float(text):.4g}" if number_of(text) is not None else text
 
 
-def source(one: Entry) -> str:
-    """Return the path of an entry's rows."""
-    return f"{keep.RESULTS}/{one.name}.csv"
+def that_matter(one: Entry, rows: Sequence[Row]) -> list[Row]:
+    """Return the lines of a page's table, in their order: the headline, then those with a number of the paper, one seed of each first."""
+    lines = [row for row in rows if not row["x"]]
+    seen: dict[str, int] = {}
+    order = []
+    for number, row in enumerate(lines):
+        seen[row["quantity"]] = seen.get(row["quantity"], -1) + 1
+        order.append((row["quantity"] != one.headline, seen[row["quantity"]], not row["paper"], number))
+    return [lines[number] for *_, number in sorted(sorted(order)[:SHOWN], key=lambda key: key[-1])]
 
 
 def table(one: Entry, rows: Sequence[Row]) -> Table:
     """Return a table of ours, the paper's and the difference, a line per quantity."""
-    lines = [row for row in rows if not row["x"]]
-    cells = [
-        [
-            row["quantity"] + (" †" if marked(row) else ""),
-            _short(row["ours"]),
-            _short(row["paper"]),
-            difference(row),
-            row["unit"],
-            row["seed"],
-        ]
-        for row in lines
-    ]
-    return Table(["quantity", "ours", "paper", "difference", "unit", "seed"], cells, [(source(one), lines)])
+    lines, every = that_matter(one, rows), sum(not row["x"] for row in rows)
+    cells = [[row["quantity"], _short(row["ours"]), _short(row["paper"]), difference(row), row["unit"], row["seed"]] for row in lines]
+    note = f"The file has {every - len(lines)} more lines." if every > len(lines) else ""
+    places = [Place(row["commit"], row["gpu"], row["torch"], row["date"]) for row in lines]
+    return Table(["quantity", "ours", "paper", "difference", "unit", "seed"], cells, [f"{keep.RESULTS}/{one.name}.csv"], places, note)
 
 
 def measured(rows: Sequence[Row]) -> tuple[str, str]:
@@ -89,26 +83,21 @@ def measured(rows: Sequence[Row]) -> tuple[str, str]:
     return " and ".join("CPU" if card == "cpu" else card for card in cards), first if first == last else f"{first} to {last}"
 
 
-def wrapped(text: str) -> list[str]:
-    """Return the lines of a paragraph."""
-    return textwrap.wrap(text, WIDTH)
-
-
 def page(one: Entry, root: Path = ROOT) -> str:
     """Return the page of an entry with rows; empty without rows."""
     size, rows, missing = published(one, root)
     if not size:
         return ""
-    seconds = sum({row["piece"]: float(row["seconds"]) for row in rows}.values())
-    lines = [f"# {one.title}", "", *wrapped(f"The claim: {one.claim}"), "", f"**{one.verdict}**", "", *wrapped(one.agree), ""]
+    lines = [f"# {one.title}", "", wrapped(f"The claim: {one.claim}"), "", f"**{one.verdict}**", "", wrapped(one.agree), ""]
     if one.same_loss:
         lines += ["Losses, paired by seed:", "", *(f"- {line}." for line in keep.loss_sentences(one, rows)), ""]
     for label, text in (("Likely cause", one.cause), ("How it was measured", one.setting), ("Limits", one.limits)):
-        lines += [*wrapped(f"{label}: {text}"), ""] if text else []
+        lines += [wrapped(f"{label}: {text}"), ""] if text else []
+    seconds = sum({row["piece"]: float(row["seconds"]) for row in rows}.values())
     took = "computed from measurements of other tools" if size == "kept" else f"{seconds:.0f} s"
     lines += ["```sh", rows[0]["command"], "```", "", f"Size `{size}`, {took}: {', '.join(measured(rows))}.", ""]
     if missing:
-        lines += [*wrapped(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command continues with them."), ""]
+        lines += [wrapped(f"Missing: {', '.join(f'`{piece}`' for piece in missing)}. The same command continues with them."), ""]
     if curves(rows):
         lines += [f"![{one.title}](../results/figures/{one.name}.png)", ""]
     return "\n".join([*lines, table(one, rows).markdown(), ""])
@@ -119,33 +108,24 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     return {f"{PAGES}/{name}.md": text for name, one in ENTRIES.items() if (text := page(one, root))}
 
 
-def overview() -> Table:
-    """Return the overview of all entries: claim, the paper's number, ours, and the verdict."""
-    cells, sources = [], []
+def overview() -> str:
+    """Return the overview of all entries as Markdown: claim, the paper's number, ours, and the verdict."""
+    cells = []
     for name, one in ENTRIES.items():
         size, rows, missing = published(one)
         head = next((row for row in rows if row["quantity"] == one.headline), None)
-        link = f"[{one.title}]({name}.md)" if size else one.title
-        ours, paper = (
-            ("", "") if head is None else (f"{_short(head[key])} {head['unit']}".strip() if head[key] else "" for key in ("ours", "paper"))
-        )
-        what = one.headline if size else one.limits or "It has not been run yet."
+        ours, paper = ("" if head is None or not head[key] else f"{_short(head[key])} {head['unit']}".strip() for key in ("ours", "paper"))
         verdict = one.verdict + (f"; {len(missing)} pieces missing" if missing else "")
-        cells.append([link, one.claim, what, paper, ours, size, *(measured(rows) if rows else ("", "")), verdict])
-        if rows:
-            sources.append((source(one), rows))
-    # The commits of so many files would fill a paragraph: each page lists its own.
-    columns = ["table or figure", "claim", "quantity, or why not", "paper", "ours", "size", "device", "date", "verdict"]
-    return Overview(columns, cells, sources)
+        what = one.headline if size else one.limits or "It has not been run yet."
+        cells.append([f"[{one.title}]({name}.md)" if size else one.title, what, paper, ours, measured(rows)[0] if rows else "", verdict])
+    lines = [["table or figure", "quantity, or why not", "paper", "ours", "device", "verdict"], ["---"] * 6, *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-class Overview(Table):
-    """A table without a list of sources: each line links to a page that names them."""
-
-    def markdown(self) -> str:
-        """Return only the table."""
-        lines = [self.columns, ["---"] * len(self.columns), *self.cells]
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def commits() -> Iterator[tuple[str, list[str]]]:
+    """Yield the file of each entry and the commits of its published rows."""
+    for one in ENTRIES.values():
+        yield f"{keep.RESULTS}/{one.name}.csv", [row["commit"] for row in published(one)[1]]
 
 
 # --------------------------------------------------------------------------------------------------------------------- figures
@@ -155,17 +135,13 @@ def curves(rows: Sequence[Row]) -> dict[str, list[list[float]]]:
     """Return the curves of an entry: name -> x and y, of the first seed."""
     lines: dict[str, list[list[float]]] = {}
     first: dict[str, str] = {}
-    for row in rows:
-        if row["x"]:
-            name = row["quantity"]
-            if row["seed"] == first.setdefault(name, row["seed"]):
-                xs, ys = lines.setdefault(name, [[], []])
-                xs.append(float(row["x"]))
-                ys.append(float(row["ours"]))
+    for row in (row for row in rows if row["x"]):
+        name = row["quantity"]
+        if row["seed"] == first.setdefault(name, row["seed"]):
+            xs, ys = lines.setdefault(name, [[], []])
+            xs.append(float(row["x"]))
+            ys.append(float(row["ours"]))
     return lines
-
-
-MANY = 8  # curves in one panel, at most
 
 
 def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, list[list[float]]]]:
@@ -180,13 +156,11 @@ def panels_of(drawn: Mapping[str, list[list[float]]]) -> dict[str, dict[str, lis
     return panels if len(panels) == 1 or len(drawn) > MANY else {"": dict(drawn)}
 
 
-def figures() -> dict[str, Any]:
-    """Return, for each entry with curves in its rows, the function that makes its figure."""
-    files = {}
+def figures() -> dict[str, Numbers]:
+    """Return, for each entry with curves in its rows, the numbers of its figure."""
+    numbers: dict[str, Numbers] = {}
     for name, one in ENTRIES.items():
-        _, rows, _ = published(one)
-        drawn = curves(rows)
+        drawn = curves(published(one)[1])
         if drawn:
-            numbers = json.loads(json.dumps({"panels": panels_of(drawn)} | one.axes._asdict()))
-            files[name] = functools.partial(Figure, numbers, draw_panels, [(source(one), rows)])
-    return files
+            numbers[name] = json.loads(json.dumps({"panels": panels_of(drawn)} | one.axes._asdict()))
+    return numbers

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.docs.evidence import ROOT, Row, read
-from tools.docs.outliers import CONTINUED
-from tools.docs.post import BASE, BOOLQ, CURVES, DPO, ENCODERS, EVALUATION, PPO, SFT
+from tools.measurements import ROOT, Row, read
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import Finding, Task
 from tools.reproduce.fine_tuning import (
@@ -27,6 +25,9 @@ from tools.reproduce.fine_tuning import (
     sft_findings,
     tuned,
 )
+from tools.reproduce.recorded import BF16_LEVEL as BASE
+from tools.reproduce.recorded import BOOLQ, CONTINUED, DPO, ENCODERS, EVALUATION, PPO, SFT
+from tools.reproduce.recorded import POST_CURVES as CURVES
 from tools.reproduce.rlhf_memory import counted
 from tools.reproduce.run_tool import rows_of
 from tools.reproduce.trainings import byte_data, trained

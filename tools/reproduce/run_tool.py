@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.docs.evidence import ROOT, Row
+from tools.measurements import ROOT, Row
 from tools.reproduce.trainings import byte_data, trained
 
 TRAINERS = "--tokenizer-type GPT2BPETokenizer"

@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.bench.bench_optimizer import BY_TORCH
 from tools.bench.rows import machine
-from tools.docs.evidence import Row, read
+from tools.measurements import Row, read
 from tools.reproduce.coat_memory import CASES, table
 from tools.reproduce.entry import Finding, Task
 from tools.reproduce.run_tool import rows_of

@@ -5,9 +5,10 @@ The seeds of this project hold a translation of the first version (October 2023)
 
 from collections.abc import Iterator, Mapping
 
-from tools.docs.evidence import PREDICTED, read
+from tools.measurements import read
 from tools.reproduce import grids
 from tools.reproduce.entry import NOT_MEASURED, Finding, Task
+from tools.reproduce.recorded import PREDICTED
 
 COLUMNS = ("memory, GB", "samples per second", "TFLOPS", "MFU, %", "share of a step in weight-related communication, %", "volume, GB")
 Rows = Mapping[tuple[str, int], tuple[float, ...]]  # (precision, micro-batch) -> `COLUMNS`

@@ -1,42 +1,68 @@
-"""The published tables, against the rows read by hand."""
+"""Tables are SQL over the recorded rows: what a query gives, what it is refused for, and how pages are filled."""
+
+import statistics
 
 import pytest
 
-from tools.docs import grids, records, tables
-from tools.docs.evidence import read
+from tools.docs import drawing, tables
+from tools.measurements import ROOT, read
+
+STEP = "tools/bench/results/step.csv"
 
 
-def test_utilisation_is_that_of_both_peaks():
-    assert tables.mfu({"tflops": "494.5"}) == "50 % / 25 %"
+def test_a_table_has_its_columns_files_and_places():
+    table = tables.select("""SELECT "case", fixed(ms, 1) AS "ms/step", kilo(tokens_s_gpu) AS speed, at("commit", gpu, torch, date) AS _
+        FROM "bench/step" WHERE "commit" = 'd77a990' AND "case" = 'O3' """)
+    (row,) = [row for row in read(STEP) if (row["commit"], row["case"]) == ("d77a990", "O3")]
+    assert table.cells == [["O3", f"{float(row['ms']):.1f}", f"{int(row['tokens_s_gpu']) / 1000:.1f}k"]]
+    text = table.markdown()
+    assert text.startswith("| case | ms/step | speed |\n| --- | --- | --- |\n| O3 | ")
+    assert text.endswith(f"`{STEP}`, commit d77a990, {row['gpu']}, {row['torch']}, {row['date']}.")
 
 
-def test_a_run_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"step\.csv has no row for a published table"):
-        tables.steps("nothing")
+def test_rows_on_no_known_tree_are_marked():
+    table = tables.select("""SELECT 'a' AS b, at('0123456+', 'cpu', '2', 'd') AS _ FROM "bench/step" LIMIT 1""")
+    assert table.cells == [["a" + tables.MARK]]
+    assert "not in the history" in table.markdown()
 
 
-def test_one_precision_of_two_trees_is_one_line():
-    """`bf16` is O0, and a trial of FP8 GEMMs changes nothing in it: only the newest of such rows is published."""
-    assert tables.same_case("bf16") == tables.same_case("O0") == ("O0",)
-    assert tables.same_case("O0", "7b --fp8-min-gain 0") == tables.same_case("O0 --fp8-min-gain 0", "7b") == tables.same_case("bf16", "7b")
-    assert tables.same_case("O3", "7b --fp8-min-gain 0") != tables.same_case("O3", "7b")
-    cells = tables.memory().cells
-    assert not any(line[0] == "`bf16`" for line in cells)
-    assert sum(line[:3] == ["`O0`", "compute", "peak"] for line in cells) == 1
-    assert len({(line[0], line[1]) for line in tables.saved_activations().cells}) == len(tables.saved_activations().cells)
-    of_7b = [line for line in tables.larger_steps().cells if line[0] == "`O0`" and line[1].split()[0] == "7b" and line[2] == "2"]
-    newest = [row for row in read(tables.STEP) if row["case"] == "O0" and row["preset"].split()[0] == "7b" and row["micro_batch"] == "2"][
-        -1
-    ]
-    assert [line[3] for line in of_7b] == [f"{float(newest['ms']):.1f}"]
+def test_aggregates():
+    (cells,) = tables.select("""SELECT median(ms), count(*) FROM "bench/step" WHERE "case" = 'O3' """).cells
+    values = [float(row["ms"]) for row in read(STEP) if row["case"] == "O3"]
+    assert (float(cells[0]), int(cells[1])) == (statistics.median(values), len(values))
+    ((one,),) = tables.select("SELECT paired(a, b) FROM (SELECT 2 AS a, 2.02 AS b)").cells
+    ((two,),) = tables.select("SELECT paired(a, b) FROM (SELECT 2 AS a, 2.02 AS b UNION ALL SELECT 4, 4.08)").cells
+    assert one == "+1.00 (one seed)"
+    assert two == "+1.50 (-4.85 to +7.85)"  # t of one degree of freedom is 12.71
 
 
-def test_a_table_with_an_older_o0_says_what_it_takes_today():
-    o0 = [row for row in read(tables.STEP) if tables.whole_step(row) and row["case"] == "O0"]
-    since = next(row for row in o0 if row["commit"] == "2c95adf")  # torch's rotation of queries and keys became one kernel
-    told = f"since 2c95adf its step of GPT-1.3B takes {float(since['ms']):.0f} ms"
-    names = ("steps", "peer-steps", "h100-steps", "data-parallel", "data-parallel-best", "precisions", "coat-parts", "grids", "records")
-    for name in names:
-        assert told in (tables.TABLES | grids.TABLES | records.TABLES)[name]().note, name
-    assert tables.newer_o0([o0[-1]]) == ""
-    assert tables.newer_o0([row for row in read(tables.STEP) if row["case"] == "O3"]) == ""
+@pytest.mark.parametrize(
+    ("query", "word"), [('SELECT none FROM "bench/step"', "none"), ('SELECT ms FROM "bench/step" WHERE ms < 0', "row")]
+)
+def test_a_wrong_query_is_refused(query, word):
+    with pytest.raises(ValueError, match=word):
+        tables.select(query)
+
+
+@pytest.mark.parametrize("page", tables.pages(ROOT), ids=lambda page: page.stem)
+def test_every_marker_of_a_page_has_a_table(page):
+    names = {match[2] for match in tables.MARKED.finditer(page.read_text(encoding="utf-8"))}
+    assert names - {"reproduction"} <= set(tables.specifications())
+
+
+@pytest.mark.parametrize(("text", "word"), [("<!-- table: nonsense -->\n<!-- end -->\n", "nonsense"), ("<!-- table: steps -->\n", "end")])
+def test_a_wrong_marker_is_refused(text, word):
+    with pytest.raises(ValueError, match=word):
+        tables.filled(text, "page.md")
+
+
+def test_a_picture_is_current_until_its_numbers_change(tmp_path):
+    pytest.importorskip("matplotlib")
+    curves = {"panels": {"": {"a": [[1.0, 2.0], [3.0, 2.0]]}}, "x": "step", "y": "loss", "log": "x"}
+    bars = {"models": {"GPT": {"names": ["O0", "O3, CUDA graphs"], "tokens_s": [1000, 2000], "peak_gib": [3.0, 2.0]}}}
+    for name, numbers in (("curves", curves), ("bars", bars)):
+        path = tmp_path / f"{name}.png"
+        assert not drawing.is_current(numbers, path)
+        drawing.draw(numbers, path)
+        assert drawing.is_current(numbers, path)
+        assert not drawing.is_current(numbers | {"other": 1}, path)
