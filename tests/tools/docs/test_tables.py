@@ -12,8 +12,11 @@ STEP = "tools/bench/results/step.csv"
 
 def test_a_table_has_its_columns_files_and_places():
     table = tables.select("""SELECT "case", fixed(ms, 1) AS "ms/step", kilo(tokens_s_gpu) AS speed, at("commit", gpu, torch, date) AS _
-        FROM "bench/step" WHERE "commit" = 'd77a990' AND "case" = 'O3' """)
-    (row,) = [row for row in read(STEP) if (row["commit"], row["case"]) == ("d77a990", "O3")]
+        FROM "bench/step" WHERE "commit" = 'd77a990' AND "case" = 'O3' AND preset = '1.3b'
+        AND micro_batch = '4' """)
+    (row,) = [
+        row for row in read(STEP) if (row["commit"], row["case"], row["preset"], row["micro_batch"]) == ("d77a990", "O3", "1.3b", "4")
+    ]
     assert table.cells == [["O3", f"{float(row['ms']):.1f}", f"{int(row['tokens_s_gpu']) / 1000:.1f}k"]]
     text = table.markdown()
     assert text.startswith("| case | ms/step | speed |\n| --- | --- | --- |\n| O3 | ")
