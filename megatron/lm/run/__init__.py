@@ -12,5 +12,5 @@ signals.py      requests from outside: signals, the time limit
 rollback.py     roll back to the newest healthy checkpoint
 watchdog.py     detect the rank that is stuck
 reports/        metrics (log line, TensorBoard, metrics file), recorder (the precision record), lost_updates (a warning if rounding of
-                master weights loses most updates), amax_outliers (scales that one large amax holds down)
+                master weights loses most updates)
 """

@@ -53,7 +53,6 @@ class Complaint:
 COMPLAINTS = (
     Complaint("underflow", 0.01, False, lambda x: f"{100 * x:.3g} % underflow"),
     Complaint("saturation", 0.001, False, lambda x: f"{100 * x:.3g} % saturated"),
-    Complaint("held_down", 0.5, False, lambda x: f"one amax in the window holds the scale down by 2^{x:g}"),
     Complaint("sqnr_db", 20.0, True, lambda x: f"SQNR {x:.1f} dB"),
     Complaint("lost", 0.5, False, lambda x: f"{100 * x:.3g} % of the elements do not move"),
     Complaint("undelivered", 0.5, False, lambda x: f"{100 * x:.3g} % of the update is lost"),
@@ -65,8 +64,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Read the recorded steps by iteration; of several lines for one iteration (a resumed run) the last counts, and an incomplete line is
     skipped.
 
-    Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, descent / update norm; the
-    line's `outliers` are the column `held_down`.
+    Each step has `series`: {(layer, tensor): {column: value}}, updates as the tensor "update", with `arrived`, descent / update norm.
 
     Raises:
         ValueError: no such file, a line that is JSON but not a recorded step, or no recorded step at all.
@@ -117,9 +115,6 @@ def _total_row(step: Mapping[str, Any]) -> dict[str, float | None] | None:
 def _series(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
     columns = step["columns"]
     casts = {(layer, tensor): _row(columns["casts"], values) for layer, rows in step["casts"].items() for tensor, values in rows.items()}
-    for layer, rows in step.get("outliers", {}).items():  # missing in older files
-        for tensor, bits in rows.items():
-            casts.setdefault((layer, tensor), {})["held_down"] = _finite(bits)
     yield from casts.items()
     for name, values in step["updates"].items():
         yield (name, "update"), _update(columns["updates"], values)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import checkpoints, dist, tiny
+from helpers import dist, tiny
 from megatron.lm import pretrain
 from megatron.lm.checkpoint.files.storage import Stored
 from megatron.lm.processes import process_groups
@@ -156,16 +156,6 @@ def test_the_global_batch_counts_the_processes(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("value", ["two", "0", "-1", ""])
-def test_a_bad_number_of_processes(value: str, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setenv("WORLD_SIZE", value)
-    monkeypatch.setenv("RANK", "0")
-    code, _, said = run([*FLAGS, "--data-path", str(corpus)], capsys)
-    assert code == 2
-    assert "WORLD_SIZE" in said
-    assert "torchrun" in said
-
-
 def damaged(corpus: Path, folder: Path, damage: str) -> str:
     """A damaged copy of the corpus in `folder`; its prefix."""
     for suffix in (".bin", ".idx"):
@@ -216,51 +206,6 @@ def test_bad_data(damage: str, corpus: Path, tmp_path: Path, capsys: pytest.Capt
     assert "Traceback" not in said
     assert list((tmp_path / "run").iterdir()) == []
     assert not torch.distributed.is_initialized()
-
-
-# flags; what stderr must hold
-BAD_FITS = {
-    "sequence longer than the data": ("--seq-length 9000", ["split of", "--seq-length 9000 needs 9001", "use a shorter --seq-length"]),
-    "vocabulary smaller than the ids": (
-        "--vocab-size 40",
-        ["outside the tokenizer's [0, 40)", "tokenizer that the data was tokenized with"],
-    ),
-    "no share for training": ("--split 0,1", ["--split 0,1", "the first above 0"]),
-}
-
-
-@pytest.mark.parametrize("case", list(BAD_FITS))
-def test_data_that_does_not_fit(case: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags, wanted = BAD_FITS[case]
-    code, _, said = run([*FLAGS, "--data-path", str(corpus), *outputs(tmp_path), *flags.split()], capsys)
-    assert code == 2
-    for part in wanted:
-        assert part in said, said
-    assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_checkpoint_of_another_model(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--data-path", str(corpus)]
-    assert run([*flags, "--save", str(tmp_path / "first")], capsys)[0] == 0
-    (tmp_path / "run").mkdir()
-    code, _, said = run([*flags, *outputs(tmp_path / "run"), "--load", str(tmp_path / "first"), "--num-layers", "3"], capsys)
-    assert code == 2
-    assert "--num-layers 3 (saved: 2)" in said
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"cache"}  # indices of good data, nothing of the run
-
-
-def test_a_checkpoint_with_nan(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags = [*FLAGS, "--data-path", str(corpus), "--opt-level", "O2"]
-    assert run([*flags, "--save", str(tmp_path)], capsys)[0] == 0
-    folder, key = tmp_path / "iter_0000004", "model/decoder.layers.1.mlp.linear_fc2.weight"
-    payload = Stored(folder).tensor(key)
-    payload[3, 4] = float("nan")
-    checkpoints.rewrite(folder, {key: payload})
-    code, _, said = run([*flags, "--train-iters", "8", "--lr-decay-iters", "4", "--load", str(tmp_path)], capsys)
-    assert code == 2
-    assert "decoder.layers.1.mlp.linear_fc2.weight" in said
-    assert "Traceback" not in said
 
 
 def test_a_dry_run_prints_the_plan_of_a_rank_and_starts_nothing(

@@ -22,15 +22,14 @@ from torch import Tensor
 from megatron.lm.model.initial import named_globally, parameter_names
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.model.moe.fp8_experts import TrainedMatrices
-from megatron.lm.run.reports.amax_outliers import bits_held_down, outliers
 from megatron.lm.shell.logs import LogFile, Unwritten
 from megatron.lm.shell.terminal import wrapped
 from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training
 from msamp.kernels import ops
-from msamp.nn.fp8_attention import CASTS_HERE, DK, DP, DQ, DV, AttentionScaling, O
+from msamp.nn.fp8_attention import CASTS_HERE, AttentionScaling
 from msamp.nn.gemm import LayerGemm, tally_operand_
-from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, PRODUCTS, WIRE, TensorScales
+from msamp.nn.scaling_state import GRAD_OUTPUT, INPUT, PRODUCTS, TensorScales
 from msamp.numerics import accumulation
 from msamp.numerics.descent_quality import undelivered_share
 from msamp.numerics.metrics import TALLY, add_tallies, judge
@@ -39,7 +38,6 @@ from msamp.optim.update_error import rehearse
 from msamp.optim.updates import MASTER
 
 ROWS = {INPUT: "input", GRAD_OUTPUT: "grad_output"}
-OTHERS = {O: "attended", DP: "grad_probabilities", DQ: "grad_query", DK: "grad_key", DV: "grad_value"}
 CAST_COLUMNS = ("amax", "underflow", "saturation", "sqnr_db", "scale_exponent")
 SUM_COLUMNS = ("slope", "sqnr_db")
 UPDATE_COLUMNS = ("norm", "update_norm", "descent", "lost", "undelivered")
@@ -59,8 +57,6 @@ class Recorder:
 
     Fields of a line: `iteration`; `skipped`, whether the update was skipped; `columns`, the names of the list entries below; `casts`, by
     layer and tensor; `sums`, by layer and product; `updates`, by parameter, and `total` for all; `mu`, with `--grad-scaling auto`;
-    `outliers`, by layer and tensor, the powers of two by which one amax in the window holds down a delayed scale after this step
-    (`megatron.lm.run.reports.amax_outliers`);
     `experts`, by layer from 0, of a mixture of experts: each expert's `load` as a share of the choices, and the router's losses and entropy
     (`ExpertLoad.by_layer`); `raised`, with `--fp8-guard`: the layers that this step computed in BF16, with the iteration `since` which, and
     `why` (`casts` are then those that FP8 would have had).
@@ -106,12 +102,6 @@ class Recorder:
             *((name, layer.scaling, ROWS) for name, layer in self.layers),
             *((name, matrices.scaling, ROWS) for name, matrices in modules if isinstance(matrices, TrainedMatrices)),
             *((name.removesuffix(".scaling"), scales, CASTS_HERE) for name, scales in modules if isinstance(scales, AttentionScaling)),
-        ]
-        # Every delayed scale, also of casts that are not measured.
-        self._delayed = [
-            (name, scales, rows | (OTHERS if rows is CASTS_HERE else {WIRE: "partial_sums"}))
-            for name, scales, rows in self.watched
-            if scales.window
         ]
         self.names = {p: name.removesuffix(".weight") for p, name in parameter_names(training.model).items()}
         device = next(iter(self.names)).device
@@ -160,9 +150,9 @@ class Recorder:
                 scales.sums.pop("record", None)
         self._gradients()
         flag = self.training.optimizer.skipped()
-        casts, rehearsed, updates, mu, bits, sums = self._read()
+        casts, rehearsed, updates, mu, sums = self._read()
         skipped = bool(flag)
-        gathered, held_down = self._gather(casts, rehearsed, updates, mu, skipped, sums), outliers(self._delayed, bits)
+        gathered = self._gather(casts, rehearsed, updates, mu, skipped, sums)
         experts = {
             str(layer): {name: _rounded(values) for name, values in numbers.items()}
             for layer, numbers in self.training.experts.by_layer().items()
@@ -171,7 +161,7 @@ class Recorder:
         if gathered is not None:
             written = line(iteration, skipped, *gathered, self.training.grad_sync.exchange.sums_in_fp32)
             raised = {} if self.training.guard is None else {"raised": {name: asdict(s) for name, s in self.training.guard.raised.items()}}
-            curves = self._write(written | {"outliers": held_down} | ({"experts": experts} if experts else {}) | raised)
+            curves = self._write(written | ({"experts": experts} if experts else {}) | raised)
         self.scalars(curves, iteration)
 
     @torch.no_grad()
@@ -212,23 +202,22 @@ class Recorder:
             if sync.peers.ranks > 1:
                 self._casts[self.names[p], "grad_reduced"] = mean
 
-    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows, Rows]:
-        """Read all device results in one transfer: casts, casts of the update on copies, updates, mu, bits held down, sums."""
+    def _read(self) -> tuple[Rows, Rows, Rows, dict[str, float], Rows]:
+        """Read all device results in one transfer: casts, casts of the update on copies, updates, mu, sums."""
         sync = self.training.grad_sync
-        held = {name: bits_held_down(scales) for name, scales, _ in self._delayed}
         sums = {
             (name, what): row
             for (name, _), rows in zip(self.layers, self._sums, strict=True)
             for what, row in zip(PRODUCTS, rows, strict=True)
         }
-        groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, held, sums)
+        groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, sums)
         rows = [self._table.new_zeros(0), *(row for group in groups for row in group.values())]
         mu = [] if sync.autoscale is None else [sync.autoscale.mu.double()]
         numbers = iter(torch.cat([*rows, *mu]).tolist())
-        casts, rehearsed, updates, bits, summed = (
+        casts, rehearsed, updates, summed = (
             {key: list(itertools.islice(numbers, len(row))) for key, row in group.items()} for group in groups
         )
-        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu))), bits, summed
+        return casts, rehearsed, updates, dict(zip((self.names[p] for p in sync.scaled_params()), numbers, strict=bool(mu))), summed
 
     def _gather(
         self, casts: Rows, rehearsed: Rows, updates: Rows, mu: dict[str, float], skipped: bool, sums: Rows

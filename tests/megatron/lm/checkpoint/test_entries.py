@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron.lm.checkpoint.content import group_keys, scale_key
+from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.storage import Item, Stored
 from megatron.lm.checkpoint.place import Place
@@ -83,20 +82,3 @@ def test_a_state_of_another_shape_than_its_weight(tmp_path: Path, key: str, name
     for wanted in ((8, 6), shape):
         with pytest.raises(ValueError, match=said):
             find(there, key, [place((0,) * len(wanted), wanted, wanted, name=name)], wanted, VOCABULARY)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (6,), (48,), (8, 6, 1), (8, 7), (4, 6)])
-@pytest.mark.parametrize("name", ["w", EMBEDDING])
-@pytest.mark.parametrize("wanted", [(8, 6), (32,)])
-def test_a_weight_of_another_shape_than_the_model_s(tmp_path: Path, shape: tuple[int, ...], name: str, wanted: tuple[int, ...]):
-    there = stored(tmp_path, [Item.whole(f"model/{name}", torch.ones(shape))])
-    with pytest.raises(ValueError, match=rf"model/{name} is \({', '.join(map(str, shape))},?\), but the model requires \("):
-        find(there, "model", [place((0,) * len(wanted), wanted, wanted, name=name)], wanted, VOCABULARY)
-
-
-@pytest.mark.parametrize(("payload", "offset"), [(torch.ones(8, 6), (0, 0)), (torch.ones(()).to(torch.float8_e4m3fn), ())], ids=str)
-def test_groups_where_none_can_be(tmp_path: Path, payload: Tensor, offset: tuple[int, ...]):
-    numbers = [Item.whole(key, torch.ones(8, 1)) for key in group_keys("exp_avg/w", offset)]
-    there, shape = stored(tmp_path, [Item.whole("exp_avg/w", payload), *numbers]), tuple(payload.shape)
-    with pytest.raises(ValueError, match=r"exp_avg/w is .* torch.float.*, but has groups, which only COAT's states .* have; load"):
-        find(there, "exp_avg", [place(offset, shape, shape)], shape, VOCABULARY)

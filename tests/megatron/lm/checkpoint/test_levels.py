@@ -141,25 +141,6 @@ def check_losses(losses: list[float], staying: list[float]) -> None:
 
 
 @pytest.mark.nightly
-def test_round_the_levels_and_back(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]]):
-    """O0 -> O1 -> O2 -> O3 -> O0 rounds each tensor once a format; whatever comes then rounds nothing more."""
-    staying, folder = stayed["bf16"]
-    saved = [read(folder)]
-    for level in ("O1", "O2", "O3", "bf16", "fp32", "O3"):
-        source, folder = folder, tmp_path / str(len(saved))
-        check_losses(convert(prefix, source, level, folder), staying)
-        saved.append(read(folder))
-        check_conversion(*saved[-2:])
-    for name in saved[0].names():
-        for key in ("best", "exp_avg", "exp_avg_sq"):
-            values = [state(each, key, name).values() for each in saved]
-            assert all(torch.equal(values[3], later) for later in values[4:])
-            rounded = state(saved[3], key, name)
-            assert (values[0] - values[3]).abs().le(half_step(rounded)).all()
-            assert torch.equal(values[0], values[3]) != fmt_of(rounded).scaled
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(("level", "other"), PAIRS, ids=lambda level: level)
 def test_every_level_from_every_other(prefix: Path, tmp_path: Path, stayed: dict[str, tuple[list[float], Path]], level: str, other: str):
     staying, folder = stayed[level]

@@ -5,7 +5,6 @@ One start of processes does all the moves of a table; the tests read the checkpo
 differ most; 4 processes, of which on 2 cores a start takes a minute, are nightly.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from msamp.optim import updates
 
 pytestmark = pytest.mark.timeout(3000)
 STATES = tuple(state.key for state in updates.by_name("fp32").states)
-LEVELS = ("fp32", "O3")  # the formats between them: test_values.py
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
 GRIDS: dict[str, dict[str, Any]] = {
@@ -60,19 +58,6 @@ EXPERTS |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate"
 ON_TWO: dict[str, tuple[dict[str, Any], list[str]]] = {
     "O3 on two": ({"precision": "O3"}, ["cp2", "tp2dp2", "pp2", "zero"]),
     "O3 experts": ({"precision": "O3", **EXPERTS}, ["ep2", "zero", "ep2"]),
-}
-EVERYWHERE = ["cp2", "zero", "tp2pp2", "tp2cp2", "pp2vpp2", "tp2zero", "dp4"]
-# FP32 and O3 through every grid, from a grid without tensor parallelism and from one with it.
-ALL_MOVES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    **{
-        f"{level} from {start}": ({"precision": level, **flags}, [start, *EVERYWHERE])
-        for level in LEVELS
-        for start, flags in {"pp2": LLAMA, "tp2dp2": {**GPT2, "num_layers": 4}}.items()
-    },
-    "O1 ZeRO on and off": ({"precision": "O1"}, ["zero", "tp2pp2"]),
-    "bf16 TP to PP": ({"precision": "bf16", **GPT2}, ["tp2dp2", "pp2"]),
-    "fp32 PP to TP": ({"precision": "fp32"}, ["pp2", "tp2zero"]),
-    "no padding": ({"precision": "O2", "make_vocab_size_divisible_by": 20}, ["dp4", "tp2pp2"]),  # 60 rows, 80
 }
 # Largest relative difference of the next step's loss after a move from that of staying: sums in another order, which activations in BF16
 # and FP8 round otherwise. Largest seen: fp32 6e-8, others 7e-5.
@@ -184,12 +169,6 @@ def test_every_expert_is_stored_once(moved_on_two: Moved, number: int):
     assert all(len(saved.stored.tensors[f"model/{name}"].chunks) == 1 for name in names)
 
 
-@pytest.fixture(scope="module")
-def moved_everywhere(gloo_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Moved:
-    root = tmp_path_factory.mktemp("everywhere")
-    return Moved(dist.run(move, 4, str(gloo_prefix), str(root), ALL_MOVES, timeout=2500), root)
-
-
 @pytest.mark.nightly(5)
 @pytest.mark.parametrize("name", [name for name in MOVES if "padding" not in name])
 def test_weights_states_and_scales_keep_their_bits(moved: Moved, name: str):
@@ -214,23 +193,6 @@ def test_every_element_is_stored_by_one_rank(moved: Moved, number: int):
                 count[tuple(slice(o, o + s) for o, s in zip(place.offset, place.sizes, strict=True))] += 1
     assert len(counts) > 50
     assert [name for name, count in counts.items() if not count.eq(1).all()] == []
-
-
-@pytest.mark.nightly(5)
-def test_histories_move_with_the_casts_that_both_grids_have(moved: Moved):
-    """With tensor parallelism a layer of O3 has one cast more; its histories start anew, as those of layers that were in BF16."""
-
-    def scaling(name: str, number: int) -> dict[str, Tensor]:
-        stored = moved.saved(name, number).stored
-        return {key: stored.tensor(key) for key in sorted(stored.tensors) if ".scaling." in key}
-
-    first, second = scaling("O2 ZeRO off and on", 0), scaling("O2 ZeRO off and on", 1)
-    assert len(first) == 5 * 4 * 2
-    assert first.keys() == second.keys()
-    assert all(float(history.amax()) > 0 for key, history in first.items() if key.endswith(".history"))
-    assert tiny.same(tiny.bits(first.values()), tiny.bits(second.values()))
-    seen = [{int(value) for key, value in scaling("O3", number).items() if key.endswith(".seen")} for number in range(2)]
-    assert seen == [{2}, {0}]
 
 
 # From tensor-parallel shards, whose scales are their own, to whole tensors
@@ -258,51 +220,7 @@ def test_only_tensors_whose_shards_had_different_scales_are_requantised(moved: M
             assert not any(error[part].any() for part in of_the_coarsest)
 
 
-@pytest.mark.nightly(5)
-def test_mu_of_a_whole_tensor_is_the_most_careful_of_its_shards(moved: Moved):
-    marks = []
-    for number in range(2):
-        stored = moved.saved("O3 from TP", number).stored
-        marks.append([(key.partition("@")[0], float(stored.tensor(key))) for key in sorted(stored.tensors) if key.startswith("mu/")])
-    assert (len(marks[0]), len(marks[1])) == (20, 10)  # SwiGLU's first layer has two on every rank, gate and linear half
-    assert all(value != 1 for _, value in marks[0])
-    assert dict(marks[1]) == {name: min(value for key, value in marks[0] if key == name) for name, _ in marks[0]}
-
-
 # A vocabulary padded to a multiple of another number
-
-
-@pytest.mark.nightly(5)
-@pytest.mark.parametrize(
-    ("moves", "name", "rows"),
-    [("moved", "padding", [75, 100, 75]), ("moved_everywhere", "no padding", [60, 80])],
-)
-def test_rows_of_the_vocabulary_keep_their_bits(request: pytest.FixtureRequest, moves: str, name: str, rows: list[int]):
-    moved = request.getfixturevalue(moves)
-    found = [tensors(moved.saved(name, number)) for number in range(len(rows))]
-    for key, first in found[0].items():
-        if not key.endswith("word_embeddings.weight"):
-            assert all(tiny.same(bits(first), bits(other[key])) for other in found[1:])
-            continue
-        assert [len(each[key].payload) for each in found] == rows
-        words = [tiny.bits([each[key].payload[: tiny.VOCABULARY]]) for each in found]
-        assert all(tiny.same(words[0], other) for other in words[1:])
-        assert all(torch.equal(each[key].values()[: tiny.VOCABULARY], first.values()[: tiny.VOCABULARY]) for each in found)
-    if name == "padding":  # and that of its padding: in a trained model those rows have learned to be improbable, and copies of them are
-        assert_same(found[0], found[2])
-
-
-@pytest.mark.nightly(5)
-@pytest.mark.parametrize(
-    ("moves", "name", "share"),
-    [("moved", "padding", 100 / 75), ("moved_everywhere", "no padding", 80 / 60)],
-)
-def test_new_rows_of_the_vocabulary_take_their_share_of_the_softmax(request: pytest.FixtureRequest, moves: str, name: str, share: float):
-    """After two steps a padding row is about as probable as any word (within 1 %), and the loss rises by the logarithm of the growth."""
-    moved = request.getfixturevalue(moves)
-    stayed, padded, *back = moved.losses(name)
-    assert back == pytest.approx([stayed] * len(back), rel=LOSS["O3"])
-    assert stayed < padded < stayed + math.log(share) + 0.01
 
 
 # All of it

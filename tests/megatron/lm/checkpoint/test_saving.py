@@ -122,24 +122,6 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     assert len(calls) > 15
 
 
-@pytest.mark.parametrize("left", ["an empty folder", "half of the data", "all but the marker"])
-def test_what_a_kill_left_is_not_taken_for_a_checkpoint(made: Trainer, copy: Path, left: str):
-    if left == "all but the marker":
-        shutil.copytree(copy / "iter_0000004", copy / "iter_0000005")
-    else:
-        (copy / "iter_0000005.partial").mkdir()
-        if left == "half of the data":
-            whole = (copy / "iter_0000004" / "__0_0.bin").read_bytes()
-            (copy / "iter_0000005.partial" / "__0_0.bin").write_bytes(whole[: len(whole) // 2])
-    made.training.config = pointed(made.config, load=str(copy))
-    load(made.training)
-    assert made.training.iteration == 4
-    checkpoints.move(made.training, 5)
-    save(made.training, copy)  # clears it
-    assert sorted(path.name for path in copy.iterdir()) == ["iter_0000004", "iter_0000005", MARKER]
-    assert latest(copy).name == "iter_0000005"
-
-
 # Disks
 
 
@@ -233,15 +215,3 @@ def test_a_failure_in_the_background_is_said_at_once_and_raised_at_the_next_save
         saver.save()  # told once; the disk is free again
     assert latest(tmp_path / "save").name == "iter_0000006"
     assert [path.name for path in (tmp_path / "save").iterdir() if ".partial" in path.name] == []
-
-
-def save_and_fail(saver: Saver) -> None:
-    saver.save()
-    raise RuntimeError("the run")
-
-
-def test_a_run_that_fails_keeps_the_save_under_way(made: Trainer, tmp_path: Path):
-    in_background(made.training)
-    with pytest.raises(RuntimeError, match="the run"), Saver(made.training) as saver:
-        save_and_fail(saver)
-    assert latest(tmp_path / "save").name == "iter_0000006"

@@ -95,16 +95,6 @@ def test_chunks_of_several_scales_take_the_coarsest(tmp_path: Path, fmt: Format,
     assert not error[before.abs() >= fmt.tiny / scales[1]].any()
 
 
-def test_swiglu_takes_its_rows_from_two_places(tmp_path: Path):
-    """A tensor-parallel rank has rows of the gate and rows of the linear half, each of which may come with another scale."""
-    parts = [quantized(draw(8, 4), E4M3, 8.0), quantized(draw(8, 4), E4M3, 2.0)]  # of tensor-parallel ranks before: all of one half each
-    there = stored(tmp_path, chunk(parts[0], (0, 0), (16, 4)), chunk(parts[1], (8, 0), (16, 4)))
-    where = [place((2, 0), (3, 4), (16, 4)), place((10, 0), (3, 4), (16, 4), start=3)]
-    found = find(there, "model", where, (6, 4), VOCABULARY)
-    assert torch.equal(found.values(), torch.cat([parts[0].dequantize()[2:5], parts[1].dequantize()[2:5]]))
-    assert [(part[0], float(scale)) for part, scale in found.scales] == [(slice(0, 3), 1 / 8), (slice(3, 6), 1 / 2)]
-
-
 # Another format
 
 
@@ -206,22 +196,6 @@ def test_padding_rows_go_or_are_made(tmp_path: Path, saved: int, now: int, prefi
     assert torch.equal(found[:both], x[:both])
     made = torch.zeros(4) if prefix.startswith("exp") else x.mean(0)
     assert torch.equal(found[both:], (x[-1] if saved > VOCABULARY else made).expand(now - both, 4))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("saved", [5, 6])
-def test_padding_keeps_scales_and_bits_on_every_tensor_parallel_rank(tmp_path: Path, saved: int, rank: int):
-    """Cut in halves of 6 the second holds what was stored, or padding alone; it has a scale either way."""
-    parts = [quantized(draw(3, 4), E4M3, 16.0), quantized(draw(saved - 3, 4), E4M3, 16.0)]
-    shape, key = (saved, 4), f"exp_avg/{EMBEDDING}"
-    there = stored(tmp_path, chunk(parts[0], (0, 0), shape, key), chunk(parts[1], (3, 0), shape, key))
-    found = find(there, "exp_avg", [embedding(6 * rank, 6, 12)], (6, 4), VOCABULARY)
-    assert found.keeps_bits(E4M3)
-    rows = torch.cat([part.payload.view(torch.uint8) for part in parts])
-    padding = torch.zeros(1, 4, dtype=torch.uint8) if saved == VOCABULARY else rows[-1:]
-    rows = torch.cat([rows, padding.expand(12 - saved, 4)])
-    assert torch.equal(found.payload.view(torch.uint8), rows[6 * rank : 6 * rank + 6])
-    assert float(found.to(E4M3).scale_inv) == 1 / 16  # type: ignore[union-attr]
 
 
 # Scalars

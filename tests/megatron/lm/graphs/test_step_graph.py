@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,10 @@ from megatron.lm.build import build_training
 from megatron.lm.graphs.replay import UPDATE, WARM_UP
 from megatron.lm.graphs.step_graph import FIRST, LAST, StepGraphs, build, choose, obstacle
 from megatron.lm.processes import process_groups
-from megatron.lm.run.reports import lost_updates
-from megatron.lm.run.reports.lost_updates import LostUpdates
-from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.run.reports.recorder import Recorder
 from megatron.lm.step import evaluate, train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
 from megatron.lm.training.state import Training
-from msamp.comm.collectives import Peers
-from msamp.comm.counters import WireBytes
 
 EXPERTS = {"num_experts": 4, "swiglu": True, "disable_bias_linear": True}
 OBSTACLES = {
@@ -109,13 +103,6 @@ def test_graphs_change_no_bit(level, micro_batches, mode):
 SUMS = {name: {"grad_accum_dtype": name} for name in ("fp8", "fp8-sr", "fp32")} | {"owner": {"grad_accum_on": "owner"}}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("sums", SUMS)
-def test_graphs_of_sums_in_other_formats_change_no_bit(level, sums):
-    as_eager("step", {"precision": level, "micro_batch_size": 2, "global_batch_size": 8, **SUMS[sums]})
-
-
 @pytest.mark.parametrize("sums", SUMS)
 def test_replayed_micro_batches_add_up_as_eager_ones(sums):
     """Without a GPU: FP8 sums draw other random words in every replay, those of an eager step, and an owner's sums end with each graph."""
@@ -134,14 +121,6 @@ def test_replayed_micro_batches_add_up_as_eager_ones(sums):
             return tiny.bits([*made.model.parameters(), *states])
 
     assert tiny.same(run(False), run(True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["micro-batch", "step"])
-def test_a_skipped_step_is_skipped_in_a_graph_too(mode):
-    settings = {"precision": "O3", "micro_batch_size": 2, "global_batch_size": 2}
-    rows = as_eager(mode, settings, bad=21)
-    assert [row[3] for row in rows if isinstance(row, tuple)].count(True) == 1
 
 
 @pytest.mark.gpu
@@ -343,45 +322,3 @@ def test_the_loss_scale_moves_in_graphs_as_it_does_without(mode, micro_batches):
     scales = [row[-1] for row in as_eager(mode, settings)[-10:] if isinstance(row, tuple)]
     assert any(a < b for a, b in itertools.pairwise(scales))
     assert any(a > b for a, b in itertools.pairwise(scales))
-
-
-def lost_shares(
-    mode: str, settings: dict[str, Any], build: Callable[[Training], Any] = build
-) -> tuple[list[list[float]], list[Tensor], int]:
-    """The distances at the checks of 24 steps, the bits that they end with, and how many graphs were captured."""
-    config = tiny.config("corpus", train_iters=30, cuda_graph=mode, lr=1e-6, min_lr=1e-6, **settings)
-    with tiny.started(config):
-        process_groups.seed_all(config.training.seed)
-        made = build_training(config, tiny.VOCABULARY)
-        graphs, stream, found = build(made), tiny.micro_batches(config, None), []
-        everyone = Peers(torch.distributed.group.WORLD, WireBytes())
-        watch = LostUpdates(made, Metrics(config, tiny.VOCABULARY, made), everyone)
-        for iteration in range(1, 25):
-            made.grad_sync.statistics.watch(iteration % 5 == 4)
-            train_step(made, stream, graphs, None, watch)
-            if watch._check is not None:
-                found.append(watch._check.distances.values().flatten().tolist())
-        captured = 0 if graphs is None else graphs.captured
-        if graphs is not None:
-            graphs.release()
-        states = [t for state in made.optimizer.state.values() for t in state.values()]
-        return found, tiny.bits([*made.model.parameters(), *made.model.buffers(), *states]), captured
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", ["bf16", "O2", "O3"])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("mode", ["micro-batch", "step"])
-def test_lost_updates_are_the_same_in_graphs_and_change_no_bit(level, micro_batches, mode, monkeypatch):
-    """Steps that count their gradients have graphs of their own, with gradients elsewhere or in the same memory."""
-    monkeypatch.setattr(lost_updates, "EVERY", 2)
-    settings = {"precision": level, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
-    eager, bits, _ = lost_shares("none", settings)
-    again, same_bits, captured = lost_shares(mode, settings)
-    assert captured
-    assert len(eager) == 12
-    assert again == eager
-    monkeypatch.setattr(lost_updates, "EVERY", 1000)
-    _, unwatched, _ = lost_shares(mode, settings)
-    assert tiny.same(bits, same_bits)
-    assert tiny.same(bits, unwatched)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from helpers import tiny
-from megatron.lm.build import build_training
 from megatron.lm.config import LINEARS, Config, PrecisionConfig
 from megatron.lm.model import fp8_layers
 from megatron.lm.model.fp8_layers import (
@@ -20,9 +18,7 @@ from megatron.lm.model.fp8_layers import (
     Times,
     choose,
 )
-from megatron.lm.model.linear import FP8Gemm, WideGemm
 from msamp.numerics.recipe import Recipe
-from msamp.numerics.tensor import ScalingTensor
 
 SOME = ["linear_qkv", "linear_fc2"]
 TIMES = {(32, 96): Times(3.0, 4.0), (32, 32): Times(1.0, 2.0), (32, 128): Times(8.0, 4.0), (128, 32): Times(8.0, 5.0)}
@@ -102,11 +98,6 @@ def test_without_fp8_hardware_all_are_fp8_and_that_is_said(tmp_path: Path, monke
     assert fp8_layers.default_measure() is fp8_layers.measure
 
 
-def test_a_dry_run_finds_what_a_run_has_measured(tmp_path: Path):
-    choose(config(tmp_path, hidden_dropout=0.1), Table())
-    assert choose(config(tmp_path, hidden_dropout=0.1), None).bf16 == ("linear_qkv", "linear_proj")
-
-
 # The table
 
 
@@ -147,25 +138,6 @@ def test_a_model_of_both_kinds_learns_and_resumes_bit_for_bit(prefix: Path, tmp_
     assert first + resumed == straight
 
 
-def test_kinds_of_layer_and_their_states(prefix: Path):
-    with tiny.trainer(tiny.config(prefix, opt_level="O3", bf16_linears=SOME, train_iters=1)) as made:
-        made.run()
-        optimizer = made.training.optimizer
-        for layer in made.training.model.decoder.layers:
-            assert not layer.fused
-            for module, kind in (
-                (layer.self_attention.linear_qkv, WideGemm),
-                (layer.self_attention.linear_proj, FP8Gemm),
-                (layer.mlp.linear_fc1, FP8Gemm),
-                (layer.mlp.linear_fc2, WideGemm),
-            ):
-                assert isinstance(module, kind)
-                (group,) = [g for g in optimizer.param_groups if any(p is module.weight for p in g["params"])]
-                assert isinstance(module.weight, ScalingTensor) == (kind is FP8Gemm)
-                assert group["formats"]["grad"] == ("fp8-e4m3" if kind is FP8Gemm else "bf16")
-                assert group["wd_mult"] == 1.0
-
-
 @pytest.mark.parametrize("exchange", ["nccl", pytest.param("fp32-sum", marks=pytest.mark.nightly)])
 def test_all_linear_layers_in_bf16_are_o0_s_with_other_states(prefix: Path, exchange: str):
     """The first loss is that of the same forward; nothing wants an FP8 gradient to be there."""
@@ -202,37 +174,6 @@ def test_the_measured_choice_is_told_kept_and_taken_over(
         tiny.run(tiny.config(prefix, opt_level="O2", train_iters=4, load=saved, **other))
         assert "converted: linear layers in BF16 linear_qkv linear_proj linear_fc1 linear_fc2 -> " in capsys.readouterr().out
     tiny.run(tiny.config(prefix, opt_level="O2", train_iters=2, load=saved, finetune=True))  # the weights fit both
-
-
-def decide(cache: str) -> tuple[tuple[str, ...], str]:
-    """On rank 0 BF16 wins, on rank 1 FP8 would."""
-    times = Times(1.0, 2.0) if torch.distributed.get_rank() == 0 else Times(2.0, 1.0)
-    fp8_layers.default_measure = lambda: lambda shape, recipe: times  # type: ignore[assignment]
-    settings = tiny.config("unread", opt_level="O2", micro_batch_size=2, fp8_min_gain=1.0, fp8_gain_cache=cache)
-    with tiny.started(settings):
-        training = build_training(settings, tiny.VOCABULARY)
-        bf16 = training.config.precision.bf16_linears
-        assert bf16 == training.linears.bf16
-
-        def fail() -> Any:
-            raise ValueError("no checkpoint there") if torch.distributed.get_rank() == 0 else AssertionError("only rank 0 decides")
-
-        try:
-            fp8_layers.agree_on_layers(settings, fail)
-        except ValueError as error:
-            return bf16, str(error)
-        raise AssertionError("the failure of rank 0 was not told")
-
-
-def test_a_checkpoint_is_asked_at_fp8_alone_and_its_scaling_kept(tmp_path: Path):
-    plain = tiny.config("unread", opt_level="O0")
-    assert fp8_layers.decide(plain, refuse, refuse) == (plain, Fp8LayerChoice(reason="precision bf16"))
-    saved = PrecisionConfig(opt_level="O1", fp8_amax_history_len=4, bf16_linears=("linear_fc1",))
-    asked = config(tmp_path)
-    asked = replace(asked, precision=replace(asked.precision, fp8_amax_history_len=None))
-    decided, choice = fp8_layers.decide(asked, refuse, lambda: saved)
-    assert choice == Fp8LayerChoice(("linear_fc1",), "as in the checkpoint")
-    assert (decided.precision.fp8_amax_history_len, decided.precision.bf16_linears) == (4, ("linear_fc1",))
 
 
 @pytest.mark.gpu

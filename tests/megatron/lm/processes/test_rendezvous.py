@@ -71,12 +71,6 @@ def test_an_unknown_host(master: socket.socket, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().err.count("warning: MASTER_ADDR nowhere.invalid is unknown so far (") == 1
 
 
-@pytest.mark.parametrize("port", ["", "port", "0", "65536", "-1"])
-def test_a_port_that_is_none(port: str, master: socket.socket, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MASTER_PORT", port)
-    assert f"MASTER_PORT {port!r} is invalid: set a free port in [1, 65535] of rank 0's machine" in refusal()
-
-
 def test_a_meeting_that_takes_too_long_ends_the_process(
     master: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -82,23 +82,6 @@ def test_how_operands_are_scaled_is_the_checkpoint_s(prefix: Path, tmp_path: Pat
     tiny.run(replace(other, checkpoint=replace(other.checkpoint, finetune=True)))
 
 
-SHAPES = {
-    "learned positions": {"position_embedding_type": "learned_absolute"},
-    "llama": {"normalization": "RMSNorm", "swiglu": True, "disable_bias_linear": True, "untie_embeddings_and_output_weights": True},
-    "grouped queries": {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "rotary_percent": 0.5},
-}
-
-
-PAIRS = [("learned positions", "O1"), ("llama", "O3"), ("grouped queries", "bf16")]
-OTHERS = [(shape, level) for shape in SHAPES for level in ("fp32", "bf16", "O1", "O2", "O3") if (shape, level) not in PAIRS]
-
-
-@pytest.mark.parametrize(("shape", "level"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in OTHERS)])
-def test_every_shape_trains_at_every_level(prefix: Path, shape: str, level: str):
-    losses = tiny.losses(tiny.run(tiny.config(prefix, precision=level, train_iters=12, **SHAPES[shape])))
-    assert losses[-1] < losses[0] - 0.2
-
-
 UNUSUAL = {"squared_relu": True, "disable_bias_linear": True, "add_qkv_bias": True, "use_rope_scaling": True, "rope_scaling_factor": 4.0}
 
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from helpers import dist, tiny
 from helpers.faulty import FIRST, NORM, Once, at, patched, rolling, saved, signalled, told, trained
 from megatron.lm import pretrain, step
+from megatron.lm.checkpoint.files.folder import iteration_folder, read_info
 from megatron.lm.errors import RunStopped
 from megatron.lm.model.loss import mean_loss
 from megatron.lm.processes.grid import Ranks
 from megatron.lm.run.signals import Requests
 from megatron.lm.run.start import with_checkpoint
+from megatron.lm.training.run_record import health_problem
 
 # What only one of two ranks meets
 
@@ -90,6 +92,12 @@ def test_a_skipped_step_names_rank_and_tensors_in_the_order_of_backward(prefix: 
     ]
     assert f"skipped iteration 3 (1 in a row, the run stops at 20); not finite: rank 0: the gradient of {FIRST}" in capsys.readouterr().out
     assert [row["skipped"] for row in told(rows, "train")] == [0, 0, 1, 1, 1]
+
+
+def test_a_checkpoint_right_after_a_skipped_step_is_unhealthy(prefix: Path, tmp_path: Path):
+    with patched(spoil=at(3, names=(FIRST,))):
+        tiny.run(tiny.config(prefix, precision="O2", train_iters=3, save=str(tmp_path)))
+    assert "iteration 3 was skipped" in (health_problem(read_info(iteration_folder(tmp_path, 3))) or "")
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

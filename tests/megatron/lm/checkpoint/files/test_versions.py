@@ -22,7 +22,6 @@ from megatron.lm.checkpoint.files.folder import read_info
 from megatron.lm.checkpoint.files.versions import _STEPS, VERSION, check_info, files_of, upgraded
 from megatron.lm.config import CheckpointConfig, Config, LoggingConfig, ParallelConfig
 from megatron.lm.config.cli import config_from_dict
-from megatron.lm.model import fp8_layers
 
 ROOT = Path(__file__).parents[4] / "checkpoints_of"
 RUNS = sorted(str(file.relative_to(ROOT)).removesuffix(".tar.xz") for file in ROOT.glob("version_*/*.tar.xz"))
@@ -82,21 +81,6 @@ def test_a_checkpoint_of_then_has_the_bits_of_then_and_goes_on(run: str, tmp_pat
         made.run()
     assert len(expected["losses"]) == STEPS_AFTER
     assert tiny.losses(rows) == pytest.approx(expected["losses"], **LOSS)
-
-
-def test_what_was_saved_before_there_was_stochastic_rounding_resumes_with_nearest():
-    """Bit for bit: the digests and losses of version 5 are those of its own code."""
-    config = unpacked("version_5/O2")
-    assert (config.precision.master_rounding, config.precision.moment_rounding) == (None, None)  # flags of the resume
-    saved = config_from_dict(upgraded(read_info(latest(Path("O2"))))["config"]).precision
-    decided, _ = fp8_layers.decide(config, None, lambda: saved)
-    states = decided.precision.recipe.states
-    assert (states.master_rounding, states.moment_rounding) == ("nearest", "nearest")
-
-
-def test_a_checkpoint_of_today_stays_as_it_is():
-    info = {"version": VERSION, "config": {"precision": {"opt_level": "O2", "fp8_recipe": None}}, "iteration": 4}
-    assert upgraded(info) == info
 
 
 @pytest.mark.parametrize(

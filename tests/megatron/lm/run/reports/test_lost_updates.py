@@ -75,17 +75,6 @@ def test_a_low_learning_rate_is_warned_of_once_where_the_masters_lose_it(prefix:
     assert re.search(rf"now {re.escape(worst)} \d+ %", line)
 
 
-def test_a_check_comes_every_50_steps_and_a_warning_after_100(prefix: Path):
-    assert (lost_updates.EVERY, lost_updates.STEPS) == (50, 100)
-    config = tiny.config(prefix, opt_level="O2", train_iters=200, **LOW)
-    with tiny.trainer(config) as made:
-        due = []
-        for made.training.iteration in range(200):
-            if made.lost_updates.due():
-                due.append(made.training.iteration + 1)
-        assert due == [50, 100, 150, 200]
-
-
 def checks(config: Any, tables: list[dict[str, tuple[float, float]]]) -> tuple[LostUpdates, list[dict[str, Any]]]:
     """Judge tables of distances as they might come from checks, in a trainer that is not run; the rows that it writes."""
     rows: list[dict[str, Any]] = []
@@ -98,28 +87,6 @@ def checks(config: Any, tables: list[dict[str, tuple[float, float]]]) -> tuple[L
             watch.judge()
         made.metrics.write = write  # type: ignore[method-assign]
     return watch, rows
-
-
-LOST, ARRIVED, NOTHING = {FC1: (1.0, 0.4)}, {FC1: (1.0, 0.6)}, {FC1: (0.0, 0.0)}
-
-
-@pytest.mark.parametrize(
-    ("tables", "warned"),
-    [
-        ([LOST, LOST], []),
-        ([LOST, LOST, LOST], [150]),
-        ([LOST] * 6, [150]),
-        ([LOST, LOST, ARRIVED, LOST, LOST], []),
-        ([LOST, LOST, ARRIVED, LOST, LOST, LOST], [300]),
-        ([LOST, NOTHING, LOST, NOTHING, LOST], [250]),
-        ([NOTHING] * 5, []),
-        ([{FC1: (1.0, float("nan"))}] * 5, []),
-    ],
-)
-def test_more_than_half_at_every_check_is_warned_of_once(prefix: Path, tables, warned):
-    _, rows = checks(tiny.config(prefix, opt_level="O2"), tables)
-    assert [row["iteration"] for row in rows] == warned
-    assert all(row["layers"] == {FC1: 0.6} for row in rows)
 
 
 @pytest.mark.usefixtures("every_step")

@@ -21,7 +21,7 @@ from megatron.lm.config.presets import flops_per_token
 from megatron.lm.errors import RunStopped
 from megatron.lm.run import trainer
 from megatron.lm.run.reports import metrics
-from megatron.lm.run.reports.metrics import Metrics, mfu, peak_tflops
+from megatron.lm.run.reports.metrics import Metrics
 from megatron.lm.training.state import StepResult, Training
 from msamp.numerics.formats import FP32
 from msamp.parallel.data_parallel import grad_sync
@@ -106,29 +106,6 @@ def test_the_arithmetic_of_an_interval(one_process: None, monkeypatch: pytest.Mo
         r"  \d+\.\d GiB  ETA 0:00:16\n",
         line,
     ), line
-
-
-def test_evaluations_and_saving_stay_out_of_the_throughput(one_process: None, monkeypatch: pytest.MonkeyPatch):
-    clock = Clock(monkeypatch)
-    made = new(tiny.config("corpus", log_interval=1, micro_batch_size=4))
-    rows = collect(made)
-    for iteration in (1, 2):
-        clock.pass_(2.0)
-        made.record(result(1.0, 1.0), iteration)
-        clock.pass_(50.0)
-        made.pause(50.0)
-    assert [row["tokens_per_s"] for row in rows] == pytest.approx([4 * 16 / 2] * 2)
-
-
-def test_hopper_counts_both_peaks_at_every_precision_and_names_them(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for level in ("O0", "O2"):
-        peaks = peak_tflops(tiny.config("corpus", opt_level=level))
-        assert peaks == {"bf16": 989.0, "fp8": 1979.0}
-    assert mfu(494.5, peaks) == pytest.approx({"mfu_bf16_peak": 0.5, "mfu_fp8_peak": 494.5 / 1979})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert peak_tflops(tiny.config("corpus")) == {}
 
 
 def test_rows_of_the_metrics_file(prefix: Path, tmp_path: Path):

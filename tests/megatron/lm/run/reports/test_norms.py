@@ -59,23 +59,6 @@ def test_the_numbers_are_those_of_the_tensors(prefix: Path, level: str):
     assert trained[-1]["params_norm"] == pytest.approx(float(norm), rel=1e-3 if level == "collage-plus" else 1e-9)
 
 
-def test_without_the_flags_nothing_is_measured(prefix: Path):
-    with tiny.trainer(tiny.config(prefix, train_iters=2)) as made:
-        assert made.metrics.measurements == []
-        assert made.rare_observer is made.lost_updates
-
-
-def test_the_log_line_shows_them_and_no_bit_changes(prefix: Path, capsys: pytest.CaptureFixture[str]):
-    plain = {name: value for name, value in BOTH.items() if not name.startswith("log_") or name == "log_interval"}
-    expected = tiny.losses(tiny.run(tiny.config(prefix, **plain, opt_level="O3")))
-    capsys.readouterr()
-    assert tiny.losses(tiny.run(tiny.config(prefix, **BOTH, opt_level="O3"))) == expected
-    line = next(line for line in capsys.readouterr().out.splitlines() if "  iter 2/4  " in line)
-    assert "  params " in line
-    assert "  zeros " in line
-    assert len(line) <= 120
-
-
 GRIDS: dict[str, dict[str, Any]] = {
     "data": {},
     "ZeRO": {"use_distributed_optimizer": True, "ddp_bucket_size": 3000},

@@ -16,20 +16,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import checkpoints, dist, tiny
-from megatron.lm import build
 from megatron.lm.build import build_training
 from megatron.lm.processes import process_groups
-from megatron.lm.run.reports.recorder import CAST_COLUMNS, UPDATE_COLUMNS, Recorder, line, summary
+from megatron.lm.run.reports.recorder import CAST_COLUMNS, UPDATE_COLUMNS, Recorder, summary
 from megatron.lm.step import train_step
 from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training
 from msamp.kernels import ops
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics.descent_quality import edq, lost_frac, undelivered_frac
-from msamp.numerics.formats import COAT_E4M3, E4M3, E5M2
+from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.recipe import O1
 from msamp.numerics.scaling import scale_from_amax
 from msamp.numerics.tensor import ScalingTensor, fp32_values
 
@@ -163,25 +161,6 @@ def test_a_recorded_run_ends_with_the_same_bits(prefix: Path, tmp_path: Path, le
         assert rows[-1]["casts"][LINEAR]["grad_output"][3] < rows[-1]["casts"][LINEAR]["input"][3] < rows[-1]["casts"][LINEAR]["master"][3]
 
 
-def test_several_micro_batches_are_one_step(tmp_path: Path):
-    """The same samples in one micro-batch or in two: the same elements were looked at."""
-    rows = []
-    for size in (4, 2):
-        config = tiny.config("corpus", precision="O2", micro_batch_size=size, global_batch_size=4, train_iters=3)
-        with tiny.started(config):
-            process_groups.seed_all(config.training.seed)
-            made = build_training(config, tiny.VOCABULARY)
-            recorder = Recorder(made, str(tmp_path / f"{size}.jsonl"), 1, lambda *_: None)
-            whole = next(tiny.random_batches(tiny.config("corpus", micro_batch_size=4)))
-            with recorder.step(1):
-                train_step(made, iter({name: x[i : i + size] for name, x in whole.items()} for i in range(0, 4, size)), recorder=recorder)
-            recorder.close()
-        rows.append(read(tmp_path / f"{size}.jsonl")[0]["casts"][LINEAR])
-    (amax, _, _, sqnr, _), (other_amax, _, _, other_sqnr, _) = (row["input"] for row in rows)
-    assert amax == pytest.approx(other_amax, rel=0.02)
-    assert sqnr == pytest.approx(other_sqnr, abs=0.5)
-
-
 class Reads(TorchFunctionMode):
     """Counts what brings numbers to the host, by its name."""
 
@@ -264,32 +243,6 @@ def test_steps_that_are_not_recorded_are_the_usual_ones_to_the_operator(tmp_path
     assert tallies >= 2 * 4 * 6  # of each linear layer input, grad_output, gradient, master, m, v
 
 
-def test_delayed_scales_are_judged_as_they_are(tmp_path: Path):
-    """A scale that is far too small for what comes underflows, and one that is too large saturates: it must show."""
-    config = tiny.config("corpus", precision="O2", lr=0.0, min_lr=0.0)
-    with tiny.started(config):
-        process_groups.seed_all(config.training.seed)
-        made = build_training(config, tiny.VOCABULARY)
-        stream = tiny.random_batches(config)
-        for _ in range(17):
-            train_step(made, stream)
-        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
-        scaling = chunks(made.model)[0].decoder.layers[1].mlp.linear_fc1.scaling
-        assert scaling.delayed
-        for factor in (2.0**-20, 2.0**20):
-            usual = scaling.scale.clone()
-            scaling.scale.mul_(factor)
-            scaling.scale_inv.div_(factor)
-            with recorder.step(made.iteration + 1):
-                train_step(made, stream, recorder=recorder)
-            scaling.scale.copy_(usual)
-            scaling.scale_inv.copy_(1 / usual)
-        recorder.close()
-    small, large = (dict(zip(CAST_COLUMNS, row["casts"][LINEAR]["input"], strict=True)) for row in read(tmp_path / "p.jsonl"))
-    assert small["underflow"] > 0.9
-    assert large["saturation"] > 0.9
-
-
 @pytest.mark.parametrize("more", [{"qk_layernorm": True}, {"bf16_linears": ("linear_proj",)}], ids=["fused", "not fused"])
 def test_fp8_attention_is_recorded_and_ends_with_the_same_bits(prefix: Path, tmp_path: Path, more: dict[str, Any]):
     config = tiny.config(prefix, precision="O3", attention_precision="fp8", train_iters=4, **more)
@@ -302,22 +255,6 @@ def test_fp8_attention_is_recorded_and_ends_with_the_same_bits(prefix: Path, tmp
         told = dict(zip(CAST_COLUMNS, values, strict=True))
         assert 20 < told["sqnr_db"] < 40, tensor
         assert told["underflow"] < 0.01, tensor
-
-
-def test_recomputed_layers_are_recorded_too(tmp_path: Path):
-    """With the numbers that they have where they are kept."""
-    rows = []
-    for name, recompute in (("kept", {}), ("again", {"recompute_granularity": "full", "recompute_method": "uniform"})):
-        config = tiny.config("corpus", precision="O2", recompute_num_layers=1 if recompute else None, **recompute)
-        with tiny.started(config):
-            process_groups.seed_all(config.training.seed)
-            made = build_training(config, tiny.VOCABULARY)
-            recorder = Recorder(made, str(tmp_path / f"{name}.jsonl"), 1, lambda *_: None)
-            with recorder.step(1):
-                train_step(made, tiny.random_batches(config), recorder=recorder)
-            recorder.close()
-        rows.append(read(tmp_path / f"{name}.jsonl")[0]["casts"])
-    assert rows[0] == rows[1]
 
 
 def test_a_skipped_step_says_so_and_a_torn_line_is_left_behind(tmp_path: Path):
@@ -359,32 +296,6 @@ def test_mu_and_tensorboard(prefix: Path, tmp_path: Path):
     shares = [values[UPDATE_COLUMNS.index("undelivered")] for values in row["updates"].values()]
     assert curves["updates/undelivered_worst"] == max(shares)
     assert events.Scalars("precision/updates/undelivered")[-1].value == pytest.approx(sum(shares) / len(shares), abs=1e-9)
-
-
-def test_moments_of_coat_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    coat = replace(O1, states=replace(O1.states, m=COAT_E4M3, v=COAT_E4M3))
-    monkeypatch.setattr(build, "build_recipe", lambda _: coat)
-    config = tiny.config("corpus", precision="O1", train_iters=5)
-    with tiny.started(config):
-        process_groups.seed_all(config.training.seed)
-        made = build_training(config, tiny.VOCABULARY)
-        recorder = Recorder(made, str(tmp_path / "p.jsonl"), 1, lambda *_: None)
-        stream = tiny.random_batches(config)
-        train_step(made, stream)
-        with recorder.step(2):
-            train_step(made, stream, recorder=recorder)
-        recorder.close()
-    casts = read(tmp_path / "p.jsonl")[0]["casts"][LINEAR]
-    assert 25 < casts["m"][3] < 50
-    assert 25 < casts["v"][3] < 50
-    assert casts["m"][2] == 0.0
-
-
-def test_of_nccls_sum_only_what_is_known_is_told():
-    tally = [10.0, 10.0, 0.0, 1.0, 5.0, 0.0, 2.0, 4.0]
-    known = line(1, False, {("a", "grad"): tally, ("a", "grad_reduced"): tally}, {}, {}, {}, sums_in_fp32=False)["casts"]["a"]
-    assert known["grad_reduced"] == [2.0, None, 0.1, None, 2]
-    assert known["grad"] == [2.0, 0.0, 0.1, None, 2]
 
 
 GRIDS: dict[str, dict[str, Any]] = {

@@ -101,27 +101,6 @@ def test_a_run_has_the_names_of_its_flags_and_the_iteration_as_axis(fake: FakeWa
     assert fake.ended == [0]
 
 
-@pytest.mark.parametrize(("had", "steps"), [(0, [3, 4]), (3, [3, 4]), (6, [6, 7])])
-def test_a_resumed_run_loses_no_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: int, steps: list[int]):
-    fake = FakeWandb(step=had)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    run = WandbRun(settings(tmp_path), "abc", Unwritten())
-    run.log({"x": 0.0}, 3)
-    run.log({"x": 0.0}, 4)
-    assert [step for step, _ in fake.points] == steps
-
-
-@pytest.mark.parametrize("module", [None, SimpleNamespace()])  # not installed; a folder `wandb` where the run starts
-def test_a_missing_package_is_named_with_its_installation(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any):
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    with (
-        pytest.raises(ValueError, match=r"^--wandb-project p needs the package wandb \(.*\): pip install -e '\.\[wandb\]'$"),
-        tiny.trainer(tiny.config(prefix, **flags(tmp_path))),
-    ):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def _resumed(prefix: Path, folder: Path) -> None:
     """Four iterations with evaluations and recorded precision, then two more from the checkpoint."""
     common: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4, "eval_interval": 2, "eval_iters": 1, "opt_level": "O2"}
