@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from helpers.fp8_sums import CASES, E4M3, E5M2, FILE, SCALE_INVS, defined, digest, operands, summed, values
+from helpers.fp8_sums import CASES, E4M3, E5M2, FILE, ROWS, SCALE_INVS, defined, digest, operands, summed, values
 from msamp.kernels import ops
 from msamp.numerics.accumulation import accumulating, judge_sums, product, tally_product_
 
@@ -88,9 +88,10 @@ def test_what_it_refuses(arguments, culprit):
         pass
 
 
+@pytest.mark.parametrize("case", CASES[7:10], ids=str)
 @pytest.mark.parametrize("fast", [True, False])
-def test_twins_sum_like_hopper_when_asked_to(fast):
-    a, b = (x[:16] for x in operands(CASES[7]))
+def test_twins_sum_like_hopper_when_asked_to(fast, case):
+    a, b = (x[:16] for x in operands(case))
     want = product(a, b, "fast" if fast else "full")
     offsets, long = (torch.tensor([n], dtype=torch.int32) for n in (16, a.shape[1]))
 
@@ -117,6 +118,22 @@ def test_a_sample_of_a_product_shows_how_its_sums_shrink(case, accumulation, slo
     got, sqnr = judge_sums(tally.tolist())
     assert got == pytest.approx(slope, abs=1e-3)
     assert (sqnr > 60) == (accumulation == "full" or case == 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("case", [case for case in CASES if case.size > ROWS or case.K <= 1024], ids=str)
+def test_products_of_this_gpu_are_as_defined(case, fast):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the definition is Hopper's")
+    a, b = (x.repeat(max(case.size, 128) // ROWS, 1).cuda() for x in operands(case))
+    scales = [torch.tensor(scale, device="cuda") for scale in SCALE_INVS]
+    got = ops.scaled_mm(a[: case.size], b[: case.size], *scales, None, torch.float32, fast_accum=fast)
+    assert digest(got[:ROWS, :ROWS].cpu()) == digest(defined(case, fast, torch.float32))
+    if not case.K % 128:
+        one, ends = torch.ones((), device="cuda"), torch.tensor([len(a)], dtype=torch.int32, device="cuda")
+        got = ops.grouped_mm(a, b[None], ends, one, one[None], torch.float32, fast_accum=fast)
+        assert digest(got[:ROWS, :ROWS].cpu()) == digest(summed(case, fast))
 
 
 @pytest.mark.nightly(40)
