@@ -17,7 +17,7 @@ from helpers import dist
 from helpers.numerics import bits, make
 from msamp.comm import collectives
 from msamp.comm.collectives import Peers
-from msamp.comm.counters import WireBytes
+from msamp.comm.counters import WireBytes, all_reduce_sent
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.parallel.data_parallel import grad_sync
 
@@ -224,3 +224,22 @@ def test_a_rank_lost_while_a_collective_is_on_its_way_is_named(reports):
     seconds, message = reports["6"].split(" ", 1)
     assert message.startswith("rank 6: the all-gather of input failed: rank 7 does not answer (")
     assert float(seconds) <= TIMEOUT
+
+
+@pytest.mark.parametrize(("total", "ranks", "sent"), [(8, 4, 12), (9, 4, 14), (4, 3, 6), (5, 2, 5), (0, 8, 0)])
+def test_a_ring_all_reduce_sends_two_of_n_minus_one_nths(total, ranks, sent):
+    assert all_reduce_sent(total, ranks) == sent
+
+
+def test_counting_and_taking():
+    wire = WireBytes()
+    wire.add("weight", "grad all-to-all", 10)
+    wire.add("weight", "weight all-gather", 5)
+    wire.add("activation", "all-gather", 7)
+    wire.add("weight", "grad all-to-all", 1)
+    counted = {("weight", "grad all-to-all"): 11, ("weight", "weight all-gather"): 5, ("activation", "all-gather"): 7}
+    assert wire.rows() == counted
+    assert (wire.total("weight"), wire.total("activation")) == (16, 7)
+    assert wire.take() == counted
+    assert wire.rows() == {}
+    assert wire.total("weight") == 0

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -71,48 +70,6 @@ def graphed(device: str, steps: int, level: str = "O2") -> tuple[list[float], Gr
     return losses, step, model
 
 
-class Recorded(GraphedStep):
-    """Notes captures and replays instead of doing them, and lets the eager step do what a graph would."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.calls: list[str] = []
-
-    def _ready(self, inputs: tuple[torch.Tensor, ...]) -> bool:
-        return self._eager_steps >= 2
-
-    def _capture(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        self.calls.append("capture")
-        self._inputs = [x.clone() for x in inputs]
-        self._graph = SimpleNamespace(replay=self._replay, reset=lambda: None)
-        self._memory = self._addresses()
-
-    def _eager(self, *inputs: torch.Tensor) -> torch.Tensor:
-        self.calls.append("eager")
-        return super()._eager(*inputs)
-
-    def _replay(self) -> None:
-        self.calls.append("replay")
-        self._loss = self._step(*self._inputs)
-
-
-def order_of_calls() -> list[str]:
-    """What a step that could be captured does: two eager steps with full histories, a capture, replays, and all again after loading."""
-    model, optimizer, forward_backward = sharded("cpu")
-    step = Recorded(model, optimizer, forward_backward)
-    refresh = optimizer.refresh
-    noted = mock.patch.object(optimizer, "refresh", side_effect=lambda: (step.calls.append("refresh"), refresh()))
-    with noted, mock.patch("torch.cuda.synchronize"):
-        for number in range(6):
-            step(batch(number, "cpu"))
-        saved = [fsdp.model_state(model)]
-        torch.distributed.broadcast_object_list(saved)
-        fsdp.load_model(model, saved[0])
-        for number in range(6, 9):
-            step(batch(number, "cpu"))
-    return step.calls
-
-
 def on_the_cpu() -> dict[str, Any]:
     losses, step, model = graphed("cpu", 4)
     plain = torch.optim.AdamW(model.parameters())
@@ -120,7 +77,6 @@ def on_the_cpu() -> dict[str, Any]:
         unregistered = message(lambda: GraphedStep(model, plain, print))
     return {
         "unregistered": unregistered,
-        "calls": order_of_calls(),
         "same": losses == eagerly("cpu", 4),
         "captured": step.captured,
         "whole": message(lambda: GraphedStep(nn.Linear(2, 2), plain, print)),
@@ -134,9 +90,6 @@ def on_the_cpu() -> dict[str, Any]:
 def test_without_a_gpu_steps_are_eager_and_what_cannot_be_captured_is_refused():
     for found in dist.run(on_the_cpu, 2):
         assert found["same"]
-        # A learning rate that first reached the GPU inside a capture would be that of every replay.
-        assert found["calls"][:8] == ["eager"] * 4 + ["refresh", "capture", "replay", "refresh"]
-        assert found["calls"][8:] == ["replay", "eager", "eager", "refresh", "capture", "replay"]
         assert found["captured"] == 0
         assert "a Linear that is not sharded; call fully_shard(model) before GraphedStep" in found["whole"]
         assert found["unregistered"] == "a step cannot be captured in a CUDA graph: NCCL cannot register buffers"

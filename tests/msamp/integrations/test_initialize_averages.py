@@ -1,7 +1,6 @@
 """Averages of a converted model: torch's AveragedModel, with buffers and without, and averages that are swapped in."""
 
 import copy
-import itertools
 import pickle
 import warnings
 
@@ -67,26 +66,6 @@ def test_an_average_multiplies_by_the_averaged_weights(average, buffers):
     other, _ = msamp.initialize(model := net(), torch.optim.AdamW(model.parameters()), "O2")
     other.load_state_dict(found.module.state_dict())
     assert error(other, exact) < 0.1
-
-
-@each_once(1.0, level=["O2", "O3"], moved=[False, True])
-def test_an_average_that_is_swapped_in_and_out_does_no_harm(level, moved):
-    """As Lightning's WeightAveraging does it: parameters and buffers through `.data`, for which no version counts."""
-    low, found, exact = averaged(level, None, True)
-    if moved:
-        low.to(torch.device("cpu"), torch.float32)
-    before = copy.deepcopy(low.state_dict())
-    for inside in (True, False):
-        theirs, ours = (itertools.chain(m.parameters(), m.buffers()) for m in (found.module, low))
-        for a, b in zip(theirs, ours, strict=True):
-            kept = b.data.clone()
-            b.data.copy_(a.data)
-            a.data.copy_(kept)
-        if inside:
-            assert error(low, exact) < 0.2
-    after = low.state_dict()
-    assert all(after[name].equal(x) for name, x in before.items() if "scaling" not in name)
-    assert low[0].scaling.seen == low[0].scaling.steps == 0  # a saved run resumes as this one goes on
 
 
 def momentum_encoder(recipe: str, kept: str) -> tuple[bool, float, float]:

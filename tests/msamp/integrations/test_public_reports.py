@@ -1,14 +1,11 @@
 """Public bug reports of other FP8 libraries, and other people's loops, each as a program that must come out right here."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import msamp
-from helpers.choices import each_once
 from helpers.numerics import make
 
 
@@ -71,74 +68,3 @@ def test_a_checkpoint_with_larger_weights_meets_no_scale_of_those_before():
     with torch.no_grad():
         want = plain(x)
         assert (model(x) - want).norm() < 0.1 * want.norm()
-
-
-def by_closure(model, optimizer, loss):
-    def closure():
-        optimizer.zero_grad()
-        found = loss()
-        found.backward()
-        return found
-
-    return optimizer.step(closure)
-
-
-def by_hand(model, optimizer, loss):
-    found = loss()
-    params = list(model.parameters())
-    for p, g in zip(params, torch.autograd.grad(found, params), strict=True):
-        p.grad = g
-    optimizer.step()
-    return found
-
-
-def by_one_vector(model, optimizer, loss):
-    """As projections of several gradients do it (PCGrad)."""
-    found = loss()
-    params = list(model.parameters())
-    flat = torch.cat([g.reshape(-1) for g in torch.autograd.grad(found, params)])
-    for p, g in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        p.grad = g.view_as(p)
-    optimizer.step()
-    return found
-
-
-def with_noise(model, optimizer, loss):
-    optimizer.zero_grad()
-    found = loss()
-    found.backward()
-    for p in model.parameters():
-        p.grad.add_(make("normal", tuple(p.shape)) * 1e-4).clamp_(-0.1, 0.1)
-    optimizer.step()
-    return found
-
-
-def with_penalty(model, optimizer, loss):
-    optimizer.zero_grad()
-    found = loss()
-    found.backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.grad.add_(p * 1e-3)
-    optimizer.step()
-    return found
-
-
-STEPS_OF = {step_of.__name__: step_of for step_of in (by_closure, by_hand, by_one_vector, with_noise, with_penalty)}
-
-
-@each_once(0.5, name=list(STEPS_OF), recipe=["O1", "O2", "O3"])
-def test_other_people_s_steps_train_as_in_fp32(name, recipe):
-    step_of = STEPS_OF[name]
-    last = []
-    for low in (False, True):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model, optimizer = msamp.initialize(model, optimizer, recipe) if low else (model, optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for step in range(25):
-                x = make("normal", (16, 32), step)
-                loss = step_of(model, optimizer, lambda model=model, x=x: (model(x) - x * 0.5).square().mean())
-        last.append(float(loss.detach()))
-    assert last[1] == pytest.approx(last[0], rel=0.02)

@@ -10,7 +10,7 @@ from helpers import dist
 from helpers.block_halves import B, H, Half, S, mlp_half, mlp_settings, plain_mlp
 from helpers.numerics import make
 from msamp.kernels import ops
-from msamp.nn.channel_scales import DECAY, HEADROOM, ChannelScales, next_scales
+from msamp.nn.channel_scales import DECAY, HEADROOM, next_scales
 from msamp.nn.linear_fn import linear
 from msamp.nn.mlp_block import MLPBlock
 from msamp.nn.scaling_state import LinearScaling, ScalingState
@@ -150,29 +150,6 @@ def test_sqnr_underflow_and_saturation_with_and_without(kind, outlier, gain):
     assert underflow_frac(x, smoothed) <= underflow_frac(x, values)
     assert saturation_frac(smooth, E4M3) <= saturation_frac(plain, E4M3)
     assert all(x[:, n].abs().max() * by[n] * HEADROOM * scale <= E4M3.max for n in range(64) if by[n] > 1), "room to grow"
-
-
-def test_state_is_saved_checked_copied_and_moved():
-    layer = LinearScaling(short(recipe.O2).gemm, channels=4)
-    layer.channels.peak.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    layer.channels.scale.copy_(torch.tensor([1.0, 2.0, 1024.0, 4.0]))
-    layer.check_state(layer.state_dict())
-    other = LinearScaling(short(recipe.O2).gemm, channels=4)
-    other.load_state_dict(layer.state_dict())
-    assert other.channels.scale.equal(layer.channels.scale)
-    assert copy.deepcopy(layer).channels.peak.equal(layer.channels.peak)
-    assert layer.bfloat16().channels.peak.dtype == torch.float32
-    for name, value, message in (
-        ("scale", 3.0, "channels.scale contains 3; it must be a power of two"),
-        ("scale", 2048.0, r"channels.scale contains 2048; it must be in \[1, 1024\]"),
-        ("peak", -1.0, "channels.peak contains -1; it must be in"),
-    ):
-        state = {key: x.clone() for key, x in layer.state_dict().items()}
-        state[f"channels.{name}"][2] = value
-        with pytest.raises(ValueError, match=message):
-            layer.check_state(state)
-    with pytest.raises(ValueError, match=r"scale is torch\.float64"):
-        ChannelScales(2).check_state({"scale": torch.ones(2, dtype=torch.float64)})
 
 
 def _roll_on_two() -> list[float]:

@@ -87,24 +87,6 @@ def test_a_model_that_is_itself_a_linear(level):
     assert convert(kept, level) is kept
 
 
-def test_subclasses_of_linear_are_left_alone():
-    class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
-    model = nn.Sequential(Scaled(32, 32), nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
-    assert converted(convert(model, recipe.O2)) == []
-
-
-def test_modes_and_frozen_weights_are_kept():
-    model = Tree().eval()
-    model.blocks[0].experts["a"].weight.requires_grad_(False)
-    convert(model, recipe.O2)
-    assert not any(m.training for m in model.modules() if isinstance(m, FP8Linear))
-    assert not model.blocks[0].experts["a"].weight.requires_grad
-    assert model.blocks[0].experts["b"].weight.requires_grad
-
-
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_refused_by_name_and_nothing_is_converted(bad):
     model = Tree()
@@ -284,3 +266,30 @@ class SharedExperts(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
+
+
+def accepted(accept, name="blocks.0.fc1", sizes=(32, 32)) -> bool:
+    return accept(name, nn.Linear(*sizes, device="meta"))
+
+
+def test_names_are_searched_as_regular_expressions():
+    accept = exclude_names(r"fc2$", r"^head")
+    assert [accepted(accept, n) for n in ("blocks.0.fc1", "blocks.0.fc2", "head", "blocks.head")] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(("sizes", "want"), [((64, 64), True), ((63, 64), False), ((64, 63), False), ((1000, 10), False)])
+def test_narrow_layers_are_refused(sizes, want):
+    assert accepted(min_features(64), sizes=sizes) is want
+
+
+def test_all_of_wants_every_filter():
+    accept = all_of(include_names("fc"), min_features(16))
+    assert accepted(accept)
+    assert not accepted(accept, name="qkv")
+    assert not accepted(accept, sizes=(8, 32))
+    assert accepted(all_of())
+
+
+@pytest.mark.parametrize("name", ["lm_head", "output_layer", "model.lm_head", "gpt_neox.embed_out"])
+def test_by_default_the_lm_head_stays(name):
+    assert not accepted(DEFAULT, name)

@@ -101,20 +101,6 @@ def test_rows_after_the_last_expert_s_are_never_read(monkeypatch):
     assert min(spoiled) > 0
 
 
-def test_what_is_saved_for_backward():
-    x, probs, fc1, fc2 = inputs()
-    sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        ExpertsFunction.apply(x.bfloat16(), probs, chosen("random"), fc1, fc2, settings(fc1, fc2))
-    rows = ops.group_tokens(chosen("random"), EXPERTS, 128)[1].numel()
-    assert sorted(sizes)[-2:] == [TOKENS * HIDDEN, rows * 2 * WIDTH * 2]
-    sizes.clear()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        again = settings(fc1, fc2)._replace(recompute=True)
-        ExpertsFunction.apply(x.bfloat16(), probs, chosen("random"), fc1, fc2, again)
-    assert sorted(sizes)[-2:] == [4 * rows, TOKENS * HIDDEN], "codes of x, and the probability of each row"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_recomputing_changes_no_bit(dtype):
     x, probs, fc1, fc2 = inputs("log-normal")

@@ -11,16 +11,17 @@ from helpers.definitions import dequantize_blocks
 from helpers.numerics import codes, make
 from msamp.kernels import ops
 from msamp.nn.block import vector_gradients
+from msamp.nn.cast_checks import check_gemm, check_smooth, wire_cast
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.gemm import LayerGemm, Operand, cast_operand
 from msamp.nn.linear import FP8Linear
 from msamp.nn.scaling_state import LinearScaling
 from msamp.numerics import recipe
 from msamp.numerics.block_scale import quantize_blocks
-from msamp.numerics.formats import BF16, E4M3, E5M2
+from msamp.numerics.formats import BF16, E4M3, E5M2, FP16
 from msamp.numerics.granularity import Group
 from msamp.numerics.quantize import dequantize, quantize
-from msamp.numerics.recipe import Cast, Gemms, Product
+from msamp.numerics.recipe import GEMMS, Cast, Gemms, Product
 from msamp.numerics.scaling import Current, Delayed, Scaling, inverse, scale_from_amax
 
 
@@ -198,3 +199,23 @@ def test_blocks_follow_a_channel_that_one_scale_drowns():
 def test_what_a_layer_cannot_cast_is_refused_where_it_is_built(gemm, word):
     with pytest.raises(ValueError, match=word):
         LinearScaling(gemm)
+
+
+def test_built_in_casts_are_accepted():
+    for gemm in GEMMS.values():
+        check_gemm(gemm)
+    gemm = recipe.O3.gemm
+    assert wire_cast(E4M3, (gemm.input, gemm.grad_output)) == gemm.input
+
+
+def test_partial_sums_need_the_format_of_an_operand():
+    gemm = recipe.O3.gemm
+    with pytest.raises(ValueError, match="partial sums cannot be sent in fp16"):
+        wire_cast(FP16, (gemm.input, gemm.grad_output))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8"])
+def test_smooth_swiglu_needs_one_delayed_scale_per_tensor(name):
+    check_smooth(GEMMS["delayed"])
+    with pytest.raises(ValueError, match="Smooth-SwiGLU requires operands with one delayed scale per tensor"):
+        check_smooth(GEMMS[name])

@@ -9,8 +9,7 @@ from torch import nn
 
 from helpers.numerics import make
 from msamp.nn.linear import FP8Linear
-from msamp.nn.precision_guard import SUMS, Bounds, Guarded, LayerGuard, LayerState, check_state, linear_layers
-from msamp.nn.scaling_state import ScalingState
+from msamp.nn.precision_guard import SUMS, Bounds, LayerGuard, LayerState, check_state, linear_layers
 from msamp.numerics import recipe
 from msamp.numerics.accumulation import accumulating
 from msamp.numerics.metrics import sqnr_db, underflow_frac
@@ -149,20 +148,3 @@ def test_a_model_without_fp8_layers_and_a_second_guard_are_refused():
         guard(made)
     first.release()
     guard(made)
-
-
-def test_smooth_channels_are_in_the_weight_s_measurement():
-    """What is cast is the weight divided by the channels' scales."""
-    made = model()
-    made[0].scaling.add_channels(32)
-    state, one = ScalingState(made), guard(made, every=1)
-    for _ in range(3):
-        x = make("normal", (16, 32), seed=1)
-        x[:, 3] *= 1e4
-        made(x).sum().backward()
-        state.roll()
-    assert float(made[0].scaling.channels.scale.amax()) > 1
-    one._weights()
-    signal, noise = one._table[0, 2, 4:6].tolist()
-    assert 10 * math.log10(signal / noise) > 25
-    assert isinstance(one.layers["0"], Guarded)

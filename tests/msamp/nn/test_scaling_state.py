@@ -254,43 +254,6 @@ def test_a_skipped_step_leaves_no_trace(rule):
         assert layer.delayed == (step + 1 >= layer.window)
 
 
-def test_a_window_of_skipped_steps_stays_just_in_time():
-    for window in (1, 4):
-        layer = scaling(Delayed(window))
-        state = ScalingState(layer)
-        for _ in range(3 * window):
-            layer.amax.fill_(1e30)
-            state.roll(usable=usable(False))
-            assert not layer.delayed
-            assert all(slot.scale is None for slot in layer.slots(record=True))
-        assert layer.seen == 0
-        for step in range(window):
-            assert not layer.delayed
-            layer.amax.fill_(1.0)
-            state.roll(usable=usable(True))
-            assert layer.seen == step + 1
-        assert layer.delayed
-
-
-def test_a_resume_right_after_a_skipped_step_goes_on_as_the_run():
-    def rolled_once_more(net: nn.Module, value: float) -> None:
-        for layer in ScalingState(net).layers.values():
-            layer.amax.fill_(value)
-
-    net = model(Delayed(4))
-    state = ScalingState(net)
-    for counts in (True, True, True, False):
-        rolled_once_more(net, 1.0 if counts else 1e30)
-        state.roll(usable=usable(counts))
-    for other in (copy.deepcopy(net), model(Delayed(4))):
-        other.load_state_dict(net.state_dict())
-        again = ScalingState(other)
-        rolled_once_more(other, 2.0)
-        again.roll(usable=usable(True))
-        assert other[0].scaling.delayed
-        assert other[0].scaling.history.tolist() == [[1.0, 1.0, 1.0, 2.0]] * 2
-
-
 def _skip_on_ranks() -> dict[str, torch.Tensor]:
     rank = torch.distributed.get_rank()
     net = model(Delayed(4))

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from msamp.numerics import formats, recipe
+from msamp.numerics.recipe_words import describe
 from msamp.numerics.scaling import Current, Delayed
 
 
@@ -77,3 +78,8 @@ def test_only_an_fp8_recipe_casts_in_another_way():
     assert recipe.O2.with_gemm(recipe.GEMMS["tensorwise"]) == recipe.O2.with_scaling(Current())
     with pytest.raises(ValueError, match="recipe bf16 has no FP8 GEMM"):
         recipe.BF16.with_gemm(recipe.GEMMS["tensorwise"])
+
+
+@pytest.mark.parametrize("name", recipe.names())
+def test_every_recipe_can_be_described(name: str) -> None:
+    assert describe(recipe.by_name(name)).startswith("GEMMs")

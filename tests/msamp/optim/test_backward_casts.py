@@ -61,29 +61,6 @@ def narrow(model: nn.Module) -> list[bool]:
     return [isinstance(p.grad, FP8Gradient) and isinstance(p.grad.held, ScalingTensor) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_bits_are_those_of_a_cast_after_backward(dtype):
-    model = net(dtype=dtype)
-    casts = attached(model)
-    backward(model)
-    assert_cast(model, plain_gradients(dtype=dtype))
-    assert casts is not None
-
-
-def test_a_second_backward_accumulates_in_the_parameter_s_dtype():
-    model = net()
-    casts = attached(model)
-    backward(model, 0)
-    first = [p.grad.dequantize() for p in model.parameters()]
-    for seed in (1, 2):
-        backward(model, seed)
-        assert not any(narrow(model))
-    for p, one, two, three in zip(model.parameters(), first, plain_gradients((1,)), plain_gradients((2,)), strict=True):
-        assert p.grad.dtype == torch.bfloat16
-        assert p.grad.dequantize().equal(one + two + three)
-    assert casts is not None
-
-
 @pytest.mark.parametrize("clear", ["none", "zero", "by hand"])
 def test_after_zero_grad_it_is_cast_again(clear):
     model = net()

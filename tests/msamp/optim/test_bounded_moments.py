@@ -158,30 +158,6 @@ def test_steps_are_bounded_and_no_weight_moves_on_without_a_gradient(pair, betas
     check(pair, betas, rounding, silent=100)
 
 
-DECADES = {"bf16": 6, "fp16": 5, "O2": 4, "e4m3": 2, "e5m2": 4, "e5m2-fp16": 5}  # whole decades of gradients that the formats hold
-
-
-def delivered(pair: str, betas: tuple[float, float], rounding: str, steps: int = 200) -> torch.Tensor:
-    """[decades, 64]: share of FP32's displacement, which is lr per step, under constant gradients of each decade below the largest."""
-    sizes = 10.0 ** -(torch.arange(DECADES[pair])[:, None] + torch.arange(64) / 64)
-    p = nn.Parameter(torch.zeros_like(sizes))
-    optimizer = LowPrecisionOptimizer([p], lr=LR, betas=betas, eps=EPS, weight_decay=0, formats=state_formats(PAIRS[pair], rounding))
-    for _ in range(steps):
-        p.grad = sizes.clone()
-        optimizer.step()
-    return -p.detach() / (steps * LR)
-
-
-@pytest.mark.parametrize(
-    "pair", [pytest.param(pair, marks=[pytest.mark.nightly] * (pair not in ("bf16", "O2", "e4m3"))) for pair in DECADES]
-)
-@pytest.mark.parametrize("betas", [BETAS[0], *(pytest.param(betas, marks=pytest.mark.nightly) for betas in BETAS[1:])], ids=str)
-def test_stochastic_moments_deliver_what_fp32_moments_do(pair, betas):
-    share = delivered(pair, betas, "stochastic")
-    assert float(share.mean(1).min()) >= 0.99
-    assert float(share.min()) >= 0.9
-
-
 @each_once(seconds=1.0, update=("sgd-momentum", "muon"), rounding=ROUNDINGS)
 def test_other_momenta_stop_with_their_gradient(update, rounding):
     """With momentum in E4M3, whose codes all fall to 0 but for that of element 0: in the last 100 of 400 steps nothing else moves."""

@@ -1,11 +1,13 @@
 """The registry of updates: what the built-in ones declare, what each refuses, and what cannot be registered."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP16
-from msamp.numerics.recipe import O2, StateFormats
+from msamp.numerics.formats import BF16, COAT_E4M3, E4M3, FP16, FP32
+from msamp.numerics.recipe import COLLAGE_PLUS, O2, StateFormats
 from msamp.numerics.tensor import ScalingTensor
 from msamp.optim import updates
 from msamp.optim.optimizer import LowPrecisionOptimizer
@@ -93,3 +95,61 @@ def test_groups_of_several_updates_share_one_optimizer():
     assert p.scale_inv.equal(q.scale_inv)
     assert together.state[other].keys() == {"step", "trace"}
     assert other.eq(1).all()
+
+
+FOUR_BF16 = StateFormats(BF16, BF16, BF16, BF16, "plus")
+
+
+def test_an_update_in_bf16_takes_nothing_else():
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(
+        ValueError, match="update 'plus' computes in BF16, but the formats are master bf16, grad bf16, m bf16, v fp32; set all four"
+    ):
+        LowPrecisionOptimizer([p], formats=replace(FOUR_BF16, v=FP32))
+    with pytest.raises(ValueError, match="decoupled is False; update 'plus' only supports decoupled decay"):
+        LowPrecisionOptimizer([p], formats=FOUR_BF16, decoupled=False)
+    for wrong, kind in (
+        (torch.ones(2), "torch.float32"),
+        (ScalingTensor.quantize(torch.ones(2), E4M3, dtype=torch.bfloat16), "a ScalingTensor"),
+    ):
+        with pytest.raises(ValueError, match=f"a parameter is {kind}; update 'plus' requires plain torch.bfloat16"):
+            LowPrecisionOptimizer([nn.Parameter(wrong)], formats=COLLAGE_PLUS.states)
+
+
+def built(update: str, p: torch.Tensor, **options) -> LowPrecisionOptimizer:
+    formats = StateFormats(FP32, FP32, FP32, FP32, update)
+    return LowPrecisionOptimizer([nn.Parameter(p)], lr=0.5, weight_decay=0.0, formats=formats, **options)
+
+
+def test_two_steps_of_momentum_by_hand():
+    optimizer = built("sgd-momentum", torch.ones(3), momentum=0.5)
+    (p,) = optimizer.param_groups[0]["params"]
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    assert p.tolist() == [1 - 0.5 * 1 - 0.5 * 1.5] * 3
+    assert optimizer.state[p]["momentum_buffer"].tolist() == [1.5] * 3
+
+
+@pytest.mark.parametrize("update", ["sgd", "sgd-momentum"])
+def test_a_step_that_is_not_usable_changes_nothing(update):
+    optimizer = built(update, torch.ones(3))
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = torch.tensor([1.0, float("nan"), 1.0])
+    optimizer.step()
+    assert p.tolist() == [1.0] * 3
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("update", "options", "message"),
+    [
+        ("sgd", {"momentum": 0.9}, "update 'sgd' has no momentum state"),
+        ("sgd-momentum", {"nesterov": True, "dampening": 0.1}, "it requires a momentum above 0 and dampening 0"),
+        ("muon", {"ns_steps": 100}, r"ns_steps is 100; it must be in \[0, 100\)"),
+        ("muon", {"decoupled": False}, "update 'muon' only supports decoupled decay"),
+    ],
+)
+def test_options_out_of_range_are_refused(update, options, message):
+    with pytest.raises(ValueError, match=message):
+        built(update, torch.ones(4, 4), **options)
