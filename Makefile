@@ -17,9 +17,8 @@ PYTEST = $(PYTHON) -m pytest --durations=10
 # that wait for each other, or for a timeout. A file's tests stay in one process, for what they share.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
-# Which part of the nightly tests, of how many; and how many mutants at a time.
+# Which part of the nightly tests, of how many.
 SHARD ?= 1/1
-MUTANT_JOBS ?= 2
 # So that an interpreter of the machine, into which nothing was installed, finds us too.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Compiled files are kept, whatever the caller's environment says: each test process would compile all of them anew.
@@ -33,7 +32,7 @@ EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate
   tests/megatron/lm/data/preprocessing/test_rows.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
-.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly mutants test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs tables bench bench-gate clean
+.PHONY: help venv environments quickstart test test-hosts test-extras test-nightly test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs tables bench bench-gate clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -87,12 +86,8 @@ test-extras: override PYTHON = .venv-extras/bin/python
 test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of Parquet input, with the extras `eval`, `data` and `wandb`, which it installs
 	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu" --extras $(EXTRA_TESTS) $(ARGS)
 
-test-nightly: $(READY) ## the longer tests that need no GPU, and the mutants: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)
+test-nightly: $(READY) ## the longer tests that need no GPU: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)
 	$(PARALLEL) -m "nightly and not gpu and not multi_gpu" --shard $(SHARD) tests $(ARGS)
-	$(PYTHON) tools/mutants.py --shard $(SHARD) --jobs $(MUTANT_JOBS)
-
-mutants: $(READY) ## check that the tests notice each one-line fault of tools/mutants.toml (ARGS="-k gradients" for some)
-	$(PYTHON) tools/mutants.py --jobs $(MUTANT_JOBS) $(ARGS)
 
 test-gpu: $(READY) ## tests on one GPU with FP8
 	$(PYTEST) -m "gpu and not multi_gpu" tests $(ARGS)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from helpers.precision_names import decisions_by_name
-from tools import mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450  # physical lines per file
@@ -80,11 +79,6 @@ def test_graphs_are_captured_where_a_failed_capture_frees_them():
     """NCCL waits for a half-captured graph with its collectives: two ranks that lacked memory never ended."""
     library = [path for path in SOURCE if path.startswith(("msamp/", "megatron/"))]
     assert [path for path in library if "torch.cuda.graph(" in read(path)] == ["msamp/kernels/cuda_graph.py"]
-
-
-def test_every_mutant_still_has_a_line_to_change():
-    """`make mutants` runs by night: a refactoring that moves a line would not be noticed until then."""
-    mutants.check(mutants.read(ROOT / "tools/mutants.toml"))
 
 
 def test_files_are_where_they_belong():

@@ -1,23 +1,23 @@
 """Cases by default and by night: of a product of choices, the default run takes each choice once."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 
 def each_once(seconds: float = 0.3, **choices: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrise by the product of `choices`. The default run has as many cases as the longest has values, in which each value of each
-    stands; the others are nightly, of `seconds` each."""
-    diagonal = {tuple(i % len(values) for values in choices.values()) for i in range(max(map(len, choices.values())))}
-    places = itertools.product(*(range(len(values)) for values in choices.values()))
+    """Parametrise so that each two values of two `choices` meet in a case. The default run has as many cases as the longest has values, in
+    which each value of each stands; the others are nightly, of `seconds` each."""
+    sizes = [len(values) for values in choices.values()]
+    diagonal = [tuple(i % size for size in sizes) for i in range(max(sizes))]
     cases = [
         pytest.param(
             *(values[i] for values, i in zip(choices.values(), place, strict=True)),
             marks=[] if place in diagonal else pytest.mark.nightly(seconds),
         )
-        for place in places
+        for place in covering(sizes, diagonal)
     ]
     return pytest.mark.parametrize(tuple(choices), cases, ids=lambda value: getattr(value, "name", str(value)))
 
@@ -32,3 +32,56 @@ def each_value(**choices: Sequence[Any]) -> pytest.MarkDecorator:
     ]
     params = [pytest.param(*(x.values[0] for x in case), marks=[mark for x in case for mark in x.marks]) for case in cases]
     return pytest.mark.parametrize(tuple(choices), params, ids=lambda value: getattr(value, "name", str(value)))
+
+
+def every_pair(test: Callable[..., None]) -> Callable[..., None]:
+    """Replace the product of the `parametrize` marks below it by fewer cases, in which each two values of two marks still meet."""
+    marks: list[Any] = test.pytestmark  # type: ignore[attr-defined]
+    columns = [_params(mark) for mark in marks if mark.name == "parametrize"]
+    names = [name for mark in marks if mark.name == "parametrize" for name in _names(mark)]
+    test.pytestmark = [mark for mark in marks if mark.name != "parametrize"]  # type: ignore[attr-defined]
+    cases = []
+    for row in covering([len(column) for column in columns]):
+        chosen = [column[i] for column, i in zip(columns, row, strict=True)]
+        values, ids = [x for param in chosen for x in param.values], "-".join(param.id for param in chosen)
+        cases.append(pytest.param(*values, marks=[mark for param in chosen for mark in param.marks], id=ids))
+    return pytest.mark.parametrize(names, cases)(test)
+
+
+def _names(mark: Any) -> list[str]:
+    """Return the arguments that a `parametrize` mark sets."""
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def _params(mark: Any) -> list[Any]:
+    """Return the values of a `parametrize` mark as params with ids."""
+    several, ids = len(_names(mark)) > 1, mark.kwargs.get("ids")
+    params = []
+    for i, x in enumerate(mark.args[1]):
+        values = x.values if hasattr(x, "marks") else tuple(x) if several else (x,)
+        shown = [ids(v) if callable(ids) else getattr(v, "name", str(v)) for v in values] if ids is None or callable(ids) else [ids[i]]
+        params.append(pytest.param(*values, marks=getattr(x, "marks", ()), id="-".join(map(str, shown))))
+    return params
+
+
+def covering(sizes: Sequence[int], rows: Sequence[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
+    """Return rows of one place per column, the given `rows` first, so that each two places of two columns are together in a row."""
+    covered, columns = list(rows), range(len(sizes))
+    if len(sizes) == 1:
+        return [(i,) for i in range(sizes[0])]
+    pairs = [((a, i), (b, j)) for a, b in itertools.combinations(columns, 2) for i in range(sizes[a]) for j in range(sizes[b])]
+    missing = dict.fromkeys(pairs)
+    for place in rows:
+        for pair in itertools.combinations(enumerate(place), 2):
+            missing.pop(pair, None)
+    while missing:
+        row = dict(next(iter(missing)))
+        for column in columns:
+            if column not in row:
+                met = [sum(tuple(sorted(((column, i), pair))) in missing for pair in row.items()) for i in range(sizes[column])]
+                row[column] = max(range(sizes[column]), key=met.__getitem__)
+        covered.append(tuple(row[column] for column in columns))
+        for pair in itertools.combinations(enumerate(covered[-1]), 2):
+            missing.pop(pair, None)
+    return covered

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.definitions import dequantize_blocks
 from helpers.numerics import BLOCK_NOISE, blockwise, make, stored
 from msamp.kernels import scaled_mm as module
@@ -45,6 +46,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> Non
     assert error <= tolerance, f"off by {error:.2e} of the largest value, at most {tolerance:.2e}"
 
 
+@every_pair
 @pytest.mark.parametrize("shape", [(16, 16, 16), (17, 33, 5), (1, 16, 48), (40, 7, 100), (64, 128, 96), (3, 1, 1)], ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} x {pair[1]}")
 @pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
@@ -143,6 +145,7 @@ def test_hardware_is_asked_by_number(capability, monkeypatch):
         fp8_hardware.cache_clear()
 
 
+@every_pair
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} x {pair[1]}")
@@ -175,6 +178,7 @@ def block_product(a, b, left: Block, right: Block, out_dtype=torch.float32, bias
     return block_scaled_mm(a[0], b[0], a[1], b[1], bias, out_dtype, a_block=(left.rows, left.columns), b_block=(right.rows, right.columns))
 
 
+@every_pair
 @every_setting
 @pytest.mark.parametrize("shape", [(16, 16, 128), (17, 33, 5), (40, 300, 260), (3, 1, 1), (130, 128, 512)], ids=str)
 @pytest.mark.parametrize("out_dtype", TOLERANCE, ids=str)
@@ -375,6 +379,7 @@ def test_emulated_blocks_are_told_once_a_device(gpu):
             warn_if_blocks_emulated(device, columns)
 
 
+@every_pair
 @pytest.mark.gpu
 @every_setting
 @pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]} x {pair[1]}")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.definitions import dequantize_blocks
 from helpers.numerics import bits, codes, make
 from msamp.kernels.reference.amax import amax
@@ -19,6 +20,7 @@ def cast(x, block, rule, fmt=E4M3, *, multiplier=None, slot=None, row=True, col=
     return block_cast(x, multiplier, slot, rows=block.rows, columns=block.columns, dtype=fmt.dtype, scale_rule=rule, row=row, col=col)
 
 
+@every_pair
 @every_rule
 @every_block
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, SMALL, bits, check, codes, make, measure
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.cast import cast
@@ -56,6 +57,7 @@ def test_just_in_time_keeps_the_limits_of_a_cast(fmt, kind):
     check("cast", str(fmt), kind, SMALL, measure(x, dequantize(y, scale_inv), y, fmt))
 
 
+@every_pair
 @every_fp8
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [None, float("nan"), -float("inf")])
@@ -79,6 +81,7 @@ def test_maxima_that_cannot_serve_are_refused():
         cast_transpose(x, None, None, E4M3.dtype, row=True, maxima=torch.ones(6).bfloat16())
 
 
+@every_pair
 @every_fp8
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("scale", [None, 2.0])

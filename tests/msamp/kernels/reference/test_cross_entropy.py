@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, make, measure
 from msamp.kernels.reference.cross_entropy import cross_entropy_, cross_entropy_of_parts_, softmax_parts
 
@@ -77,6 +78,7 @@ def test_no_rows():
     assert cross_entropy_(torch.empty(0, 8), torch.empty(0, dtype=torch.int64), torch.empty(0)).shape == (0,)
 
 
+@every_pair
 @every_dtype
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, LARGE, SMALL, check, make, measure
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.group_cast import NOT_FINITE, group_cast, group_decode
@@ -29,6 +30,7 @@ def test_each_group_is_a_tensor_cast_just_in_time(fmt, shape):
             assert decoded[i, 16 * k : 16 * k + 16].equal(dequantize(quantize(piece, scale, fmt), inverse(scale)))
 
 
+@every_pair
 @every_fp8
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import every_pair
 from msamp.kernels.reference.momentum import ADJUSTMENTS, COEFFICIENTS, heavy_ball_, muon_, orthogonal
 
 STEPS = 4
@@ -41,6 +42,7 @@ def test_without_a_buffer_the_step_is_the_gradient_and_decay_may_stand_apart():
     assert p.equal((start * (1 - 0.5 * 0.1)).add_(g, alpha=-0.5))
 
 
+@every_pair
 @needs_muon
 @pytest.mark.parametrize("number", [float, lambda x: torch.tensor(x, dtype=torch.float64)], ids=["host", "device"])
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, codes, make, measure
 from msamp.kernels import ops
 from msamp.kernels.reference.normalize import normalize, normalize_backward, normalize_transposed
@@ -35,6 +36,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rms:
     return F.layer_norm(x.double(), shape, weight.double(), None if bias is None else bias.double(), EPS)
 
 
+@every_pair
 @both_norms
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -56,6 +58,7 @@ def test_the_sum_is_rounded_before_it_is_normalised(rms):
     assert y.equal(normalize(total, None, weight, bias, EPS, None, None, torch.float32, rms=rms)[1])
 
 
+@every_pair
 @both_norms
 @every_fp8
 @pytest.mark.parametrize("given", [True, False], ids=["delayed", "just-in-time"])
@@ -78,6 +81,7 @@ def test_scale_amax_and_scale_inv(fmt, rms, given):
     assert codes(y_t).equal(codes(y).t())
 
 
+@every_pair
 @both_norms
 @every_fp8
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,6 +106,7 @@ def test_what_is_not_finite_shows(bad):
     assert y.float()[4].isfinite().all()
 
 
+@every_pair
 @both_norms
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

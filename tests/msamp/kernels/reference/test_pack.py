@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.grad_stats import carried, grad_stats
 from msamp.kernels.reference.pack import check_pieces, pack
@@ -59,6 +60,7 @@ def test_what_does_not_fit_is_refused(flags, message):
         check_pieces([torch.zeros(4)], [(0, 0, 4, 0)], torch.empty(4, dtype=dtype), factors, **flags)
 
 
+@every_pair
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("divide", [False, True])
 @pytest.mark.parametrize("fmt", ALL, ids=str)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.sum_payloads import sum_payloads
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
@@ -10,6 +11,7 @@ from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 ALL = (E4M3, E5M2, BF16, FP16, FP32)
 
 
+@every_pair
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fmt", ALL, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 5])

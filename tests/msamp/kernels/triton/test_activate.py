@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
-from helpers.choices import each_once
+from helpers.choices import each_once, every_pair
 from helpers.numerics import KINDS, codes, make
 from msamp.kernels.reference import activate as twin
 from msamp.numerics.formats import E4M3, E5M2
@@ -165,6 +165,7 @@ def test_what_does_not_fit_is_refused(triton_device):
         kernel("activate_backward", grad_a, y, "swiglu", None, E4M3.dtype, None, None, E5M2.dtype)
 
 
+@every_pair
 @pytest.mark.gpu
 @both
 @every_scale

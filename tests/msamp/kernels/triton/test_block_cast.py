@@ -1,6 +1,5 @@
 """The Triton cast in blocks bit for bit against its twin (but for the sign of NaN): under the interpreter here, compiled on a GPU."""
 
-import functools
 import importlib
 import itertools
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from helpers.agreement import assert_codes
-from helpers.choices import each_once
+from helpers.choices import each_once, every_pair
 from helpers.numerics import bits, every_bf16, make, random_floats
 from msamp.kernels.reference.block_cast import block_cast as twin
 from msamp.numerics.block_scale import RULES
@@ -16,7 +15,6 @@ from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import Block
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy, for the interpreter
-NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
 FP8, DTYPES = (E4M3, E5M2), (torch.float32, torch.bfloat16, torch.float16)
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_fp8 = pytest.mark.parametrize("fmt", FP8, ids=str)
@@ -47,15 +45,13 @@ def assert_same(
         assert bits(slots[0]).equal(bits(slots[1]))
 
 
-@each_once(block=BLOCKS, dtype=DTYPES)
-@pytest.mark.parametrize("shape", [(3, 5), (130, 129), *(NIGHTLY(shape) for shape in ((1, 1), (127, 65), (4, 260)))], ids=str)
+@each_once(block=BLOCKS, dtype=DTYPES, shape=[(3, 5), (130, 129), (1, 1), (127, 65), (4, 260)])
 def test_ragged_shapes(block, dtype, shape, triton_device):
     rule = "e8m0" if block == MX else "fp32"
     assert_same(make("log-normal", shape, device=triton_device).to(dtype), block, rule)
 
 
-@each_once(rule=list(RULES), fmt=FP8)
-@pytest.mark.parametrize("block", [*BLOCKS, *(NIGHTLY(block) for block in (Block(32, 32), Block(1, 16), Block(64, 64)))], ids=str)
+@each_once(rule=list(RULES), fmt=FP8, block=[*BLOCKS, Block(32, 32), Block(1, 16), Block(64, 64)])
 def test_every_rule_in_blocks_of_all_sizes(rule, fmt, block, triton_device):
     assert_same(make("channel-outlier", (140, 72), device=triton_device).bfloat16(), block, rule, fmt)
 
@@ -67,8 +63,7 @@ def test_everything_that_can_be_left_out(block, asked, triton_device):
         assert_same(make("normal", (rows, 70), device=triton_device), block, "fp32", asked=asked)
 
 
-@each_once(rule=list(RULES), block=BLOCKS)
-@every_fp8
+@each_once(rule=list(RULES), block=BLOCKS, fmt=FP8)
 def test_random_bits_of_all_magnitudes(rule, fmt, block, triton_device):
     x = random_floats(20_000, seed=9)
     # Sorted, neighbours share a block: blocks of every magnitude. Most of those of the unsorted ones are not finite.
@@ -89,8 +84,7 @@ def test_amaxes_beside_powers_of_two_and_beside_the_largest_value(rule, triton_d
         assert_same(x.to(triton_device), MX, rule, fmt)
 
 
-@each_once(bad=[float("nan"), -float("inf"), -0.0], rule=list(RULES))
-@every_block
+@each_once(bad=[float("nan"), -float("inf"), -0.0], rule=list(RULES), block=BLOCKS)
 def test_special_values(bad, rule, block, triton_device):
     x = make("normal", (130, 70), device=triton_device)
     x[126, 0] = x[129, 69] = bad
@@ -147,6 +141,7 @@ def test_what_does_not_fit_is_refused(triton_device):
         assert_same(torch.zeros(4, 12, device=triton_device), Block(1, 12), "fp32")
 
 
+@every_pair
 @pytest.mark.gpu
 @every_rule
 @every_fp8

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import codes, every_bf16, make, random_floats
 from msamp.kernels.reference.cast import cast as twin
 from msamp.numerics.formats import BF16, E4M3, E5M2
@@ -28,6 +29,7 @@ def assert_same(x: torch.Tensor, scale: float, fmt) -> None:
     assert scale_t == scale, "the scale is only read"
 
 
+@every_pair
 @every_fp8
 @every_dtype
 @pytest.mark.parametrize("shape", RAGGED, ids=str)

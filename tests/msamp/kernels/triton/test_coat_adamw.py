@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.adamw_inputs import HYPER, adamw_batch, hyper
+from helpers.choices import every_pair
 from helpers.numerics import COAT_STEP, SMALL, bits, check, codes, make, measure
 from msamp.kernels.reference.adamw import Batch
 from msamp.kernels.reference.coat_adamw import coat_adamw as twin
@@ -224,6 +225,7 @@ def test_loss_three_ways(kind, fmt, triton_device):
     check("expanded", of_dtype(fmt.dtype).name, kind, SMALL, measure(x, m.dequantize(), m.payload, fmt))
 
 
+@every_pair
 @pytest.mark.gpu
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("shapes", [[(2048, 8192), (6151, 3), (2048,), (50304, 64), (1000, 2050)], [(2048, 8192), (50304, 384)]], ids=len)

@@ -10,7 +10,7 @@ import importlib
 import pytest
 import torch
 
-from helpers.choices import each_once
+from helpers.choices import each_once, every_pair
 from helpers.numerics import bits, codes, make
 from msamp.kernels.reference import normalize as twin
 from msamp.numerics.formats import E4M3, E5M2
@@ -222,6 +222,7 @@ SHAPES = [(8192, 64), (4096, 768), (8192, 2048), (2048, 5120), (4096, 8192), (10
 real_sizes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
+@every_pair
 @pytest.mark.gpu
 @real_sizes
 @both_norms
@@ -232,6 +233,7 @@ def test_real_sizes_on_the_gpu(shape, rms, scale):
     assert_same_forward(x, None, rms, scale, E5M2.dtype)
 
 
+@every_pair
 @pytest.mark.gpu
 @real_sizes
 @both_norms

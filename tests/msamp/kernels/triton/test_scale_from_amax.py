@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import bits, random_floats
 from msamp.kernels.reference.scale_from_amax import scale_from_amax as twin
 from msamp.kernels.reference.scale_from_amax import scale_from_maxima
@@ -43,6 +44,7 @@ def test_one_amax_and_none(triton_device):
     assert kernel(torch.empty(0, device=triton_device), E5M2.max, None, 1.0).shape == (0,)
 
 
+@every_pair
 @pytest.mark.parametrize("fp_max", [E4M3.max, E5M2.max])
 @pytest.mark.parametrize("last", [2.0**-140, 1.75, 3e30, 0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("count", [1, 264, 1025, 5000])

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, make
 from msamp.kernels.reference.sum_payloads import sum_payloads as twin
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
@@ -24,6 +25,7 @@ def assert_same(payloads, factor, dtype, *own) -> None:
     assert a.signbit()[~b.isnan()].equal(b.signbit()[~b.isnan()])
 
 
+@every_pair
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("into", [E4M3, E5M2, BF16, FP32], ids=str)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, BF16, FP16, FP32], ids=str)

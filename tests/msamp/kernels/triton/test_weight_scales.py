@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.weight_scales import weight_scales as twin
 from msamp.numerics.formats import E4M3, E5M2
@@ -20,6 +21,7 @@ def assert_same(payload: torch.Tensor, scale_inv: float, fp_max: float = E4M3.ma
         assert bits(got).equal(bits(want))
 
 
+@every_pair
 @pytest.mark.parametrize("fp_max", [E4M3.max, E5M2.max])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
