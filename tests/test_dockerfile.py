@@ -84,23 +84,6 @@ def test_an_image_starts_something_that_is_there(stage: str):
     assert named.is_file()
 
 
-def test_extras_of_the_images():
-    """From setup.py as it stands, which an older installation does not show."""
-    text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    gpu, peers = (re.search(rf'"{extra}": \[(.*)\]', text) for extra in ("gpu", "peers"))
-    assert gpu is not None
-    assert peers is not None
-    assert gpu[1] == '"triton>=3.6"'
-    assert all(peer in peers[1] for peer in PEERS)
-    installs = {stage: " ".join(rest for word, rest in STAGES[stage] if word == "RUN") for stage in ("cpu", "gpu", "peers")}
-    assert "-e '.[plot]'" in installs["cpu"]
-    assert "-e '.[gpu]'" in installs["gpu"]
-    assert "-e '.[gpu,peers]'" in installs["peers"]
-    bases = {stage: STAGES[stage][0][1] for stage in ("gpu", "peers")}
-    assert "-runtime-" in bases["gpu"]
-    assert "-devel-" in bases["peers"]
-
-
 @pytest.mark.promise("Clusters", "The commands of the CPU image work in a new environment.")
 @pytest.mark.nightly(900)
 @pytest.mark.timeout(3600)  # packages are fetched, and the quick start alone takes minutes

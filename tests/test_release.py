@@ -10,11 +10,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-import yaml
 
 import msamp
 
@@ -27,59 +25,6 @@ SUPPORTED = sorted(
 )
 LOCKED = dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)(?: ; .*)?$", (ROOT / "requirements-dev.txt").read_text(encoding="utf-8"), re.MULTILINE))
 LEFT_TO_TORCH = {"torch", "triton", "setuptools"}
-
-
-def test_the_changelog_keeps_its_form():
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert versions[0] == "[Unreleased]"
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in versions[1:])
-    for part in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
-        kinds = re.findall(r"^### (.*)$", part, re.MULTILINE)
-        assert kinds == sorted(kinds, key=KINDS.index), "the order of Keep a Changelog, each kind once"
-        assert len(set(kinds)) == len(kinds)
-        assert not re.search(r"^### .*\n+(?=###? |\Z)", part, re.MULTILINE), "a kind without an entry"
-
-
-def test_the_citation_is_of_this_version():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert str(cited["version"]) == msamp.__version__
-    assert {"cff-version", "message", "title", "authors", "license"} <= cited.keys()
-    assert cited["license"] in SETUP
-    assert {reference["url"] for reference in cited["references"]} == set(re.findall(r"https://arxiv\.org/abs/[\d.]+", SETUP))
-
-
-def test_every_path_has_a_reviewer():
-    rules = [line.split() for line in (ROOT / ".github/CODEOWNERS").read_text(encoding="utf-8").splitlines() if line[:1] not in ("", "#")]
-    assert rules[0][0] == "*"
-    for pattern, *owners in rules:
-        assert owners
-        assert all(re.fullmatch(r"@[\w-]+(/[\w-]+)?|\S+@\S+\.\S+", owner) for owner in owners)
-        assert pattern == "*" or list(ROOT.glob(pattern.strip("/"))), f"{pattern} matches nothing"
-
-
-@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda form: form.stem)
-def test_an_issue_form_is_valid_and_asks_for_the_environment(form):
-    content = yaml.safe_load(form.read_text(encoding="utf-8"))
-    assert {"name", "description", "body"} <= content.keys()
-    fields = [field for field in content["body"] if field["type"] != "markdown"]
-    ids = [field["id"] for field in fields]
-    assert len(set(ids)) == len(ids)
-    assert all(field["attributes"]["label"] for field in fields)
-    (environment,) = (field for field in fields if field["id"] == "environment")
-    assert "msamp env" in environment["attributes"]["description"]
-    assert environment["validations"]["required"]
-
-
-def test_pre_commit_runs_parts_of_make_lint_that_exist():
-    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
-    assert repo["repo"] == "local"
-    lint = MAKEFILE.partition("\nlint:")[2].partition("\n\n")[0]
-    for hook in repo["hooks"]:
-        program, *words = shlex.split(hook["entry"])
-        assert hook["language"] == "system"
-        assert program.startswith(".venv/bin/")
-        assert (" ".join(words) in lint) if words else metadata.entry_points(group="console_scripts", name=Path(program).name)
 
 
 def test_the_lock_has_a_version_of_every_requirement_but_torchs_own():
@@ -114,11 +59,6 @@ def interpreter(version: tuple[int, int]) -> str | None:
         if subprocess.run(line, capture_output=True, text=True, check=False).stdout.split() == list(map(str, version)):
             return candidate
     return None
-
-
-def test_a_python_that_is_missing_is_not_found():
-    assert interpreter(sys.version_info[:2]) is not None
-    assert interpreter((3, 99)) is None
 
 
 def call(line: list[object], cwd: Path, environment: dict[str, str] | None = None, limit: int = 1800) -> str:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -43,19 +42,6 @@ def test_files_that_are_no_modules_are_in_it(declared):
     others = {path for top in ("msamp", "megatron") for path in (ROOT / top).rglob("*.*") if path.suffix not in (".py", ".pyc")}
     given = {ROOT / package.replace(".", "/") / name for package, names in declared.package_data.items() for name in names}
     assert given == others
-
-
-def test_what_it_says_of_itself(declared):
-    said = declared.metadata
-    assert (said.name, said.version) == ("msamp", msamp.__version__)
-    assert said.description
-    assert said.project_urls
-    assert "Typing :: Typed" in said.classifiers
-    assert said.long_description == (ROOT / "README.md").read_text(encoding="utf-8")
-    (script,) = declared.entry_points["console_scripts"]
-    name, _, target = script.partition(" = ")
-    assert name == "msamp"
-    assert metadata.EntryPoint(name, target, "console_scripts").load() is dispatch.main
 
 
 @pytest.fixture(scope="module")

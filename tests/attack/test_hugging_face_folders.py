@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from helpers import post_runs
 from megatron.lm.evaluation.models import opened
 from megatron.lm.post import models
-from megatron.lm.tools import evaluate
 
 pytest.importorskip("transformers")
 CANARY = "canary_of_a_folder"
@@ -165,16 +164,6 @@ def test_a_folder_that_is_not_a_sound_model(folder: Path, name: str, reader: Cal
     assert "\n" not in str(refusal.value)
     assert not (folder / "ran").exists()
     assert CANARY not in "".join(sys.modules)
-
-
-def test_the_command_refuses_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    _code("config.json")(folder)
-    (tmp_path / "held.txt").write_text("A text.\n")
-    assert evaluate.main(["perplexity", "--load", str(folder), "--text", str(tmp_path / "held.txt")]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.splitlines()[-1].startswith("error: ")
-    assert "auto_map" in err
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +67,6 @@ def test_it_beats_the_commoner_answer(made: Path, tmp_path: Path, level: str, ca
     assert f"accuracy {found['accuracy']:.4f}, majority answer 0.6250" in told
 
 
-@pytest.mark.parametrize("precision", ["collage-plus", pytest.param("fp16-amp", marks=pytest.mark.nightly(20))])
-def test_seeds_are_runs_of_their_own_and_come_again_alike(made: Path, tmp_path: Path, precision: str):
-    short = {"precision": precision, "epochs": 1, "pooling": "first", "seq_length": 20, "dropout": 0.1, "micro_batch_size": 16}
-    assert run(made, seed=[1, 2], output=tmp_path / "both.json", **short) == 0
-    assert run(made, seed=[2], output=tmp_path / "one.json", **short) == 0
-    both, one = (json.loads((tmp_path / name).read_text()) for name in ("both.json", "one.json"))
-    assert both["seeds"][1] == one["seeds"][0]
-    assert both["seeds"][0]["loss_first"] != both["seeds"][1]["loss_first"]
-    accuracies = [each["accuracy"] for each in both["seeds"]]
-    assert both["accuracy"] == pytest.approx(sum(accuracies) / 2)
-    assert both["standard_deviation"] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2**0.5)
-    assert both["precision"] == precision
-
-
 def test_micro_batches_add_up_to_their_batch(made: Path, tmp_path: Path):
     losses = []
     for size in (32, 8):
@@ -112,26 +97,3 @@ def test_what_cannot_be_is_refused_before_anything_is_written(made: Path, tmp_pa
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "found.json").exists()
-
-
-def test_a_tokenizer_of_another_vocabulary_is_refused(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tokenizers = pytest.importorskip("tokenizers")
-    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    other.add_special_tokens(["<|endoftext|>"])
-    other.save(str(tmp_path / "tokenizer.json"))
-    assert run(made, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tmp_path) == 2
-    assert "the tokenizer has a vocabulary of 4 ids, but" in capsys.readouterr().err
-
-
-def test_a_passage_without_a_token_is_refused_by_its_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tokenizers = pytest.importorskip("tokenizers")
-    shutil.copytree(made / "BoolQ", tmp_path / "BoolQ")
-    with (tmp_path / "BoolQ/combined.jsonl").open("a") as stream:
-        stream.write(json.dumps({"question": "7 7", "passage": "\u00ad", "label": True}) + "\n")
-    drops = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(n): n for n in range(58)} | {"[UNK]": 58}, unk_token="[UNK]"))
-    drops.normalizer = tokenizers.normalizers.Replace("\u00ad", "")
-    drops.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    drops.add_special_tokens(["<|endoftext|>"])  # 60 ids, as the checkpoint has
-    drops.save(str(tmp_path / "tokenizer.json"))
-    assert run(made, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tmp_path, data=tmp_path / "BoolQ") == 2
-    assert "in line 130 of" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,13 +60,6 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("file", [*sorted(str(p.relative_to(FOLDER.parent)) for p in FOLDER.parent.rglob("*.sh"))])
-def test_the_shell_can_read_it(file):
-    assert subprocess.run(["bash", "-n", str(FOLDER.parent / file)], check=False).returncode == 0
-    if file.startswith("gpt3/pretrain"):
-        assert (FOLDER.parent / file).read_text(encoding="utf-8").count("\n") <= 12
-
-
 @pytest.mark.parametrize("size", SCRIPTS | LLAMAS)
 def test_the_numbers_are_those_of_the_preset_and_so_of_table_1(size, prefix, python):
     _, flags, _ = called(start(size, PYTHON=python, DATA=prefix, OPT_LEVEL="O2", NNODES=1))
@@ -112,17 +104,6 @@ def test_a_dry_run_refuses_what_does_not_fit():
     assert "grid: 2 processes = TP 2 x PP 1 x DP 1, sequence parallel, ZeRO" in done.stdout
 
 
-def test_a_dry_run_refuses_processes_that_do_not_fit_the_grid():
-    said = refused(start("175b", DRY_RUN=1, NNODES=3, GPU_MEMORY_GIB=80))
-    assert "24 processes do not fit --tensor-model-parallel-size 8 x --pipeline-model-parallel-size 4: start 32" in said
-
-
-def test_flags_that_follow_override(prefix, python):
-    _, flags, _ = called(start("125m", "--lr", "1e-3", "--save", "out", PYTHON=python, DATA=prefix))
-    assert parse_args(flags).optimizer.lr == 1e-3
-    assert parse_args(flags).checkpoint.save == "out"
-
-
 def test_a_prepared_folder_brings_validation_data_and_its_tokenizer(tmp_path, python):
     for name in ("train_text_document.bin", "valid_text_document.bin", "tokenizer.json"):
         (tmp_path / name).write_bytes(b"")
@@ -148,59 +129,6 @@ def test_what_is_missing_is_said(environment, wanted, prefix):
         assert part in said
 
 
-@pytest.mark.promise("Starting and ending", "A launch script refuses an invalid environment in one line with exit code 2.")
-@pytest.mark.parametrize(
-    ("environment", "wanted"),
-    [
-        ({"GPUS_PER_NODE": "abc"}, "GPUS_PER_NODE=abc: give a whole number in [1, 1024]"),
-        ({"GPUS_PER_NODE": "0"}, "GPUS_PER_NODE=0: give"),
-        ({"GPUS_PER_NODE": "-1"}, "GPUS_PER_NODE=-1: give"),
-        ({"GPUS_PER_NODE": "8; echo x"}, "GPUS_PER_NODE=8; echo x: give"),
-        ({"NNODES": "two"}, "NNODES=two: give a whole number in [1, 65536]"),
-        ({"NNODES": "2", "MASTER_ADDR": "first", "NODE_RANK": "2"}, "NODE_RANK=2: give a whole number in [0, 1]"),
-        (
-            {"NNODES": "2", "MASTER_ADDR": "first", "NODE_RANK": "0", "MASTER_PORT": "port"},
-            "MASTER_PORT=port: give a whole number in [1, 65535]",
-        ),
-        ({"TOY": "yes"}, "TOY=yes: give a whole number in [0, 1]"),
-        ({"DRY_RUN": "true"}, "DRY_RUN=true: give a whole number in [0, 1]"),
-        ({"PYTHON": "/nowhere/python"}, "PYTHON=/nowhere/python is not a program"),
-        ({"PYTHON": "false"}, "PYTHON=false cannot import torch and megatron-core"),
-        ({"TOY": "1", "TMPDIR": "/nowhere"}, "cannot create a folder for the toy data: set TMPDIR to a writable folder"),
-        ({"SLURM_STEP_ID": "0"}, "tasks=: give a whole number"),
-        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}, "NODE_RANK=: give a whole number in [0, 1]"),
-        (
-            {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NODEID": "0"},
-            "scontrol does not list the hosts of this job: set MASTER_ADDR",
-        ),
-    ],
-)
-def test_an_environment_that_cannot_be_is_a_line(environment, wanted, prefix, python):
-    said = refused(start("125m", **{"PYTHON": python, "DATA": prefix} | environment))
-    assert said.startswith(f"error: {wanted}")
-    assert said.count("\n") == 1
-
-
-def test_a_number_may_begin_with_zeros(prefix, python):
-    launch, _, _ = called(start("125m", PYTHON=python, DATA=prefix, GPUS_PER_NODE="08"))
-    assert launch[-1] == "8"
-
-
-@pytest.mark.parametrize(
-    ("environment", "wanted"),
-    [
-        ({"GPUS_PER_NODE": "abc"}, "GPUS_PER_NODE=abc: give a whole number in [1, 8]"),
-        ({"GPUS_PER_NODE": "3"}, "GPUS_PER_NODE=3 does not divide the 8 sequences of a step: give 1, 2, 4 or 8"),
-        ({"SEED": "x"}, "SEED=x: give a whole number"),
-        ({"PYTHON": "nowhere"}, "PYTHON=nowhere is not a program"),
-    ],
-)
-def test_the_curve_on_enwik8_refuses_in_the_same_way(environment, wanted):
-    script = ["bash", str(FOLDER.parent / "gpt3_125m_enwik8.sh")]
-    done = subprocess.run(script, env=os.environ | environment, cwd="/", capture_output=True, text=True, timeout=60, check=False)
-    assert refused(done).startswith(f"error: {wanted}")
-
-
 @pytest.mark.parametrize("script", ["gpt3_125m_enwik8.sh", "bert/pretrain_bert_base.sh", "gpt3/pretrain_gpt_125m.sh"])
 def test_a_training_of_full_size_is_refused_without_a_gpu(script, prefix, python):
     """Before, hours of emulation began without a word."""
@@ -219,36 +147,6 @@ def test_a_training_of_full_size_is_refused_without_a_gpu(script, prefix, python
         assert "megatron.lm.pretrain" in run(ON_CPU="1", DATA=str(prefix.parent if "enwik8" in script else prefix)).stdout
 
 
-def test_a_toy_of_the_curve_on_enwik8_overrides_its_size(prefix, python):
-    (prefix.parent / "meta.json").touch()
-    environment = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "PYTHON": str(python), "DATA": str(prefix.parent), "TOY": "1"}
-    script = ["bash", str(FOLDER.parent / "gpt3_125m_enwik8.sh")]
-    _, flags, _ = called(subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False))
-    settings = parse_args(flags)
-    assert (settings.model.num_layers, settings.model.seq_length, settings.training.train_iters) == (2, 128, 20)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_scripts_take_the_environment_of_the_checkout_if_there_is_one(kept, tmp_path):
-    shutil.copytree(FOLDER.parent, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    own = tmp_path / ".venv" / "bin" / "python"
-    if kept:
-        own.parent.mkdir(parents=True)
-        own.write_text("#!/bin/bash\n", encoding="utf-8")
-        own.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", "source examples/preamble.sh; echo $PYTHON"], env={"PATH": os.environ["PATH"]}, cwd=tmp_path,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == f"{own if kept else 'python3'}\n"
-
-
-@pytest.mark.parametrize("script", sorted(path.relative_to(FOLDER.parent) for path in FOLDER.parent.rglob("*.sh")), ids=str)
-def test_only_the_preamble_says_which_interpreter(script):
-    text = (FOLDER.parent / script).read_text(encoding="utf-8")
-    assert script.name == "preamble.sh" or not re.search(r"PYTHON:[-=]|^PYTHON=|^\s*(exec )?python", text, re.MULTILINE)
-
-
 # How processes are started
 
 
@@ -260,31 +158,6 @@ def test_one_machine_is_torchrun_alone(prefix, python):
 def test_several_machines_by_hand(prefix, python):
     launch, _, _ = called(start("7b", PYTHON=python, DATA=prefix, NODE_RANK=3, MASTER_ADDR="first"))
     assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 3 --nproc-per-node 8 --master-addr first --master-port 29500"
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Variables of a step of a job on four machines, and scontrol."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/bash\n[ "$*" = "show hostnames gpu[1-4]" ] && printf "gpu1\\ngpu2\\ngpu3\\ngpu4\\n"\n', encoding="utf-8")
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return {"SLURM_STEP_ID": 0, "SLURM_JOB_ID": 20007, "SLURM_JOB_NODELIST": "gpu[1-4]", "SLURM_NNODES": 4}
-
-
-def test_srun_with_one_task_a_gpu_needs_no_torchrun(prefix, python, slurm):
-    tasks = {"SLURM_NTASKS": 32, "SLURM_PROCID": 17, "SLURM_LOCALID": 1, "SLURM_NODEID": 2}
-    launch, _, environment = called(start("7b", PYTHON=python, DATA=prefix, **slurm, **tasks))
-    assert launch == []
-    expected = {"RANK": "17", "WORLD_SIZE": "32", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu1", "MASTER_PORT": "20007"}
-    assert expected.items() <= environment.items()
-
-
-def test_srun_with_one_task_a_machine_starts_torchrun_on_each(prefix, python, slurm):
-    tasks = {"SLURM_NTASKS": 4, "SLURM_PROCID": 2, "SLURM_LOCALID": 0, "SLURM_NODEID": 2}
-    launch, _, environment = called(start("7b", PYTHON=python, DATA=prefix, **slurm, **tasks))
-    assert " ".join(launch[2:]) == "--nnodes 4 --node-rank 2 --nproc-per-node 8 --master-addr gpu1 --master-port 20007"
-    assert environment["RANK"] == ""
 
 
 # At a toy size

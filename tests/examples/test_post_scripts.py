@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers import post_runs
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,20 +33,3 @@ def test_a_script_leaves_a_row_a_level_and_does_nothing_twice(tmp_path, script, 
     assert (tmp_path / "O3/model/config.json").is_file()
     again = shell(script, tmp_path, *flags, LEVELS="O3")
     assert (again.returncode, again.stdout.split()) == (0, ["O3"])
-
-
-def test_a_script_refuses_half_a_task(tmp_path):
-    done = shell("sft/run.sh", tmp_path, MODEL="a")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "set both or neither" in done.stderr
-
-
-@pytest.mark.parametrize(("missing", "said"), [("gguf", "gguf is not installed"), (None, "a.gguf does not exist")])
-def test_smollm2_refuses_a_missing_reader_and_a_missing_file(tmp_path, capsys, monkeypatch, missing, said):
-    module = post_runs.example("smollm2.py")
-    monkeypatch.setattr(sys, "argv", ["smollm2.py", str(tmp_path / "a.gguf"), str(tmp_path / "out")])
-    for name in ("gguf", "accelerate"):
-        monkeypatch.setitem(sys.modules, name, None if missing == name else pytest)  # any module will do
-    assert module.main() == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

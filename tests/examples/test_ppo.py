@@ -1,6 +1,5 @@
 """examples/rlhf/ppo.py: the reward rises, four models keep what Table 4 says, it goes on bit for bit, and bad input is one line."""
 
-import json
 import re
 
 import pytest
@@ -73,15 +72,6 @@ def test_it_goes_on_bit_for_bit(made, tmp_path, level):
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == whole
 
 
-@pytest.mark.nightly(6)
-def test_the_same_seed_is_the_same_run_and_another_one_is_not(made, tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run(made, tmp_path / name, reward="digits", seed=seed) == 0
-    first, second, third = (post_runs.metrics(tmp_path / name) for name in "abc")
-    assert first == second
-    assert first != third
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -100,20 +90,3 @@ def test_the_same_seed_is_the_same_run_and_another_one_is_not(made, tmp_path):
 )
 def test_bad_input_is_one_line_and_code_2_before_anything_is_written(made, tmp_path, capsys, settings, said):
     post_runs.assert_refused(lambda: run(made, tmp_path / "run", **settings), tmp_path / "run", capsys, said)
-
-
-def test_a_reward_model_with_another_tokenizer_is_refused(made, tmp_path, capsys):
-    from transformers import AutoTokenizer
-
-    post_runs.toy(tmp_path / "judge", reward=True)
-    words = AutoTokenizer.from_pretrained(tmp_path / "judge")
-    words.add_tokens(["<|new|>"])
-    words.save_pretrained(tmp_path / "judge")
-    assert run(made, tmp_path / "run", reward_model=tmp_path / "judge", data=made / "sums.jsonl") == 2
-    assert "give a reward model that was trained with the policy's tokenizer" in capsys.readouterr().err
-
-
-def test_no_prompt_in_the_file_is_refused(made, tmp_path, capsys):
-    (tmp_path / "empty.json").write_text(json.dumps([]))
-    assert run(made, tmp_path / "run", reward_model=made / "judge", data=tmp_path / "empty.json") == 2
-    assert "has no rows" in capsys.readouterr().err

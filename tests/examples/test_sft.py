@@ -94,12 +94,6 @@ def test_a_bf16_export_that_loses_small_changes_is_told_and_fp32_keeps_them(made
         assert value.bfloat16().equal(exports["bf16"][key])
 
 
-def test_the_export_s_dtype_is_refused_with_adapters(made, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(made, tmp_path / "run", lora_rank=4, export_dtype="fp32")
-    assert "--export-dtype is for whole models" in capsys.readouterr().err
-
-
 def test_o0_is_a_plain_loop_of_torch_bit_for_bit(made, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -167,15 +161,6 @@ def test_a_killed_process_goes_on_to_the_same_end(made, tmp_path):
     assert (tmp_path / "part/model/model.safetensors").read_bytes() == (tmp_path / "whole/model/model.safetensors").read_bytes()
 
 
-def test_one_conversation_a_sequence_gives_the_same_loss(made, tmp_path):
-    # All of the data in one step, packed or not: the sum over the same tokens.
-    packs = len(packing.packed(examples(made), SEQUENCE))
-    assert run(made, tmp_path / "a", train_iters=1, opt_level="O0", global_batch_size=packs, micro_batch_size=1) == 0
-    assert run(made, tmp_path / "b", train_iters=1, opt_level="O0", no_packing=True, global_batch_size=24, micro_batch_size=24) == 0
-    first, second = (post_runs.metrics(tmp_path / name)[0]["loss"] for name in "ab")
-    assert first == pytest.approx(second, rel=1e-5)
-
-
 def examples(made):
     tokenizer = post_runs.example("toy_chat.py").tokenizer()
     rows = [conversations.conversation(row, "row") for row in conversations.rows(made / "sums.jsonl")]
@@ -198,35 +183,6 @@ def examples(made):
 )
 def test_bad_input_is_one_line_and_code_2_before_anything_is_written(made, tmp_path, capsys, settings, said):
     post_runs.assert_refused(lambda: run(made, tmp_path / "run", **settings), tmp_path / "run", capsys, re.escape(said))
-
-
-def test_a_tokenizer_without_template_and_an_empty_file_are_refused(made, tmp_path, capsys):
-    post_runs.toy(tmp_path / "toy")
-    (tmp_path / "toy/chat_template.jinja").unlink()
-    assert run(made, tmp_path / "run", load=tmp_path / "toy") == 2
-    assert "has no chat template: give --chat-template FILE" in capsys.readouterr().err
-    (tmp_path / "empty").touch()
-    assert run(made, tmp_path / "run", data=tmp_path / "empty") == 2
-    assert "has no rows" in capsys.readouterr().err
-
-
-def test_other_flags_on_the_same_folder_are_refused(made, tmp_path, capsys):
-    assert run(made, tmp_path / "run", train_iters=1) == 0
-    assert run(made, tmp_path / "run", train_iters=1, lr=1e-3) == 2
-    assert "was written with --lr 0.003, but it is 0.001 now" in capsys.readouterr().err
-
-
-def test_lora_without_peft_is_refused(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert run(made, tmp_path / "run", lora_rank=4) == 2
-    assert "peft is not installed" in capsys.readouterr().err
-
-
-def test_several_processes_are_refused(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        run(made, tmp_path / "run")
-    assert "use msamp.integrations.transformers.Trainer" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(made, tmp_path, capsys, monkeypatch):

@@ -82,12 +82,3 @@ def test_collage_keeps_what_bf16_loses(capsys):
     lost = re.findall(r"lost (\S+) %    in BF16 alone \S+ (\S+) %", printed)
     assert all(float(kept) < 1 and float(alone) > 10 for kept, alone in lost)
     assert float(lost[-1][1]) > 40
-
-
-def test_the_readme_of_the_examples_lists_every_one():
-    folder = ROOT / "examples"
-    named = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text(encoding="utf-8"))
-    assert all((folder / name).exists() for name in named)
-    listed = {name.split("/")[0] for name in named}
-    there = {path.name for path in folder.iterdir() if path.suffix in (".py", ".sh") or path.is_dir()}
-    assert listed == there - {"preamble.sh", "__pycache__"}

@@ -1,16 +1,13 @@
 """Models of diffusers: a transformer (DiT) and a UNet with cross attention, trained to remove noise, and its average of weights."""
 
 import functools
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import msamp
-from helpers import dist, host_loops, hosts
-from msamp.nn.linear import FP8Linear
+from helpers import host_loops, hosts
 from msamp.numerics.metrics import sqnr_db
 
 diffusers = hosts.need("diffusers")
@@ -96,53 +93,5 @@ def test_it_ends_where_it_ends_in_fp32_saves_and_resumes(build, level, tmp_path)
         assert sqnr_db(predicted(exported.eval(), 99)[0], predicted(model.eval(), 99)[0]) > 20
 
 
-def test_what_stays_wide_are_convolutions():
-    for build, linear in ((dit, 20), (unet, 47)):
-        model, _ = begin(build, "O2")
-        assert sum(isinstance(m, FP8Linear) for m in model.modules()) == linear
-        assert all(reason in ("a convolution", "an embedding") for reason in msamp.survey(model).left.values())
-
-
 def test_a_compiled_model_trains_alike():
     host_loops.check_the_compiled_model_trains_alike(functools.partial(dit, layers=1), loss_of_noise)
-
-
-def test_two_processes_train_as_one():
-    ranks = dist.run(of_a_rank, 2, "O3")
-    host_loops.check_two_processes_are_one(ranks, of_a_rank("O3"))
-
-
-def of_a_rank(level: str) -> dict[str, object]:
-    return host_loops.on_this_rank(dit, loss_of_noise, level)
-
-
-def averaged(level: str, kept_in_floats: bool, folder: Path) -> tuple[list[str], float]:
-    """What diffusers' EMAModel warns of, and how far it is from the true average, as a share of the way; it was saved in between."""
-    model, optimizer = begin(dit, level)
-    source = msamp.float_copy(model) if kept_in_floats else model
-    average = diffusers.training_utils.EMAModel(source.parameters(), decay=0.999)
-    average.optimization_step = 100_000  # its decay rises slowly to 0.999
-    start = [msamp.fp32_values(p).clone() for p in model.parameters()]
-    true = [x.clone() for x in start]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(8):
-            train(model, optimizer, range(step, step + 1))
-            average.step(model.parameters())
-            for x, p in zip(true, model.parameters(), strict=True):
-                x.lerp_(msamp.fp32_values(p), 0.001)
-            torch.save(average.state_dict(), folder / "average.pt")
-            average.load_state_dict(torch.load(folder / "average.pt", weights_only=True))
-    values = [msamp.fp32_values(p) for p in average.shadow_params]
-    off = sum(float((a - b).norm()) for a, b in zip(values, true, strict=True))
-    return [str(w.message) for w in caught], off / sum(float((a - b).norm()) for a, b in zip(true, start, strict=True))
-
-
-@LEVELS
-def test_its_average_of_weights_warns_in_few_bits_and_follows_in_a_float_copy(level, tmp_path):
-    said, off = averaged(level, kept_in_floats=False, folder=tmp_path)
-    assert any("msamp.float_copy" in line for line in said)
-    assert off > 0.2
-    said, off = averaged(level, kept_in_floats=True, folder=tmp_path)
-    assert not any("msamp.float_copy" in line for line in said)
-    assert off < 1e-3

@@ -80,12 +80,6 @@ def test_a_merge_can_be_taken_back():
     assert torch.allclose(model.base_model.model.up.base_layer.weight.dequantize(), weight, rtol=2e-3, atol=1e-4)
 
 
-def test_a_merge_into_fp8_says_what_it_costs():
-    model, _ = adapted("adapters first", level="O3")
-    with pytest.warns(UserWarning, match="stores into fp8-e4m3"):
-        model.merge_adapter()
-
-
 @both_orders
 def test_adapters_are_saved_and_loaded(order, tmp_path):
     model, _ = adapted(order)
@@ -134,10 +128,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(level, tmp_path):
     other.load_state_dict(saved["optimizer"])
     assert train(resumed, other, range(4, 8)) == want
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), model.parameters(), strict=True) if a.requires_grad)
-
-
-def test_a_compiled_model_trains_alike():
-    host_loops.check_the_compiled_model_trains_alike(lora, loss_of_rows)
 
 
 @pytest.mark.promise("Hosts", "PEFT on two processes with the same data has the losses of one to the bit.")

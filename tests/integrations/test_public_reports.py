@@ -1,6 +1,5 @@
 """Public bug reports of accelerate and axolotl, each as a program that must come out right here."""
 
-import copy
 import os
 from typing import Any
 from unittest import mock
@@ -14,7 +13,6 @@ import msamp
 from helpers import dist, hosts
 from helpers.numerics import make
 from msamp.integrations import fsdp
-from msamp.numerics.tensor import ScalingTensor
 
 accelerate = hosts.need("accelerate")
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -97,26 +95,6 @@ def test_a_saved_state_continues_without_a_spike(level, tmp_path):
     got = epochs(2, other, *fresh)
     assert rate == [pytest.approx(3e-3 * 0.98**16)]
     assert got == want
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_an_optimizer_of_few_bits_stays_one(level, tmp_path):
-    """accelerate #1902: prepare made an 8-bit AdamW a 32-bit one."""
-
-    def formats(optimizer: Any) -> list[tuple[str, str]]:
-        states = [optimizer.optimizer.state[p] for p in optimizer.optimizer.param_groups[0]["params"]]
-        return [(name, str(x.payload.dtype if isinstance(x, ScalingTensor) else x.dtype)) for state in states for name, x in state.items()]
-
-    accelerator, *parts = prepared(level)
-    epochs(1, accelerator, *parts)
-    made = formats(parts[1])
-    assert ("exp_avg", "torch.float8_e4m3fn") in made
-    accelerator.save_state(str(tmp_path))
-    accelerator.load_state(str(tmp_path))
-    model, optimizer = accelerator.prepare(*parts[:2])  # a second call
-    assert formats(optimizer) == formats(copy.deepcopy(optimizer)) == made
-    epochs(1, accelerator, model, optimizer, *parts[2:])
-    assert formats(optimizer) == made
 
 
 def loaded_by_one_rank(sharded: bool) -> tuple[str, list[float]]:

@@ -1,15 +1,12 @@
 """Models of timm: a vision transformer, and a network of convolutions with linear layers between."""
 
-import functools
 import warnings
 
 import pytest
 import torch
 
-import msamp
 from helpers import dist, host_loops, hosts
 from helpers.vision_runs import check_it_trains_saves_and_resumes, loss_of_pictures
-from msamp.nn.linear import FP8Linear
 
 timm = hosts.need("timm")
 
@@ -30,17 +27,6 @@ def test_models_train_save_and_resume(build, level, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what stays wide
         check_it_trains_saves_and_resumes(build, level, tmp_path)
-
-
-def test_what_stays_wide_of_a_vision_transformer_is_its_convolution():
-    model, _ = msamp.initialize(vit())
-    assert sum(isinstance(m, FP8Linear) for m in model.modules()) == 9
-    left = msamp.survey(model).left
-    assert "a convolution" in left["patch_embed.proj"]
-
-
-def test_a_compiled_model_trains_alike():
-    host_loops.check_the_compiled_model_trains_alike(functools.partial(vit, depth=1), loss_of_pictures)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -18,11 +18,6 @@ def write(folder, **entries):
     return folder
 
 
-def test_settings_take_the_place_of_the_files(tmp_path):
-    config = read_config(write(tmp_path), num_labels=1, classifier_dropout=0.0)
-    assert (config.hidden_size, config.num_hidden_layers, config.num_labels, config.classifier_dropout) == (32, 2, 1, 0.0)
-
-
 def test_how_a_model_is_run_is_not_taken_from_the_file(tmp_path):
     """`attn_implementation` may name a kernel to download."""
     named = {"attn_implementation": "someone/kernel", "_attn_implementation": "someone/kernel", "_name_or_path": "someone/else"}

@@ -42,17 +42,6 @@ def test_weights_are_those_that_from_pretrained_loads(tmp_path: Path, kind: str,
     assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
 
 
-def test_a_model_knows_its_folder_and_generation(toy: Path):
-    (toy / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7, "eos_token_id": 3}))
-    model = load_model(toy, CAUSAL)
-    assert model.name_or_path == model.config.name_or_path == str(toy)
-    assert (model.generation_config.max_new_tokens, model.generation_config.eos_token_id) == (7, 3)
-
-
-def test_attention_is_the_callers(toy: Path):
-    assert load_model(toy, CAUSAL, attention="eager").config._attn_implementation == "eager"
-
-
 def test_masks_and_frequencies_of_older_versions_are_not_left_over(toy: Path):
     tensors = load_file(toy / "model.safetensors")
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, toy / "model.safetensors")
@@ -71,15 +60,6 @@ def test_a_fresh_head_is_initialized_and_replaces_the_old_one(toy: Path):
     assert model.score.weight.isfinite().all()
     with pytest.raises(ValueError, match=r"is missing 2 tensors of a LlamaForTokenClassification \(score.bias\)"):
         load_model(toy, "AutoModelForTokenClassification", num_labels=5)
-
-
-def test_memory_that_runs_out_is_not_the_folders_fault(toy: Path, monkeypatch: pytest.MonkeyPatch):
-    def runs_out(*args: object, **kwargs: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", runs_out)
-    with pytest.raises(MemoryError):
-        load_model(toy, CAUSAL)
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(toy: Path):

@@ -142,16 +142,6 @@ def test_bf16_is_the_default_and_refusals_write_nothing(known, written, tmp_path
     assert "--swiglu True" in capsys.readouterr().err
 
 
-def test_a_tokenizer_whose_files_are_lost_can_be_left_out(known, tmp_path, capsys):
-    lost = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "lost.json"), "vocab_size": None}
-    known("gpt2", **lost)
-    out = tmp_path / "hf"
-    assert run("to-hf", "--load", "here", "--output", out) == 2
-    assert "lost.json does not exist" in capsys.readouterr().err
-    assert run("to-hf", "--load", "here", "--output", out, "--tokenizer-type", "NullTokenizer") == 0
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
-
-
 def test_export_bf16_keeps_our_names_and_the_configuration(known, tmp_path):
     saved = known("gpt2", swiglu=True)  # which Hugging Face does not have
     out = tmp_path / "plain"

@@ -47,26 +47,11 @@ def test_several_models_stand_beside_each_other(made: Path, tmp_path: Path, caps
     assert f"| text | bits_per_byte | {bits[0]:.4f} | {bits[1]:.4f} | {bits[2]:.4f} |" in rows
 
 
-def test_lines_of_json_and_a_stride_of_one_s_own(made: Path, tmp_path: Path, capsys):
-    common = ["perplexity", "--load", made / "O3", "--output", tmp_path / "r.json"]
-    found = []
-    for words in (["--text", made / "held.txt", "--stride", 8], ["--text", made / "held.jsonl", "--json-key", "body", "--stride", 8]):
-        assert run(capsys, *common, *words)[0] == 0
-        found.append(json.loads((tmp_path / "r.json").read_text())[str(made / "O3")]["results"]["text"])
-    assert found[0] == found[1]
-    assert found[0]["stride"] == 8
-
-
 def test_a_last_word_set_is_made(tmp_path: Path, capsys):
     (tmp_path / "a.txt").write_text(SENTENCES * 3)
     code, out, _ = run(capsys, "last-word", "--text", tmp_path / "a.txt", "--output", tmp_path / "data" / "last_word.jsonl")
     assert (code, out) == (0, f"{tmp_path}/data/last_word.jsonl: 3 passages\n")
     assert [json.loads(line)["word"] for line in (tmp_path / "data" / "last_word.jsonl").read_text().splitlines()] == ["report"] * 3
-
-
-def test_the_table_has_standard_errors_and_gaps():
-    rows = {"a": {"t": {"acc": 0.5, "acc_stderr": 0.25, "samples": 4}}, "b": {"t": {"acc": 1.0}}}
-    assert evaluate.table(rows).splitlines()[2:] == ["| t | acc | 0.5000 ± 0.2500 | 1.0000 |", "| t | samples | 4 | - |"]
 
 
 @pytest.mark.parametrize(

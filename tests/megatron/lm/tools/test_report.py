@@ -94,11 +94,6 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_is_said(tmp_path, capsys):
     assert (tmp_path / "out" / "loss.png").is_file()
 
 
-def test_a_loss_of_zero_divides_nothing():
-    assert report.relative(0.0, 0.0) == 0.0
-    assert report.relative(0.0, 1.0) == math.inf
-
-
 @pytest.mark.parametrize("text", ["{", "[1]", '{"unigram_entropy_nats": "3"}', '{"unigram_entropy_nats": 0}'])
 def test_a_bad_meta_is_refused_and_leaves_nothing(tmp_path, files, capsys, text):
     (tmp_path / "meta.json").write_text(text)
@@ -122,17 +117,6 @@ def test_the_page_says_the_verdict_the_date_and_what_the_levels_are(tmp_path, fi
     assert "PASS" not in failed
     unjudged = report.write_report([report.read_run("O0", files["O0"])], tmp_path / "out").read_text(encoding="utf-8")
     assert not any(word in unjudged for word in ("PASS", "FAILED", "O0:"))
-
-
-def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere.jsonl does not exist: give the trainer's --metrics-file"):
-        report.read_run("x", tmp_path / "nowhere.jsonl")
-
-
-def test_smooth_keeps_length_mean_and_straight_lines():
-    assert report.smooth([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
-    assert report.smooth([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
-    assert report.smooth([4.0] * 7, 4) == [4.0] * 7
 
 
 def test_differences_are_relative_and_over_common_iterations():
@@ -179,28 +163,3 @@ def test_plots_show_the_files_numbers(files, precision):
         assert [line.get_label() for line in axis.get_lines()] == [f"O2 {tensor}" for tensor in report.TENSORS]
         assert [line.get_ydata() for line in axis.get_lines()] == [pytest.approx([percent, percent])] * 3
         assert [line.get_xdata().tolist() for line in axis.get_lines()] == [[5, 10]] * 3
-
-
-def test_one_run_without_extras_still_makes_a_page(tmp_path):
-    run = report.Run(name="alone", train=[train_line(1, 5.0), train_line(2, 4.0)])
-    page = report.write_report([run], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.csv", "loss.png", "report.html"]
-    header, *lines = (tmp_path / "curves.csv").read_text().splitlines()
-    assert header.startswith("run,kind,iteration,tokens,loss")
-    assert [line.split(",")[:3] for line in lines] == [["alone", "train", "1"], ["alone", "train", "2"]]
-    assert "validation loss: alone none" in page.read_text()
-
-
-def test_bad_flags(files, precision, tmp_path, capsys):
-    run = ["--run", f"O2={files['O2']}", "--out", str(tmp_path / "out")]
-    recorded = ["--precision", f"O2={precision}"]
-    assert report.main([*run, *recorded, "--layer", "d.fc1"]) == 2
-    assert "no run recorded the layer 'd.fc1'; recorded: a.fc1, b.fc1, c.fc1" in capsys.readouterr().err
-    assert report.main([*run, "--precision", f"O3={precision}"]) == 2
-    assert "--precision names the run O3, which no --run names" in capsys.readouterr().err
-    assert report.main([*run, "--precision", f"O2={tmp_path / 'nowhere'}"]) == 2
-    assert "nowhere does not exist" in capsys.readouterr().err
-    for flags in ([*run, "--window", "0"], ["--run", "O2", "--out", str(tmp_path)], [*run, "--out", ""]):
-        with pytest.raises(SystemExit):
-            report.main(flags)
-    assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import torch
 from helpers import hosts, numerics
 from helpers.hf_models import agree, config, our_logits, random_weights, their_logits, to_hf, tokens
 from helpers.tiny import VOCABULARY
-from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
+from megatron.lm.hugging_face.folder import write_json, write_tensors
 from megatron.lm.hugging_face.models import load_model
 from megatron.lm.tools.convert.fp8_export import check_blocks, fp8_tensors, quantization_config, routers
 from megatron.lm.tools.convert.hugging_face import hf_config, hf_rules
@@ -154,16 +154,6 @@ def test_transformers_computes_with_the_values_of_blocks(name, layout, tmp_path)
         assert agree(model.eval()(tokens(VOCABULARY)).logits, ours, numerics.HF_LOGITS)
 
 
-def test_blocks_of_a_weight_that_is_fp8_all_have_its_scale():
-    settings = config("llama", **WIDE)
-    weights = random_weights(settings)
-    saved = {key: ScalingTensor.quantize(0.9 * x, E4M3, scale=torch.tensor(16.0)) for key, x in weights.items()}
-    theirs = dict(fp8_tensors(hf_rules(settings, VOCABULARY, list(weights)), weights, saved.__getitem__, (), "deepseek"))
-    payload = torch.cat([theirs[f"model.layers.0.mlp.{one}_proj.weight"].view(torch.uint8) for one in ("gate", "up")])
-    assert torch.equal(payload, saved["decoder.layers.0.mlp.linear_fc1.weight"].payload.view(torch.uint8))
-    assert torch.equal(theirs["model.layers.0.mlp.gate_proj.weight_scale_inv"], torch.full((3, 2), 1 / 16))
-
-
 def test_weights_that_blocks_do_not_divide_are_refused():
     settings = config("llama", **(WIDE | {"ffn_hidden_size": 192}))
     rules = hf_rules(settings, VOCABULARY, list(random_weights(settings)))
@@ -178,13 +168,3 @@ def test_what_has_no_fp8_layout_and_what_is_not_finite_is_refused():
         quantization_config("gpt2")
     with pytest.raises(ValueError, match=r"linear_qkv.weight contains NaN or Inf"):
         exported("llama", lambda x: ScalingTensor.quantize(x / 0, E4M3))
-
-
-def test_the_file_holds_one_byte_a_weight(tmp_path):
-    _, weights, theirs = exported("llama")
-    linear = sum(x.numel() for key, x in weights.items() if is_linear(key, x))
-    scales = 4 * sum(key.endswith("_scale") for key in theirs)
-    rest = 2 * sum(x.numel() for key, x in theirs.items() if x.dtype == torch.bfloat16)
-    assert write_tensors(tmp_path, theirs.items()) == linear + scales + rest
-    back = Tensors(tmp_path)
-    assert all(torch.equal(back[key].view(torch.uint8), x.view(torch.uint8)) for key, x in theirs.items() if x.dtype == torch.float8_e4m3fn)

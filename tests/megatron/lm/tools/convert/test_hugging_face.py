@@ -9,7 +9,7 @@ from helpers import numerics
 from helpers.hf_models import MODELS, agree, config, our_logits, random_weights, their_logits, to_hf
 from helpers.tiny import VOCABULARY
 from megatron.lm.hugging_face.folder import Tensors, write_json, write_tensors
-from megatron.lm.tools.convert.hugging_face import from_hf, hf_rules
+from megatron.lm.tools.convert.hugging_face import from_hf
 from megatron.lm.tools.convert.layouts import EMBEDDING, HEAD
 
 transformers = pytest.importorskip("transformers")
@@ -192,19 +192,6 @@ def test_a_weight_that_is_not_finite_is_named_and_refused_both_ways(value):
     weights[EMBEDDING][0, 0] = 3.4e38  # finite, and beyond BF16
     with pytest.raises(ValueError, match=r"word_embeddings.weight contains 1 non-finite values .* in bfloat16: give a valid model"):
         to_hf(settings, VOCABULARY, weights, torch.bfloat16)
-
-
-def test_layers_that_no_checkpoint_holds_are_not_counted_out():
-    with pytest.raises(ValueError, match="--num-layers"):
-        hf_rules(config("gpt2", num_layers=10**9), VOCABULARY, [EMBEDDING])
-
-
-@pytest.mark.parametrize("divisor", [0, -1, 10**12])
-def test_padding_has_a_bound(divisor):
-    settings = config("gpt2")
-    about, theirs = to_hf(settings, VOCABULARY, random_weights(settings))
-    with pytest.raises(ValueError, match=f"--make-vocab-size-divisible-by {divisor}: give a number"):
-        from_hf(about, theirs, divisible_by=divisor)
 
 
 def test_integer_weights_and_damaged_checkpoints_are_refused():
