@@ -13,6 +13,8 @@ def read_text(file: Path, what: str) -> str:
     describes the expected file."""
     try:
         return opening.read_text(file).removeprefix("\ufeff")
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist: give {what}") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {what}") from None
     except UnicodeDecodeError as error:
