@@ -31,8 +31,8 @@ def made_folder(folder: Path) -> Iterator[Path]:
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder")
     new = not folder.exists()
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder), _parents(folder):
+        folder.mkdir(exist_ok=True)
         try:
             yield folder
         except BaseException:
@@ -53,15 +53,30 @@ def new_folder(output: Path) -> Iterator[Path]:
             raise ValueError(f"--output {output} exists and is not an empty folder: choose another, since nothing is overwritten")
         output = output.absolute()  # so that "." has a name too
         partial = output.with_name(output.name + ".partial")
-        try:
-            partial.mkdir(parents=True)
-        except FileExistsError:
-            raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; in that case delete it") from None
-        try:
-            yield partial
-            partial.rename(output)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with _parents(output):
+            try:
+                partial.mkdir()
+            except FileExistsError:
+                raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; in that case delete it") from None
+            try:
+                yield partial
+                partial.rename(output)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _parents(folder: Path) -> Iterator[None]:
+    """Create the folders above `folder`; if the block fails, remove them unless others have written there."""
+    created = [parent for parent in folder.absolute().parents if not parent.exists()]
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for parent in created:  # the innermost first
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 @contextlib.contextmanager

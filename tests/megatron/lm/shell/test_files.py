@@ -75,7 +75,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
     assert (output / "x").read_text() == "x"
     with pytest.raises(ValueError, match="--output"), new_folder(output):
         pass
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other"):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other" / "deep"):
         raise ZeroDivisionError
     (tmp_path / "busy.partial").mkdir()
     with pytest.raises(ValueError, match=r"busy\.partial"), new_folder(tmp_path / "busy"):
