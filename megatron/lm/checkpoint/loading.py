@@ -1,6 +1,5 @@
 """Resume from the newest complete checkpoint of any grid and recipe, with or without ZeRO."""
 
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,38 @@ _FREE = {
 }
 # The rotary embedding's scaling, which --finetune may change to train on longer sequences.
 _STRETCHED = {"use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint of ours or of Megatron-LM, read once: its folder, the plain values of `checkpoint.json`, the configuration of the run
+    that wrote it, and its tensors."""
+
+    folder: Path
+    info: dict[str, Any]
+    config: Config
+    stored: Stored
+
+    @classmethod
+    def opened(cls, folder: Path, training: Training) -> "SavedCheckpoint":
+        """Open a checkpoint; each rank checks the digests of its share of the files.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        stored: Stored
+        if is_foreign(folder):
+            info, stored = read_megatron(folder, training.config, training.vocab_size)
+        else:
+            info, rank, ranks = read_info(folder), dist.get_rank(), dist.get_world_size()
+            judge(folder, info)
+            check_files(folder, {name: entry for i, (name, entry) in enumerate(sorted(info["files"].items())) if i % ranks == rank})
+            stored = open_stored(folder, info)
+        return cls(folder=folder, info=info, config=config_from_dict(info["config"]), stored=stored)
+
+    def left_out(self, name: str) -> bool:
+        """Return whether the run that wrote it set `name`, which is `no_save_optim` or `no_save_rng`."""
+        return self.info["config"].get("checkpoint", {}).get(name, False) is True
 
 
 @dataclass(kw_only=True)
@@ -93,13 +124,13 @@ def load(training: Training) -> None:
     problems: list[str] = []
     for folder in offered[0].folders:
         try:
-            info, stored = all_or_none(lambda folder=folder: _opened(folder, training))  # type: ignore[misc]
+            saved = all_or_none(lambda folder=folder: SavedCheckpoint.opened(folder, training))  # type: ignore[misc]
         except ValueError as problem:
             problems.append(f"passed over: {problem}")
             continue
-        remark = all_or_none(lambda info=info: _check_fits(info, training))  # type: ignore[misc]
+        remark = all_or_none(lambda saved=saved: _check_fits(saved, training))  # type: ignore[misc]
         try:
-            taken = all_or_none(lambda stored=stored, info=info: _take(training, stored, info))  # type: ignore[misc]
+            taken = all_or_none(lambda saved=saved: _take(training, saved))  # type: ignore[misc]
         except ValueError as problem:
             problems.append(f"passed over: {problem}")
             continue
@@ -109,19 +140,11 @@ def load(training: Training) -> None:
     if dist.get_rank() == 0:
         for text in (*offered[0].remarks, *problems, *([remark] if remark is not None else [])):
             print(text, flush=True)
-    _apply(training, taken, info)
+    _apply(training, taken, saved)
     if not settings.finetune:
-        _say_what_changed(training, taken, info)
-        if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and info["iteration"]:
-            print(f"{folder} was saved with --no-save-optim: the optimizer's state is initialized", flush=True)
-
-
-def _opened(folder: Path, training: Training) -> tuple[dict[str, Any], Stored]:
-    """Return the non-tensor values and the tensors of a checkpoint of ours or of Megatron-LM."""
-    if is_foreign(folder):
-        return read_megatron(folder, training.config, training.vocab_size)
-    info = _checked(folder)
-    return info, open_stored(folder, info)
+        _say_what_changed(training, taken, saved)
+        if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and saved.info["iteration"]:
+            print(f"{saved.folder} was saved with --no-save-optim: the optimizer's state is initialized", flush=True)
 
 
 def is_foreign(folder: Path) -> bool:
@@ -136,13 +159,6 @@ def open_stored(folder: Path, info: dict[str, Any]) -> Stored:
     return Stored(folder, info["files"])
 
 
-def _checked(folder: Path) -> dict[str, Any]:
-    info, rank, ranks = read_info(folder), dist.get_rank(), dist.get_world_size()
-    judge(folder, info)
-    check_files(folder, {name: entry for i, (name, entry) in enumerate(sorted(info["files"].items())) if i % ranks == rank})
-    return info
-
-
 def judge(folder: Path, info: dict[str, Any]) -> None:
     """Raise a ValueError with the checkpoint's name if its `checkpoint.json` has an invalid entry."""
     try:
@@ -151,18 +167,19 @@ def judge(folder: Path, info: dict[str, Any]) -> None:
         raise ValueError(f"{folder} {problem}") from None
 
 
-def _check_fits(info: dict[str, Any], training: Training) -> str | None:
+def _check_fits(saved: SavedCheckpoint, training: Training) -> str | None:
     """Raise a ValueError with every setting that differs and changes the meaning of saved values; older checkpoints would not match either.
 
     Returns a message about the data.
     """
-    config, finetune = training.config, training.config.checkpoint.finetune
+    info, config, finetune = saved.info, training.config, training.config.checkpoint.finetune
     # A setting that the checkpoint does not have is newer, and the saved run had its default.
-    now, then = config_to_dict(config)["model"], _defaults(ModelConfig) | info["config"].get("model", {})
+    defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    now, then = config_to_dict(config)["model"], defaults | info["config"].get("model", {})
     same_table = then.get("max_position_embeddings") == config.model.max_position_embeddings is not None
     relative = config.model.position_embedding_type != "learned_absolute"
     free = _FREE | (_STRETCHED if finetune else set()) | ({"seq_length"} if finetune and (relative or same_table) else set())
-    if config_from_dict(info["config"]).model.moe_layers == config.model.moe_layers:
+    if saved.config.model.moe_layers == config.model.moe_layers:
         free.add("moe_layer_freq")  # written in another way
     differing = [f"{flag(k)} {v} (saved: {then.get(k)})" for k, v in now.items() if k not in free and then.get(k) != v]
     if "megatron_args" in info:
@@ -171,7 +188,7 @@ def _check_fits(info: dict[str, Any], training: Training) -> str | None:
         differing.append(f"a tokenizer of {training.vocab_size} tokens (saved: {info['vocab_size']})")
     if not finetune:
         differing += _differing_batches(info, config)
-        differing += [] if config.checkpoint.no_load_optim else differing_schedule(config, config_from_dict(info["config"]))
+        differing += [] if config.checkpoint.no_load_optim else differing_schedule(config, saved.config)
     if differing:
         raise ValueError(f"the checkpoint in {config.checkpoint.load} does not match: {'; '.join(differing)}. Use the saved values")
     scale, least = _loss_scale(info, training), config.precision.min_loss_scale
@@ -195,23 +212,19 @@ def _differing_batches(info: dict[str, Any], config: Config) -> list[str]:
     return [f"--global-batch-size {sizes.final} (saved: {before // max(1, iteration)})"]
 
 
-def _defaults(section: type) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(section) if f.default is not MISSING}
-
-
-def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
+def _take(training: Training, saved: SavedCheckpoint) -> _Taken:
     """Read and check this rank's part of a checkpoint, without changing `training`; raise a ValueError if it is damaged or incomplete."""
-    settings, where = training.config.checkpoint, places(training.model)
+    settings, where, stored, info = training.config.checkpoint, places(training.model), saved.stored, saved.info
     if isinstance(stored, TorchDist):
         megatron.check_names(stored, (place.name for of_name in where.values() for place in of_name), training.config.model.num_layers)
     stored = as_wanted(stored, {place.name for of_name in where.values() for place in of_name})
-    taken = _Taken(with_states=_with_states(settings, stored, info))
+    taken = _Taken(with_states=_with_states(settings, saved))
     reader = TensorReader(stored, info["vocab_size"], taken.requantised, info["iteration"])
     _take_weights(training, reader, where, taken)
     taken.model |= _expert_biases(training.model, stored, where)
     if not settings.finetune:
         taken.model |= saved_scaling(training.model, stored, where)
-        taken.rng = None if settings.no_load_rng else _take_rng(training, stored, info)
+        taken.rng = None if settings.no_load_rng else _take_rng(training, saved)
     _take_states(training, reader, where, taken)
     if taken.with_states:
         taken.loss_scale = _loss_scale(info, training)
@@ -221,23 +234,19 @@ def _take(training: Training, stored: Stored, info: dict[str, Any]) -> _Taken:
     return taken
 
 
-def _with_states(settings: CheckpointConfig, stored: Stored, info: dict[str, Any]) -> bool:
+def _with_states(settings: CheckpointConfig, saved: SavedCheckpoint) -> bool:
     """Return whether the optimizer's states are loaded; raise a ValueError if a run would resume without them."""
+    stored = saved.stored
     if settings.finetune or settings.no_load_optim:
         return False
     if isinstance(stored, TorchDist) and stored.moments_refused is not None:
         raise ValueError(stored.moments_refused)
     held = any(key.partition("/")[0] in updates.own_keys() for key in stored.tensors)
-    if not held and saved_without(info, "no_save_optim"):
+    if not held and saved.left_out("no_save_optim"):
         return False
-    if not held and info["iteration"]:
+    if not held and saved.info["iteration"]:
         raise ValueError(f"{stored.folder} contains only weights; load them with --finetune, or resume without states with --no-load-optim")
     return held
-
-
-def saved_without(info: dict[str, Any], name: str) -> bool:
-    """Return whether the run that wrote a checkpoint set `name`, which is `no_save_optim` or `no_save_rng`."""
-    return info["config"].get("checkpoint", {}).get(name, False) is True
 
 
 def _take_weights(training: Training, reader: TensorReader, where: dict[str, list[Place]], taken: _Taken) -> None:
@@ -298,10 +307,10 @@ def _expert_biases(model: nn.Module, stored: Stored, where: dict[str, list[Place
     return biases
 
 
-def _take_rng(training: Training, stored: Stored, info: dict[str, Any]) -> dict[str, Tensor] | None:
-    saved, now = config_from_dict(info["config"]).parallel, training.config.parallel
+def _take_rng(training: Training, saved: SavedCheckpoint) -> dict[str, Tensor] | None:
+    stored, then, now = saved.stored, saved.config.parallel, training.config.parallel
     prefix = f"rng/{rng.own_number(training.grid)}/"
-    same = all(getattr(saved, AXES[axis]) == getattr(now, AXES[axis]) for axis in ("tensor", "context", "pipeline"))
+    same = all(getattr(then, AXES[axis]) == getattr(now, AXES[axis]) for axis in ("tensor", "context", "pipeline"))
     states = {key.removeprefix(prefix): stored.tensor(key) for key in stored.tensors if key.startswith(prefix)} if same else {}
     if states:
         try:
@@ -324,8 +333,8 @@ def _restore_rng(taken: _Taken, settings: CheckpointConfig) -> None:
         print(f"{settings.load} has no random states for {places}: dropout there starts from --seed", flush=True)
 
 
-def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
-    settings, optimizer = training.config.checkpoint, training.optimizer
+def _apply(training: Training, taken: _Taken, saved: SavedCheckpoint) -> None:
+    settings, optimizer, info = training.config.checkpoint, training.optimizer, saved.info
     training.model.load_state_dict(taken.model, strict=False)
     optimizer.take_states(taken.states)
     if not taken.with_states:
@@ -343,7 +352,7 @@ def _apply(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
     optimizer.skipped_steps = info["skipped_steps"]
     # The position in the schedule; its shape is this run's, which equals the saved one without --override-opt-param-scheduler.
     training.schedule.apply_pending()
-    training.schedule.num_steps = _schedule_place(training, info)
+    training.schedule.num_steps = _schedule_place(training, saved)
     training.schedule.step(0)
     training.iteration = info["iteration"]
     training.consumed_samples = info["consumed_samples"]
@@ -364,9 +373,9 @@ def _restore_guard(training: Training, info: dict[str, Any]) -> None:
         )
 
 
-def _schedule_place(training: Training, info: dict[str, Any]) -> int:
+def _schedule_place(training: Training, saved: SavedCheckpoint) -> int:
     """Return the steps of this run's schedule that the saved run has done, converted between iterations and samples if needed."""
-    then = config_from_dict(info["config"]).schedule_steps.in_samples
+    info, then = saved.info, saved.config.schedule_steps.in_samples
     steps: int = info["schedule_steps"]
     if then == training.schedule.in_samples or not steps:
         return steps
@@ -375,29 +384,25 @@ def _schedule_place(training: Training, info: dict[str, Any]) -> int:
     return steps * (info["consumed_samples"] // info["iteration"])  # type: ignore[no-any-return]
 
 
-def _say_what_changed(training: Training, taken: _Taken, info: dict[str, Any]) -> None:
-    was, now = config_from_dict(info["config"]), training.config
+def _say_what_changed(training: Training, taken: _Taken, saved: SavedCheckpoint) -> None:
+    was, now = saved.config, training.config
     changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
     for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage"):
         before, after = getattr(was.parallel, name), getattr(now.parallel, name)
         changed += [f"{flag(name)} {before} -> {after}"] if before != after else []
-    linears = [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)]
-    changed += [f"linear layers in BF16 {' -> '.join(linears)}"] if linears[0] != linears[1] else []
-    whole = [", ".join(str(layer + 1) for layer in sorted(config.layers_in_bf16)) or "none" for config in (was, now)]
-    changed += [f"layers in BF16 {' -> '.join(whole)}"] if whole[0] != whole[1] else []
-    smooth = ["on" if config.precision.smooth_swiglu else "off" for config in (was, now)]
-    changed += [f"Smooth-SwiGLU {' -> '.join(smooth)}"] if smooth[0] != smooth[1] else []
-    if info["processes"] != dist.get_world_size():
-        changed.append(f"{info['processes']} processes -> {dist.get_world_size()}")
+    described = {
+        "linear layers in BF16": [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)],
+        "layers in BF16": [", ".join(str(layer + 1) for layer in sorted(config.layers_in_bf16)) or "none" for config in (was, now)],
+        "Smooth-SwiGLU": ["on" if config.precision.smooth_swiglu else "off" for config in (was, now)],
+    }
+    changed += [f"{what} {before} -> {after}" for what, (before, after) in described.items() if before != after]
+    if saved.info["processes"] != dist.get_world_size():
+        changed.append(f"{saved.info['processes']} processes -> {dist.get_world_size()}")
     if dist.get_rank() == 0 and (changed or taken.requantised):
-        print(f"the checkpoint was converted: {', '.join(changed) or 'other formats'}; {_listed(taken.requantised)}", flush=True)
-
-
-def _listed(requantised: Iterable[str]) -> str:
-    names = sorted(requantised)
-    if not names:
-        return "all weights and states kept their bits"
-    return f"{len(names)} tensors of this rank were requantised, such as {names[0]}"
+        kept = "all weights and states kept their bits"
+        if taken.requantised:
+            kept = f"{len(taken.requantised)} tensors of this rank were requantised, such as {min(taken.requantised)}"
+        print(f"the checkpoint was converted: {', '.join(changed) or 'other formats'}; {kept}", flush=True)
 
 
 def saved_precision(config: Config) -> PrecisionConfig | None:

@@ -327,7 +327,9 @@ def publish(folder: Path, *, mark: bool = True) -> None:
 
 
 def _mark(folder: Path) -> None:
-    """Write the iteration of a checkpoint to the marker."""
+    """Write the iteration of a checkpoint to the marker, in a folder that no other job writes to."""
+    for left in folder.parent.glob(f"{LATEST_CHECKPOINT_FILE}.*.partial"):  # of a killed save
+        left.unlink()
     with written_aside(folder.with_name(LATEST_CHECKPOINT_FILE)) as stream:
         stream.write(str(iteration_of(folder)).encode())
 
