@@ -139,3 +139,40 @@ def squares_are_finite(gradients: Iterable[torch.Tensor], device: torch.device, 
     if peers is None:
         return finite
     return peers.all_reduce(finite.float(), dist.ReduceOp.MIN, "whether dropped gradients were finite", None) > 0
+
+
+class GradMarks:
+    """Markers in `p.grad` while the gradient accumulates elsewhere, which detect a `zero_grad` that this library does not see.
+
+    `module.zero_grad()` and `p.grad = None` leave no trace if `p.grad` is already None. So a parameter whose micro-batches accumulate
+    elsewhere has a marker in `p.grad`: NaN in its shape, in the memory of one element. If the marker is gone or zeroed, the user cleared
+    the gradient and the sum must be dropped. It is NaN, so that code which reads it as a gradient notices.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # what is in `p.grad`, and its version
+
+    def put(self, p: torch.Tensor) -> None:
+        """Put a marker in `p.grad`, which must be None."""
+        p.grad = torch.full((), float("nan"), dtype=p.dtype, device=p.device).expand(p.shape)
+        self._marks[p] = p.grad, p.grad._version
+
+    def lift(self, p: torch.Tensor) -> bool:
+        """Remove the marker of `p`, so that `p.grad` is None or what other code has put there.
+
+        Returns:
+            Whether the marker was gone or zeroed; False if there was none.
+        """
+        if p not in self._marks:
+            return False
+        mark, version = self._marks.pop(p)
+        if p.grad is not mark:
+            return True
+        p.grad = None
+        # Reading the value waits for the device, so only a marker that was written to is read.
+        return mark._version != version and mark.numel() > 0 and not bool(mark.flatten()[0].isnan())
+
+    def clear(self) -> None:
+        """Remove all markers."""
+        for p in list(self._marks):
+            self.lift(p)

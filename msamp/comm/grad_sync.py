@@ -37,13 +37,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from msamp.comm.accumulate import OWNER, Accumulator, Draws, accumulator, squares_are_finite
+from msamp.comm.accumulate import OWNER, Accumulator, Draws, GradMarks, accumulator, squares_are_finite
 from msamp.comm.bucket import Bucket, BucketPiece
 from msamp.comm.bucket_sender import BucketSender
 from msamp.comm.collectives import OtherRanks, Peers
 from msamp.comm.counters import WireBytes
 from msamp.comm.exchange import Exchange, by_name
-from msamp.comm.grad_marks import GradMarks
 from msamp.comm.partition import BucketPlan
 from msamp.comm.sync_checks import check_formats, check_same_on_all_ranks, check_sums, check_sums_in_fp32
 from msamp.numerics.formats import Format
@@ -91,7 +90,7 @@ class GradSync:
         others: the parameters that other ranks average, see `msamp.comm.collectives.OtherRanks`; None if all have the same replicas.
         sent: the counter of sent bytes; None creates one.
         heed_zero_grad: notice when gradients held under `no_sync` were cleared by `module.zero_grad()` or `p.grad = None`, and drop them.
-            Between such micro-batches `p.grad` is a NaN marker (`msamp.comm.grad_marks`). False saves that host time in a loop that only
+            Between such micro-batches `p.grad` is a NaN marker (`msamp.comm.accumulate`). False saves that host time in a loop that only
             clears through `clear` and `discard`.
 
     Attributes:

@@ -16,7 +16,7 @@ from msamp.comm.bucket import as_bytes
 from msamp.comm.collectives import Peers
 from msamp.kernels import ops
 from msamp.kernels.tables import Tables
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, contiguous
 
 _ROW = 4096  # words that are added without regard to their order
 
@@ -54,7 +54,7 @@ def faults(weights: Mapping[str, Tensor], peers: Peers, *, finite: bool = True) 
     sums = torch.stack([checksum(x) for x in tensors])
     spoiled = torch.zeros_like(sums)
     if finite:
-        amaxes = ops.grad_stats(Tables(tensors[0].device), [_by_rows(x) for x in tensors], squares=False)[0][0]
+        amaxes = ops.grad_stats(Tables(tensors[0].device), [contiguous(x) for x in tensors], squares=False)[0][0]
         spoiled = (~amaxes.isfinite()).to(torch.int64)
     largest = peers.all_reduce(torch.stack([sums, ~sums, spoiled]), dist.ReduceOp.MAX, "the weights' checksums", None)
     suspect = ((largest[0] != ~largest[1]) | (largest[2] > 0)).nonzero().flatten()
@@ -83,9 +83,3 @@ def _lines(name: str, sums: list[int], spoiled: Tensor, ranks: list[int]) -> lis
 
 def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    if isinstance(x, ScalingTensor):
-        return x if x.payload.is_contiguous() else ScalingTensor(x.payload.contiguous(), x.scale_inv, x.dtype)
-    return x.contiguous()

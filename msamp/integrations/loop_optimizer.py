@@ -21,10 +21,10 @@ from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.formats import FP32, Format
 from msamp.numerics.recipe import FP32_STATES, Recipe, StateFormats
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.backward_casts import BackwardCasts
 from msamp.optim.clip import clip_, clip_coefficient
 from msamp.optim.decision import GradientDecision
 from msamp.optim.foreign_states import in_own_formats, packed_names, unpacked_names
+from msamp.optim.grad_cast import BackwardCasts
 from msamp.optim.optimizer import LowPrecisionOptimizer
 from msamp.optim.shard import Holding, Whole, gradient
 from msamp.optim.states import local, parameter_kind, weight_format

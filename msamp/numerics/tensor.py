@@ -221,3 +221,12 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([ScalingTensor, _rebuild])
+
+
+def contiguous(g: torch.Tensor) -> torch.Tensor:
+    """Return `g` contiguous and detached, without a copy if it is contiguous."""
+    if isinstance(g, ScalingTensor):
+        return g if g.payload.is_contiguous() else ScalingTensor(g.payload.contiguous(), g.scale_inv, g.dtype)
+    if type(g) is not torch.Tensor or g.requires_grad:
+        g = g.detach()
+    return g if g.is_contiguous() else g.contiguous()

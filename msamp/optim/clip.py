@@ -12,18 +12,9 @@ import torch
 from msamp.kernels import ops
 from msamp.kernels.reference.grad_stats import PAYLOAD_UNITS, carried
 from msamp.kernels.tables import Tables
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, contiguous
 
 _BITS = 57  # bits that a sum may use of 63: scaled values may reach 2^2 when scale_from_amax clamps its exponent, and their squares 2^4
-
-
-def contiguous(g: torch.Tensor) -> torch.Tensor:
-    """Return `g` contiguous and detached, without a copy if it is contiguous."""
-    if isinstance(g, ScalingTensor):
-        return g if g.payload.is_contiguous() else ScalingTensor(g.payload.contiguous(), g.scale_inv, g.dtype)
-    if type(g) is not torch.Tensor or g.requires_grad:
-        g = g.detach()
-    return g if g.is_contiguous() else g.contiguous()
 
 
 def scaled_first(gs: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:

@@ -31,9 +31,9 @@ from msamp.kernels.tables import Tables
 from msamp.numerics.formats import FP32, by_name
 from msamp.numerics.pickled_float8 import packed, unpacked
 from msamp.numerics.recipe import O2, StateFormats
-from msamp.numerics.tensor import ScalingTensor
+from msamp.numerics.tensor import ScalingTensor, contiguous
 from msamp.optim import updates
-from msamp.optim.clip import check_max_norm, contiguous
+from msamp.optim.clip import check_max_norm
 from msamp.optim.decision import GradientDecision, LossScale, decide, measure, weight_scale_invs
 from msamp.optim.device_flag import DeviceFlag
 from msamp.optim.masters import follow_states_, version_of

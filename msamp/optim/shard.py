@@ -14,8 +14,7 @@ import torch
 
 from msamp.numerics.formats import Format, by_name
 from msamp.numerics.fp8_gradient import FP8Gradient
-from msamp.numerics.tensor import ScalingTensor
-from msamp.optim.clip import contiguous
+from msamp.numerics.tensor import ScalingTensor, contiguous
 from msamp.optim.grad_cast import GradCast
 from msamp.optim.states import copy_of_rows, make_master, view_of_rows
 

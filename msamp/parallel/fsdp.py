@@ -29,8 +29,7 @@ from msamp.numerics.formats import Format, by_name
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.recipe import Cast
 from msamp.numerics.scaling import scale_from_amax
-from msamp.numerics.tensor import ScalingTensor, fp32_values
-from msamp.optim.clip import contiguous
+from msamp.numerics.tensor import ScalingTensor, contiguous, fp32_values
 from msamp.optim.grad_cast import GradCast
 from msamp.optim.shard import Holding
 from msamp.optim.states import begun, copy_of_rows, is_scaled, local, make_master, payload, scale_inv, weight_format

@@ -16,8 +16,8 @@ from msamp.numerics.formats import E4M3
 from msamp.numerics.fp8_gradient import FP8Gradient
 from msamp.numerics.recipe import O2
 from msamp.numerics.tensor import ScalingTensor
-from msamp.optim import backward_casts
-from msamp.optim.backward_casts import BackwardCasts
+from msamp.optim import grad_cast
+from msamp.optim.grad_cast import BackwardCasts
 
 FP8, BF16 = {"grad": "fp8-e4m3"}, {"grad": "bf16"}
 
@@ -149,7 +149,7 @@ def test_a_frozen_parameter_is_hooked_once_it_wants_a_gradient():
 
 def test_a_group_is_cast_as_soon_as_it_is_complete(monkeypatch):
     model = net(depth=5)
-    monkeypatch.setattr(backward_casts, "GROUP_ELEMENTS", 2 * 32 * 32)
+    monkeypatch.setattr(grad_cast, "GROUP_ELEMENTS", 2 * 32 * 32)
     casts, seen = attached(model), []
     for layer in model:
         layer.weight.register_hook(lambda _: seen.append(narrow(model)))
@@ -192,7 +192,7 @@ def test_the_peak_of_backward_holds_one_group_in_bf16(monkeypatch):
     """Layers are wide and the batch is small, so that gradients are nearly all that backward leaves."""
     width, depth = 256, 16
     elements = width * width
-    monkeypatch.setattr(backward_casts, "GROUP_ELEMENTS", 2 * elements)
+    monkeypatch.setattr(grad_cast, "GROUP_ELEMENTS", 2 * elements)
     peaks = {}
     for formats in (BF16, FP8):
         model = net(width, depth)
