@@ -36,12 +36,21 @@ def each_value(**choices: Sequence[Any]) -> pytest.MarkDecorator:
 
 def every_pair(test: Callable[..., None]) -> Callable[..., None]:
     """Replace the product of the `parametrize` marks below it by fewer cases, in which each two values of two marks still meet."""
+    return _fewer(test, covering)
+
+
+def every_value(test: Callable[..., None]) -> Callable[..., None]:
+    """Replace the product of the `parametrize` marks below it by as many cases as the longest has values, with each value of each."""
+    return _fewer(test, lambda sizes: [tuple((i + k * (i // n)) % n for k, n in enumerate(sizes)) for i in range(max(sizes))])
+
+
+def _fewer(test: Callable[..., None], rows: Callable[[Sequence[int]], Sequence[tuple[int, ...]]]) -> Callable[..., None]:
     marks: list[Any] = test.pytestmark  # type: ignore[attr-defined]
     columns = [_params(mark) for mark in marks if mark.name == "parametrize"]
     names = [name for mark in marks if mark.name == "parametrize" for name in _names(mark)]
     test.pytestmark = [mark for mark in marks if mark.name != "parametrize"]  # type: ignore[attr-defined]
     cases = []
-    for row in covering([len(column) for column in columns]):
+    for row in rows([len(column) for column in columns]):
         chosen = [column[i] for column, i in zip(columns, row, strict=True)]
         values, ids = [x for param in chosen for x in param.values], "-".join(param.id for param in chosen)
         cases.append(pytest.param(*values, marks=[mark for param in chosen for mark in param.marks], id=ids))

@@ -146,34 +146,6 @@ def outputs(result) -> list[torch.Tensor]:
     return list(result) if isinstance(result, tuple | list) else [] if result is None else [result]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_schema_and_fake_agree_with_what_runs(name, device):
-    args, flags = arguments(device)[name], FLAGS.get(name, {})
-    if name not in FP8_OPERANDS:
-        torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
-    real = outputs(getattr(ops, name)(*args, **flags))
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake_args = pytree.tree_map_only(torch.Tensor, mode.from_tensor, list(args))
-        fake = outputs(getattr(ops, name)(*fake_args, **flags))
-    for r, f in zip(real, fake, strict=True):
-        assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_table_gives_what_the_twin_gives(name, device):
-    args, same, flags = arguments(device)[name], arguments(device)[name], FLAGS.get(name, {})
-    for got, want in zip(outputs(getattr(ops, name)(*args, **flags)), outputs(TWINS[name](*same, **flags)), strict=True):
-        if got.element_size() == 1:
-            assert_codes(got, want, 1e-3 if name in ROUNDED_OTHERWISE else 0.0)
-        elif name in ROUNDED_OTHERWISE:
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-        else:
-            assert got.equal(want)
-    for a, b in zip(args, same, strict=True):
-        if isinstance(a, torch.Tensor) and a.element_size() > 1:
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{name} changes its arguments in another way")
-
-
 class Seen(TorchDispatchMode):
     """Notes the operators that torch dispatches."""
 
@@ -187,23 +159,38 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dispatch_mode_and_a_trace_see_every_operator(name, device):
+def test_schema_and_fake_agree_with_what_runs_and_a_dispatch_mode_sees_it(name, device):
     args, flags = arguments(device)[name], FLAGS.get(name, {})
+    if name not in FP8_OPERANDS:
+        torch.library.opcheck(getattr(torch.ops.msamp, name).default, args, flags, test_utils="test_schema")
     with torch.no_grad(), Seen() as seen:
-        getattr(ops, name)(*args, **flags)
+        real = outputs(getattr(ops, name)(*args, **flags))
     assert seen.names[0] == f"msamp.{name}.default"
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake_args = pytree.tree_map_only(torch.Tensor, mode.from_tensor, list(args))
+        fake = outputs(getattr(ops, name)(*fake_args, **flags))
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype, r.stride(), r.device.type) == (f.shape, f.dtype, f.stride(), f.device.type)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_the_dispatcher_the_results_are_the_same(name, device):
-    args, same, flags = arguments(device)[name], arguments(device)[name], FLAGS.get(name, {})
+def test_the_table_gives_what_the_twin_gives_with_and_without_the_dispatcher(name, device):
+    args, plain, same, flags = *(arguments(device)[name] for _ in range(3)), FLAGS.get(name, {})
+    results = outputs(getattr(torch.ops.msamp, name).default(*args, **flags))
     with torch.no_grad():
-        found = outputs(getattr(ops, name)(*args, **flags))
-    for got, want in zip(found, outputs(getattr(torch.ops.msamp, name).default(*same, **flags)), strict=True):
-        assert bits(got).equal(bits(want))
+        undispatched = outputs(getattr(ops, name)(*plain, **flags))
+    assert all(bits(a).equal(bits(b)) for a, b in zip(undispatched, results, strict=True))
+    assert all(bits(a).equal(bits(b)) for a, b in zip(args, plain, strict=True) if isinstance(a, torch.Tensor)), "arguments change alike"
+    for got, want in zip(results, outputs(TWINS[name](*same, **flags)), strict=True):
+        if got.element_size() == 1:
+            assert_codes(got, want, 1e-3 if name in ROUNDED_OTHERWISE else 0.0)
+        elif name in ROUNDED_OTHERWISE:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        else:
+            assert got.equal(want)
     for a, b in zip(args, same, strict=True):
-        if isinstance(a, torch.Tensor):
-            assert bits(a).equal(bits(b)), f"{name} changes its arguments in another way"
+        if isinstance(a, torch.Tensor) and a.element_size() > 1:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=f"{name} changes its arguments in another way")
 
 
 def test_what_runs_without_the_dispatcher_is_plain_on_a_gpu_and_outside_of_autograd():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.agreement import assert_codes, assert_no_worse, assert_plain, assert_sums
-from helpers.choices import each_once, every_pair
+from helpers.choices import each_once, every_pair, every_value
 from helpers.numerics import KINDS, codes, make
 from msamp.kernels.reference import activate as twin
 from msamp.numerics.formats import E4M3, E5M2
@@ -133,6 +133,7 @@ def test_plain_results(kind, dtype, triton_device):
     assert slot == 0
 
 
+@every_value
 @both
 @pytest.mark.parametrize(
     ("bad", "place", "scale"),

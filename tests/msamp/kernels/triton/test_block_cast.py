@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.agreement import assert_codes
-from helpers.choices import each_once, every_pair
+from helpers.choices import each_once, every_pair, every_value
 from helpers.numerics import bits, every_bf16, make, random_floats
 from msamp.kernels.reference.block_cast import block_cast as twin
 from msamp.numerics.block_scale import RULES
@@ -56,6 +56,7 @@ def test_every_rule_in_blocks_of_all_sizes(rule, fmt, block, triton_device):
     assert_same(make("channel-outlier", (140, 72), device=triton_device).bfloat16(), block, rule, fmt)
 
 
+@every_value
 @every_block
 @pytest.mark.parametrize("asked", itertools.product([False, True], repeat=2), ids=str)
 def test_everything_that_can_be_left_out(block, asked, triton_device):

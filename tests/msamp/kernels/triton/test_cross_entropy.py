@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from helpers.choices import every_value
 from helpers.numerics import KINDS, codes, make, measure
 from msamp.kernels.reference.cross_entropy import cross_entropy_ as twin
 from msamp.kernels.reference.cross_entropy import cross_entropy_of_parts_, softmax_parts
@@ -52,6 +53,7 @@ def assert_same(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return got, weights
 
 
+@every_value
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (4, 128), (5, 1000), (3, 20_000)], ids=str)
 def test_ragged_shapes_and_several_blocks(shape, dtype, triton_device):
@@ -126,6 +128,7 @@ def spread(logits: torch.Tensor, ranks: int, labels: torch.Tensor, weights: torc
     return losses[0], torch.cat(pieces, 1)
 
 
+@every_value
 @every_dtype
 @pytest.mark.parametrize(("shape", "ranks"), [((3, 5), 1), ((4, 128), 2), ((5, 999), 3), ((3, 20_000), 2)], ids=str)
 def test_columns_spread_over_ranks_give_what_whole_rows_give(shape, ranks, dtype, triton_device):

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_value
 from helpers.numerics import KINDS, bits, make
 from msamp.kernels.reference.grad_stats import grad_stats as twin
 from msamp.kernels.tables import Tables
@@ -53,6 +54,7 @@ def test_every_code_of_e4m3(triton_device):
     assert_same(Tables(torch.device(triton_device)), [ScalingTensor(finite, torch.ones((), device=triton_device))])
 
 
+@every_value
 @pytest.mark.parametrize("fmt", [None, E4M3, E5M2, FP16], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows_in_the_amax(bad, fmt, triton_device):

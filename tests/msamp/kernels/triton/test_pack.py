@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_value
 from helpers.numerics import KINDS, bits, make, random_floats
 from msamp.kernels.reference.grad_stats import carried
 from msamp.kernels.reference.pack import pack as twin
@@ -33,6 +34,7 @@ def assert_same(xs: list[torch.Tensor], fmt, factors: torch.Tensor | None, shift
     assert bits(outs[0]).equal(bits(outs[1]))
 
 
+@every_value
 @every_format
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_of_all_dtypes(kind, fmt, triton_device):
@@ -77,6 +79,7 @@ def assert_summed_the_same(xs: list[torch.Tensor], fmt, divisor: int, right: lis
         assert bits(got).equal(bits(want))
 
 
+@every_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "divisor"), [(1, 1), (2, 2), (3, 3), (3, 1), (8, 8)])
 def test_the_sums_over_ranks_have_the_twin_s_bits(ranks, divisor, kind, triton_device):

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_value
 from helpers.numerics import bits, make
 from msamp.kernels.reference.sum_parts import sum_parts as twin
 
@@ -23,6 +24,7 @@ def assert_same(shapes, device, dtype=torch.bfloat16) -> None:
         assert bits(a).equal(bits(b)), "the same result every time"
 
 
+@every_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shapes", [[(1, 1)], [(70, 33), (3, 100)], [(64, 32), (1, 5), (130, 31), (2, 64)]], ids=str)
 def test_several_tensors_in_one_launch(shapes, dtype, triton_device):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from helpers.choices import every_value
 from helpers.numerics import make
 from msamp.kernels.reference import tally as twin
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
@@ -27,6 +28,7 @@ def agree(got: torch.Tensor, want: torch.Tensor, exact: tuple[int, ...]) -> None
     assert got[list(exact)].equal(want[list(exact)])
 
 
+@every_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tally_is_its_twins(name, dtype, triton_device):
@@ -91,6 +93,7 @@ def test_an_update_s_sums_are_its_twins(name, triton_device):
         assert got[[0, 4]].equal(want[[0, 4]])
 
 
+@every_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3.dtype], ids=str)
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "fp16"])
 def test_counts_are_their_twins(name, dtype, triton_device):

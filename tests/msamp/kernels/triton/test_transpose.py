@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from helpers.choices import every_value
 from helpers.numerics import codes
 from msamp.kernels.reference.transpose import transpose as twin
 from msamp.numerics.formats import E4M3, E5M2
@@ -25,6 +26,7 @@ def assert_same(x: torch.Tensor) -> None:
     assert codes(got).equal(codes(want))
 
 
+@every_value
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 4), (3, 200), (128, 128), (131, 60), (160, 257), (0, 8), (8, 0)], ids=str)
 def test_as_its_twin(fmt, shape, triton_device):
