@@ -29,7 +29,7 @@ HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accel
 # Files with tests of what the extras `eval`, `data` and `wandb` bring; `--extras` leaves out those that `make test` has run.
 EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate.py \
   tests/megatron/lm/tools/convert/test_fp8_export.py \
-  tests/megatron/lm/data/preprocessing/test_rows.py \
+  tests/megatron/lm/data/preprocessing/test_inputs.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
 .PHONY: help venv environments quickstart test test-hosts test-extras test-nightly test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs tables bench bench-gate clean

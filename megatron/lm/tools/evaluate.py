@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; for its exit codes see `megatron.lm.shell.exit_codes`."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["tasks"]:
-        raise generate.by_export(words, generate.LM_EVAL)
+        raise generate.by_export(words[1:], generate.LM_EVAL)
     args = _parser().parse_args(words)
     args.run(args)
 

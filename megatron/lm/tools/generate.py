@@ -7,20 +7,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.lm.shell import exit_codes
+from megatron.lm.shell import arguments, exit_codes
 
 TRANSFORMERS = "then use transformers: pipeline('text-generation', model='{folder}')"
 LM_EVAL = "then run lm_eval --model hf --model_args pretrained={folder} --include_path {tasks} --tasks ..."
 
 
 def by_export(words: Sequence[str], then: str) -> ValueError:
-    """Return the error that names the export of the checkpoint after `--load`, or why it has none.
+    """Return the error that names the export of the checkpoint of `--load`, or why it has none.
 
     Args:
-        words: the command line.
+        words: the command line; other flags are ignored.
         then: what to do with the exported folder.
     """
-    load = next((Path(words[at + 1]) for at, word in enumerate(words[:-1]) if word == "--load"), Path("CHECKPOINT"))
+    parser = arguments.Parser(description=__doc__)
+    parser.add_argument("--load", nargs="+", type=arguments.path, default=[Path("CHECKPOINT")], help="folder of the trainer's checkpoints")
+    load = parser.parse_known_args(words)[0].load[0]
     what = {"folder": f"{load}-hf", "tasks": str(Path(__file__).parents[1] / "evaluation" / "tasks")}
     if (load / "config.json").is_file():
         return ValueError(f"{load} is a Hugging Face folder, which this command no longer loads: {then.format(**what | {'folder': load})}")

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from helpers import dist
-from megatron.lm.data.batch import BATCH_KEYS, MicroBatchSampler, batches, own_part
+from megatron.lm.data.batch import BATCH_KEYS, batches, own_part
 from megatron.lm.data.documents import DOCUMENTS
 from megatron.lm.processes import cpu_home
 from megatron.lm.processes.grid import ALONE, Ranks
@@ -75,11 +75,6 @@ def test_signals_end_no_reader():
     assert [batch["tokens"][0, 0].item() for batch in (first, *stream)] == list(range(0, 64, 2))
 
 
-def test_ends_and_never_cycles():
-    assert drawn(length=3, micro_batch_size=2) == [[0, 1]]
-    assert drawn(length=4, consumed_samples=4) == []
-
-
 def test_global_generator_is_untouched():
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -101,11 +96,6 @@ def test_bad_input_is_refused_at_the_call(change, message):
     options = {"micro_batch_size": 2, "data_parallel_rank": 0, "data_parallel_size": 1} | change
     with pytest.raises(ValueError, match=message):
         batches(Counted(23), **options)
-
-
-def test_length_of_the_sampler():
-    sampler = MicroBatchSampler(total_samples=23, consumed_samples=4, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2)
-    assert len(sampler) == len(list(sampler)) == 4
 
 
 @pytest.mark.gpu

@@ -21,14 +21,10 @@ TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 
 TABLE_99 = {1: 63.657, 2: 9.925, 7: 3.499, 30: 2.750}
 
 
-@pytest.mark.parametrize(("degrees", "t"), TABLE.items())
-def test_quantiles_are_those_of_the_table(degrees, t):
-    assert student_t_quantile(0.975, degrees) == pytest.approx(t, abs=5.1e-4)
-
-
-@pytest.mark.parametrize(("degrees", "t"), TABLE_99.items())
-def test_quantiles_of_99_percent(degrees, t):
-    assert student_t_quantile(0.995, degrees) == pytest.approx(t, abs=5.1e-4)
+def test_quantiles_are_those_of_the_table():
+    for probability, table in ((0.975, TABLE), (0.995, TABLE_99)):
+        for degrees, t in table.items():
+            assert student_t_quantile(probability, degrees) == pytest.approx(t, abs=5.1e-4)
 
 
 @pytest.mark.parametrize("probability", [0.5, 0.6, 0.9, 0.975, 0.9995])

