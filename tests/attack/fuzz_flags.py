@@ -14,7 +14,6 @@ from megatron.lm.config import flag
 from megatron.lm.config.cli import section_types
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.tools import convert_checkpoint, inspect_scales, loss_compare, preprocess_data, report
-from tools.reproduce import table7, table8
 
 GOOD = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 --tokenizer-type NullTokenizer "
@@ -49,8 +48,6 @@ TOOLS = (
     (20, "convert_checkpoint", convert_checkpoint.main, "to-hf --load checkpoint --output o/hf --dtype float32"),
     (10, "convert_checkpoint", convert_checkpoint.main, "export-fp8 --load checkpoint --output o/hf --tokenizer-type NullTokenizer"),
     (20, "convert_checkpoint", convert_checkpoint.main, "from-hf --load hf --output o/ours --make-vocab-size-divisible-by 32"),
-    (10, "table8", table8.main, "--models 175b --ranks 64 --csv o/rows.csv"),
-    (2, "table7", table7.main, "--csv o/rows.csv"),
 )
 
 

@@ -24,9 +24,6 @@ REFUSALS = [
     ("reproduce.coat_memory", "--cases O9+--flag", "--cases"),
     ("reproduce.coat_memory", "", "GPU"),
     ("reproduce.compare_precisions", "--minutes 0", "--minutes"),
-    ("reproduce.compare_tuning", "--load there", "--sft"),
-    ("reproduce.compare_tuning", "--load there --sft a --cases --lr+1", "--lr"),
-    *(("reproduce.table8", f"--ranks 64 {n}", "--ranks") for n in (0, 100_000_000)),
 ]
 
 

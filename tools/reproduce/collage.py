@@ -16,33 +16,20 @@ from megatron.lm.tools.report import Run
 from tools.measurements import ROOT, Row
 from tools.reproduce import recorded, throughput
 from tools.reproduce.coat_flow import Flow, Llama
-from tools.reproduce.entry import WHOLE, Finding, Task, training
+from tools.reproduce.entry import WHOLE, Finding, Task, paper, training
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.recorded import REPRODUCE, final_losses, row_of
 from tools.reproduce.trainings import ENWIK8, Loop, collage, trained
 
-# Table 6: validation perplexity by beta2, for batches of 1,024 and of 2,048 sequences. A's 15.33 is below the training perplexity
-# that the paper prints next to it, 17.64: one of the two may be a misprint.
-TABLE6 = {
-    "a": {0.95: 15.64, 0.99: 15.80, 0.999: 18.17},
-    "light": {0.95: 15.03, 0.99: 15.03, 0.999: 15.80},
-    "plus": {0.95: 15.03, 0.99: 15.03, 0.999: 15.18},
-    "d": {0.95: 15.03, 0.99: 15.03, 0.999: 15.03},
-}
-DOUBLED6 = {
-    "a": {0.95: 15.18, 0.99: 15.33, 0.999: 15.33},
-    "light": {0.95: 14.44, 0.99: 14.44, 0.999: 15.18},
-    "plus": {0.95: 14.44, 0.99: 14.44, 0.999: 14.59},
-    "d": {0.95: 14.44, 0.99: 14.44, 0.999: 14.59},
-}
+TABLE6, DOUBLED6 = (
+    {variant: {float(beta2): value for beta2, value in row.items()} for variant, row in paper(f"collage.{name}").items()}
+    for name in ("table6", "table6-doubled")
+)
 TWICE = ", twice the batch"  # suffix of a piece: the batch of the paper's second half, in half the steps
 LOOPS = {
     "toy": Loop(width=32, layers=1, length=16, batch=8, steps=20),
     "small": Loop(width=64, layers=2, length=32, batch=16, steps=400),
 }
-# Table 5, right: validation perplexity of OpenLLaMA-7B, by beta2.
-LLAMA5 = {0.95: {"a": 4.81, "light": 4.53, "plus": 4.57, "d": 4.57}, 0.99: {"a": 12.55, "light": 5.99, "plus": 4.62, "d": 6.42}}
-SEEDS = {"toy": 1, "small": 4}  # of each option on a CPU
 NAMES = {"a": "bf16-a", "light": "collage-light", "plus": "collage-plus", "d": "bf16-d"}
 COURSE6 = {"d": "bf16-d", "plus": "collage-plus", "light": "collage-light", "a": "bf16-a", "d-mw": "bf16-dmw"}  # GPT-125M, Table 6
 # GPT-125M, one epoch of enwik8. Its runs take batch and steps from here, and the rest from the preset, which agrees.
@@ -70,9 +57,9 @@ def table6_by_seed(task: Task) -> Iterator[Finding]:
         for seed, loss in final.get(case, {}).items():
             yield Finding(f"{variant}, beta2 {beta2}: validation loss", loss, unit="nats per token", seed=seed, where=rows[case])
             if variant != "d" and seed in base:
-                paper = TABLE6[variant][beta2] / TABLE6["d"][beta2]
+                theirs = TABLE6[variant][beta2] / TABLE6["d"][beta2]
                 quantity = f"{variant}, beta2 {beta2}: validation perplexity over D's"
-                yield Finding(quantity, math.exp(loss - base[seed]), paper, seed=seed, where=rows[case])
+                yield Finding(quantity, math.exp(loss - base[seed]), theirs, seed=seed, where=rows[case])
 
 
 def _kept_perplexities(model: str) -> Iterator[Finding]:
@@ -124,9 +111,9 @@ def _table6_at_125m(task: Task) -> Iterator[Finding]:
     for variant, run in runs.items():
         prefix = f"{variant}, {task.piece}: "
         if variant != "d":
-            paper = papers[variant][beta2] / papers["d"][beta2] if variant in papers else None
+            theirs = papers[variant][beta2] / papers["d"][beta2] if variant in papers else None
             ours = math.exp(run.valid[-1]["loss"] - runs["d"].valid[-1]["loss"])
-            yield Finding(prefix + "validation perplexity over D's", ours, paper, seed=1234)
+            yield Finding(prefix + "validation perplexity over D's", ours, theirs, seed=1234)
         totals = [step["total"] for step in run.steps if step["total"] is not None]
         yield Finding(prefix + "lost arithmetic, mean", 100 * _mean(total["lost"] for total in totals), unit="%", seed=1234)
         yield Finding(
@@ -180,7 +167,7 @@ def llama(task: Task) -> Iterator[Finding]:
     """Table 5, right, on a small Llama: perplexity over D's of the options at one beta2 and seed, their losses, and the largest rise of the
     training loss between two records, which an exploding gradient would cause."""
     beta2, seed = (float(number) for number in task.piece.removeprefix("beta2 ").split(", seed "))
-    text, papers = bytes_of(task.text), LLAMA5[beta2]
+    text, papers = bytes_of(task.text), paper("collage.table5-right")[f"{beta2:g}"]
     last: dict[str, float] = {}
     for variant in ("d", "plus", "light", "a"):
         course = list(collage(variant, beta2, LOOPS[task.size], text, int(seed), build=lambda loop: Llama(loop, Flow())))
@@ -201,9 +188,9 @@ def table7(task: Task) -> Iterator[Finding]:
         return
     base = row_of(NAMES["d"])
     for variant, name in NAMES.items():
-        row, paper = row_of(name), {"a": 1.78, "light": 1.74, "plus": 1.67, "d": 1.0}[variant]
+        row, theirs = row_of(name), {"a": 1.78, "light": 1.74, "plus": 1.67, "d": 1.0}[variant]
         ours = float(row["tokens_s"]) / float(base["tokens_s"])
-        yield Finding(f"{variant}: speed over D's; ours at 125M, the paper's at 1.3B", ours, paper, where=row)
+        yield Finding(f"{variant}: speed over D's; ours at 125M, the paper's at 1.3B", ours, theirs, where=row)
 
 
 def steps_of(model: str) -> dict[str, Row]:

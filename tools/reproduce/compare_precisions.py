@@ -17,15 +17,10 @@ With --processes N each run is N data-parallel processes on as many GPUs: what F
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 8" "O3 --micro-batch-size 8 --grad-exchange nccl"
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 1" --flags "--seq-length 512 --global-batch-size 16" --no-speed
 
-A mixture of experts, with the load of its experts by precision (294M parameters, 123M of them active):
-
-    ... --precisions bf16 O3 --seeds bf16=12 O3=12 --steps 1000 --at-once 4 --no-speed --flags "--num-experts 8 --moe-router-topk 2 \\
-        --moe-ffn-hidden-size 1024 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear --normalization RMSNorm"
-
 With --minutes the work may be spread over several sessions on a machine: give the same --out again. No run starts if less time is left than
 the last run of as many steps took; a run that is unfinished at the end is stopped, and restarted next time.
 
-Writes precisions.csv (`COLUMNS`), curves.csv and loss.png (with matplotlib) of the complete runs to --out, and lists the others.
+Writes precisions.csv (`COLUMNS`) and curves.csv of the complete runs to --out, and lists the others.
 """
 
 import argparse
@@ -43,27 +38,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron.lm.evaluation.paired_difference import PairedDifference, paired_difference
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, path
-from megatron.lm.tools.report import COLORS, Run, differences, plain, read_run, write_curves
+from megatron.lm.tools.report import Run, read_run, write_curves
 from msamp.numerics import recipe
 from tools.bench import rows
 from tools.precisions import case_flags, legal_case
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STEPS, SPEED_STEPS, FIRST_SEED = 2000, 60, 1234
 BASE = "bf16"  # the baseline of the comparisons
 LR_WARM_UP = 150
 STOP_SECONDS = 40  # torchrun itself kills processes that have not ended after 30 s
-SMOOTHED = 20  # logged losses per point of the curves, each of one batch
-STYLES = {"fp": "dashdot", "bf16": "dotted", "collage": "dashed"}  # by prefix of the name; the FP8 precisions are solid lines
 SHAPE = "--preset 125m --micro-batch-size 4 --global-batch-size 4"
 COURSE = "--lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --fp8-min-gain 0 --log-interval 10 --eval-iters 40"
 COLUMNS = ("precision", "seeds", "valid_loss", "least", "most", "against_bf16", "half_width", "tokens_s", "peak_gib", "state_bytes_param")
@@ -241,7 +231,7 @@ def row_of(precision: str, runs: Mapping[int, Run], speed: Run, base: Mapping[in
 
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is missing, then write table and figure of the complete runs; return 1 if some are incomplete."""
+    """Train what is missing, then write the table of the complete runs; return 1 if some are incomplete."""
     parser = Parser(description=__doc__)
     parser.add_argument("--data", default="data/enwik8", help="folder that megatron.lm.tools.prepare_text wrote")
     parser.add_argument("--out", type=path, default=Path("runs/precisions"))
@@ -301,7 +291,7 @@ def folder_of(precision: str) -> str:
 
 
 def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: argparse.Namespace) -> None:
-    """Write precisions.csv, curves.csv and loss.png, and print the table."""
+    """Write precisions.csv and curves.csv, and print the table."""
 
     def read(job: Job) -> Run:
         return read_run(job.name, options.out / job.name / "metrics.jsonl")
@@ -320,73 +310,8 @@ def write(jobs: Mapping[str, Sequence[Job]], alone: Mapping[str, Job], options: 
     for precision, of_precision in runs.items():
         if precision != BASE and (difference := against_base(of_precision, runs.get(BASE, {}))) is not None:
             print(difference.sentence(BASE, precision))
-    for line in router_loads(runs):
-        print(line)
     every = [run for of_precision in runs.values() for run in of_precision.values()]
     write_curves(every, options.out / "curves.csv")
-    try:
-        figure(runs).savefig(options.out / "loss.png")
-    except ImportError:
-        print("loss.png is not drawn: pip install matplotlib")
-
-
-def router_loads(runs: Mapping[str, Mapping[int, Run]]) -> list[str]:
-    """Return a line per precision about the load of its experts: means over the last quarter of the logged steps and over the seeds. Empty
-    for dense models. Of the entropy, the 95 % interval of the difference from BF16 of the same seeds follows."""
-    entropies: dict[str, dict[int, float]] = {}
-    lines = []
-    for precision, by_seed in sorted(runs.items(), key=lambda item: item[0] != BASE):
-        found = {seed: of_last_quarter(run, "moe_entropy") for seed, run in by_seed.items()}
-        nats = entropies[precision] = {seed: value for seed, value in found.items() if value is not None}
-        if not nats or len(nats) < len(by_seed):
-            continue
-        least, most = (
-            statistics.fmean(of_last_quarter(run, f"moe_load_{end}") or 0.0 for run in by_seed.values()) for end in ("min", "max")
-        )
-        mean, low, high = statistics.fmean(nats.values()), min(nats.values()), max(nats.values())
-        line = (
-            f"experts of {precision}: entropy of the router's scores {mean:.4f} nats ({low:.4f} to {high:.4f}, {len(nats)} seeds), load of "
-            f"the least and the most used expert {least:.2f} and {most:.2f} of the mean"
-        )
-        base = entropies.get(BASE, {})
-        if precision != BASE and nats.keys() <= base.keys() and len(nats) > 1:
-            change = paired_difference({seed: base[seed] for seed in nats}, nats).absolute
-            line += f"; entropy {change.mean:+.4f} nats from {BASE}, 95 % interval +-{change.half_width:.4f}"
-        lines.append(line)
-    return lines
-
-
-def of_last_quarter(run: Run, name: str) -> float | None:
-    """Return the mean of a number over the last quarter of the logged steps; None if the run did not log it."""
-    late = [line[name] for line in run.train if name in line and line["iteration"] > run.train[-1]["iteration"] * 3 / 4]
-    return statistics.fmean(late) if late else None
-
-
-def figure(runs: Mapping[str, Mapping[int, Run]]) -> "Figure":
-    """Plot, on the left, the training loss of each precision's first seed relative to BF16's (or the first precision's) at that seed; on
-    the right, the last validation loss of every seed."""
-    from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
-
-    drawn = Figure(figsize=(11, 5.2), dpi=110, layout="constrained")
-    left, right = drawn.subplots(1, 2, width_ratios=(3, 2))
-    base = runs.get("bf16", next(iter(runs.values())))
-    families: dict[str, int] = {}
-    for position, (precision, by_seed) in enumerate(runs.items()):
-        style = next((style for start, style in STYLES.items() if precision.startswith(start)), "solid")
-        color = COLORS[families.setdefault(style, 0) % len(COLORS)]
-        families[style] += 1
-        seed, run = next(iter(by_seed.items()))
-        iterations, relative = differences(base.get(seed, next(iter(base.values()))), run, SMOOTHED)
-        left.plot(iterations, [100 * difference for difference in relative], color=color, linestyle=style, linewidth=1.6, label=precision)
-        right.plot([run.valid[-1]["loss"] for run in by_seed.values()], [position] * len(by_seed), "o", color=color, alpha=0.8)
-    left.set(xlabel="iteration", ylabel=f"training loss from {next(iter(base.values())).name} (%), smoothed over {SMOOTHED} lines")
-    left.legend(frameon=False, ncols=2, fontsize=9)
-    right.set_yticks(range(len(runs)), list(runs))
-    right.invert_yaxis()
-    right.set_xlabel("last validation loss of each seed (nats per token)")
-    for axis in (left, right):
-        plain(axis)
-    return drawn
 
 
 if __name__ == "__main__":

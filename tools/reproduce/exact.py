@@ -6,24 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron.lm.config.presets import PRESETS
-from msamp.kernels.reference.collage import VARIANTS
 from msamp.numerics import formats, mcf
 from msamp.optim.collage import collage_adamw
-from tools.reproduce.entry import Finding, Task
+from tools.reproduce.entry import Finding, Task, paper
 
-TABLE1 = {  # width, heads, layers, TP, PP, learning rate, tokens of a batch in millions, of the training in billions
-    "125m": (768, 12, 12, 1, 1, 6e-4, 1, 100),
-    "7b": (4096, 32, 32, 1, 1, 3e-4, 4, 100),
-    "13b": (5120, 40, 40, 2, 1, 3e-4, 4, 100),
-    "175b": (12288, 96, 96, 8, 4, 3e-5, 1, 40),
-}
-TABLE9 = {  # largest, smallest normal, smallest subnormal; relative error at both ends of the normal and of the subnormal numbers
-    "fp32": (3.40e38, 1.18e-38, 1.40e-45, 1.19e-7, 5.96e-8, 5.00e-1, 1.19e-7),
-    "fp16": (65504.0, 6.10e-5, 5.96e-8, 9.76e-4, 4.89e-4, 5.00e-1, 9.78e-4),
-    "bf16": (3.39e38, 1.18e-38, 9.18e-41, 7.75e-3, 3.94e-3, 5.00e-1, 7.94e-3),
-    "fp8-e4m3": (448.0, 1.56e-2, 1.95e-3, 1.11e-1, 7.69e-2, 5.00e-1, 1.67e-1),
-    "fp8-e5m2": (57344.0, 6.10e-5, 1.53e-5, 2.00e-1, 1.67e-1, 5.00e-1, 5.00e-1),
-}
 COLUMNS9 = (
     "largest",
     "smallest normal",
@@ -33,35 +19,18 @@ COLUMNS9 = (
     "error at the smallest subnormal",
     "error at the largest subnormal",
 )
-TABLE10 = {
-    "CommonCrawl": 51.71,
-    "C4": 25.56,
-    "OpenWebText": 2.73,
-    "arXiv": 1.54,
-    "StackExchange": 1.42,
-    "DM-Math": 0.39,
-    "USPTO": 0.52,
-    "NIH ExPorter": 0.04,
-    "Python": 4.50,
-    "Wikipedia": 4.50,
-    "Books": 4.50,
-    "News": 2.00,
-    "Dialogue": 2.00,
-}
-COLLAGE1 = {0.999: ("1", "-0.001"), 0.99: ("0.9893", "0.0017"), 0.95: ("0.9492", "0.0008")}
-COLLAGE2 = {"a": 8, "light": 10, "plus": 12, "d": 16}
 
 
 def table1(task: Task) -> Iterator[Finding]:
     """Compare the presets with the paper's table."""
     wrong = 0
-    for name, paper in TABLE1.items():
+    for name, theirs_of in paper("fp8lm.table1").items():
         size = PRESETS[name]
         tokens = size["global_batch_size"] * size["seq_length"]
         keys = ("hidden_size", "num_attention_heads", "num_layers", "tensor_model_parallel_size", "pipeline_model_parallel_size", "lr")
         ours = (*(size[key] for key in keys), round(tokens / 2**20, 3), round(size["train_iters"] * tokens / 1e9, 1))
         labels = ("width", "heads", "layers", "TP", "PP", "learning rate", "batch, M tokens", "training, B tokens")
-        for label, value, theirs in zip(labels, ours, paper, strict=True):
+        for label, value, theirs in zip(labels, ours, theirs_of, strict=True):
             wrong += value != theirs
             yield Finding(f"{name}: {label}", float(value), float(theirs))
     yield Finding("settings that differ", float(wrong), 0.0)
@@ -105,43 +74,38 @@ def table9(task: Task) -> Iterator[Finding]:
     """Compute ranges and errors of the formats from their codes."""
     worst = 0.0
     for fmt in formats.ALL:
-        for label, ours, paper in zip(COLUMNS9, range_and_error(fmt), TABLE9[fmt.name], strict=True):
-            worst = max(worst, abs(ours / paper - 1))
-            yield Finding(f"{fmt.name}: {label}", ours, paper)
+        for label, ours, theirs in zip(COLUMNS9, range_and_error(fmt), paper("fp8lm.table9")[fmt.name], strict=True):
+            worst = max(worst, abs(ours / theirs - 1))
+            yield Finding(f"{fmt.name}: {label}", ours, theirs)
     yield Finding("largest difference from the printed digits", 100 * worst, 0.0, "%")
 
 
 def table10(task: Task) -> Iterator[Finding]:
     """Compare the mixture with its normalized weights."""
-    total = sum(TABLE10.values())
+    shares = paper("fp8lm.table10")
+    total = sum(shares.values())
     yield Finding("sum of the sampling proportions", total, 100.0, "%")
-    for name, share in TABLE10.items():
+    for name, share in shares.items():
         yield Finding(name, 100 * share / total, share, "%")
-
-
-def blend() -> list[str]:
-    """Return the mixture for `--data-path`: weights that sum to 1, and the prefix of each part."""
-    total = sum(TABLE10.values())
-    return [word for name, share in TABLE10.items() for word in (f"{share / total:.6f}", f"data/{name.lower().replace(' ', '-')}")]
 
 
 def collage_table1(task: Task) -> Iterator[Finding]:
     """Represent beta2 as a pair of BF16 numbers."""
-    for beta2, paper in COLLAGE1.items():
-        for position, ours, theirs in zip(("first", "second"), mcf.expansion(beta2), paper, strict=True):
+    pairs = {float(beta2): pair for beta2, pair in paper("collage.table1").items()}
+    for beta2, pair in pairs.items():
+        for position, ours, theirs in zip(("first", "second"), mcf.expansion(beta2), pair, strict=True):
             yield Finding(f"beta2 {beta2}, {position} component", float(ours), float(theirs))
-    far = max(abs(sum(float(x) for x in mcf.expansion(beta2)) / beta2 - 1) for beta2 in COLLAGE1)
+    far = max(abs(sum(float(x) for x in mcf.expansion(beta2)) / beta2 - 1) for beta2 in pairs)
     yield Finding("largest relative error of a pair", far)
 
 
 def collage_table2(task: Task) -> Iterator[Finding]:
     """Count the bytes per parameter of weight, gradient and optimizer states after a step."""
-    for variant, paper in COLLAGE2.items():
+    for variant, theirs in paper("collage.table2").items():
         weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         weight.grad = torch.ones_like(weight)
         optimizer = collage_adamw([weight], variant=variant)
         optimizer.step()
         states: list[Tensor] = [x for x in optimizer.state[weight].values() if x.dim()]
         total = sum(x.numel() * x.element_size() for x in (weight, weight.grad, *states))
-        yield Finding(f"option {variant}", total / weight.numel(), float(paper), "bytes per parameter")
-    assert set(COLLAGE2) <= set(VARIANTS)
+        yield Finding(f"option {variant}", total / weight.numel(), float(theirs), "bytes per parameter")

@@ -3,7 +3,6 @@
     python tools/reproduce/fig7.py --train-data-path data/enwik8/train_text_document --tokenizer-type GPT2BPETokenizer \\
         --vocab-file data/enwik8/encoder.json --merge-file data/enwik8/vocab.bpe
     ... --preset 1.3b --blocks 0 8 16 23           some blocks of a larger model: the gradients of all ranks are in memory at once
-    python tools/reproduce/fig7.py --rows tools/reproduce/results/fig7/fig7.csv     table and figure once more, nothing measured
 
 Flags that --help does not list are passed to the trainer (`python -m megatron.lm.pretrain --help`), after DEFAULTS. One process trains the
 model, then simulates N ranks: each rank has the gradients of the linear weights on its own micro-batch, as the GEMM returns them.
@@ -27,14 +26,10 @@ The paper measured a GPT-7B at DP 128 and reports its result in words and curves
 """
 
 import argparse
-import csv
-import importlib.util
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,24 +65,9 @@ DEFAULTS = (
     "--eval-iters 0"
 )
 DATA_PARALLEL = (2, 4, 8, 16, 32, 64, 128)
-PAPER = {
-    "pre": "larger underflow rate",
-    "post": "higher overflow rate",
-    "auto-paper": "diminishes both, much better SNR",
-    "auto-halve": "- (our rule)",
-    "auto-halve-in-sample": "- (our rule, flattered)",
-    "fp32-sum": "- (ours)",
-}
+STRATEGIES = ("pre", "post", "auto-paper", "auto-halve", "auto-halve-in-sample", "fp32-sum")
 RULES = {"auto-paper": "paper", "auto-halve": "halve", "auto-halve-in-sample": "halve"}
 IN_SAMPLE = "auto-halve-in-sample"
-COLORS = {
-    "pre": "#2563eb",
-    "post": "#ea580c",
-    "auto-paper": "#059669",
-    "auto-halve": "#84cc16",
-    "auto-halve-in-sample": "#9a9a9a",
-    "fp32-sum": "#7c3aed",
-}
 MEASURES = ("snr_db", "underflow", "underflow_local", "overflow", "overflow_local")
 RUN = ("opt_level", "micro_batch", "train_iters", "loss", "seed", "gpu", "driver", "torch", "commit", "date")
 COLUMNS = ("model", "dp", "block", "strategy", "order", *MEASURES, "mu_min", "mu_max", *RUN)
@@ -98,7 +78,7 @@ BISECTIONS = 14  # over at most 11 octaves: finer than one growth step of mu
 
 
 class Ranks:
-    """Train a model and take its gradients on N ranks, which `peers` share; by default one process simulates them all.
+    """Train a model and take its gradients on N ranks, which this process simulates.
 
     Attributes:
         numbers: of the transformer blocks that are measured.
@@ -107,19 +87,18 @@ class Ranks:
         loss: loss of the last training iteration, in nats per token.
     """
 
-    def __init__(self, config: Config, ranks: int, peers: Peers | None = None, numbers: Sequence[int] = ()) -> None:
-        peers = peers or Peers(None, WireBytes())
+    def __init__(self, config: Config, ranks: int, numbers: Sequence[int] = ()) -> None:
         self.numbers = list(numbers or range(config.model.num_layers))
-        settings, iterations = config.training, config.iterations(peers.ranks)
+        settings, iterations = config.training, config.iterations(1)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        samples = config.samples_read(peers.ranks) + 2 * ranks * settings.micro_batch_size
+        samples = config.samples_read(1) + 2 * ranks * settings.micro_batch_size
         data, _, _ = build_datasets(config, tokenizer, (samples, 0, 0))
         assert data is not None
         stream = batches(
             data,
             micro_batch_size=settings.micro_batch_size,
-            data_parallel_rank=peers.rank,
-            data_parallel_size=peers.ranks,
+            data_parallel_rank=0,
+            data_parallel_size=1,
             num_workers=config.data.num_workers,
             device=process_groups.device(),
         )
@@ -130,25 +109,22 @@ class Ranks:
             if iteration in (1, iterations) or iteration % config.logging.log_interval == 0:
                 self.loss = float(result.loss_sum / result.tokens)
                 print(f"iteration {iteration} | loss {self.loss:.4f}", flush=True)
-        self.earlier, self.blocks = (_gradients(training.model, self.numbers, stream, ranks, peers) for _ in range(2))
+        self.earlier, self.blocks = (_gradients(training.model, self.numbers, stream, ranks) for _ in range(2))
 
 
-def _gradients(
-    model: nn.Module, numbers: Sequence[int], stream: Iterator[dict[str, Tensor]], ranks: int, peers: Peers
-) -> list[list[Tensor]]:
+def _gradients(model: nn.Module, numbers: Sequence[int], stream: Iterator[dict[str, Tensor]], ranks: int) -> list[list[Tensor]]:
     layers = [[p for p in model.decoder.layers[n].parameters() if p.dim() == 2] for n in numbers]  # type: ignore[union-attr, index]
     weights = [p for layer in layers for p in layer]
     stacks: list[Tensor] = []
-    for rank in range(ranks // peers.ranks):
+    for rank in range(ranks):
         batch = next(stream)
         losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         loss, _ = mean_loss((losses * batch["loss_mask"]).sum(), batch["loss_mask"])
         gradients = torch.autograd.grad(loss, weights)  # not .backward(): the gradient synchronizer's hooks must not run
-        stacks = stacks or [g.new_empty(ranks // peers.ranks, *g.shape) for g in gradients]
+        stacks = stacks or [g.new_empty(ranks, *g.shape) for g in gradients]
         for stack, g in zip(stacks, gradients, strict=True):
             stack[rank] = g
-    every = [peers.all_gather(s.flatten(), [s.numel()] * peers.ranks, "gradients").view(ranks, *s.shape[1:]) for s in stacks]
-    remaining = iter(every)
+    remaining = iter(stacks)
     return [[next(remaining) for _ in layer] for layer in layers]
 
 
@@ -236,7 +212,6 @@ def measure_block(
     mu_steps: int,
     order: str = CHAIN,
     fmt: Format = E4M3,
-    reduce: Callable[[FP32SumWire, Tensor, Tensor], tuple[Reduced, list[Tensor]]] = exchange,
 ) -> list[dict[str, Any]]:
     """Return MEASURES of every strategy on one block; `fp32-sum`, which does not depend on the order, is measured with the chain only.
 
@@ -246,7 +221,6 @@ def measure_block(
         mu_steps: number of steps that mu adapts for.
         order: order of the additions, one of `sum_orders.ORDERS`.
         fmt: of the payloads.
-        reduce: sums the gradients of a weight as `exchange` does; mu adapts on the sums of `exchange` in any case.
     """
     ranks = len(gradients[0])
     scales = shared_scales(gradients, fmt)
@@ -261,7 +235,7 @@ def measure_block(
         wire = FP32SumWire(fmt) if strategy == "fp32-sum" else OrderedWire(fmt, order)
         values, counts = [], torch.zeros(4, dtype=torch.int64, device=mean.device)
         for g, factor in zip(gradients, multipliers, strict=True):
-            reduced, payloads = reduce(wire, g, factor)
+            reduced, payloads = exchange(wire, g, factor)
             assert reduced.scale_inv is not None
             values.append(reduced.own.float() * reduced.scale_inv)
             for x, q in zip(g, payloads, strict=True):
@@ -301,100 +275,7 @@ def measure(
         yield [{column: row[column] for column in COLUMNS} for row in table]
 
 
-# --------------------------------------------------------------------------------------------------------------------- output
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows that an earlier run wrote; ValueError if `path` is not such a file."""
-    with path.open(encoding="utf-8", newline="") as stream:
-        reader = csv.DictReader(stream)
-        table: list[dict[str, Any]] = list(reader)
-    if tuple(reader.fieldnames or ()) != COLUMNS or not table:
-        raise ValueError(f"--rows {path} is not a table of fig7.py: give the fig7.csv of an earlier run")
-    for row in table:
-        row |= {"dp": int(row["dp"]), "block": int(row["block"])} | {name: float(row[name]) for name in MEASURES}
-    return table
-
-
-def chosen(table: Sequence[dict[str, Any]], dp: int, strategy: str, order: str = CHAIN) -> list[dict[str, Any]]:
-    """Return the rows of one data-parallel size, strategy and order, one per block."""
-    return [row for row in table if (row["dp"], row["strategy"], row["order"]) == (dp, strategy, order)]
-
-
-def block_mean(table: Sequence[dict[str, Any]], dp: int, strategy: str, name: str, order: str = CHAIN) -> float:
-    """Return the mean of one of MEASURES over the blocks."""
-    return statistics.fmean(row[name] for row in chosen(table, dp, strategy, order))
-
-
-def summary(table: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the printed table, and whether the paper's three claims hold."""
-    heads = f"{'DP':>4}  {'strategy':<20}  {'SNR dB':>7}  {'underflow':>9}  {'local':>9}  {'overflow':>9}  {'local':>9}  {'mu':<13}"
-    yield f"{heads}  paper (section 3.3, at DP 128)"
-    for dp in sorted({row["dp"] for row in table}):
-        there = [
-            strategy for strategy in PAPER if chosen(table, dp, strategy)
-        ]  # older files contain a single auto strategy, adapted in sample
-        mean = {s: {name: block_mean(table, dp, s, name) for name in MEASURES} for s in there}
-        for strategy in there:
-            snr, *shares = mean[strategy].values()
-            mus = [float(row[end]) for row in chosen(table, dp, strategy) for end in ("mu_min", "mu_max") if row[end] != ""]
-            span = f"{min(mus):.4f}-{max(mus):.4f}" if mus else ""
-            cells = "  ".join(f"{share:>9.4%}" for share in shares)
-            yield f"{dp:>4}  {strategy:<20}  {snr:>7.2f}  {cells}  {span:<13}  {PAPER[strategy]}"
-        more_lost = mean["pre"]["underflow_local"] > mean["post"]["underflow_local"]
-        more_at_max = mean["post"]["overflow"] > mean["pre"]["overflow"]
-        best = max(mean["pre"]["snr_db"], mean["post"]["snr_db"])
-        gains = {name: mean[name]["snr_db"] - best for name in RULES if name in mean}
-        yield (
-            f"{dp:>4}  pre underflows more than post (local): {_yes(more_lost)}; post overflows more than pre: {_yes(more_at_max)}; "
-            + "; ".join(f"{name} has more SNR than both: {_yes(gain > 0)} ({gain:+.2f} dB)" for name, gain in gains.items())
-        )
-    for dp, order in dict.fromkeys((row["dp"], row["order"]) for row in table if row["order"] != CHAIN):
-        snrs = (f"{s} {block_mean(table, dp, s, 'snr_db', order):.2f}" for s in PAPER if chosen(table, dp, s, order))
-        yield f"{dp:>4}  SNR dB, summed as {order}: {', '.join(snrs)}"
-
-
-def _yes(held: bool) -> str:
-    return "yes" if held else "no"
-
-
-def draw(table: Sequence[dict[str, Any]], dp: int, path: Path) -> None:
-    """Draw three panels over the blocks at one data-parallel size (dashed: the ranks' payloads), and the SNR over all sizes."""
-    from matplotlib.figure import Figure  # without pyplot: requires no display, keeps no state between figures
-
-    figure = Figure(figsize=(10, 7), dpi=130, layout="constrained")
-    axes = figure.subplots(2, 2).flatten()
-    sizes = sorted({row["dp"] for row in table})
-    panels = (("snr_db", "SNR (dB)", 1), ("underflow", "underflow (%), dashed local", 100), ("overflow", "overflow (%), dashed local", 100))
-    for strategy, color in COLORS.items():
-        lines = chosen(table, dp, strategy)
-        if not lines:
-            continue
-        width = 3.5 if strategy == "pre" else 1.5  # auto-halve often covers it
-        for axis, (name, _, unit) in zip(axes, panels, strict=False):
-            blocks = [x["block"] for x in lines]
-            axis.plot(blocks, [unit * x[name] for x in lines], color=color, linewidth=width, marker="o", markersize=3, label=strategy)
-            axis.set_xticks(blocks)
-            if f"{name}_local" in MEASURES:
-                axis.plot(blocks, [unit * x[f"{name}_local"] for x in lines], color=color, linestyle="dashed", linewidth=1)
-        means = [block_mean(table, n, strategy, "snr_db") for n in sizes]
-        axes[3].plot(sizes, means, color=color, linewidth=width, marker="o", markersize=3)
-    for axis, (_, title, _) in zip(axes, panels, strict=False):
-        axis.set_xlabel(f"transformer block, DP {dp}")
-        axis.set_ylabel(title)
-    axes[3].set_xscale("log", base=2)
-    axes[3].set_xticks(sizes, [str(n) for n in sizes])
-    axes[3].set_xlabel("data-parallel ranks")
-    axes[3].set_ylabel("SNR (dB), mean over blocks")
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="#e5e7eb", linewidth=0.8)
-        axis.set_axisbelow(True)
-    axes[0].legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0)
-    figure.savefig(path)
-
-
-def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[str, Any]]:
+def _measured(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Measure all rows; the rows of each size are written as soon as they are measured, so an interrupted run keeps them."""
     config = parse_args([*DEFAULTS.split(), *flags])
     if options.blocks and max(options.blocks) >= config.model.num_layers:
@@ -409,7 +290,6 @@ def _measured(options: argparse.Namespace, flags: Sequence[str]) -> list[dict[st
             rows.write(options.out / "fig7.csv", COLUMNS, table)
     finally:
         process_groups.shutdown()
-    return table
 
 
 @exit_codes.command
@@ -419,27 +299,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dp", nargs="+", type=count(2, 2**20), default=DATA_PARALLEL, metavar="N", help="data-parallel sizes")
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=[CHAIN], help="orders of the additions (default: %(default)s)")
     parser.add_argument("--blocks", nargs="+", type=count(0), default=[], metavar="N", help="blocks that are measured (default: all)")
-    parser.add_argument("--plot-dp", type=count(2), metavar="N", help="data-parallel size drawn over the blocks (default: the largest)")
     parser.add_argument("--mu-steps", type=count(0), default=1000, help="steps for which mu adapts on other batches; 0 keeps mu at 1")
-    parser.add_argument("--rows", type=path, help="CSV of an earlier run to draw without measuring")
-    parser.add_argument("--out", type=path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv and fig7.png")
+    parser.add_argument("--out", type=path, default=rows.ROOT / "tools/reproduce/results/fig7", help="folder for fig7.csv")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options, flags = parser.parse_known_args(arguments)
-    earlier = read_rows(options.rows) if options.rows else []
-    sizes = {row["dp"] for row in earlier} or set(options.dp)
-    if min(sizes) < 2:
-        raise ValueError(f"--dp {min(sizes)}: one rank has nothing to reduce; give sizes of 2 or more")
-    if options.plot_dp and options.plot_dp not in sizes:
-        raise ValueError(f"--plot-dp {options.plot_dp} is not measured: choose one of {', '.join(map(str, sorted(sizes)))}")
-    if options.rows and flags:
-        raise ValueError(f"{' '.join(flags)}: --rows trains nothing, so it takes no flags of the trainer; remove one of the two")
-    table = earlier or _measured(options, flags)
-    options.out.mkdir(parents=True, exist_ok=True)
-    print(*summary(table), sep="\n")
-    if importlib.util.find_spec("matplotlib"):
-        draw(table, options.plot_dp or max(sizes), options.out / "fig7.png")
-    else:
-        print(f"no figure: matplotlib is not installed; draw it on another machine with --rows {options.out / 'fig7.csv'}")
+    if min(options.dp) < 2:
+        raise ValueError(f"--dp {min(options.dp)}: one rank has nothing to reduce; give sizes of 2 or more")
+    _measured(options, flags)
+    print(f"{options.out / 'fig7.csv'} has a row per size, block and strategy; python -m tools.reproduce fp8lm-figure7 makes its page")
     return 0
 
 

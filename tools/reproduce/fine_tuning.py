@@ -26,7 +26,7 @@ MEMORY3, THROUGHPUT3 = -14.0, 27.0  # FP8-LM Table 3, LLaMA-7B: memory and throu
 GAIN3 = "O3: fall of the held-out loss in training, over O0's fall"
 LEVELS = ("O1", "O2", "O3")
 PAPERS = LEVELS[-1]  # the level compared with the paper's figures
-RATES = f"{REPRODUCE}/dpo_rates/tuning.csv"  # DPO at several learning rates, by compare_tuning.py
+RATES = f"{REPRODUCE}/dpo_rates/tuning.csv"  # DPO at several learning rates
 SAME_RUN = ("model", "dtype", "seq_length", "global_batch_size", "steps")  # of SFT or PPO at two levels, for a comparison
 SAME_TREE = ("commit", "gpu")  # of one seed of DPO
 HALF_WIDTH = "half width of the 95 % interval"
@@ -180,7 +180,7 @@ def _tuned_level(name: str, base: Runs, runs: Runs) -> Iterator[Finding]:
 
 
 def tuned(task: str) -> Iterator[Finding]:
-    """FP8-LM, Tables 3 and 4: loss of SmolLM2 after SFT or DPO by `compare_tuning.py`, relative to O0's of the same seeds: in the layers
+    """FP8-LM, Tables 3 and 4: loss of SmolLM2 after SFT or DPO, relative to O0's of the same seeds: in the layers
     that were trained, and exported to BF16."""
     rows = {row["case"]: row for row in read(recorded.TUNING) if row["task"] == task and row["case"] not in ("start", BASE)}
     for (case, row), (measure, key) in itertools.product(rows.items(), {"its own layers": "own_loss", "BF16 layers": "bf16_loss"}.items()):

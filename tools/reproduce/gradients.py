@@ -11,8 +11,7 @@ from msamp.numerics.tensor import ScalingTensor
 from tools.measurements import Row, read
 from tools.reproduce import summed_gradients
 from tools.reproduce.entry import Finding, Task, training
-from tools.reproduce.fig7 import PAPER
-from tools.reproduce.fig7_nccl import ALL_REDUCE
+from tools.reproduce.fig7 import STRATEGIES
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import byte_flags, rows_of
 from tools.reproduce.sum_orders import CHAIN, ORDERS, TREE
@@ -65,7 +64,7 @@ def figure7(task: Task) -> Iterator[Finding]:
     measured = rows_of("fig7", ["--dp", *ranks.split(), "--orders", *ORDERS, "--out", str(out), *words], out / "fig7.csv")
     seed = int(measured[0]["seed"])
     for dp in ranks.split():
-        for strategy in PAPER:
+        for strategy in STRATEGIES:
             blocks = _chosen(measured, dp, strategy)
             for key, (quantity, scale, unit) in SHOWN7.items():
                 mean = scale * statistics.fmean(float(row[key]) for row in blocks)
@@ -73,7 +72,7 @@ def figure7(task: Task) -> Iterator[Finding]:
             yield Finding(f"{prefix}{strategy}, SNR (dB)", statistics.fmean(float(row["snr_db"]) for row in blocks), x=float(dp), seed=seed)
     most = ranks.split()[-1]
     for order in ORDERS:
-        strategies = [strategy for strategy in PAPER if _chosen(measured, most, strategy, order)]
+        strategies = [strategy for strategy in STRATEGIES if _chosen(measured, most, strategy, order)]
         last = {name: statistics.fmean(float(row["snr_db"]) for row in _chosen(measured, most, name, order)) for name in strategies}
         suffix = "" if order == CHAIN else f", added as {order}"
         for strategy, snr in last.items() if order != CHAIN else ():
@@ -89,8 +88,8 @@ def _chosen(measured: Sequence[Row], dp: str, strategy: str, order: str = CHAIN)
 
 
 def real_sums(task: Task) -> Iterator[Finding]:
-    """Report the sums of real ranks, which `tools/reproduce/fig7_nccl.py` measured: least share of a block whose bits equal the simulated
-    sum, for all strategies together, and the means over the blocks of what Figure 7 shows."""
+    """Report the sums of real ranks, measured by fig7_nccl.py of commit 4072cdb4: least share of a block whose
+    bits equal the simulated sum, for all strategies together, and the means over the blocks of what Figure 7 shows."""
     by_sum: dict[tuple[str, ...], list[Row]] = {}
     for row in read(REAL):
         by_sum.setdefault(tuple(row[key] for key in ("model", "ranks", "collective", "format")), []).append(row)
@@ -108,7 +107,7 @@ def real_sums(task: Task) -> Iterator[Finding]:
             yield Finding(prefix + quantity, 100 * min(float(row[column]) for row in rounded), unit="%", seed=seed, where=where)
         same = 100 * min(float(row[CHAIN]) for row in measured if row["strategy"] == FP32_SUM)
         yield Finding(f"{prefix}{FP32_SUM}, elements equal to the simulated sum, least", same, unit="%", seed=seed, where=where)
-        for strategy in (name for name in PAPER if collective == ALL_REDUCE):
+        for strategy in (name for name in STRATEGIES if collective == "all-reduce"):
             blocks = [row for row in measured if row["strategy"] == strategy]
             for column, (quantity, scale, unit) in SHOWN7.items():
                 mean = scale * statistics.fmean(float(row[column]) for row in blocks)

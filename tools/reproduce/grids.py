@@ -17,36 +17,14 @@ from tools.measurements import Row, read
 from tools.precisions import case_flags
 from tools.reproduce import planner, table7, table8, throughput
 from tools.reproduce.collage import NAMES
-from tools.reproduce.entry import NOT_MEASURED, WHOLE, Finding, Task
+from tools.reproduce.entry import NOT_MEASURED, WHOLE, Finding, Task, paper
 from tools.reproduce.recorded import PREDICTED
 
 GIB = 2**30
 CARD = 80.0  # GiB of the paper's H100s; the dry run reserves 3 for CUDA and NCCL
 GRIDS = {"7b": 32, "13b": 32, "175b": 128}  # GPUs of Table 5: TP x PP x DP
-MEMORY5 = {
-    ("7b", "BF16"): 69.6,
-    ("7b", "FP8"): 49.4,
-    ("13b", "BF16"): 68.2,
-    ("13b", "FP8"): 48.9,
-    ("175b", "BF16"): 66.1,
-    ("175b", "FP8"): 40.3,
-}
-VOLUME5 = {
-    ("7b", "BF16"): 37.2,
-    ("7b", "FP8"): 13.9,
-    ("13b", "BF16"): 34.3,
-    ("13b", "FP8"): 12.4,
-    ("175b", "BF16"): 23.4,
-    ("175b", "FP8"): 8.2,
-}
 PRECISIONS5 = {"bf16": "BF16", "O3": "FP8"}  # name in the planner's rows -> the paper's name
 MICRO_BATCH5 = {"7b": 2, "13b": 2, "175b": 1}  # at which Table 5 compares BF16 and FP8
-TE5 = {"7b": 77.3, "13b": 76.4, "175b": 69.6}
-SHARES5 = {  # row of Table 5 at a micro-batch -> MFU (%), Rate (%)
-    "7b": {("BF16", 2): (45.0, 10.1), ("TE", 2): (31.7, 9.7), ("FP8", 2): (31.1, 7.9), ("FP8", 4): (32.6, 10.4)},
-    "13b": {("BF16", 2): (42.5, 11.1), ("TE", 2): (29.9, 7.1), ("FP8", 2): (29.1, 3.9), ("FP8", 4): (32.5, 9.3)},
-    "175b": {("BF16", 1): (39.0, 8.8), ("TE", 1): (24.9, 3.9), ("FP8", 1): (23.9, 2.5), ("FP8", 4): (34.2, 10.9)},
-}
 RATE5 = "share of a step in weight-related communication"
 WEIGHTS_SENT = "data-parallel, exposed"  # the planner's name for gradients and weights that are sent while no kernel runs
 GRID, DATA_PARALLEL = (f"tools/bench/results/{name}.csv" for name in ("grid", "data_parallel"))
@@ -96,12 +74,12 @@ def table5(task: Task) -> Iterator[Finding]:
         configs = {name: configuration(model, level) for name, level in LEVELS.items()}
         memory = {name: fullest(config, gpus) for name, config in configs.items()}
         volume = {name: weight_volume(config, gpus) for name, config in configs.items()}
-        for quantity, ours, printed, unit in (("memory", memory, MEMORY5, "GiB"), ("weight-related volume", volume, VOLUME5, "GiB")):
-            paper = {name: printed[model, name] for name in LEVELS}
+        for quantity, ours, printed, unit in (("memory", memory, 0, "GiB"), ("weight-related volume", volume, -1, "GiB")):
+            theirs = {name: paper("fp8lm.table5.second")[model][f"{name} {MICRO_BATCH5[model]}"][printed] for name in LEVELS}
             for name in LEVELS:
-                yield Finding(f"{model}, {quantity}, {name}", ours[name], paper[name], unit)
-            saved, theirs = (100 * (1 - of["FP8"] / of["BF16"]) for of in (ours, paper))
-            yield Finding(f"{model}, {quantity} saved by FP8", saved, theirs, "%")
+                yield Finding(f"{model}, {quantity}, {name}", ours[name], theirs[name], unit)
+            saved, printed_saving = (100 * (1 - of["FP8"] / of["BF16"]) for of in (ours, theirs))
+            yield Finding(f"{model}, {quantity} saved by FP8", saved, printed_saving, "%")
         yield from _beside5(model)
 
 
@@ -113,17 +91,20 @@ def _beside5(model: str) -> Iterator[Finding]:
         if row["micro_batch"] != str(MICRO_BATCH5[model]):
             yield Finding(f"{prefix}: memory", float(row["gib"]), float(row["paper_gb"]), "GiB")
         yield Finding(f"{prefix}: samples per second, predicted", float(row["samples_s"]), float(row["paper_samples_s"]))
-    yield Finding(f"{model}, Transformer Engine: memory", NOT_MEASURED, TE5[model], "GiB")
+    yield Finding(
+        f"{model}, Transformer Engine: memory", NOT_MEASURED, paper("fp8lm.table5.second")[model][f"TE {MICRO_BATCH5[model]}"][0], "GiB"
+    )
     predicted = {
         (PRECISIONS5[precision], micro_batch): _shares5(planner.planned5(model, gpus, micro_batch, precision), gpus)
         for name, gpus, micro_batch, precision, *_ in planner.TABLE_5
         if name == model
     }
-    for (name, micro_batch), papers in SHARES5[model].items():
+    for case, (_, _, _, *papers, _) in paper("fp8lm.table5.second")[model].items():
+        name, micro_batch = case.split()[0], int(case.split()[1])
         ours: tuple[float | str, float | str] = predicted.get((name, micro_batch), (NOT_MEASURED, NOT_MEASURED))
         suffix = ", predicted" if (name, micro_batch) in predicted else ""
-        for quantity, value, paper in zip(("MFU on the grid", RATE5), ours, papers, strict=True):
-            yield Finding(f"{model}, {name}, micro-batch {micro_batch}: {quantity}{suffix}", value, paper, "%")
+        for quantity, value, theirs in zip(("MFU on the grid", RATE5), ours, papers, strict=True):
+            yield Finding(f"{model}, {name}, micro-batch {micro_batch}: {quantity}{suffix}", value, theirs, "%")
 
 
 def _shares5(one: Planned, gpus: int) -> tuple[float, float]:
@@ -140,9 +121,9 @@ def figure1(task: Task) -> Iterator[Finding]:
     for length in (2048, 4096):
         for name, level in LEVELS.items():
             held = fullest(configuration("175b", level, f"--seq-length {length}"), 32)
-            paper = {(4096, "FP8"): "fits"}.get((length, name))
+            claimed = {(4096, "FP8"): "fits"}.get((length, name))
             yield Finding(
-                f"175B on 32 cards, {length} tokens, {name}", "fits" if held <= CARD - memory.RESERVED / GIB else "does not fit", paper
+                f"175B on 32 cards, {length} tokens, {name}", "fits" if held <= CARD - memory.RESERVED / GIB else "does not fit", claimed
             )
             yield Finding(f"175B on 32 cards, {length} tokens, {name}: fullest", held, unit="GiB")
     for gpus in (32, 64, 128, 256):
@@ -168,9 +149,8 @@ def activations(task: Task) -> Iterator[Finding]:
         yield from counted(read(GRID))
         return
     for model in ("13b", "175b"):
-        for row in table7.computed_rows(model):
-            paper = row["paper_gb"]
-            yield Finding(f"{model}, {row['case']}", float(row["scope_gib"]), None if paper == "" else float(paper), "GiB")
+        for case, volume in table7.of_model(model).items():
+            yield Finding(f"{model}, {case}", round(volume / GIB, 3), paper("fp8lm.table7")[model].get(case), "GiB")
 
 
 def counted(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -202,9 +182,11 @@ def spread(task: Task) -> Iterator[Finding]:
     if task.piece == MEASURED:
         yield from at_rest(read(DATA_PARALLEL))
         return
-    for row in table8.table(list(table8.DATA_PARALLEL), []):
-        if row["method"] != "-":
-            yield Finding(f"{row['model']}, {row['method']}: spread", float(row["spread"]), float(row["paper_spread"]), "GiB")
+    for model in table8.DATA_PARALLEL:
+        for method, printed in table8.METHODS.items():
+            yield Finding(
+                f"{model}, {method}: spread", round(table8.spread(model, method), 3), paper("fp8lm.table8")[model][printed], "GiB"
+            )
 
 
 def at_rest(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -243,11 +225,11 @@ def _beside_the_dry_run(row: Row) -> Iterator[Finding]:
 
 def neox(task: Task) -> Iterator[Finding]:
     """Collage Table 8: whether GPT-NeoX-30B fits at TP 8 x PP 2 on 16 GPUs of 40 GB, by option, micro-batch and sequence length."""
-    paper = {"bf16-a": "yyyy", "collage-light": "yyyn", "collage-plus": "yyyn", "bf16-d": "ynnn"}
+    cells = {"bf16-a": "yyyy", "collage-light": "yyyn", "collage-plus": "yyyn", "bf16-d": "ynnn"}
     cases: Sequence[tuple[int, int]] = ((1, 1024), (1, 2048), (2, 1024), (2, 2048))
     shape = "--num-layers 56 --hidden-size 6656 --num-attention-heads 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2"
     agree = 0
-    for option, row in paper.items():
+    for option, row in cells.items():
         for (micro_batch, length), fits in zip(cases, row, strict=True):
             # Sequence parallelism is off in the paper, and a step has 64 micro-batches of one sequence on one data-parallel copy.
             flags = f"{shape} --seq-length {length} --micro-batch-size {micro_batch} --global-batch-size 128 --train-iters 10 --lr 1e-4"
@@ -283,8 +265,8 @@ def saved_by_collage(task: Task) -> Iterator[Finding]:
             yield Finding(f"{option}, {model}: fullest", held[option], unit="GiB")
         for option, models in saved.items():
             models[model] = 100 * (1 - held[option] / held["d"])
-            paper = LLAMA4[option] if model == "OpenLLaMA-7B" else None
-            yield Finding(f"{option}, {model}: saved against D", models[model], paper, "%")
+            claimed = LLAMA4[option] if model == "OpenLLaMA-7B" else None
+            yield Finding(f"{option}, {model}: saved against D", models[model], claimed, "%")
     for option, (*gpts, llama) in ((option, list(models.values())) for option, models in saved.items()):
         yield Finding(f"{option}: saved against D, mean of the GPTs", sum(gpts) / len(gpts), GPTS4[option], "%")
         yield Finding(f"{option}: saved against D, mean of all models", sum((*gpts, llama)) / len(MODELS4), MEAN4[option], "%")

@@ -107,7 +107,7 @@ def _exported(rows: Sequence[Row], model: str, quantity: str, paper: float) -> I
 
 
 def continued(rows: Sequence[Row]) -> Iterator[Finding]:
-    """FP8-LM, Table 2: held-out loss of SmolLM2 continued by `continue_model.py` at FP8 levels, relative to O0's of the same seeds: of the
+    """FP8-LM, Table 2: held-out loss of SmolLM2 continued at FP8 levels, relative to O0's of the same seeds: of the
     FP8 layers alone, after training in them, and of the trained weights in BF16 layers."""
     measures = {"before training": "start", "after it, each in its own layers": "own", "after it, both in BF16 layers": "bf16"}
     losses: dict[str, dict[str, Row]] = {}

@@ -11,7 +11,6 @@ import pytest
 
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.training import schedule
-from megatron.lm.tools.report import Run
 from tools.reproduce import compare_precisions
 from tools.reproduce.compare_precisions import COLUMNS, Job, Session, command, complete, seeds_of, train
 
@@ -77,24 +76,6 @@ def test_the_table_by_hand_and_what_is_complete_is_kept(
     assert "O2 against bf16: +0.3000 nats per token, +7.50 %, one seed, no interval: too small to say" in told
     assert compare_precisions.main([*arguments, "--at-once", "2"]) == 0
     assert started[3:] == ["bf16_alone", "O2_alone"]
-    assert (tmp_path / "loss.png").exists()
-
-
-def test_the_load_of_experts_is_that_of_the_last_quarter_and_paired_by_seed():
-    def run(entropy: float, most: float) -> Run:
-        lines = [
-            {"iteration": i, "moe_entropy": entropy if i > 75 else 9.0, "moe_load_min": 0.5, "moe_load_max": most} for i in range(5, 101, 5)
-        ]
-        return Run(name="one", train=lines)
-
-    runs = {"bf16": {1: run(2.0, 1.5), 2: run(1.9, 1.7)}, "O3": {1: run(2.01, 1.5), 2: run(1.91, 1.5)}}
-    base, other = compare_precisions.router_loads(runs)
-    assert base == (
-        "experts of bf16: entropy of the router's scores 1.9500 nats (1.9000 to 2.0000, 2 seeds), load of the least and the most used "
-        "expert 0.50 and 1.60 of the mean"
-    )
-    assert other.endswith("expert 0.50 and 1.50 of the mean; entropy +0.0100 nats from bf16, 95 % interval +-0.0000")
-    assert compare_precisions.router_loads({"bf16": {1: Run(name="dense", train=[{"iteration": 1}])}}) == []
 
 
 def test_losses_alone_have_no_short_runs_and_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

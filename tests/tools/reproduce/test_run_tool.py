@@ -7,11 +7,12 @@ from tools.reproduce.run_tool import byte_flags, numbers, rows_of
 
 @pytest.mark.usefixtures("uncompiled")
 def test_the_rows_of_a_tool_are_read_and_its_failure_told(tmp_path):
-    file = tmp_path / "new" / "table8.csv"
-    found = rows_of("table8", ["--models", "175b", "--ranks", "--csv", str(file)], file)
-    assert [row["method"] for row in found] == ["zero-bf16", "greedy-whole", "greedy-cut", "-"]
-    with pytest.raises(RuntimeError, match=r"tools/reproduce/table8.py --ranks 0 failed:\n[\s\S]*0 is out of range"):
-        rows_of("table8", ["--ranks", "0"], file)
+    file = tmp_path / "new" / "lstm.csv"
+    (tmp_path / "text").write_text("some words, and more of them " * 50)
+    found = rows_of("fp16_lstm", ["--text", str(tmp_path / "text"), "--size", "tiny", "--csv", str(file)], file)
+    assert [row["level"] for row in found] == ["O0", "O2", "O2", "O2", "O2"]
+    with pytest.raises(RuntimeError, match="--size"):
+        rows_of("fp16_lstm", ["--text", str(tmp_path / "text"), "--size", "none"], file)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
