@@ -48,6 +48,7 @@ setup(
         "megatron.lm.config.megatron_flags": ["flags.toml"],
         "megatron.lm.config.rules": ["rules.toml"],
         "megatron.lm.planning": ["rates.csv"],
+        "megatron.lm.tools": ["report.html"],
         "megatron.lm.evaluation.tasks": [
             "boolq.yaml",
             "commonsense_qa.yaml",

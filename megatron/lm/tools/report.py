@@ -2,8 +2,8 @@
 
     python -m megatron.lm.tools.report --run O0=a/metrics.jsonl --run O2=b/metrics.jsonl --precision O2=b/precision.jsonl --out report
 
-writes report.html with embedded plots, and the plots as files: loss.png, bytes.png if the runs recorded bytes, and underflow.png of the
-runs with a precision record (`--record-precision`).
+writes report.html with embedded plots, and the plots as files: loss.png, and underflow.png of the runs with a precision record
+(`--record-precision`).
 """
 
 import argparse
@@ -17,9 +17,10 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from megatron.lm.shell import arguments, exit_codes
@@ -35,30 +36,9 @@ COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 KINDS = ("train", "valid", "test")
 NUMBERS = ("loss", "tokens", "skipped", "grad_norm", "tokens_per_s", "memory_gib", "ppl", "bits_per_byte")
 LARGEST = 1e300  # of a number in a metrics file: sums of such numbers stay finite
-STATES = {"weight": "#1e3a8a", "grad": "#2563eb", "master": "#60a5fa", "m": "#f59e0b", "v": "#fcd34d"}
-STATE_NAMES = {"weight": "weight", "grad": "gradient", "master": "master weight", "m": "first moment", "v": "second moment"}
 TENSORS = {"input": COLORS[0], "weight": COLORS[2], "grad_output": COLORS[1]}
 LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
 WIDTH = 6.0  # inches of a plot: on a phone its letters are then readable
-LABELED = 0.07  # share of the longest bar from which a part has room for its number
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 60rem; margin: 2.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } .lead { font-size: 1.1rem; }
-table { border-collapse: collapse; } th, td { padding: .35rem .9rem; border-bottom: 1px solid #e5e7eb; text-align: right; }
-th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: #4b5563; }
-img { max-width: min(100%, 46rem); } .note { color: #6b7280; font-size: .9rem; }
-.wide { overflow-x: auto; } .pass { color: #047857; font-weight: 700; } .failed { color: #b91c1c; font-weight: 700; }
-"""
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Training report</title><style>{style}</style></head>
-<body>
-{body}
-</body>
-</html>
-"""
 
 
 # ------------------------------------------------------------------------------------------------------------ metrics files
@@ -240,29 +220,6 @@ def underflow_figure(runs: Sequence[Run], layer: str) -> "Figure":
     return figure
 
 
-def bytes_figure(runs: Sequence[Run]) -> "Figure":
-    """Plot the bytes per parameter of weight, gradient and optimizer state, stacked, with a bar per run that recorded them."""
-    shown = [run for run in reversed(runs) if run.precision is not None]
-    figure, (axis,) = _figure(1, 1.6 + 0.5 * len(shown))
-    left = [0.0] * len(shown)
-    others = {state for run in shown for state in (run.precision or {})["bytes_per_parameter"]} - STATES.keys()  # another update's
-    colors = STATES | dict.fromkeys(sorted(others), "#d4d4d8")
-    longest = max(sum(value or 0.0 for value in (run.precision or {})["bytes_per_parameter"].values()) for run in shown)
-    for state, color in colors.items():
-        widths = [(run.precision or {})["bytes_per_parameter"].get(state) or 0.0 for run in shown]
-        bars = axis.barh([run.name for run in shown], widths, left=left, color=color, height=0.6, label=STATE_NAMES.get(state, state))
-        labels = [f"{width:.3g}" if width > LABELED * longest else "" for width in widths]
-        axis.bar_label(bars, labels, label_type="center", color="white" if state in ("weight", "grad", "master") else "#1f2937", fontsize=9)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for row, total in enumerate(left):
-        axis.text(total + longest / 100, row, f"{total:.3g}", va="center", fontweight="bold")
-    axis.set_xlim(0, 1.12 * max(left))
-    axis.set_xlabel("bytes per parameter")
-    axis.grid(visible=False, axis="y")
-    axis.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    return figure
-
-
 def _figure(rows: int, height: float, ratios: Sequence[float] = (1,)) -> tuple["Figure", "list[Axes]"]:
     from matplotlib.figure import Figure  # without pyplot: no display, no state between figures
 
@@ -312,8 +269,6 @@ def write_report(
     layers = recorded_layers(runs)
     if layer or layers:
         figures["underflow"] = underflow_figure(runs, layer or layers[len(layers) // 2])
-    if any(run.precision for run in runs):
-        figures["bytes"] = bytes_figure(runs)
     with made_folder(out):
         images = {}
         for name, figure in figures.items():
@@ -373,25 +328,23 @@ def meanings(runs: Sequence[Run]) -> list[str]:
 
 
 def _page(runs: Sequence[Run], images: Mapping[str, str], entropy: float | None, problems: Sequence[str] | None) -> str:
-    notes = {
-        "loss": ("Loss", "Below: difference of the smoothed training loss; the grey band is ±1 %."),
-        "underflow": ("Underflow and saturation", "Share of non-zero elements that became zero, and of elements at the format's maximum."),
-        "bytes": ("Memory of the model's states", "Weight, gradient and optimizer states; activations come on top."),
+    """Fill the template `report.html`."""
+    outcome = [] if problems is None else [f"FAILED: {problem}" for problem in problems] or ["PASS"]
+    named = {
+        "title": html.escape(", ".join(run.name for run in runs)),
+        "date": time.strftime("%Y-%m-%d at %H:%M %Z"),
+        "outcome": _paragraphs(outcome, "failed" if problems else "pass"),
+        "summary": _paragraphs(filter(None, summary(runs, entropy)), "lead"),
+        "meanings": _paragraphs(meanings(runs), ""),
+        "table": _table(runs),
+        "loss": images["loss"],
+        "underflow": images.get("underflow", "<p>No run has a precision record.</p>"),
     }
-    parts = [f"<h1>Training runs: {html.escape(', '.join(run.name for run in runs))}</h1>"]
-    if problems is not None:
-        outcome = [f"FAILED: {problem}" for problem in problems] or ["PASS"]
-        parts += [f'<p class="lead {"failed" if problems else "pass"}">{html.escape(line)}</p>' for line in outcome]
-    parts.append(f'<p class="note">Written on {time.strftime("%Y-%m-%d at %H:%M %Z")}.</p>')
-    parts += [f'<p class="lead">{html.escape(line)}</p>' for line in summary(runs, entropy) if line]
-    parts += [f"<p>{html.escape(meaning)}</p>" for meaning in meanings(runs)]
-    parts.append(f'<div class="wide">{_table(runs)}</div>')
-    parts.append('<p class="note">Hardware without FP8 (a CPU, an A100) computes it by emulation: compare losses there, not speeds.</p>')
-    for name, image in images.items():
-        title, note = notes[name]
-        parts.append(f'<h2>{title}</h2>\n{image}\n<p class="note">{note}</p>')
-    body = "\n".join(parts)
-    return PAGE.format(style=STYLE, body=body)
+    return Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8")).substitute(named)
+
+
+def _paragraphs(texts: Iterable[str], style: str) -> str:
+    return "\n".join(f'<p class="{style}">{html.escape(text)}</p>' for text in texts)
 
 
 def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
@@ -409,10 +362,17 @@ def _table(runs: Sequence[Run]) -> str:  # a column per run: two fit on a phone
             ("tokens/s, median", _cell(statistics.median(speeds) if speeds else None, 0)),
             ("peak GiB per process", _cell(max(memory, default=None), 2)),
             ("skipped steps", _cell(last.get("skipped"), 0)),
+            ("bytes per parameter", _bytes(run)),
         ):
             lines.setdefault(quantity, []).append(f"<td>{cell}</td>")
     rows = {"": [f"<th>{html.escape(run.name)}</th>" for run in runs]} | lines
     return "<table>\n" + "\n".join(f"<tr><td>{name}</td>{''.join(cells)}</tr>" for name, cells in rows.items()) + "\n</table>"
+
+
+def _bytes(run: Run) -> str:
+    """Return the bytes per parameter of weight, gradient and optimizer states."""
+    held = run.precision["bytes_per_parameter"] if run.precision else {}
+    return html.escape(", ".join(f"{value:.3g} {name}" for name, value in held.items() if value)) or "&ndash;"
 
 
 def _cell(value: float | None, digits: int) -> str:

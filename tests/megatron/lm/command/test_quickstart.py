@@ -164,7 +164,7 @@ def test_the_whole_course(monkeypatch, tmp_path, capsys, loss, code):
     assert summary.startswith(f"validation loss: O0 5.0000, O2 {loss:.4f}\n")
     assert ("FAILED" in summary) == bool(code)
     assert summary.endswith("PASS\n") != bool(code)
-    assert ('class="lead pass">PASS<' in (out / "report.html").read_text()) != bool(code)
+    assert ('class="pass">PASS<' in (out / "report.html").read_text()) != bool(code)
     assert "--opt-level O2" in (out / "O2/command.txt").read_text()
     assert (out / "underflow.png").is_file()
     assert str(out / "report.html") in capsys.readouterr().out
