@@ -45,6 +45,7 @@ setup(
     package_data={
         "msamp": ["py.typed"],
         "megatron.lm.data.tokenizers": ["requirements-text.txt"],
+        "megatron.lm.config": ["presets.toml"],
         "megatron.lm.config.megatron_flags": ["flags.toml"],
         "megatron.lm.config.rules": ["rules.toml"],
         "megatron.lm.planning": ["rates.csv"],

@@ -52,17 +52,25 @@ def build_training(config: Config, vocab_size: int, around: Callable[[nn.Module]
         model = nn.ModuleList([build_model(config, recipe, vocab_size, vp_stage, sent) for vp_stage in range(stages)])
     grid, trained = Grid.current(), model if around is None else around(model)
     grad_sync = build_grad_sync(trained, config, recipe, sent, grid)
-    loss_scaler = build_loss_scaler(config, recipe)
+    loss_scaler = build_loss_scaler(config.precision, recipe)
     if loss_scaler is not None:
         for part in chunks(model):
             part.config.grad_scale_func = loss_scaler.multiply
-    optimizer = build_optimizer(trained, config, recipe, grad_sync, loss_scaler)
+    optimizer = build_optimizer(
+        trained,
+        config.optimizer,
+        recipe,
+        grad_sync,
+        loss_scaler,
+        seed=config.training.seed,
+        overlap_param_gather=config.communication.overlap_param_gather,
+    )
     return Training(
         config=config,
         grid=grid,
         model=model,
         optimizer=optimizer,
-        schedule=build_schedule(optimizer, config),
+        schedule=build_schedule(optimizer, config.optimizer, config.schedule_steps),
         grad_sync=grad_sync,
         scaling=ScalingState(model),
         loss_scaler=loss_scaler,

@@ -144,7 +144,7 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     model = Weights(config.model, recipe, options.vocab_size, device)
     formats = {p: group["formats"].grad for group in model.groups() for p in group["params"]}
     sync = grad_sync(model, formats)
-    betas, scaler = (optim.adam_beta1, optim.adam_beta2), build_loss_scaler(config, recipe)
+    betas, scaler = (optim.adam_beta1, optim.adam_beta2), build_loss_scaler(config.precision, recipe)
     optimizer = LowPrecisionOptimizer(
         model.groups(), optim.lr, betas, optim.adam_eps, optim.weight_decay, clip_grad=optim.clip_grad or None, loss_scale=scaler
     )

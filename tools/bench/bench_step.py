@@ -48,7 +48,7 @@ COLUMNS = (
 
 def utilisation(config: Config, tflops: float) -> Row:
     """Return the columns of MFU; empty if the peak is unknown."""
-    shares = mfu(tflops, peak_tflops(config))
+    shares = mfu(tflops, peak_tflops(config.logging))
     return {key: round(shares[key], 3) if key in shares else "" for key in ("mfu_bf16_peak", "mfu_fp8_peak")}
 
 

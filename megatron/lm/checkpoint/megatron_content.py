@@ -18,7 +18,7 @@ from megatron.lm.checkpoint.content import group_keys, scale_key
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign.names import LAYERS, theirs
 from megatron.lm.checkpoint.place import places
-from megatron.lm.config import Config
+from megatron.lm.config import Config, OptimizerConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.training.state import Training
 from msamp.numerics.formats import by_name
@@ -143,7 +143,7 @@ def common(info: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         about |= _SHARDING
         content["opt_param_scheduler"] = _schedule(config, info)
         content["optimizer"] = {
-            "optimizer": {"param_groups": [_group(config, decay, step) for decay in (1.0, 0.0)]},
+            "optimizer": {"param_groups": [_group(config.optimizer, decay, step) for decay in (1.0, 0.0)]},
             "param_state_sharding_type": _SHARDING["distrib_optim_sharding_type"],
         }
         if (scale := info.get("loss_scale")) is not None:
@@ -174,8 +174,7 @@ def _schedule(config: Config, info: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _group(config: Config, decay: float, step: int) -> dict[str, Any]:
-    optim = config.optimizer
+def _group(optim: OptimizerConfig, decay: float, step: int) -> dict[str, Any]:
     return {
         "wd_mult": decay,
         "lr_mult": 1.0,

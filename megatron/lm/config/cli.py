@@ -80,8 +80,6 @@ def parse(argv: Sequence[str] | None = None, saved: Callable[[CheckpointConfig],
     parser = _kept_parser(settings) if from_checkpoint is None else _parser(settings)
     if about.use_checkpoint_args and saved is None:
         parser.error("--use-checkpoint-args works only in training, which reads a checkpoint: give the flags of the model")
-    if "--emergency-save" in given.flags:
-        parser.error("--emergency-save no longer exists: a failed save leaves the last checkpoint in --save, so choose a disk with space")
     try:
         applied = apply(argv, _options(parser), settings)
     except ValueError as error:

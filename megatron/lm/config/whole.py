@@ -82,7 +82,7 @@ class Config:
 
     @property
     def fp8_experts(self) -> tuple[int, ...]:
-        """Layers, from 0, whose experts are in FP8: mixtures of experts of an FP8 recipe, without `layers_in_bf16`."""
+        """Indices of the MoE layers that use FP8. Layers kept in BF16 are not included."""
         return tuple(n for n in self.model.moe_layers if n not in self.layers_in_bf16) if self.precision.named.fp8 else ()
 
     @property

@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron.lm.config import Config
+from megatron.lm.config import DataConfig
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 
 DOCUMENTS = "documents"
@@ -42,6 +42,6 @@ class NumberedDocuments(Dataset):
         return sample | {DOCUMENTS: document_numbers(sample["tokens"], self.eod)}
 
 
-def numbered(samples: Dataset, config: Config, tokenizer: Tokenizer) -> Dataset:
+def numbered(samples: Dataset, data: DataConfig, tokenizer: Tokenizer) -> Dataset:
     """Return the samples, with numbers of their documents if the run needs them."""
-    return NumberedDocuments(samples, tokenizer.eod) if config.data.reset_attention_mask else samples
+    return NumberedDocuments(samples, tokenizer.eod) if data.reset_attention_mask else samples

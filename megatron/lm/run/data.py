@@ -43,7 +43,7 @@ class RunData:
         """Return this rank's micro-batches of a dataset from a position on."""
         readers = training.grid.batch
         return batches(
-            masked(numbered(dataset, self.config, self.tokenizer), self.config, self.tokenizer),
+            masked(numbered(dataset, self.config.data, self.tokenizer), self.config, self.tokenizer),
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=readers.rank,
             data_parallel_size=readers.size,

@@ -46,7 +46,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.requests = Requests(config.training.exit_duration_in_mins)
-        all_or_none(partial(check_installed, config))
+        all_or_none(partial(check_installed, config.logging))
         config, line = with_checkpoint(config)
         if line is not None and torch.distributed.get_rank() == 0:
             print(line, flush=True)
@@ -72,7 +72,7 @@ class Trainer:
             self.recorder = all_or_none(opened, "{}: choose another --record-precision")
         self.step_watch = StepWatch(config, self.training, self.metrics, self.requests)
         self.lost_updates = LostUpdates(self.training, self.metrics, self.step_watch.everyone)
-        zeros, parameters_norm = norms.chosen(config, self.training, self.metrics.reports)
+        zeros, parameters_norm = norms.chosen(config.logging, self.training, self.metrics.reports)
         self.metrics.measurements += [one.values for one in (parameters_norm, zeros) if one is not None]
         self.metrics.measurements += [self.training.experts.values] if config.model.num_experts is not None else []
         self.rare_observer: RareStepObserver = self.lost_updates if zeros is None else norms.Observers([self.lost_updates, zeros])

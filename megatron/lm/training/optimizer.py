@@ -7,7 +7,8 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
-from megatron.lm.config import Config, OptimizerConfig
+from megatron.lm.config import OptimizerConfig, PrecisionConfig
+from megatron.lm.config.whole import ScheduleSteps
 from megatron.lm.model.initial import parameter_names, take_initial_weights
 from megatron.lm.processes.grid import Grid, is_expert
 from msamp.comm.collectives import Peers
@@ -67,14 +68,13 @@ def rounding_keys(model: nn.Module, seed: int) -> dict[Tensor, int]:
     return {p: tensor_key(seed, name, rank(p)) for p, name in parameter_names(model).items()}
 
 
-def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
+def build_loss_scaler(precision: PrecisionConfig, recipe: Recipe) -> LossScaler | None:
     """Build FP16's loss scaler, constant with `--loss-scale`; None for a recipe without loss scaling.
 
     A dynamic scale may fall below `--min-loss-scale` by one halving, which ends the run.
     """
     if not recipe.scales_loss:
         return None
-    precision = config.precision
     return LossScaler(
         "dynamic" if precision.loss_scale is None else precision.loss_scale,
         init_scale=precision.initial_loss_scale,
@@ -87,11 +87,25 @@ def build_loss_scaler(config: Config, recipe: Recipe) -> LossScaler | None:
 
 
 def build_optimizer(
-    model: nn.Module, config: Config, recipe: Recipe, grad_sync: GradSync, loss_scaler: LossScaler | None = None
+    model: nn.Module,
+    optim: OptimizerConfig,
+    recipe: Recipe,
+    grad_sync: GradSync,
+    loss_scaler: LossScaler | None = None,
+    *,
+    seed: int,
+    overlap_param_gather: bool,
 ) -> LowPrecisionOptimizer:
-    """Build this rank's optimizer, with all states, or under ZeRO the states of the tensors it owns; `loss_scaler` from
-    `build_loss_scaler`."""
-    optim = config.optimizer
+    """Build this rank's optimizer, with all states, or under ZeRO the states of the tensors it owns.
+
+    Args:
+        model: of this rank.
+        optim, recipe: of the run.
+        grad_sync: defines what this rank owns.
+        loss_scaler: from `build_loss_scaler`.
+        seed: of stochastic rounding.
+        overlap_param_gather: whether ZeRO gathers weights while the next forward runs.
+    """
     settings: dict[str, Any] = {
         "lr": optim.lr,
         "betas": (optim.adam_beta1, optim.adam_beta2),
@@ -100,11 +114,11 @@ def build_optimizer(
         "clip_grad": optim.clip_grad or None,
         "loss_scale": loss_scaler,
     }
-    groups, keys = decouple(parameter_groups(model, recipe), optim), rounding_keys(model, config.training.seed)
+    groups, keys = decouple(parameter_groups(model, recipe), optim), rounding_keys(model, seed)
     for group in groups:
         group["keys"] = [keys[p] for p in group["params"]]
     settings["combine_norms"] = global_norm([p for group in groups for p in group["params"]])
-    shard = ZeRO(grad_sync, config.communication.overlap_param_gather) if grad_sync.shard else None
+    shard = ZeRO(grad_sync, overlap_param_gather) if grad_sync.shard else None
     optimizer = LowPrecisionOptimizer(groups, shard=shard, **settings)
     optimizer.init_masters(take_initial_weights(model))
     return optimizer
@@ -159,9 +173,8 @@ class Schedule(OptimizerParamScheduler):
         return super().state_dict()
 
 
-def build_schedule(optimizer: LowPrecisionOptimizer, config: Config) -> Schedule:
+def build_schedule(optimizer: LowPrecisionOptimizer, optim: OptimizerConfig, steps: ScheduleSteps) -> Schedule:
     """Build megatron-core's schedule, in iterations or with `--train-samples` in samples: linear warm-up, then `--lr-decay-style`."""
-    optim, steps = config.optimizer, config.schedule_steps
     schedule = Schedule(
         optimizer,
         init_lr=optim.lr_warmup_init,

@@ -1,5 +1,8 @@
 """What is built of a configuration: all parts of a training, which know each other, and refusals before there is a model."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -39,3 +42,20 @@ def test_graphs_that_cannot_be_are_refused_before_there_is_a_model(monkeypatch: 
     config = tiny.config("corpus", cuda_graph="step")
     with tiny.started(config), pytest.raises(ValueError, match="--cuda-graph step: CUDA graphs cannot be captured because there is no GPU"):
         build_training(config, tiny.VOCABULARY)
+
+
+MOST = 73  # functions outside of `config` and `planning` that read the whole configuration; lower it with each that gets its part
+
+
+def takes_whole_config(function: ast.FunctionDef) -> bool:
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return any(argument.annotation is not None and ast.unparse(argument.annotation).strip("'\"") == "Config" for argument in arguments)
+
+
+def test_functions_get_their_part_of_the_configuration():
+    root, whole = Path(build.__file__).parent, []
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] not in ("config", "planning"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            whole += [f"{path.name}: {node.name}" for node in nodes if isinstance(node, ast.FunctionDef) and takes_whole_config(node)]
+    assert len(whole) <= MOST, whole

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor, nn
 
-from megatron.lm.config.presets import PRESETS, VOCABULARIES
+from megatron.lm.config.presets import PRESETS, published_vocabulary
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
 from tools.bench import rows
@@ -67,7 +67,7 @@ def olmoe(layers: int, **shape: Any) -> Any:
 
     ours = PRESETS[PRESET]
     sizes = {
-        "vocab_size": VOCABULARIES[PRESET],
+        "vocab_size": published_vocabulary(PRESET),
         "hidden_size": ours["hidden_size"],
         "intermediate_size": ours["ffn_hidden_size"],
         "num_attention_heads": ours["num_attention_heads"],

@@ -23,7 +23,7 @@ def help_sections() -> str:
     """Return the end of `--help`: how Megatron-LM's flags are treated, and three examples."""
     parts = [f"{HEADING} (the log names those that a run drops or translates, with the reasons; {PAGE} is an introduction):"]
     for treatment, label in ((TRANSLATED, "translated"), (DROPPED, "dropped, since they have no effect here"), (REFUSED, "refused")):
-        some = [row for row in rows() if row.treatment == treatment and not row.conditional]
+        some = [row for row in rows() if row.treatment == treatment and not row.conditional and row.subject != "removed"]
         lines = [f"{row.line} -> {' '.join(row.becomes)}" if treatment == TRANSLATED else row.line for row in some]
         joined = ", ".join(line.replace(" ", "\0") for line in lines)  # a flag and its value stay on one line
         listed = textwrap.fill(joined, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False).replace("\0", " ")

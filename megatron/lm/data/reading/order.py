@@ -178,7 +178,7 @@ def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None)
         return None
     saved = info.get("data")
     differing = _differing_from_config(info, config, now) if saved is None else _differing(saved, now)
-    differing += _differing_samples(info, config)
+    differing += _differing_samples(info, config.data)
     if differing and not config.data.override_data:
         raise ValueError(
             f"the checkpoint in {config.checkpoint.load} was trained on other data, or in another order: {'; '.join(differing)}. Use the "
@@ -215,10 +215,10 @@ def _differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return differing
 
 
-def _differing_samples(info: dict[str, Any], config: Config) -> list[str]:
+def _differing_samples(info: dict[str, Any], data: DataConfig) -> list[str]:
     """Return the flags that make other samples of the same tokens, with their values here and in the checkpoint."""
     saved, default = info["config"].get("data", {}), DataConfig()  # a setting that the checkpoint does not have had its default
-    pairs = [(name, getattr(config.data, name), saved.get(name, getattr(default, name))) for name in _OF_SAMPLES]
+    pairs = [(name, getattr(data, name), saved.get(name, getattr(default, name))) for name in _OF_SAMPLES]
     return [f"{flag(name)} {now} (saved: {then})" for name, now, then in pairs if now != then]
 
 

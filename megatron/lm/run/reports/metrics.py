@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron.lm.config import Config
+from megatron.lm.config import Config, LoggingConfig
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.processes.process_groups import device
 from megatron.lm.run.reports.log_line import evaluation_line, train_line
@@ -28,11 +28,11 @@ from msamp.nn.precision_guard import Change, LayerGuard
 HOPPER_PEAKS = {"bf16": 989.0, "fp8": 1979.0}
 
 
-def peak_tflops(config: Config) -> dict[str, float]:
+def peak_tflops(logging: LoggingConfig) -> dict[str, float]:
     """Return the peaks that count as 100 % MFU, in TFLOP/s by name: `bf16` and `fp8` on a Hopper GPU for any precision; `given` with
     `--peak-tflops`; empty if no peak is known."""
-    if config.logging.peak_tflops is not None:
-        return {"given": config.logging.peak_tflops}
+    if logging.peak_tflops is not None:
+        return {"given": logging.peak_tflops}
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     return dict(HOPPER_PEAKS) if hopper else {}
 
@@ -85,7 +85,7 @@ class Metrics:
         self.main = torch.distributed.get_rank() == 0
         self.batch_sizes, self.iterations = config.batch_sizes(world_size), config.iterations(world_size)
         self.flops_a_token = flops_per_token(config.model, vocab_size)
-        self.peaks = peak_tflops(config)
+        self.peaks = peak_tflops(config.logging)
         self.start_iteration, self.start_time = training.iteration, time.perf_counter()
         self.skipped = training.optimizer.skipped_steps
         self.grad_sync = training.grad_sync
@@ -121,7 +121,7 @@ class Metrics:
         Raises:
             ValueError: if it cannot start.
         """
-        if logs_here(self.config):
+        if logs_here(self.config.logging):
             self.wandb = WandbRun(self.config, run_id, self.unwritten)
 
     def guard_changes(self, guard: LayerGuard | None, changes: Sequence[Change]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.lm.config import Config
+from megatron.lm.config import LoggingConfig
 from megatron.lm.step import RareStepObserver
 from megatron.lm.training.state import Training
 from msamp.numerics import mcf
@@ -104,9 +104,8 @@ class Observers:
             observer.before_update()
 
 
-def chosen(config: Config, training: Training, due: Callable[[int], bool]) -> tuple[ZerosInGradients | None, ParametersNorm | None]:
+def chosen(logging: LoggingConfig, training: Training, due: Callable[[int], bool]) -> tuple[ZerosInGradients | None, ParametersNorm | None]:
     """Return the measurements that the flags enable."""
-    logging = config.logging
     zeros = ZerosInGradients(training, due) if logging.log_num_zeros_in_grad else None
     return zeros, ParametersNorm(training) if logging.log_params_norm else None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.lm.config import Config
+from megatron.lm.config import Config, LoggingConfig
 from megatron.lm.config.cli import config_to_dict
 from megatron.lm.shell.logs import Unwritten
 
@@ -22,24 +22,24 @@ ITERATION = "iteration"
 FINISH_SECONDS = 600.0  # for uploads at the end, unless WANDB_FINISH_TIMEOUT is set; wandb's default waits forever
 
 
-def logs_here(config: Config) -> bool:
+def logs_here(logging: LoggingConfig) -> bool:
     """Return whether this rank logs to Weights & Biases."""
-    return config.logging.wandb_project is not None and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    return logging.wandb_project is not None and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
-def check_installed(config: Config) -> None:
+def check_installed(logging: LoggingConfig) -> None:
     """Raise a ValueError on the rank that logs if the package is missing.
 
     A folder `wandb` in the working directory, as the package writes it, is imported in its place as an empty package.
     """
-    if not logs_here(config):
+    if not logs_here(logging):
         return
     try:
         import wandb
 
         _ = wandb.init
     except (ImportError, AttributeError) as error:
-        project = config.logging.wandb_project
+        project = logging.wandb_project
         raise ValueError(f"--wandb-project {project} needs the package wandb ({error}): pip install -e '.[wandb]'") from None
 
 

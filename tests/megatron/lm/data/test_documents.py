@@ -47,8 +47,8 @@ def test_only_a_run_with_the_flag_has_numbers():
     tokenizer = NullTokenizer(60)
     assert tokenizer.eod == 59
     samples = Samples()
-    assert numbered(samples, tiny.config("c"), tokenizer) is samples
-    made = numbered(samples, tiny.config("c", reset_attention_mask=True), tokenizer)
+    assert numbered(samples, tiny.config("c").data, tokenizer) is samples
+    made = numbered(samples, tiny.config("c", reset_attention_mask=True).data, tokenizer)
     assert isinstance(made, NumberedDocuments)
     assert len(made) == 2
     assert made[0]["documents"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -57,5 +57,5 @@ def test_only_a_run_with_the_flag_has_numbers():
 def test_masked_tokens_keep_the_numbers_of_the_text():
     config = tiny.config("c", reset_attention_mask=True, objective="masked-lm", mask_prob=0.9)
     tokenizer = NullTokenizer(60)
-    sample = masked(numbered(Samples(), config, tokenizer), config, tokenizer)[0]
+    sample = masked(numbered(Samples(), config.data, tokenizer), config, tokenizer)[0]
     assert sample["documents"].tolist() == [0, 0, 1, 1, 2, 2]

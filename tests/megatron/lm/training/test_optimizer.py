@@ -48,12 +48,16 @@ TABLE_6: dict[str, tuple[dict[str, Any], tuple[str, str | None, str, str]]] = {
 OPTIONS = {"bf16-a": 8, "bf16-kahan": 10, "collage-light": 10, "collage-plus": 12, "collage-fp8": 10, "bf16-dmw": 12, "bf16-d": 16}
 
 
+def schedule_of(optimizer, config):
+    return build_schedule(optimizer, config.optimizer, config.schedule_steps)
+
+
 def build(**settings: Any) -> tuple[GPT, FP8AdamW, GradSync]:
     config = tiny.config("corpus", **settings)
     kind = build_recipe(config.precision)
     model = build_model(config, kind, tiny.VOCABULARY)
     sync = build_grad_sync(model, config, kind)
-    return model, build_optimizer(model, config, kind, sync), sync
+    return model, build_optimizer(model, config.optimizer, kind, sync, seed=config.training.seed, overlap_param_gather=True), sync
 
 
 def test_keys_of_stochastic_rounding_follow_from_the_names_in_the_whole_model():
@@ -107,7 +111,7 @@ def test_groups_and_formats_of_a_level(level: str):
         embedding = {**STATES[level], "grad": "bf16"}
         expected = {frozenset(linear): (STATES[level], 0.1), frozenset(rest): (embedding, 0.1), frozenset(vectors): (FP32, 0.0)}
     assert set(groups) == set(expected)
-    build_schedule(optimizer, tiny.config("corpus"))  # sets each group's decay
+    schedule_of(optimizer, tiny.config("corpus"))  # sets each group's decay
     for members, (states, decay) in expected.items():
         rounding = {name: value for name, value in groups[members]["formats"].items() if name.endswith("_rounding")}
         assert groups[members]["formats"] == {**states, "update": "fp32", **rounding}
@@ -174,7 +178,7 @@ def test_bytes_per_parameter_are_those_of_the_tensors(flags: dict[str, Any]):
 
 def test_the_schedule_moves_on_by_steps_that_count_as_soon_as_it_is_told():
     _, optimizer, _ = build()
-    schedule = build_schedule(optimizer, tiny.config("corpus"))
+    schedule = schedule_of(optimizer, tiny.config("corpus"))
 
     def flag(value: bool) -> DeviceFlag:
         return DeviceFlag(torch.tensor(value))
@@ -196,7 +200,7 @@ def test_the_schedule_moves_on_by_steps_that_count_as_soon_as_it_is_told():
 def lrs(steps: int, **settings: Any) -> list[float]:
     """Learning rate of each of the first steps."""
     _, optimizer, _ = build(**settings)
-    schedule = build_schedule(optimizer, tiny.config("corpus", **settings))
+    schedule = schedule_of(optimizer, tiny.config("corpus", **settings))
     found = []
     for _ in range(steps):
         rates = {group["lr"] for group in optimizer.param_groups}
@@ -243,7 +247,7 @@ def test_a_schedule_in_samples_is_that_of_its_iterations():
 def test_decoupled_learning_rates_of_embedding_and_head(untied: bool):
     flags = {"lr": 1e-3, "min_lr": 1e-4, "decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3, "untie_embeddings_and_output_weights": untied}
     model, optimizer, _ = build(opt_level="O2", position_embedding_type="learned_absolute", **flags)
-    schedule = build_schedule(optimizer, tiny.config("corpus", **flags))
+    schedule = schedule_of(optimizer, tiny.config("corpus", **flags))
     apart = {model.embedding.word_embeddings.weight} | ({model.output_layer.weight} if untied else set())
     for steps, rate, decoupled in ((2, 1e-3, 1e-2), (8, 1e-4, 1e-3)):
         schedule.step(steps)
@@ -277,7 +281,7 @@ def grid_norm(settings: dict[str, Any]) -> dict[str, Any]:
         kind = build_recipe(config.precision)
         model = build_model(config, kind, tiny.VOCABULARY)
         sync = build_grad_sync(model, config, kind)
-        optimizer = build_optimizer(model, config, kind, sync)
+        optimizer = build_optimizer(model, config.optimizer, kind, sync, seed=config.training.seed, overlap_param_gather=True)
         rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
         shapes: dict[str, tuple[int, ...]] = {}
         replicated = []
