@@ -8,7 +8,7 @@ from megatron.lm.config.sections.model import ModelConfig
 from megatron.lm.config.sections.outputs import LATEST_CHECKPOINT_FILE, CheckpointConfig, FaultConfig, LoggingConfig, ProfilingConfig
 from megatron.lm.config.sections.parallel import CommunicationConfig, ParallelConfig
 from megatron.lm.config.sections.precision import COAT_FORMATS, FP8_FORMATS, LINEARS, OPT_LEVELS, PrecisionConfig
-from megatron.lm.config.sections.schema import Interval, flag, setting
+from megatron.lm.config.sections.schema import Range, flag, setting
 from megatron.lm.config.sections.training import DEFAULT_SPLIT, TOKENIZERS, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import Config
 
@@ -25,13 +25,13 @@ __all__ = [
     "Config",
     "DataConfig",
     "FaultConfig",
-    "Interval",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
     "ProfilingConfig",
+    "Range",
     "TrainingConfig",
     "flag",
     "setting",

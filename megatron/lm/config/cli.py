@@ -7,7 +7,7 @@ Megatron-LM first go through the table of `megatron_flags`.
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -148,18 +148,20 @@ def _options(parser: argparse.ArgumentParser) -> frozenset[str]:
 def to_argv(config: Config) -> list[str]:
     """Convert `config` to flags: the required ones and those that differ from their default; `parse_args(to_argv(c)) == c`."""
     argv: list[str] = []
-    for section, setting in _settings():
-        value = getattr(getattr(config, section), setting.name)
-        if value == setting.default:
-            continue
-        if value is False:
-            argv.append(flag(f"no_{setting.name}"))
-            continue
-        argv.append(flag(setting.name))
-        if isinstance(value, tuple):
-            argv.extend(map(str, value))
-        elif value is not True:
-            argv.append(str(value))
+    for section in section_types():
+        settings = getattr(config, section)
+        for setting in fields(settings):
+            value = getattr(settings, setting.name)
+            if value == setting.default:
+                continue
+            if value is False:
+                argv.append(flag(f"no_{setting.name}"))
+                continue
+            argv.append(flag(setting.name))
+            if isinstance(value, tuple):
+                argv.extend(map(str, value))
+            elif value is not True:
+                argv.append(str(value))
     return argv
 
 
@@ -175,16 +177,15 @@ def config_from_dict(data: Mapping[str, Mapping[str, Any]]) -> Config:
     """
     sections = section_types()
     _refuse_unknown_keys(data, sections, "section of the configuration")
-    return Config(**{name: _section(name, cls, data.get(name, {})) for name, cls in sections.items()})
-
-
-def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
-    hints = _hints(cls)
-    _refuse_unknown_keys(values, hints, f"setting of the section {name!r}")
-    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ValueError(f"the section {name!r} is missing the required {', '.join(missing)}: add them")
-    return cls(**{key: _typed(f"{name}.{key}", hints[key], value) for key, value in values.items()})
+    made = {}
+    for name, cls in sections.items():
+        hints, values = _hints(cls), data.get(name, {})
+        _refuse_unknown_keys(values, hints, f"setting of the section {name!r}")
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
+        if missing:
+            raise ValueError(f"the section {name!r} is missing the required {', '.join(missing)}: add them")
+        made[name] = cls(**{key: _typed(f"{name}.{key}", hints[key], value) for key, value in values.items()})
+    return Config(**made)
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
@@ -215,12 +216,6 @@ def _kind(hint: Any) -> tuple[type, bool, bool]:
         hint = next(arg for arg in get_args(hint) if arg is not NoneType)
     many = get_origin(hint) is tuple
     return (get_args(hint)[0] if many else hint), optional, many
-
-
-def _settings() -> Iterator[tuple[str, Field]]:
-    for section, cls in section_types().items():
-        for setting in fields(cls):
-            yield section, setting
 
 
 class _Parser(argparse.ArgumentParser):

@@ -63,15 +63,10 @@ def of_a_layer(config: Config, rates: Rates) -> float:
     else:
         moved = MOVED_HIDDEN * model.hidden_size + MOVED_WIDTH * model.expert_size
         seconds += rows * config.parallel.expert_model_parallel_size * moved / rates("unfused rows")
-    return seconds + _router(config, rates, tokens) + _sums(config, rates, tokens)
-
-
-def _router(config: Config, rates: Rates, tokens: float) -> float:
-    """Return the seconds of a layer's router."""
-    model = config.model
     balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
     kernels = KERNELS + KERNELS_AUX * bool(balanced) + KERNELS_Z * bool(model.moe_z_loss_coeff)
-    return kernels * rates("launch") + FP32_COPIES * tokens * model.hidden_size / rates("copy")
+    seconds += kernels * rates("launch") + FP32_COPIES * tokens * model.hidden_size / rates("copy")  # the router
+    return seconds + _sums(config, rates, tokens)
 
 
 def _sums(config: Config, rates: Rates, tokens: float) -> float:
@@ -90,7 +85,8 @@ def exchange(config: Config, cluster: Cluster, layers: int) -> float:
     grad_input travels while FC1's weight gradient is computed; nothing else hides."""
     sent = wire.expert_parallel(config, layers)
     hidden = {"expert grad_input sum"} if experts.in_fp8(config) else set()
-    link = cluster.expert_link(config)
+    axes = config.axes(cluster.gpus)
+    link = cluster.link_between(axes.expert * axes.expert_tensor)
     return sum(one.size / link + one.calls * cluster.latency for kind, one in sent.items() if kind not in hidden)
 
 

@@ -159,16 +159,9 @@ class Cluster:
         axes = config.axes(self.gpus)
         return self.gpus > self.per_host and axes.copies * axes.tensor >= self.per_host
 
-    def context_link(self, config: Config) -> float:
-        """Return the bytes/s between context-parallel ranks: of the network if they are on several hosts."""
-        axes = config.axes(self.gpus)
-        return self.link if axes.tensor * axes.context <= self.per_host else self.network
-
-    def expert_link(self, config: Config) -> float:
-        """Return the bytes/s between processes that share experts, whose numbers are adjacent: of the network if they are on several
-        hosts."""
-        axes = config.axes(self.gpus)
-        return self.link if axes.expert * axes.expert_tensor <= self.per_host else self.network
+    def link_between(self, ranks: int) -> float:
+        """Return the bytes/s between this many processes with adjacent numbers: of the network if they are on several hosts."""
+        return self.link if ranks <= self.per_host else self.network
 
     def copies(self, config: Config) -> bool:
         """Return whether tensor-parallel ranks copy the activations of FP8 layers to each other's GPUs, as `--tp-transport auto` chooses on

@@ -102,7 +102,12 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
     sent = wire.tensor_parallel(config, stage).values()
     tensor = sum(one.size / cluster.link + one.calls * cluster.latency for one in sent)
     kinds["tensor-parallel, exposed"] = tensor * rates("tp exposed, copies" if cluster.copies(config) else "tp exposed")
-    kinds["context-parallel, exposed"] = _context(config, cluster, layers, kinds["attention"])
+    # Of an all-to-all everything is exposed; of a ring what takes longer than the attention meanwhile, which covers all its steps but one.
+    # No rate was fitted to it.
+    axes, swapped = config.axes(cluster.gpus), wire.context_parallel(config, layers)
+    seconds = swapped.size / cluster.link_between(axes.tensor * axes.context) + swapped.calls * cluster.latency
+    covered = 0.0 if config.parallel.cp_comm_type == "a2a" else kinds["attention"] * (axes.context - 1) / axes.context
+    kinds["context-parallel, exposed"] = max(0.0, seconds - covered)
     if mixtures := stage_mixtures(config, stage):
         kinds["expert-parallel, exposed"] = expert_time.exchange(mixtures[0], cluster, len(mixtures))
     # On a pipeline stage the sends of a micro-batch are between its kernels.
@@ -111,14 +116,6 @@ def _stage(config: Config, cluster: Cluster, rates: Rates, stage: int, *, graph:
     kinds["pipeline sends"] = across.size / link + across.calls * cluster.latency
     more = 4 / 3 if config.training.recompute_granularity == "full" else 1.0
     return _Stage(kinds, 0.0 if graph else host * more)
-
-
-def _context(config: Config, cluster: Cluster, layers: int, attention: float) -> float:
-    """Return the exposed seconds of attention's communication between context-parallel ranks: of an all-to-all everything; of a ring what
-    takes longer than the attention meanwhile, which covers all its steps but one. No rate was fitted to it."""
-    ranks, sent = config.parallel.context_parallel_size, wire.context_parallel(config, layers)
-    seconds = sent.size / cluster.context_link(config) + sent.calls * cluster.latency
-    return seconds if config.parallel.cp_comm_type == "a2a" else max(0.0, seconds - attention * (ranks - 1) / ranks)
 
 
 def _layer(config: Config, rates: Rates) -> tuple[dict[str, float], dict[str, float]]:

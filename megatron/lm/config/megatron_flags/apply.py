@@ -83,8 +83,11 @@ def apply(argv: Sequence[str], known: Collection[str], preset: Mapping[str, Any]
         used = WrittenFlag(entry.flag, entry.words[:takes])
         if verdict.treatment == ACCEPTED:
             words += verdict.becomes or (used.flag, *used.words) if used.flag else used.words
+        elif verdict.treatment == REFUSED and verdict.why:
+            problems.append(f"{used}: {verdict.why}")
         elif verdict.treatment == REFUSED:
-            problems.append(f"{used}: {verdict.why}" if verdict.why else f"unknown flag {used.flag}{_hint(used.flag, known)}")
+            close = closest(used.flag, {*known, *(name for name in names() if any(row.treatment != REFUSED for row in rows_of(name)))})
+            problems.append(f"unknown flag {used.flag}" + (f" (did you mean {close}?)" if close else ""))
         elif takes is not None and len(used.words) < takes:
             problems.append(f"{used} is missing a value: give {takes}")
         elif verdict.treatment == DROPPED:
@@ -138,11 +141,6 @@ def _judged(entry: WrittenFlag, given: GivenFlags, known: Collection[str]) -> tu
     if entry.flag in COMPUTED and not row.conditional and len(values) == takes:
         verdict = COMPUTED[entry.flag](given, values) or verdict
     return (None if verdict.treatment == ACCEPTED and not verdict.becomes else takes), verdict
-
-
-def _hint(flag: str, known: Collection[str]) -> str:
-    close = closest(flag, {*known, *(name for name in names() if any(row.treatment != REFUSED for row in rows_of(name)))})
-    return f" (did you mean {close}?)" if close else ""
 
 
 def _level(given: GivenFlags, values: Values) -> Verdict | None:

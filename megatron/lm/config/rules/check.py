@@ -44,7 +44,8 @@ def single_values(section: object) -> Problems:
         choices = choices_of(setting)
         values = value if isinstance(value, tuple) else (value,)
         for one in values:
-            if isinstance(one, str) and not _is_unicode(one):
+            # Bytes of the command line that are not UTF-8 appear as lone surrogates.
+            if isinstance(one, str) and any("\ud800" <= character <= "\udfff" for character in one):
                 yield f"{flag(setting.name)} {one!a} is not valid UTF-8: rename it, or the file"
             elif isinstance(one, str) and not one.strip():
                 yield f"{flag(setting.name)} {one!r} is empty (is a shell variable unset?): give a value, or drop the flag"
@@ -53,8 +54,3 @@ def single_values(section: object) -> Problems:
         for one in values:
             if legal is not None and one not in legal:
                 yield f"{flag(setting.name)} {one}: give a number in {legal}"
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether `text` can be written; bytes of the command line that are not UTF-8 appear as lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -13,21 +13,17 @@ from megatron.lm.config.whole import Config, Problems
 PLACEHOLDERS = ("FOLDER", "N", "TEXT", "X")
 
 
-def _has_fp8(config: Config) -> bool:
-    return config.precision.named.fp8
-
-
-def _scales_loss(config: Config) -> bool:
-    return config.precision.named.scales_loss
-
-
 def _peer_layers(config: Config) -> bool:
     from megatron.lm.config.sections.baselines import PeerRecipe  # torch
 
     return isinstance(config.precision.named, PeerRecipe)
 
 
-PRECISIONS = {"--opt-level O1, O2 or O3": _has_fp8, "--fp16": _scales_loss, "--precision te-*": _peer_layers}
+PRECISIONS: dict[str, Callable[[Config], bool]] = {
+    "--opt-level O1, O2 or O3": lambda config: config.precision.named.fp8,
+    "--fp16": lambda config: config.precision.named.scales_loss,
+    "--precision te-*": _peer_layers,
+}
 
 
 @dataclass(frozen=True)

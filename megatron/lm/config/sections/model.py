@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass
 
-from megatron.lm.config.sections.schema import COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SIZE, Interval, setting
+from megatron.lm.config.sections.schema import COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, SIZE, Range, setting
 
 ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math")
 
@@ -12,7 +12,7 @@ ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "math")
 class ModelConfig:
     """Shape of the GPT."""
 
-    num_layers: int = setting("transformer layers", legal=Interval(1, 10_000))
+    num_layers: int = setting("transformer layers", legal=Range(1, 10_000))
     hidden_size: int = setting("width of the residual stream", legal=SIZE)
     num_attention_heads: int = setting("query heads of an attention layer", legal=SIZE)
     seq_length: int = setting("tokens in a training sequence", legal=SIZE)
@@ -39,14 +39,14 @@ class ModelConfig:
         "how the model encodes positions; none: only by causal attention", "rope", choices=("rope", "learned_absolute", "none")
     )
     rotary_base: float = setting("base of the rotary embedding's wavelengths", 10000.0, legal=POSITIVE)
-    rotary_percent: float = setting("share of a head's width that is rotated", 1.0, legal=Interval(0, 1, low_open=True))
+    rotary_percent: float = setting("share of a head's width that is rotated", 1.0, legal=Range(0, 1, low_open=True))
     rotary_seq_len_interpolation_factor: float | None = setting(
         "divide positions by this before the rotary embedding, for longer sequences (linear interpolation); derived: 1",
         None,
         legal=POSITIVE,
     )
     use_rope_scaling: bool = setting("lengthen the rotary embedding's long wavelengths as Llama 3.1 does beyond 8,192 tokens", False)
-    rope_scaling_factor: float = setting("factor of --use-rope-scaling for the longest wavelengths", 8.0, legal=Interval(1, 1e6))
+    rope_scaling_factor: float = setting("factor of --use-rope-scaling for the longest wavelengths", 8.0, legal=Range(1, 1e6))
     untie_embeddings_and_output_weights: bool = setting("give the LM head its own weight", False)
     objective: str = setting(
         "what the model predicts: the next token, with causal attention (GPT), or masked tokens, with bidirectional attention (BERT, as "
@@ -62,7 +62,7 @@ class ModelConfig:
     )
 
     # Mixture of experts, with Megatron-LM's names.
-    num_experts: int | None = setting("experts of a mixture-of-experts layer (MoE); derived: no such layers", None, legal=Interval(2, 4096))
+    num_experts: int | None = setting("experts of a mixture-of-experts layer (MoE); derived: no such layers", None, legal=Range(2, 4096))
     moe_layer_freq: str = setting(
         "which layers are mixtures of experts: every Nth from the first, or a list with 0 for a dense layer, such as ([0]*1+[1]*15)", "1"
     )
@@ -70,7 +70,7 @@ class ModelConfig:
     moe_shared_expert_intermediate_size: int | None = setting(
         "width of a shared expert, which every token goes to; derived: none", None, legal=SIZE
     )
-    moe_router_topk: int = setting("experts that each token goes to", 2, legal=Interval(1, 4096))
+    moe_router_topk: int = setting("experts that each token goes to", 2, legal=Range(1, 4096))
     moe_router_score_function: str = setting(
         "the router's scores: softmax, or sigmoid divided by the sum over a token's experts", "softmax", choices=("softmax", "sigmoid")
     )
@@ -80,9 +80,9 @@ class ModelConfig:
     moe_router_topk_scaling_factor: float | None = setting(
         "multiply the probabilities of a token's experts by this; derived: 1", None, legal=POSITIVE
     )
-    moe_router_num_groups: int | None = setting("groups of experts of which a token may only use some", None, legal=Interval(1, 4096))
+    moe_router_num_groups: int | None = setting("groups of experts of which a token may only use some", None, legal=Range(1, 4096))
     moe_router_group_topk: int | None = setting(
-        "groups that a token may use, those with the highest sum of their best scores", None, legal=Interval(1, 4096)
+        "groups that a token may use, those with the highest sum of their best scores", None, legal=Range(1, 4096)
     )
     moe_router_dtype: str = setting("dtype of the router's product, scores and losses", "fp32", choices=("fp32",))
     moe_router_load_balancing_type: str = setting(

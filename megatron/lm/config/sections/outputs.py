@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Interval, setting
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, Range, setting
 
 LATEST_CHECKPOINT_FILE = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
@@ -126,7 +126,7 @@ class FaultConfig:
         "a loss above this many times the mean of the last losses is a spike; 0: never", 0.0, legal=NON_NEGATIVE
     )
     loss_spike_window: int = setting(
-        "steps over which --loss-spike-threshold takes the mean; no spike is detected before that many steps", 100, legal=Interval(1, 10**6)
+        "steps over which --loss-spike-threshold takes the mean; no spike is detected before that many steps", 100, legal=Range(1, 10**6)
     )
     loss_spike_action: str = setting(
         "at a spike: warn, or go back to the newest checkpoint in --save and skip the data read since", "warn", choices=SPIKE_ACTIONS

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.sections.schema import COUNT, Interval, setting
+from megatron.lm.config.sections.schema import COUNT, Range, setting
 
 if TYPE_CHECKING:
     from msamp.comm.exchange import Exchange
@@ -153,7 +153,7 @@ class ParallelConfig:
     )
     distributed_backend: str = setting("collectives; auto: nccl with CUDA, else gloo", "auto", choices=("auto", "nccl", "gloo"))
     distributed_timeout_minutes: float = setting(
-        "minutes without progress until a process names the stuck rank and ends", 10.0, legal=Interval(0, 60 * 24 * 365, low_open=True)
+        "minutes without progress until a process names the stuck rank and ends", 10.0, legal=Range(0, 60 * 24 * 365, low_open=True)
     )
 
     def axes(self, world_size: int) -> ProcessAxes:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NON_NEGATIVE, POSITIVE, SHARE, Interval, flag, setting
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECIBEL, NON_NEGATIVE, POSITIVE, SHARE, Range, flag, setting
 
 if TYPE_CHECKING:
     from msamp.nn.saved_activations import Saved
@@ -87,7 +87,7 @@ class RecipeConfig:
     initial_loss_scale: float = setting(
         "initial dynamic loss scale of fp16-amp; Megatron-LM: 2^32",
         2.0**16,
-        legal=Interval(0, 2.0**32, low_open=True),
+        legal=Range(0, 2.0**32, low_open=True),
     )
     min_loss_scale: float = setting("smallest dynamic loss scale; the run stops below it", 1.0, legal=POSITIVE)
     loss_scale_window: int = setting(
@@ -114,7 +114,7 @@ class PrecisionConfig(RecipeConfig):
     fp8_amax_history_len: int | None = setting(
         "length of delayed scaling's amax history in steps; derived: the checkpoint's, else 16; Megatron-LM: 1",
         None,
-        legal=Interval(1, 2**16),
+        legal=Range(1, 2**16),
     )
     fp8_amax_compute_algo: str | None = setting(
         "which amax of the history delayed scaling uses, the largest or the last; derived: the checkpoint's, else max; Megatron-LM: "
@@ -125,7 +125,7 @@ class PrecisionConfig(RecipeConfig):
     fp8_margin: int | None = setting(
         "headroom of delayed scaling for growing amaxes: its scales are divided by 2^margin; derived: the checkpoint's, else 0",
         None,
-        legal=Interval(0, 16),
+        legal=Range(0, 16),
     )
     fp8_fast_accumulation: str | None = setting(
         "which FP8 GEMMs of linear layers with per-tensor scales may accumulate entirely in the tensor cores, with about 14 bits: none, "

@@ -15,7 +15,7 @@ Choices = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Interval:
+class Range:
     """Legal values of a numeric setting; NaN and infinities are never legal."""
 
     low: float
@@ -35,15 +35,15 @@ class Interval:
 
 # Counts fit 32 bits, like the indices of data and of torch's kernels; numbers fit FP32 with headroom for a product.
 LARGEST_COUNT, LARGEST = 2**31 - 1, 1e30
-COUNT = Interval(1, LARGEST_COUNT)
-COUNT_OR_ZERO = Interval(0, LARGEST_COUNT)
-SIZE = Interval(1, 2**24)  # of one dimension of a tensor
-POSITIVE = Interval(0, LARGEST, low_open=True)
-NON_NEGATIVE = Interval(0, LARGEST)
-DECAY_RATE = Interval(0, 0.9999999)  # less than 1 in FP32, too
-PROBABILITY = Interval(0, 1, high_open=True)
-SHARE = Interval(0, 1)
-DECIBEL = Interval(-100, 100)
+COUNT = Range(1, LARGEST_COUNT)
+COUNT_OR_ZERO = Range(0, LARGEST_COUNT)
+SIZE = Range(1, 2**24)  # of one dimension of a tensor
+POSITIVE = Range(0, LARGEST, low_open=True)
+NON_NEGATIVE = Range(0, LARGEST)
+DECAY_RATE = Range(0, 0.9999999)  # less than 1 in FP32, too
+PROBABILITY = Range(0, 1, high_open=True)
+SHARE = Range(0, 1)
+DECIBEL = Range(-100, 100)
 
 
 def flag(name: str) -> str:
@@ -51,7 +51,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def setting(help: str, default: Any = MISSING, choices: Choices | None = None, legal: Interval | None = None) -> Any:
+def setting(help: str, default: Any = MISSING, choices: Choices | None = None, legal: Range | None = None) -> Any:
     """Return a dataclass field with help text, choices or legal interval; it is required if `default` is omitted.
 
     Choices that can be registered are a function that returns them.

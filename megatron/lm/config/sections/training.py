@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECAY_RATE, NON_NEGATIVE, POSITIVE, PROBABILITY, Interval, setting
+from megatron.lm.config.sections.schema import COUNT, COUNT_OR_ZERO, DECAY_RATE, NON_NEGATIVE, POSITIVE, PROBABILITY, Range, setting
 
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -60,7 +60,7 @@ class TrainingConfig:
         "iterations of the whole run, including those before a resume; or give --train-samples", None, legal=COUNT
     )
     train_samples: int | None = setting("sequences of the whole run, instead of --train-iters", None, legal=COUNT)
-    seed: int = setting("seed of the weights, the dropout and the order of the data", 1234, legal=Interval(0, 2**31 - 1))
+    seed: int = setting("seed of the weights, the dropout and the order of the data", 1234, legal=Range(0, 2**31 - 1))
     deterministic: bool = setting(
         "the same bits in every run on the same machines: slower kernels, which accumulate in a fixed order, and no measured gains",
         False,
@@ -73,7 +73,7 @@ class TrainingConfig:
         "exit code of a run that stops before --train-iters because of SIGTERM, --exit-interval or --exit-duration-in-mins; with 75 a "
         "batch system can distinguish it from a finished run, which exits with 0",
         0,
-        legal=Interval(0, 125),
+        legal=Range(0, 125),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         "iterations between checks that all data-parallel copies of the weights are finite and equal bit by bit; they are always compared "
@@ -133,10 +133,10 @@ class DataConfig:
     legacy_tokenizer: bool = setting(
         "SentencePieceTokenizer adds special tokens and ends documents with <EOD>, Llama2Tokenizer begins texts with bos", False
     )
-    num_workers: int = setting("data-loading processes of each training process", 0, legal=Interval(0, 1024))
+    num_workers: int = setting("data-loading processes of each training process", 0, legal=Range(0, 1024))
     eod_mask_loss: bool = setting("leave end-of-document tokens out of the loss", False)
     mask_prob: float = setting(
-        "share of the tokens that --objective masked-lm predicts", 0.15, legal=Interval(0, 1, low_open=True, high_open=True)
+        "share of the tokens that --objective masked-lm predicts", 0.15, legal=Range(0, 1, low_open=True, high_open=True)
     )
     mask_whole_words: bool = setting("mask whole words, all of their tokens together, with --objective masked-lm", False)
     reset_attention_mask: bool = setting("tokens attend only to their own document; keeps a mask of sequence x sequence", False)

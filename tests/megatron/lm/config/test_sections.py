@@ -13,11 +13,11 @@ from megatron.lm.config import (
     CheckpointConfig,
     CommunicationConfig,
     Config,
-    Interval,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    Range,
     TrainingConfig,
 )
 from megatron.lm.config.sections import baselines, schema
@@ -64,7 +64,7 @@ def test_flag_names_are_unique_over_the_sections():
         (schema.COUNT, "[1, 2147483647]", [1, 2.5, 2**31 - 1], [0, -1, 2**31, math.inf, math.nan]),
         (schema.POSITIVE, "(0, 1e+30]", [1e-30], [0, -0.0, 1e38, math.inf, math.nan]),
         (schema.PROBABILITY, "[0, 1)", [0, 0.999], [1, -1e-9, math.nan]),
-        (Interval(0, 1, low_open=True), "(0, 1]", [1], [0, 1.1]),
+        (Range(0, 1, low_open=True), "(0, 1]", [1], [0, 1.1]),
     ],
 )
 def test_interval(interval, text, inside, outside):

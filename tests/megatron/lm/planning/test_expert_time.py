@@ -96,12 +96,6 @@ def test_collectives_of_experts_wait_but_the_sum_that_hides(wire: str, calls: in
     assert "expert-parallel, exposed" not in step("--num-layers 1 --opt-level O3", 2).seconds
 
 
-def test_each_matrix_of_fp8_experts_is_accumulated_by_a_launch_of_its_own():
-    dense = 7 + 3  # four norms, QKV, projection and router; embedding, final norm, head
-    assert seconds("weights", "--opt-level O3", launch=1.0) == pytest.approx(7e-6 * (dense + 2 * 64))
-    assert seconds("weights", "--opt-level O0", launch=1.0) == pytest.approx(7e-6 * (dense + 2))
-
-
 class Kernels(TorchDispatchMode):
     """Counts the operators that compute, each a kernel on a GPU."""
 

@@ -276,3 +276,9 @@ def test_several_micro_batches_are_summed_in_the_accumulators_format():
     shares = [rank.accumulated for rank in plan(flags("--preset 125m --opt-level O3 --grad-accum-on owner --global-batch-size 128"), 4)]
     assert sum(shares) == 4 * count  # spread over the ranks
     assert max(shares) < 1.1 * count
+
+
+def test_with_the_mask_of_documents_keys_of_groups_are_repeated():
+    grouped = "--opt-level O3 --group-query-attention --num-query-groups 4"
+    assert per_element(f"{grouped} --reset-attention-mask") == per_element(grouped) + 4
+    assert per_element("--opt-level O3 --reset-attention-mask") == per_element("--opt-level O3")
