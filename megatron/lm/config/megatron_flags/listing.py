@@ -21,7 +21,7 @@ EXAMPLES = """examples:
 
 def help_sections() -> str:
     """Return the end of `--help`: how Megatron-LM's flags are treated, and three examples."""
-    parts = [f"{HEADING} (the log names those that a run drops or translates, with the reasons; {PAGE} is an introduction):"]
+    parts = [f"{HEADING} (the log gives the reasons for those that a run drops or translates; see {PAGE}):"]
     for treatment, label in ((TRANSLATED, "translated"), (DROPPED, "dropped, since they have no effect here"), (REFUSED, "refused")):
         some = [row for row in rows() if row.treatment == treatment and not row.conditional and row.subject != "removed"]
         lines = [f"{row.line} -> {' '.join(row.becomes)}" if treatment == TRANSLATED else row.line for row in some]
