@@ -181,7 +181,7 @@ def one_cast_per_step(matrices: Sequence[ExpertMatrices]) -> Iterator[None]:
 
 
 class _StandIn(torch.autograd.Function):
-    """(E parameters [N, K]) -> a tensor [E, N, K] without memory, whose gradient is divided among them without a copy."""
+    """View E parameters [N, K] as one tensor [E, N, K]; nothing is allocated, and its gradient is split back as views."""
 
     @staticmethod
     def forward(ctx: Any, *matrices: torch.Tensor) -> torch.Tensor:

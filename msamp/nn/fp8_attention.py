@@ -158,7 +158,7 @@ class FP8Attention:
         return None
 
     def exchange(self, of: Operands) -> Operands:
-        """Return the operands that this rank's kernels read, from the cast ones: here the same."""
+        """Return the operands for this rank's kernels. Without context parallelism these are the cast tensors themselves."""
         return of
 
     def cast(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:

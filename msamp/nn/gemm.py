@@ -405,12 +405,12 @@ class LayerGemm(NamedTuple):
         return self._multiply("output", x, w, None if bias is None else bias.to(dtype), dtype)
 
     def output_rows(self, scale_inv: torch.Tensor, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> RowProduct:
-        """`output` for an input with one scale whose payload comes later."""
+        """Like `output`, for a per-tensor-scaled input whose FP8 data is passed in later."""
         cast_bias = None if bias is None else bias.to(dtype)
         return RowProduct(scale_inv, w, cast_bias, dtype, self.gemm.output.fast, self._tallies("output"))
 
     def grad_input_rows(self, scale_inv: torch.Tensor, w: Operand, dtype: torch.dtype) -> RowProduct:
-        """`grad_input` for a grad_output with one scale whose payload comes later."""
+        """Like `grad_input`, for a per-tensor-scaled grad_output whose FP8 data is passed in later."""
         return RowProduct(scale_inv, w, None, dtype, self.gemm.grad_input.fast, self._tallies("grad_input"))
 
     def grad_input(self, g: Operand, w: Operand, dtype: torch.dtype) -> torch.Tensor:

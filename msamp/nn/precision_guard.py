@@ -74,7 +74,7 @@ class Bounds:
         for name in ("saturation", "underflow", "shrinkage"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value!r}; it is a share and must be from 0 to 1")
+                raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
         if not math.isfinite(self.sqnr_db):
             raise ValueError(f"sqnr_db is {self.sqnr_db!r}; it must be a finite number of dB")
 

@@ -5,8 +5,8 @@
     y = bf16(x) W^T + b         W: the values of the stored weight, whatever its format, rounded to BF16
 
 and its two gradients from the same BF16 operands. The stored weight, its master and its gradient's format do not change, so a checkpoint,
-an export and the optimizer do not know the difference, and the layer can return to FP8 after any step. A weight that is stored in E4M3 (O3)
-keeps the error of its storage; what ends is the error of the casts of input and grad_output.
+an export and the optimizer do not know the difference, and the layer can return to FP8 after any step. At O3 only the
+weight's storage error in E4M3 remains; inputs and output gradients are no longer cast.
 
 For the layer to return, its casts must be known although they are not used. So each step records the amaxes of input and grad_output, from
 which delayed scales follow, and a step that measures (`TensorScales.checks`) casts both to FP8 besides, with the scales that the FP8 GEMMs

@@ -48,7 +48,7 @@ def update_distances(optimizer: LowPrecisionOptimizer, sample: int | None = SAMP
 
 
 def _distances(before: torch.Tensor, exact: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-    """Return both sums, FP64 [n, 2], for FP32 [n, ..]."""
+    """Return two sums per tensor, FP64 [n, 2], of FP32 [n, ..]: of abs(wanted change), and of the stored change along its sign."""
     wanted, effective = (exact - before).flatten(1), (stored - before).flatten(1)
     return torch.stack([x.sum(1, dtype=torch.float64) for x in (wanted.abs(), wanted.sign() * effective)], 1)
 

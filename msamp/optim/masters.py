@@ -70,7 +70,7 @@ def belongs(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _same(before: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, fmt: Format, own: Format) -> torch.Tensor:
-    """Return where the codes of a weight are casts of its master's values `before`."""
+    """Return a mask: True where the stored FP8 weight equals a fresh cast of its master's values `before`."""
     slack = 2.0**-own.mantissa_bits if own.mantissa_bits > fmt.mantissa_bits else 0.0
     ends = [cast(before * (1.0 + sign * slack) * factor, fmt).float() for sign in (-1.0, 1.0)]
     return (torch.minimum(*ends) <= codes) & (codes <= torch.maximum(*ends))

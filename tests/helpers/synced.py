@@ -30,8 +30,8 @@ def synced(model: nn.Module, group=None, **options: Any) -> GradSync:
     return grad_sync(model, formats_of(model), group, **options)
 
 
-def told_right(g: Tensor) -> bool:
-    """Whether what was told of a gradient, if anything was, is what a read of its payload gives, to the bit."""
+def synchronized_right(g: Tensor) -> bool:
+    """Whether a gradient's tally, if it has one, equals a read of its payload in every bit."""
     if not isinstance(g, ScalingTensor) or g.tally is None:
         return True
     unread = ScalingTensor(g.payload, g.scale_inv, g.dtype)

@@ -35,7 +35,7 @@ MARK = " †"
 WIDTH = 118  # columns of a paragraph
 
 
-class Place(NamedTuple):
+class Measured(NamedTuple):
     """Where and when rows were measured."""
 
     commit: str
@@ -57,7 +57,7 @@ class Table(NamedTuple):
     columns: Sequence[str]
     cells: Sequence[Sequence[str]]
     files: Sequence[str] = ()
-    places: Sequence[Place] = ()
+    places: Sequence[Measured] = ()
     note: str = ""
 
     def markdown(self) -> str:
@@ -177,10 +177,10 @@ def select(query: str, note: str = "") -> Table:
         raise ValueError(f"{error} in the query {' '.join(query.split())}") from None
     names = [column[0] for column in cursor.description]
     cells: list[list[str]] = []
-    places: list[Place] = []
+    places: list[Measured] = []
     for values in cursor:
         row = dict(zip(names, ("" if value is None else str(value) for value in values), strict=True))
-        own = [Place(*line.split("|")) for line in row.pop("_", "").splitlines()]
+        own = [Measured(*line.split("|")) for line in row.pop("_", "").splitlines()]
         shown = [value for name, value in row.items() if not name.startswith("_")]
         if any(place.commit.endswith((DIRTY, UNKNOWN)) for place in own) and list(row) != ["text"]:
             shown[0] += MARK

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.lm.config.blend_file import number_of
 from megatron.lm.evaluation.paired_difference import EFFECT, HOLDS
 from tools.docs.drawing import Numbers
-from tools.docs.tables import Place, Table, wrapped
+from tools.docs.tables import Measured, Table, wrapped
 from tools.measurements import ROOT, Row
 from tools.reproduce import keep
 from tools.reproduce.entry import ENTRIES, NOT_MEASURED, NOT_RUN, Entry
@@ -72,7 +72,7 @@ def table(one: Entry, rows: Sequence[Row]) -> Table:
     lines, every = that_matter(one, rows), sum(not row["x"] for row in rows)
     cells = [[row["quantity"], _short(row["ours"]), _short(row["paper"]), difference(row), row["unit"], row["seed"]] for row in lines]
     note = f"The file has {every - len(lines)} more lines." if every > len(lines) else ""
-    places = [Place(row["commit"], row["gpu"], row["torch"], row["date"]) for row in lines]
+    places = [Measured(row["commit"], row["gpu"], row["torch"], row["date"]) for row in lines]
     return Table(["quantity", "ours", "paper", "difference", "unit", "seed"], cells, [f"{keep.RESULTS}/{one.name}.csv"], places, note)
 
 

@@ -38,7 +38,7 @@ def compared(task: Task) -> Iterator[Finding]:
 
 
 def _gains(version: str, model: str, rows: Mapping[str, Sequence[float]]) -> Iterator[Finding]:
-    """Yield what FP8 gains in a version's rows of a model, next to the dry run's memory and the planner's speed."""
+    """Yield FP8's memory saving and speed-up in a version's rows of a model, with the dry run's and the planner's values."""
     same, base = int(next(iter(rows)).split()[1]), next(iter(rows.values()))
     te, fp8, largest = rows[f"TE {same}"], rows[f"FP8 {same}"], rows["FP8 4"]
     memory = {name: grids.fullest(grids.configuration(model, level), grids.GRIDS[model]) for name, level in grids.LEVELS.items()}

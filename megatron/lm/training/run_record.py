@@ -2,7 +2,7 @@
 
 A run gets its ID when it starts from scratch. A job that resumes from a folder and saves to the same folder is the same run. A job that
 loads from another folder, or loads only the weights, starts a child run, which records the checkpoint that it started from. A checkpoint
-without an ID was written before IDs existed: its seal identifies it as a parent, and a run that resumes in its folder adopts it.
+without an ID was written before IDs existed: its seal identifies it as a parent, and a run that resumes in its folder gives it its own ID.
 
 A diverged run writes checkpoints with valid digests that are worth nothing. `--keep-last` would delete the good ones before them, and a
 resume would continue from a bad one. So a checkpoint is unhealthy, and records why, if
@@ -50,7 +50,7 @@ class Run:
         return self.adopted if saved_run is None else saved_run.id == self.id
 
     def resumed(self, info: Mapping[str, Any]) -> "Run":
-        """Return the run that resumes in the checkpoint's folder: the checkpoint's own, or if it has none this one, which adopts it."""
+        """Return the run that resumes in the checkpoint's folder: the checkpoint's own, or this one if it has none."""
         return run_of(info) or replace(self, adopted=True)
 
     def child_of(self, info: Mapping[str, Any], finetune: bool) -> "Run":

@@ -1,4 +1,4 @@
-"""Marks in `p.grad`: by what they tell that somebody has cleared it, and what they leave behind."""
+"""Marks in `p.grad` show when a gradient was cleared; nothing is left of them afterwards."""
 
 import copy
 import gc

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from helpers.choices import each_value
 from helpers.numerics import make
-from helpers.synced import model_of, stamp, synced, told_right
+from helpers.synced import model_of, stamp, synced, synchronized_right
 from msamp.comm.accumulate import ACCUMULATORS
 from msamp.comm.grad_sync import GradSync
 from msamp.kernels import ops
@@ -233,7 +233,7 @@ def test_gradients_of_one_rank_are_told_of_and_equal_those_without_a_guess(excha
         elif factor and sync.autoscale is None:
             assert stamp(found) == stamp(ScalingTensor.quantize(g, E4M3))
         assert (found.tally is None) == (sync.autoscale is not None)
-        assert told_right(found)
+        assert synchronized_right(found)
 
 
 def refuse(*args: Any, **flags: Any) -> Any:

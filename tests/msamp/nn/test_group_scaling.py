@@ -56,7 +56,7 @@ def test_maxima_go_with_the_gradient_from_one_function_to_the_next():
     assert maxima.equal(grad.abs().amax(-1, keepdim=True))
 
 
-@pytest.mark.promise("Group scaling", "A gradient that its kernel did not write (a sum, a copy) is cast by its own amax.")
+@pytest.mark.promise("Group scaling", "Gradients that were summed or copied are cast by their own amax.")
 @pytest.mark.parametrize(
     "use",
     [
@@ -68,7 +68,7 @@ def test_maxima_go_with_the_gradient_from_one_function_to_the_next():
     ],
     ids=["no producer", "two producers", "a residual path", "another shape", "another dtype"],
 )
-def test_what_is_not_the_producers_own_has_none(use):
+def test_copied_gradient_uses_own_amax(use):
     assert cast_of(use)[0] is None
 
 

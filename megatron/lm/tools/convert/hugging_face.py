@@ -311,8 +311,8 @@ def _our_tensors(kind: Architecture, model: ModelConfig, rows: int, theirs: Mapp
 
 
 def _finder(kind: Architecture, theirs: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """Return a function from a full name to the name in the folder: names of a bare model lack the first part, and heads have had two
-    names."""
+    """Return a function that maps a full name to the folder's. Some folders omit the `model.` prefix, and older ones name the head
+    differently."""
 
     def find(name: str) -> str:
         candidates = (name, name.partition(".")[2], "lm_head.weight" if name == kind.tops[HEAD] else name)

@@ -1,4 +1,4 @@
-"""What is asked of the trainer's command is judged before anything is begun; whole runs stand in tests/megatron/lm/test_pretrain.py."""
+"""The command line is checked before work starts; whole runs are in tests/megatron/lm/test_pretrain.py."""
 
 import shlex
 import sys
