@@ -19,7 +19,6 @@ import msamp
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
-KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 SUPPORTED = sorted(
     (tuple(map(int, version.split("."))) for version in re.findall(r'"Programming Language :: Python :: (3\.\d+)"', SETUP)),
 )

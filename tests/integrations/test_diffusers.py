@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import msamp
-from helpers import host_loops, hosts
+from helpers import dist, host_loops, hosts
 from msamp.numerics.metrics import sqnr_db
 
 diffusers = hosts.need("diffusers")
@@ -95,3 +95,12 @@ def test_it_ends_where_it_ends_in_fp32_saves_and_resumes(build, level, tmp_path)
 
 def test_a_compiled_model_trains_alike():
     host_loops.check_the_compiled_model_trains_alike(functools.partial(dit, layers=1), loss_of_noise)
+
+
+def test_two_processes_train_as_one():
+    ranks = dist.run(of_a_rank, 2, "O3")
+    host_loops.check_two_processes_are_one(ranks, of_a_rank("O3"))
+
+
+def of_a_rank(level: str) -> dict[str, object]:
+    return host_loops.on_this_rank(dit, loss_of_noise, level)

@@ -130,6 +130,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(level, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), model.parameters(), strict=True) if a.requires_grad)
 
 
+def test_a_compiled_model_trains_alike():
+    host_loops.check_the_compiled_model_trains_alike(lora, loss_of_rows)
+
+
 @pytest.mark.promise("Hosts", "PEFT on two processes with the same data has the losses of one to the bit.")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_two_processes_train_as_one(level):

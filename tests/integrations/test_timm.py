@@ -1,5 +1,6 @@
 """Models of timm: a vision transformer, and a network of convolutions with linear layers between."""
 
+import functools
 import warnings
 
 import pytest
@@ -27,6 +28,10 @@ def test_models_train_save_and_resume(build, level, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what stays wide
         check_it_trains_saves_and_resumes(build, level, tmp_path)
+
+
+def test_a_compiled_model_trains_alike():
+    host_loops.check_the_compiled_model_trains_alike(functools.partial(vit, depth=1), loss_of_pictures)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -1,12 +1,13 @@
 """Models of transformers: what becomes FP8 of them, and how they are saved."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 
 import msamp
-from helpers import hosts
+from helpers import host_loops, hosts
 from msamp.nn.linear import FP8Conv1D, FP8Linear
 from msamp.numerics.metrics import sqnr_db
 
@@ -154,3 +155,8 @@ def test_the_trainer_saves_plain_checkpoints_and_resumes(tmp_path):
 def loss_of_tokens(model: torch.nn.Module, step: int, rows: int) -> torch.Tensor:
     tokens = (TOKENS + step + 7 * rows) % 60
     return model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.nightly  # make test-hosts runs it every time
+def test_a_compiled_model_trains_alike():
+    host_loops.check_the_compiled_model_trains_alike(functools.partial(gpt2, layers=1), loss_of_tokens)
