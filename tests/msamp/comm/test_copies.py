@@ -44,21 +44,6 @@ def test_the_switch_against_direct_links_on_any_rank_forbids_copies_on_all(monke
     assert dist.run(forbidden_on_one_rank, 2, value) == [why] * 2
 
 
-def test_what_cannot_be_captured_is_not_measured_in_a_graph(monkeypatch: pytest.MonkeyPatch):
-    """The sample's all-gathers over NCCL would hang in their graph before the first step, as a run's did."""
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    for name, found in {"obstacle": None, "self_test": None, "unregistrable": "of a reason", "CopyPeers": "copies"}.items():
-        monkeypatch.setattr(copies, name, lambda *_, found=found: found)
-    monkeypatch.setattr(copies, "Peers", lambda *_: "nccl")
-    monkeypatch.setattr(copies, "_time_beside_a_gemm", lambda _: pytest.fail("measured"))
-    group: Any = "a group"
-    assert choose_peers(group, WireBytes(), "auto") == (
-        "nccl",
-        "by NCCL: copies are not compared with it in a CUDA graph, since of a reason",
-    )
-    assert choose_peers(group, WireBytes(), "copies")[0] == choose_peers(group, WireBytes(), "auto", measure=False)[0] == "copies"
-
-
 def own(rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     codes = torch.randint(0, 256, (48, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(10 * seed + rank))
     return codes.cuda().view(dtype)

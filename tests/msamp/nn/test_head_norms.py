@@ -49,11 +49,3 @@ def test_forward_and_backward_are_those_of_torch(heads: int, groups: int, rms: b
     assert [x is None for x in found] == [x is None for x in held]
     for ours, theirs in zip([x for x in found if x is not None], of_weights, strict=True):
         torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-4)
-
-
-def test_one_token_of_one_group_keeps_what_its_norms_saw():
-    """A single row is contiguous in the packed projection, which the normalized values overwrite."""
-    qkv = make("normal", (1, 1, 3 * D), seed=3)
-    norms = HeadNorms(packed := qkv.clone(), Norm(EPS, True), weights(True), 1, 1)
-    assert norms.kept[0].rows.flatten().equal(qkv[0, 0, :D])
-    assert not packed.equal(qkv)

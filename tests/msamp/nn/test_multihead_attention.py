@@ -62,12 +62,6 @@ def test_cross_attention_and_its_gradients_are_torch_s(same_value):
         assert sqnr_db(want, got) > 15
 
 
-def test_a_causal_hint_without_a_mask_is_refused():
-    x = make("normal", (LONG, BATCH, SIZE))
-    with pytest.raises(ValueError, match="is_causal is True, but attn_mask is None"):
-        pair()[1](x, x, x, is_causal=True)
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [

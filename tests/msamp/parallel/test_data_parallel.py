@@ -118,18 +118,9 @@ def check_levels(seen: list[dict[tuple[str, bool], dict[str, Any]]]) -> None:
         check_on_and_off([rank[level, True] for rank in seen], [rank[level, False] for rank in seen])
 
 
-def test_one_process_trains_the_same_with_and_without_zero():
-    check_levels([each_level("cpu", 1)])
-
-
 @pytest.mark.nightly
 def test_two_processes_train_the_same_with_and_without_zero():
     check_levels(dist.run(each_level, 2, "cpu", 2))
-
-
-@pytest.mark.gpu
-def test_one_gpu_trains_the_same_with_and_without_zero():
-    check_levels([each_level("cuda", 1)])
 
 
 @pytest.mark.multi_gpu

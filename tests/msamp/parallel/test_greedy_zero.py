@@ -214,17 +214,6 @@ def unused(level: str) -> dict[str, Any]:
     return {"differences": differences(loops[0].whole(), loops[1].whole()), "weights": loops[0].weights()}
 
 
-def loaded_weights(level: str) -> list[str]:
-    """New weights of other scales between two steps, states kept."""
-    loops = [Loop(level, zero).run(range(2)) for zero in (True, False)]
-    for loop in loops:
-        with torch.no_grad():
-            for i, p in enumerate(loop.names):
-                p.copy_(make("normal", p.shape, seed=70 + i) * 2.0 ** (3 * i - 9))
-        loop.run(range(2, 4))
-    return differences(loops[0].whole(), loops[1].whole())
-
-
 def memory(level: str) -> tuple[int, int]:
     """Bytes of the states that this rank holds, and of all of them on one rank, without scales and step counts."""
 
@@ -253,7 +242,6 @@ def everything(references: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "torch": {clip: fp32_against_torch(clip) for clip in (None, 0.5)},
         "skipping": {level: skipping(level, name) for level, name in POISONED.items()},
         "unused": {level: unused(level) for level in ("bf16", "O3")},
-        "loaded weights": {level: loaded_weights(level) for level in ("O2", "O3")},
         "memory": {level: memory(level) for level in ("O1", "O2", "O3")},
     }
 
@@ -334,11 +322,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(seen, l
 def test_unused_parameters(seen, level):
     assert [rank["unused"][level]["differences"] for rank in seen] == [[]] * len(seen)
     assert agree([rank["unused"][level]["weights"] for rank in seen])
-
-
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_weights_loaded_between_steps_bring_their_scales(seen, level):
-    assert [rank["loaded weights"][level] for rank in seen] == [[]] * len(seen)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
