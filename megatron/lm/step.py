@@ -40,7 +40,7 @@ mu on any rank. For the same reason CUDA graphs can replay the whole step with t
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -88,7 +88,7 @@ def train_step(
     batches: Batches,
     graphs: Graphs | None = None,
     recorder: StepObserver | None = None,
-    lost_updates: RareStepObserver | None = None,
+    rare_observers: Sequence[RareStepObserver] = (),
 ) -> StepResult:
     """Run forward and backward of all micro-batches, average gradients during backward, clip, update and set the next scales.
 
@@ -113,9 +113,9 @@ def train_step(
     lr = training.optimizer.param_groups[0]["lr"]
     if recorder is not None:
         recorder.before_update()
-    if lost_updates is not None:
-        with contextlib.nullcontext() if graphs is None or not lost_updates.due() else graphs.gradients_in_sight():
-            lost_updates.before_update()
+    for observer in rare_observers:
+        with contextlib.nullcontext() if graphs is None or not observer.due() else graphs.gradients_in_sight():
+            observer.before_update()
     if graphs is not None and graphs.mode == "step":
         grad_norm = graphs.update()
     else:

@@ -75,7 +75,7 @@ class Trainer:
         zeros, parameters_norm = norms.chosen(config.logging, self.training, self.metrics.reports)
         self.metrics.measurements += [one.values for one in (parameters_norm, zeros) if one is not None]
         self.metrics.measurements += [self.training.experts.values] if config.model.num_experts is not None else []
-        self.rare_observer: RareStepObserver = self.lost_updates if zeros is None else norms.Observers([self.lost_updates, zeros])
+        self.rare_observers: list[RareStepObserver] = [one for one in (self.lost_updates, zeros) if one is not None]
         self.profiles = all_or_none(partial(Profiles, config, self.metrics.iterations, self.metrics.unwritten))
 
     def _open_logs(self) -> None:
@@ -203,7 +203,7 @@ class Trainer:
         due = self.recorder is not None and self.recorder.due(iteration)
         recording = self.recorder.step(iteration) if self.recorder is not None and due else contextlib.nullcontext()
         with recording, guarded(self.training, iteration):
-            result = train_step(self.training, stream, self.graphs, self.recorder, self.rare_observer)
+            result = train_step(self.training, stream, self.graphs, self.recorder, self.rare_observers)
         self.metrics.record(result, iteration)
         changes = check_guard(self.training, iteration)
         self.metrics.guard_changes(self.training.guard, changes)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron.lm.config import LoggingConfig
-from megatron.lm.step import RareStepObserver
 from megatron.lm.training.state import Training
 from msamp.numerics import mcf
 from msamp.numerics.tensor import ScalingTensor, fp32_values
@@ -86,22 +85,6 @@ class ParametersNorm:
                 x, y = mcf.load_pair(holding.weight, state[key])
                 return x.float() + y.float()
         return fp32_values(state.get(MASTER.key, holding.weight))
-
-
-class Observers:
-    """Combine several observers of a step."""
-
-    def __init__(self, observers: Sequence[RareStepObserver]) -> None:
-        self.observers = observers
-
-    def due(self) -> bool:
-        """Return whether one of them measures the current step."""
-        return any(observer.due() for observer in self.observers)
-
-    def before_update(self) -> None:
-        """Call each observer."""
-        for observer in self.observers:
-            observer.before_update()
 
 
 def chosen(logging: LoggingConfig, training: Training, due: Callable[[int], bool]) -> tuple[ZerosInGradients | None, ParametersNorm | None]:

@@ -15,7 +15,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -23,19 +22,6 @@ from megatron.lm.config import Config
 from megatron.lm.shell.logs import Unwritten
 
 HISTORY_ENTRIES = 100_000  # allocations and frees, with their stacks
-
-
-class Profiler(Protocol):
-    """What profiles a range of iterations."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def step(self) -> None:
-        """Note that an iteration begins, except the first one."""
-
-    def stop(self) -> None:
-        """End, and write."""
 
 
 class _Nsys:
@@ -59,37 +45,21 @@ class _Nsys:
         print("profile: the range for nsys ended", flush=True)
 
 
-class _Traced:
-    """torch.profiler over some iterations; `write` gets it at their end.
+def _traced(warmup: int, active: int, write: Callable[[torch.profiler.profile], None]) -> torch.profiler.profile:
+    """Return torch's profiler of some iterations; `write` gets it at their end.
 
     Args:
         warmup: iterations, 0 or 1, before those that are recorded; the first one under a profiler is slow.
         active: iterations to record.
         write: writes the trace.
     """
-
-    def __init__(self, warmup: int, active: int, write: Callable[[torch.profiler.profile], None]) -> None:
-        # CUPTI must not be shut down while CUDA graphs exist; torch knows only of those that inductor captures.
-        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-        os.environ.setdefault("TEARDOWN_CUPTI", "0")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # without warm-up the profile is skewed; it begins with the process's first iteration
-            schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
-        self._profile = torch.profiler.profile(
-            schedule=schedule,
-            on_trace_ready=write,
-            record_shapes=True,
-            with_stack=True,
-        )
-
-    def start(self) -> None:
-        self._profile.start()
-
-    def step(self) -> None:
-        self._profile.step()
-
-    def stop(self) -> None:
-        self._profile.stop()
+    # CUPTI must not be shut down while CUDA graphs exist; torch knows only of those that inductor captures.
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without warm-up the profile is skewed; it begins with the process's first iteration
+        schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True, with_stack=True)
 
 
 class Profiles:
@@ -108,7 +78,7 @@ class Profiles:
         settings, rank, ranks = config.profiling, torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.settings, self.rank, self._iterations, self._unwritten = settings, rank, iterations, unwritten
         self._folder = Path(config.logging.tensorboard_dir or ".")
-        self._profiler: Profiler | None = None
+        self._profiler: _Nsys | torch.profiler.profile | None = None
         self._first = self._last = 0
         self._waiting = settings.profile and rank in settings.profile_ranks
         self._remembers = settings.record_memory_history and rank == ranks - 1
@@ -140,7 +110,7 @@ class Profiles:
         self._waiting = False
         warmup = int(iteration == start)
         self._first, self._last = iteration + warmup, iteration
-        self._profiler = _Traced(warmup, end - self._first + 1, self._write) if traced else _Nsys()
+        self._profiler = _traced(warmup, end - self._first + 1, self._write) if traced else _Nsys()
         self._profiler.start()
 
     def after(self, iteration: int) -> None:

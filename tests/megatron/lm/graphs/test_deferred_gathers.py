@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from helpers import dist, replayed, tiny
 from megatron.lm import checkpoint
 from megatron.lm.build import build_training
 from megatron.lm.graphs.replay import WARM_UP
-from megatron.lm.graphs.stage_graph import StageGraphs
 from megatron.lm.graphs.step_graph import StepGraphs
 from megatron.lm.processes import process_groups
 from megatron.lm.run.replicas import check_replicas
@@ -225,22 +223,3 @@ def test_a_run_with_all_that_reads_weights_between_steps_changes_no_bit(tmp_path
     assert {"valid", "test"} <= {row["kind"] for row in rows}
     assert any("params_norm" in row for row in rows)
     assert len(lines) > 2
-
-
-def stages(prefix: str) -> tuple[bool, list[bool]]:
-    config = tiny.config(prefix, **SMALL | {"precision": "O3", "global_batch_size": 4, "pipeline_model_parallel_size": 2})
-    with tiny.started(config), replayed.on_a_cpu():
-        made = build_training(config, tiny.VOCABULARY)
-        graphs, stream, deferred = StageGraphs(made, "step"), tiny.micro_batches(config), []
-        for _ in range(WARM_UP + 2):
-            train_step(made, stream, graphs)
-            deferred.append(made.optimizer.shard.deferred)
-        assert isinstance(made.optimizer.shard, ZeRO)
-        return made.optimizer.shard.overlaps, deferred
-
-
-@pytest.mark.nightly(20)
-def test_graphs_of_stages_gather_at_the_end_of_the_update(tmp_path: Path):
-    for overlaps, deferred in dist.run(stages, 4, "corpus"):
-        assert overlaps
-        assert not any(deferred)

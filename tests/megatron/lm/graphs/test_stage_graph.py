@@ -124,12 +124,6 @@ def test_replayed_stages_change_no_bit_and_take_as_many_slots_as_micro_batches_a
     check(dist.run(on_a_cpu, 2, CASES, timeout=300), CASES)
 
 
-@pytest.mark.nightly(40)
-def test_a_skipped_step_is_skipped_on_every_stage():
-    case = {"O3": MORE["O3"]}
-    check(dist.run(on_a_cpu, 2, case, ("step", "micro-batch"), (STEPS - 2) * 3 + 1), case, skipped=1)
-
-
 @pytest.mark.nightly(60)
 def test_replayed_stages_beside_data_and_tensor_parallel_ranks_change_no_bit():
     check(dist.run(on_a_cpu, 4, ON_FOUR, timeout=600), ON_FOUR)

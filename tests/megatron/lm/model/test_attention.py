@@ -1,5 +1,4 @@
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +10,12 @@ from torch.nn.attention import SDPBackend
 
 from helpers import tiny
 from megatron.lm.build import build_training
-from megatron.lm.model import attention as attention_module
 from megatron.lm.model.attention import (
     _TABLES,
     MASKED_BACKENDS,
     Attention,
     FP8CoreAttention,
     SDPAttention,
-    check_backend,
     check_precision,
     cos_sin,
     document_mask,
@@ -81,18 +78,6 @@ def test_value_and_gradient(groups: int, dtype: torch.dtype, tolerance: float):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=tolerance, atol=tolerance)
 
 
-def test_scale_is_honoured():
-    q, k, v = tensors(HEADS, torch.float32)
-    torch.testing.assert_close(attention(scale=0.5)(q, k, v).double(), explicit(q, k, v, 0.5), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["auto", "math"])
-def test_backends_agree(backend: str):
-    q, k, v = tensors(2, torch.float32)
-    y = attention(2, backend=backend)(q, k, v)
-    torch.testing.assert_close(y.double(), explicit(q, k, v, CHANNELS**-0.5), rtol=1e-5, atol=1e-5)
-
-
 def test_dropout_only_while_training_and_reproducible():
     q, k, v = tensors(HEADS, torch.float32)
     module, plain = attention(dropout=0.5), attention()(q, k, v)
@@ -144,40 +129,6 @@ def test_documents_of_grouped_queries_run_memory_efficient_attention(monkeypatch
     torch.testing.assert_close(attention(2)(q, k, v, mask), expected, rtol=2**-6, atol=2**-6)
 
 
-def test_keys_of_documents_are_repeated_for_a_kernel_without_groups(monkeypatch: pytest.MonkeyPatch):
-    seen: list[tuple[int, bool]] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: Any) -> Tensor:
-        seen.append((k.shape[1], enable_gqa))
-        return q
-
-    monkeypatch.setattr(attention_module, "scaled_dot_product_attention", attend)
-    q, k, v = tensors(2, torch.float32)
-    mask = document_mask(torch.zeros(3, 6, dtype=torch.int32, device=q.device), causal=True, dtype=torch.float32)
-    attention(2)(q, k, v, mask)
-    attention(2, backend="math")(q, k, v, mask)
-    attention(2)(q, k, v)
-    assert seen == [(4, False), (2, True), (2, True)]
-
-
-def test_what_it_does_not_serve_is_refused():
-    q, k, v = tensors(HEADS, torch.float32)
-    with pytest.raises(ValueError, match="core attention got a bias"):
-        attention()(q, k, v, torch.zeros(3, 1, 1, 6, dtype=torch.bool))
-    with pytest.raises(ValueError, match="flash does not support a mask; choose auto, cudnn or math"):
-        attention(backend="flash", kind=AttnMaskType.no_mask)(q, k, v, torch.zeros(3, 1, 1, 6, dtype=torch.bool))
-    with pytest.raises(ValueError, match="choose causal or no_mask"):
-        SDPAttention(attention().config, 1, AttnMaskType.padding)
-    with pytest.raises(ValueError, match=r"--attention-backend triton.*auto, cudnn, flash, math"):
-        attention(backend="triton")
-
-
-@pytest.mark.skipif(torch.backends.cudnn.is_available(), reason="this machine has cuDNN")
-def test_cudnn_is_refused_where_there_is_none():
-    with pytest.raises(ValueError, match="no cuDNN; choose auto, flash or math"):
-        check_backend("cudnn")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [16, 4])
 @pytest.mark.parametrize("backend", ["auto", "cudnn", "flash"])
@@ -207,25 +158,6 @@ def test_fp8_attention_refuses_what_its_kernel_has_not():
         core(x, x, x, torch.zeros(1, 1, 1, 4, dtype=torch.bool))
     assert core(x, x, x).shape == (4, 1, 32)
     assert core.scale == 0.25
-
-
-@pytest.mark.parametrize(
-    ("way", "shapes"),
-    [
-        ("p2p", {((8, 4, 4, 8), 2, 8, True), ((8, 4, 4, 8), 2, 4, False), ((4, 4, 4, 8), 2, 8, False)}),
-        ("a2a", {((16, 4, 2, 8), 1, 16, True)}),
-    ],
-)
-def test_the_shapes_of_fp8_attention_over_split_sequences_are_prepared(way: str, shapes: set[Any], monkeypatch: pytest.MonkeyPatch):
-    prepared = set()
-
-    def prepare(query: Any, groups: int, scale: float, device: Any, *, causal: bool, keys: int) -> None:
-        prepared.add((query, groups, keys, causal))
-
-    monkeypatch.setattr(attention_module, "prepare", prepare)
-    heads = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
-    check_precision(tiny.config("corpus", precision="O3", attention_precision="fp8", context_parallel_size=2, cp_comm_type=way, **heads))
-    assert prepared == shapes
 
 
 def test_a_mask_of_split_sequences_is_that_of_whole_ones():
@@ -295,29 +227,6 @@ def test_a_model_that_was_evaluated_in_inference_mode_trains():
     assert torch.equal(loss, before)
     loss.mean().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_tables_of_recomputed_units_are_not_kept():
-    """Each unit that full recomputation runs again gets other angles."""
-    settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "num_layers": 3}
-    model = build_model(tiny.config("unread", precision="fp32", **settings), FP32, tiny.VOCABULARY)
-    tokens, kept = torch.arange(32, device=process_groups.device()).view(2, 16), []
-    for _ in range(3):
-        model(tokens, tokens % 16, None, labels=tokens.roll(1, -1)).mean().backward()
-        kept.append(len(_TABLES))
-    assert kept[0] == kept[-1]
-
-
-def test_a_hook_on_the_projection_keeps_what_the_projection_gave():
-    model = build_model(tiny.config("unread", precision="fp32"), FP32, tiny.VOCABULARY)
-    tokens = torch.arange(32, device=process_groups.device()).view(2, 16)
-    linear, seen = model.decoder.layers[0].self_attention.linear_qkv, []
-    plain = model(tokens, tokens % 16, None, labels=tokens.roll(1, -1))
-    with linear.register_forward_hook(lambda _, args, output: seen.append((args[0], output[0]))):
-        hooked = model(tokens, tokens % 16, None, labels=tokens.roll(1, -1))
-    ((x, kept),) = seen
-    assert torch.equal(hooked, plain)
-    torch.testing.assert_close(kept, torch.nn.functional.linear(x, linear.weight, linear.bias))
 
 
 def test_the_tables_of_a_model_stay_where_they_are_when_megatron_core_forgets_its_angles():

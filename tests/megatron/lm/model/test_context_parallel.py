@@ -138,16 +138,6 @@ def test_an_all_to_all_of_heads_trains_as_one_process(one: dict[str, Any], given
         assert rank["sent"]["activation", "heads all-to-all"] == elements * (hops - 4)
 
 
-def test_documents_of_packed_sequences_attend_to_themselves_alone_after_an_all_to_all(one: dict[str, Any]):
-    given = {"reset_attention_mask": True}
-    expected = dist.run(watched_steps, 1, 1, given)[0]
-    assert expected["losses"] != pytest.approx(one["losses"], rel=1e-4)
-    for rank in dist.run(watched_steps, 2, 2, given | HEADS):
-        assert_same(rank, expected)
-    for found in dist.run(step_without_a_schedule, 2, 2, given | HEADS):
-        assert_same(expected | {"gradients": found}, expected)
-
-
 COAT = {"precision": "coat", "kv_channels": 16} | GQA
 FP8_ATTENTION = {"attention_precision": "fp8"}
 AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}

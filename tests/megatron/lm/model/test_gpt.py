@@ -214,17 +214,6 @@ def test_the_sum_in_chunks_is_that_of_all_logits(untied: bool):
         assert torch.equal(loss_of(model, data), mine)
 
 
-def test_masked_tokens_leave_no_trace():
-    """With nothing counted the gradients are zeros, and what a masked label is does not matter."""
-    model, data = new_model(config()), batch()
-    other = torch.where(data["loss_mask"] > 0, data["labels"], (data["labels"] + 1) % VOCABULARY)
-    assert torch.equal(loss_of(model, data | {"labels": other}), loss_of(model, data))
-    loss = loss_of(model, data | {"loss_mask": torch.zeros_like(data["loss_mask"])})
-    loss.backward()
-    assert loss == 0
-    assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
-
-
 def test_every_precision_starts_from_the_same_numbers():
     def parameters(recipe: Recipe) -> dict[str, Tensor]:
         process_groups.seed_all(7)

@@ -63,17 +63,6 @@ def test_sums_beside_the_average():
     assert Grid().gradients(plain) == ALONE
 
 
-def test_an_expert_axis_answers_by_parameter():
-    expert, dense = parameter(allreduce=False), parameter()
-    grid = Grid(copies=Ranks(1, 4), expert_copies=Ranks(0, 2), tensor=Ranks(0, 2), model=Ranks(0, 2), expert_model=Ranks(1, 4))
-    assert (grid.gradients(expert), grid.gradients(dense)) == (Ranks(0, 2), Ranks(1, 4))
-    assert (grid.parts(expert), grid.parts(dense)) == (Ranks(1, 4), Ranks(0, 2))
-    assert grid.counts(expert, every_copy=False)
-    assert not grid.counts(dense, every_copy=False)
-    second = Grid(tensor=Ranks(1, 2))  # of dense layers alone: each expert is on one rank
-    assert (second.counts(expert, every_copy=True), second.counts(dense, every_copy=True)) == (True, False)
-
-
 PURPOSES = tuple(field.name for field in fields(Grid) if field.name != "chunks")
 EIGHT = [
     {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},

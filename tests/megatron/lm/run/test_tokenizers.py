@@ -10,7 +10,6 @@ import pytest
 from helpers import tiny
 from helpers.texts import SPEECH
 from helpers.tokenizer_files import llama3, sentence_pieces, token_list
-from megatron.lm import pretrain
 from megatron.lm.processes import process_groups
 from megatron.lm.tools import evaluate, preprocess_data
 
@@ -63,14 +62,3 @@ def test_from_text_to_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert evaluate.main(["perplexity", "--load", str(saved), "--text", str(tmp_path / "held.txt")]) == 0
     assert "| text | bits_per_byte |" in capsys.readouterr().out
     process_groups.shutdown()
-
-
-def test_a_run_with_another_vocabulary_than_the_data_s_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    text = tmp_path / "speech.txt"
-    text.write_text(SPEECH * 10)
-    kind = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", str(token_list(tmp_path)), "--tiktoken-num-special-tokens", "20"]
-    made = ["--input", str(text), "--output-prefix", str(tmp_path / "speech"), "--workers", "0", *kind, "--vocab-size", "336"]
-    assert preprocess_data.main(made) == 0
-    code = pretrain.main([*FLAGS, "--split", "1,0,0", *kind, "--vocab-size", "280", "--data-path", str(tmp_path / "speech_text_document")])
-    assert code == 2
-    assert "is outside the tokenizer's [0, 280): train with the tokenizer that the data was tokenized with" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from helpers import dist, tiny
 from megatron.lm.config.sections.precision import build_recipe
 from megatron.lm.model.gpt import GPT, build_model
 from megatron.lm.model.initial import named_globally
-from megatron.lm.processes import process_groups
 from megatron.lm.training.gradients import build_grad_sync
 from megatron.lm.training.optimizer import build_optimizer, build_schedule, bytes_per_parameter, rounding_keys
 from msamp.comm.grad_sync import GradSync
@@ -137,16 +136,6 @@ def test_rows_of_table_6(row: str):
     assert (format_of(norm["exp_avg"]), format_of(norm["exp_avg_sq"])) == ("fp32", "fp32")
 
 
-def test_the_o3_master_starts_from_the_weight_as_drawn():
-    o3, optimizer, _ = build(opt_level="O3")
-    process_groups.seed_all(tiny.config("corpus").training.seed)
-    plain, _, _ = build(opt_level="O0")
-    weight = o3.decoder.layers[1].mlp.linear_fc2.weight
-    master = optimizer.state[weight]["master"].dequantize(torch.bfloat16)
-    assert torch.equal(master, plain.decoder.layers[1].mlp.linear_fc2.weight)
-    assert not torch.equal(weight.dequantize(), plain.decoder.layers[1].mlp.linear_fc2.weight)
-
-
 def gradients(p: Tensor, sync: GradSync) -> list[Tensor]:
     return [segment.grad for segment in sync.owned(p)] if sync.shard else [p.main_grad]
 
@@ -232,15 +221,6 @@ def test_wsd_stays_and_then_decays(style: str):
     assert found[4:13] == pytest.approx([1e-3] * 9)
     assert found[12:21] == pytest.approx([1e-4 + 9e-4 * shape(style, i / 8) for i in range(9)])
     assert found[21:] == pytest.approx([1e-4] * 4)
-
-
-def test_a_schedule_in_samples_is_that_of_its_iterations():
-    shared: dict[str, Any] = {"lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine", "lr_warmup_init": 1e-5, "global_batch_size": 8}
-    by_iterations = lrs(12, **shared, lr_warmup_iters=2, lr_decay_iters=10)
-    assert by_iterations[0] == 1e-5
-    assert lrs(12, **shared, lr_warmup_fraction=0.2, lr_warmup_iters=0, lr_decay_iters=10) == pytest.approx(by_iterations)
-    for samples in ({"lr_warmup_samples": 16}, {"lr_warmup_fraction": 0.2}):
-        assert lrs(12, **shared, **samples, train_samples=100, lr_decay_samples=80) == pytest.approx(by_iterations)
 
 
 @pytest.mark.parametrize("untied", [False, True])

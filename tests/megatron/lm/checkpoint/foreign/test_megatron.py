@@ -155,18 +155,6 @@ def test_another_activation_bias_or_stretch_is_named_and_a_stretch_is_free_with_
         assert made.training.iteration == 0
 
 
-def test_weights_that_the_model_lacks_are_refused(written: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron.lm.checkpoint.foreign.megatron.arguments", lambda common: {})  # a checkpoint without arguments
-    said = refused(settings(prefix, written, "gpt2", finetune=True, disable_bias_linear=True))
-    assert re.search(r"has \d+ weights that this model does not have, such as .*bias", said)
-
-
-def test_saving_beside_checkpoints_of_megatron_is_refused(written: Path, prefix: Path, tmp_path: Path):
-    shutil.copytree(written / "gpt2", tmp_path / "gpt2")
-    said = refused(settings(prefix, tmp_path, "gpt2", save=str(tmp_path / "gpt2")))
-    assert re.search("contains checkpoints of Megatron-LM, .* another --save", said)
-
-
 def test_names_of_transformer_engines_spec_with_layers_apart(written: Path, prefix: Path, tmp_path: Path):
     """Made by hand: the norm under the fused layer's name, a weight per layer, and `_extra_state` of FP8 layers beside them."""
     fused = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

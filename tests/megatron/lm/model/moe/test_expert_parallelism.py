@@ -54,7 +54,6 @@ TWO: dict[str, Case] = {
     "O3 sums in FP8": ("O3", EP2 | {"moe_wire": "fp8-sums"}),
     "O1 recomputed": ("O1", EP2 | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
 }
-TWO_SLOW: dict[str, Case] = {"fp32": ("fp32", EP2)}
 FOUR: dict[str, Case] = {
     "fp32 x DP": ("fp32", EP2),
     "fp32 x DP ZeRO": ("fp32", EP2 | ZERO),
@@ -178,17 +177,6 @@ def two() -> list[dict[str, dict[str, Any]]]:
 def test_two_processes_train_as_one(name: str, two: list[dict[str, dict[str, Any]]], alone: dict[str, dict[str, Any]]):
     recipe = TWO[name][0]
     compare(name, recipe, [rank[name] for rank in two], alone[recipe])
-
-
-@pytest.fixture(scope="module")
-def two_slow() -> list[dict[str, dict[str, Any]]]:
-    return dist.run(all_runs, 2, TWO_SLOW)
-
-
-@pytest.mark.nightly(5)
-@pytest.mark.parametrize("name", TWO_SLOW)
-def test_so_do_they_without_another_axis(name: str, two_slow: list[dict[str, dict[str, Any]]], alone: dict[str, dict[str, Any]]):
-    compare(name, TWO_SLOW[name][0], [rank[name] for rank in two_slow], alone[TWO_SLOW[name][0]])
 
 
 @pytest.fixture(scope="module")

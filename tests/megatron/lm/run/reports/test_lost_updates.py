@@ -1,6 +1,5 @@
 """The trainer's warning of updates that its masters lose: one line for a run, when a layer has lost more than half for 100 steps."""
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from msamp.optim.device_flag import DeviceCopy
 
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 NEAREST = {"master_rounding": "nearest"}
-NIGHTLY = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LOW = {"lr": 1e-7, "min_lr": 1e-7, "lr_decay_style": "constant", "lr_warmup_iters": 0}
 
 
@@ -36,21 +34,10 @@ def warnings_of(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [
-        NIGHTLY({"opt_level": "O1", **NEAREST}, "--master-rounding stochastic"),
         ({"opt_level": "O2", **NEAREST}, "--master-rounding stochastic"),
-        NIGHTLY({"opt_level": "O3", **NEAREST}, "--master-rounding stochastic"),
-        NIGHTLY({"precision": "bf16-dmw", **NEAREST}, "--master-rounding stochastic"),
         ({"precision": "bf16-a"}, "use a --precision with BF16 pairs or with FP32 masters"),
-        ({"opt_level": "O0"}, None),
-        NIGHTLY({"precision": "coat"}, None),
         ({"precision": "collage-light"}, None),
-        NIGHTLY({"precision": "fp16-amp"}, None),
-        ({"opt_level": "O2", "master_format": "fp32"}, None),
-        ({"opt_level": "O2", **NEAREST, "lr": 1e-3, "min_lr": 1e-3}, None),
-        NIGHTLY({"opt_level": "O1", "master_rounding": "stochastic"}, None),
         ({"opt_level": "O2", "master_rounding": "stochastic"}, None),
-        NIGHTLY({"opt_level": "O3", "master_rounding": "stochastic"}, None),
-        ({"opt_level": "O2", "master_format": "fp8-e4m3", "master_rounding": "stochastic", "lr": 1e-4, "min_lr": 1e-4}, None),
     ],
     ids=lambda value: "-".join(str(x) for x in value.values()) if isinstance(value, dict) else "",
 )
@@ -110,11 +97,11 @@ def test_steps_between_checks_run_no_operator_more_and_no_byte_is_counted(prefix
         training, stream = made.training, made.data.training_batches(made.training)
         train_step(training, stream)
         training.grad_sync.sent.take()
-        train_step(training, stream, None, None, made.lost_updates)
+        train_step(training, stream, rare_observers=[made.lost_updates])
         assert made.lost_updates._check is not None
         made.lost_updates.judge()
         first = training.grad_sync.sent.take()
-        train_step(training, stream, None, None, made.lost_updates)
+        train_step(training, stream, rare_observers=[made.lost_updates])
         assert made.lost_updates._check is None
         assert training.grad_sync.sent.take() == first
 

@@ -12,9 +12,6 @@ import pytest
 import torch
 
 from helpers import tiny
-from megatron.lm.config.cli import parse_args
-from megatron.lm.config.rules.check import check
-from megatron.lm.run.reports import profiles
 from megatron.lm.run.reports.profiles import Profiles
 from megatron.lm.run.trainer import Trainer
 from megatron.lm.shell.logs import Unwritten
@@ -80,29 +77,6 @@ def test_a_run_that_fails_writes_no_trace_and_can_be_followed_by_another(
     assert list(traces(tmp_path)) == ["rank-0.iterations-2-2.pt.trace.json.gz"]
 
 
-LINE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 4 --train-iters 3 --lr 1e-3 "
-    "--tokenizer-type NullTokenizer --vocab-size 60 --mock-data "
-)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--profile --profile-step-start 5 --profile-step-end 5", r"--profile-step-start 5 is not below --profile-step-end 5"),
-        ("--profile --profile-step-start 20", r"--profile-step-start 20 is not below --profile-step-end 12"),
-        ("--profile --profile-ranks 0 2", r"--profile-ranks 0 2: give ranks in \[0, 1\], since there are 2 processes"),
-        ("--profile --profile-ranks", r"--profile-ranks without a value: give ranks"),
-        ("--profile --profile-ranks -1", r"--profile-ranks -1: give a number in \[0"),
-        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler needs --tensorboard-dir"),
-        ("--record-memory-history --memory-snapshot-path /dev", r"--memory-snapshot-path /dev is a folder"),
-    ],
-)
-def test_a_profile_that_cannot_be_made_is_refused(given: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        check(parse_args(f"{LINE} {given}".split()), 2)
-
-
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Profiles, list[Any]]:
     """Profiles of rank 0 of 1 with CUDA's calls recorded instead of made."""
     calls: list[Any] = []
@@ -126,25 +100,6 @@ def test_nsys_gets_the_iterations_after_start_to_end(one_process: None, monkeypa
         made.after(iteration)
     made.close()
     assert calls == [1, 2, "synchronize", "start", 3, 4, "synchronize", "stop", 5, 6]
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_the_memory_snapshot_is_written_at_reports_and_at_the_end(
-    one_process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: bool
-):
-    file = tmp_path / "snapshot.pickle"
-    made, calls = on_a_gpu(monkeypatch, record_memory_history=True, memory_snapshot_path=str(file))
-    made.begin(0)
-    assert calls == [{"max_entries": profiles.HISTORY_ENTRIES}]
-    made.report(1)
-    assert pickle.loads(file.read_bytes()) == {"segments": 1}
-    calls.append("more")
-    made.close(failed=failed)
-    assert pickle.loads(file.read_bytes()) == {"segments": 2}
-    assert calls[-1] == {"enabled": None}
-    assert capsys.readouterr().out == f"memory snapshot, rank 0: {file}\n"
-    made.close()
-    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.gpu

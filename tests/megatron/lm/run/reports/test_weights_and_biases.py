@@ -4,70 +4,22 @@ import importlib
 import json
 import os
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers import dist, hosts, tiny
+from helpers import hosts, tiny
 from megatron.lm import pretrain
-from megatron.lm.config import Config
-from megatron.lm.run.reports import weights_and_biases
-from megatron.lm.run.reports.weights_and_biases import WandbRun
-from megatron.lm.shell.logs import Unwritten
 
 Points = list[tuple[int, dict[str, float]]]  # step of W&B, and the values
 
 
-class FakeWandb(SimpleNamespace):
-    """The part of the package that is used; `runs` has what each was started with, `points` what was logged."""
-
-    class Error(Exception):
-        pass
-
-    def __init__(self, step: int = 0, fails: str | None = None) -> None:
-        super().__init__(runs=[], points=[], metrics=[], ended=[], starts_at=step, fails=fails)
-
-    def Settings(self, **options: Any) -> dict[str, Any]:
-        return options
-
-    def init(self, **how: Any) -> SimpleNamespace:
-        if self.fails == "init":
-            raise self.Error("No API key configured. Use `wandb login` to log in.")
-        self.runs.append(how)
-        return SimpleNamespace(
-            step=self.starts_at,
-            define_metric=lambda name, **options: self.metrics.append((name, options)),
-            log=self.log,
-            finish=lambda exit_code: self.ended.append(exit_code),
-        )
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        if self.fails == "log":
-            raise self.Error("the service is gone")
-        self.points.append((step, values))
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    module = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_FINISH_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
-    return module
-
-
 def flags(folder: Path) -> dict[str, Any]:
     return {"wandb_project": "p", "wandb_exp_name": "n", "wandb_save_dir": str(folder / "wb")}
-
-
-def settings(folder: Path) -> Config:
-    return tiny.config("corpus", **flags(folder))
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -87,20 +39,6 @@ def by_name(points: Points) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def test_a_run_has_the_names_of_its_flags_and_the_iteration_as_axis(fake: FakeWandb, tmp_path: Path):
-    run = WandbRun(settings(tmp_path), "abc", Unwritten())
-    run.log({"train/loss": 2.0}, 5)
-    run.close()
-    (how,) = fake.runs
-    assert (how["project"], how["name"], how["entity"], how["id"], how["resume"]) == ("p", "n", None, "abc", "allow")
-    assert (how["dir"], how["config"]["hidden_size"]) == (str(tmp_path / "wb"), 32)
-    assert how["settings"]["finish_timeout"] == weights_and_biases.FINISH_SECONDS
-    json.dumps(how["config"])
-    assert ("*", {"step_metric": "iteration"}) in fake.metrics
-    assert fake.points == [(5, {"iteration": 5, "train/loss": 2.0})]
-    assert fake.ended == [0]
-
-
 def _resumed(prefix: Path, folder: Path) -> None:
     """Four iterations with evaluations and recorded precision, then two more from the checkpoint."""
     common: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4, "eval_interval": 2, "eval_iters": 1, "opt_level": "O2"}
@@ -108,39 +46,6 @@ def _resumed(prefix: Path, folder: Path) -> None:
     common |= {"record_precision": str(folder / "precision.jsonl"), "record_interval": 2, "lr_decay_iters": 6}
     for iterations in (4, 6):
         tiny.run(tiny.config(prefix, train_iters=iterations, **flags(folder), **common))
-
-
-def test_a_resumed_run_continues_its_curves(fake: FakeWandb, prefix: Path, tmp_path: Path):
-    _resumed(prefix, tmp_path)
-    assert by_name(fake.points) == curves(tmp_path / "events")
-    assert {"train/loss", "valid/loss", "test/loss", "precision/total/norm"} <= set(by_name(fake.points))
-    assert [step for step, values in fake.points if "train/loss" in values] == [1, 2, 3, 4, 5, 6]
-    first, second = fake.runs
-    assert first["id"] == second["id"]
-    info = json.loads(next((tmp_path / "save").glob("iter_0000004*/checkpoint.json")).read_text())
-    assert first["id"] == info["run"]["id"]
-    assert fake.ended == [0, 0]
-
-
-def _two_ranks(prefix: Path, folder: Path) -> tuple[list[dict[str, Any]], Points]:
-    module = FakeWandb()
-    sys.modules["wandb"] = module  # type: ignore[assignment]
-    common: dict[str, Any] = {"record_precision": str(folder / "p.jsonl"), "record_interval": 2, "opt_level": "O2"}
-    common |= {"tensorboard_dir": str(folder / "events"), "eval_iters": 1, "save": str(folder / "save")}
-    tiny.run(tiny.config(prefix, train_iters=2, micro_batch_size=2, **flags(folder), **common))
-    return module.runs, module.points
-
-
-def test_the_last_rank_logs_what_rank_0_writes_to_tensorboard(gloo_prefix: Path, tmp_path: Path):
-    (runs, points), (last_runs, last_points) = dist.run(_two_ranks, 2, gloo_prefix, tmp_path)
-    assert (runs, points) == ([], [])
-    (run,) = last_runs
-    info = json.loads(next((tmp_path / "save").glob("iter_0000002*/checkpoint.json")).read_text())
-    assert run["id"] == info["run"]["id"]
-    ours, theirs = by_name(last_points), curves(tmp_path / "events")
-    assert ours.keys() == theirs.keys()
-    own = {name for name in ours if name.endswith(("_ms", "_per_s", "tflops", "_mib"))}
-    assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
 
 
 def records(file: Path) -> Iterator[Any]:
