@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def timed(observed: bool) -> float:
         start = time.perf_counter()
         with recorder.step(training.iteration + 1) if observed and not checks else contextlib.nullcontext():
-            train_step(training, batches, graphs, None if checks else recorder, check if observed else None)
+            train_step(training, batches, graphs, None if checks else recorder, [check] if check is not None and observed else [])
         if cuda:
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - start)
