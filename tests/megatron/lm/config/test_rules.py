@@ -127,6 +127,44 @@ REFUSED = {
 --metrics-file folder
 --metrics-file corpus.bin/m
 --fp8-gain-cache folder --opt-level O2
+--save-interval 2
+--no-save-optim
+--finetune
+--ckpt-step 0
+--non-persistent-global-ckpt-dir fast --save new
+--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
+--override-data
+--loss-spike-window 9
+--loss-spike-action rollback --loss-spike-threshold 2 --save folder
+--device-memory-gib 40
+--wandb-exp-name e
+--use-pytorch-profiler --profile
+--mask-prob 0.2
+--mock-data
+--train-data-path corpus
+--reset-attention-mask --attention-backend flash
+--reset-position-ids
+--qk-layernorm-scope projection
+--rope-scaling-factor 4
+--swiglu --squared-relu
+--num-layers-per-virtual-pipeline-stage 2
+--cp-wire bf16
+--moe-router-topk 4
+--moe-router-num-groups 4 {MOE}
+--moe-router-enable-expert-bias {MOE}
+--num-experts 8 --disable-bias-linear
+--lr-wsd-decay-iters 2
+--recompute-modules mlp
+--recompute-granularity full
+--deterministic --attention-backend cudnn
+--bf16-linears linear_qkv
+--fp8-margin 0 --fp16
+--fp8-guard-underflow 0.25 --opt-level O2
+--smooth-swiglu --opt-level O2
+--attention-precision fp8 --opt-level O2 --kv-channels 16 --attention-dropout 0.1
+--loss-scale 8
+--hysteresis 3 --fp16 --loss-scale 8
+--qk-layernorm --precision te-bf16
 """,
     2: f"""
 --tensor-model-parallel-size 4
