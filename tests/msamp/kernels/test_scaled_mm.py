@@ -23,6 +23,7 @@ from msamp.kernels.scaled_mm import (
     warn_if_blocks_emulated,
     warn_if_emulated,
 )
+from msamp.numerics.accumulation import accumulating
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.granularity import Block
 from msamp.numerics.tensor import ScalingTensor
@@ -60,6 +61,15 @@ def test_against_the_product_in_fp64(shape, pair, out_dtype, with_bias, device):
     assert out.is_contiguous()
     looser = 512 if fp8_hardware(a.device) and out_dtype == torch.float32 else 2 if with_bias else 1
     assert_close(out, product(a, b, bias), looser * TOLERANCE[out_dtype])
+
+
+def test_hoppers_emulated_accumulation_adds_the_bias_before_it_rounds():
+    a, b = operand((16, 64), E4M3, 1, "cpu"), operand((16, 64), E4M3, 2, "cpu")
+    bias = torch.linspace(-1, 1, 16).bfloat16()
+    args = (a.payload, b.payload, a.scale_inv, b.scale_inv)
+    with accumulating("hopper"):
+        exact = scaled_mm(*args, None, torch.float32, fast_accum=True)
+        assert scaled_mm(*args, bias, torch.bfloat16, fast_accum=True).equal((exact + bias).bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 32), (16, 0, 32), (16, 32, 0)], ids=str)
