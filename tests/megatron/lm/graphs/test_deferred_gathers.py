@@ -65,7 +65,7 @@ def late() -> Iterator[None]:
         for p, new in zip(bucket.params, arrived, strict=bool(arrived)):
             payload(p).data.copy_(new)
 
-    patched = {"_send_bucket": send, "wait_for": wait_for, "__init__": with_hooks}
+    patched = {"_exchange": send, "wait_for": wait_for, "__init__": with_hooks}
     with patch.multiple(ZeRO, **patched):
         yield
 

@@ -7,12 +7,7 @@ import torch
 
 from helpers import replayed, tiny
 from megatron.lm.build import build_training
-from megatron.lm.graphs.replay import UPDATE, WARM_UP, Captured, Replays, alias
-from megatron.lm.graphs.step_graph import StepGraphs
-from megatron.lm.processes import process_groups
-from megatron.lm.step import train_step
-from msamp.kernels import ops
-from msamp.nn import expert_matrices
+from megatron.lm.graphs.replay import UPDATE, Captured, Replays, alias
 from msamp.numerics.formats import E4M3
 from msamp.numerics.tensor import ScalingTensor
 
@@ -48,45 +43,6 @@ def test_a_step_that_counts_or_is_recorded_has_graphs_of_its_own(graphs: Replays
         graphs._launch("backward")
     assert ran == [True, False]
     assert graphs.captured == 2
-
-
-@pytest.mark.parametrize(("level", "micro_batches"), [("O3", 3), ("O2", 2), ("O3", 1)])
-def test_the_micro_batches_of_a_step_in_graphs_share_one_cast_of_the_experts(level, micro_batches, monkeypatch):
-    """In graphs each of them cast the weights again, since a captured forward cannot see a weight's version."""
-    settings = {"num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True, "disable_bias_linear": True, "fp8_recipe": "tensorwise"}
-    config = tiny.config("corpus", opt_level=level, num_layers=1, micro_batch_size=1, global_batch_size=micro_batches, **settings)
-    calls, replaying, cast = [], [False], ops.expert_cast
-    monkeypatch.setattr(expert_matrices.ops, "expert_cast", lambda *args: calls.append(1) or cast(*args))
-    monkeypatch.setattr(expert_matrices, "_capturing", lambda _: replaying[0])
-
-    def replay(graph: replayed.RunsAgain) -> None:
-        replaying[0] = True
-        graph.run()
-        replaying[0] = False
-
-    monkeypatch.setattr(replayed.RunsAgain, "replay", replay)
-
-    def trained(in_graphs: bool) -> tuple[list[torch.Tensor], list[int]]:
-        with tiny.started(config), replayed.on_a_cpu():
-            process_groups.seed_all(config.training.seed)
-            made, counts = build_training(config, tiny.VOCABULARY), []
-            graphs, stream = StepGraphs(made, "step") if in_graphs else None, tiny.micro_batches(config)
-            weights = [w for w in made.model.modules() if isinstance(w, expert_matrices.ExpertMatrices)]
-            for number in range(WARM_UP + 3):
-                for w in weights if number == WARM_UP + 2 else ():
-                    w()  # as an evaluation between the steps, which is eager
-                calls.clear()
-                train_step(made, stream, graphs)
-                counts.append(len(calls))
-            assert len(weights) == 2
-            assert all(w._step_cast is None and not w._shares for w in weights)
-            assert all((w._cast is None) == in_graphs for w in weights), "an eager cast stays beside those of the graphs"
-            return tiny.bits(made.model.parameters()), counts
-
-    bits, counts = trained(in_graphs=True)
-    assert counts == [2] * len(counts), "FC1 and FC2"
-    eager, _ = trained(in_graphs=False)
-    assert tiny.same(bits, eager)
 
 
 def test_python_sees_the_gradients_of_the_graph_that_ran_last_for_as_long_as_it_asks(graphs: Replays):
