@@ -10,14 +10,20 @@
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.lm.shell import arguments, durable, exit_codes
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import generate
+
+BEFORE = 3  # sentences of context
+SHORTEST = 4  # letters of the word
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
+_LAST = re.compile(rf"^(?P<context>.*\s)(?P<word>[A-Za-z]{{{SHORTEST},}})[.!?]$", re.DOTALL)
 
 Rows = dict[str, dict[str, dict[str, Any]]]  # model -> task -> metric -> value
 
@@ -118,10 +124,28 @@ def print_perplexity(args: argparse.Namespace) -> None:
     _each(args.load, measure, args.output)
 
 
+def passages(documents: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Yield {"context", "word"} of passages whose last word occurs in the sentences before it, in the order of the texts.
+
+    No two share a sentence; `context` ends before the space in front of the word. The last sentence alone should not determine the word,
+    but the three before it should [after LAMBADA, Paperno et al. 2016, whose passages people chose, so results are not comparable].
+    """
+    for text in documents:
+        for paragraph in re.split(r"\n\s*\n", text):
+            sentences = [re.sub(r"\s+", " ", sentence).strip() for sentence in _SENTENCE_END.split(paragraph)]
+            free = 0
+            for at, sentence in enumerate(sentences):
+                match = _LAST.match(sentence)
+                if at < free + BEFORE or match is None:
+                    continue
+                before = " ".join(sentences[at - BEFORE : at])
+                if match["word"].lower() in (word.lower() for word in re.findall(r"[A-Za-z]+", before)):
+                    yield {"context": f"{before} {match['context'].strip()}", "word": match["word"]}
+                    free = at + 1
+
+
 def make_last_word(args: argparse.Namespace) -> None:
     """Make a last-word set from texts."""
-    from megatron.lm.evaluation.last_word import passages
-
     _check_texts(args.text)
     lines = [json.dumps(passage, ensure_ascii=False) for passage in passages(_texts(args.text, args.json_key))]
     if not lines:

@@ -61,6 +61,9 @@ def test_quickstart(pins, packages, tmp_path, capsys):
         assert all(dataset[i][-1] == tokenizer.eod for i in range(len(dataset)))
     assert 0 < meta["unigram_entropy_nats"] < math.log(300)
     assert "nats/token" in capsys.readouterr().out
+    (out / "train_text_document.bin").unlink()
+    assert quickstart(packages, out) == 0
+    assert (out / "train_text_document.bin").is_file(), "damaged output is rebuilt"
 
 
 def test_hold_out_is_disjoint_and_depends_on_texts_and_seed_alone():

@@ -1,7 +1,7 @@
 """Passages by the rule, from text whose passages are known."""
 
 from helpers import texts
-from megatron.lm.evaluation.last_word import passages
+from megatron.lm.tools.evaluate import passages
 
 FOUR = "The committee met on Monday. Its report was short. Nobody liked the report. They wrote another report."
 
