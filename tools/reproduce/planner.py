@@ -2,7 +2,6 @@
 
     python tools/reproduce/planner.py
 
-what = scale       the fastest grid for the paper's models on 8 to 1,024 GPUs, at the batch sizes of its Table 1, in BF16 and at O3
 what = table5      the grids of its Table 5: memory and samples/s
 what = context     whether GPT-175B fits on 32 GPUs of 80 GB, by sequence length (section 3.3), without recomputation, on the grid of one
                    replica (TP x PP = 32) that takes least memory; TE has BF16's states
@@ -19,7 +18,7 @@ from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.planning import memory
 from megatron.lm.planning.rates import Cluster, rates_of
-from megatron.lm.planning.search import Planned, best, candidates, planned
+from megatron.lm.planning.search import Planned, candidates, planned
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, output_file
 from megatron.lm.tools.plan import NETWORK_GB_S
@@ -30,9 +29,6 @@ PAPER_GIB = 80e9 / 2**30  # the "80GB" of the data sheet; CUDA and NCCL allocate
 FILE = rows.ROOT / "tools/reproduce/results/planner.csv"
 COLUMNS = ("what", "model", "precision", "gpus", "sequence", "grid", "micro_batch", "recompute", "gib", "ms", "samples_s", "tokens_s_gpu",
            "fits", "paper_gb", "paper_samples_s")  # fmt: skip
-SCALES = {"125m": (8, 16, 32, 64, 128), "7b": (8, 16, 32, 64, 128, 256, 512, 1024), "13b": (8, 16, 32, 64, 128, 256, 512, 1024),
-          "175b": (32, 64, 128, 256, 512, 1024)}  # fmt: skip
-PRECISIONS = ("bf16", "O3")
 # Table 5 of FP8-LM: model, GPUs, micro-batch, precision, memory in GB, samples/s.
 TABLE_5 = (
     ("7b", 32, 2, "bf16", 69.6, 159.2),
@@ -83,15 +79,6 @@ def row(what: str, model: str, one: Planned, gpus: int, **more: Any) -> dict[str
     return {column: (columns | more).get(column, "") for column in COLUMNS}
 
 
-def scale(model: str, precision: str, gpus: int) -> dict[str, Any] | None:
-    """Return the row of the fastest grid, or None if no grid fits."""
-    try:
-        (one,) = best(configuration(model, precision), cluster(gpus), rates_of(GPU), rates_of(GPU).gpu.memory_gib * memory.GIB, (), 1)
-    except ValueError:
-        return None
-    return row("scale", model, one, gpus, fits="yes")
-
-
 def table5(model: str, gpus: int, micro_batch: int, precision: str, gb: float, samples: float) -> dict[str, Any]:
     """Return the row of one line of the paper's Table 5, on its grid."""
     return row("table5", model, planned5(model, gpus, micro_batch, precision), gpus, paper_gb=gb, paper_samples_s=samples)
@@ -122,9 +109,6 @@ def everything() -> Iterator[dict[str, Any]]:
     for precision in ("bf16", "O2", "O3"):
         for sequence in CONTEXTS:
             yield context(precision, sequence)
-    for model, sizes in SCALES.items():
-        for precision in PRECISIONS:
-            yield from filter(None, (scale(model, precision, gpus) for gpus in sizes))
 
 
 @exit_codes.command
