@@ -43,7 +43,7 @@ def averages(sync: GradSync, model: nn.Module) -> dict[str, dict[int, tuple]]:
         assert p.grad is None
         pieces = [(piece.row, piece.grad) for piece in sync.owned(p) if piece.grad is not None]
         assert not (pieces and p.main_grad is not None)
-        assert all(synchronized_right(g) for g in [p.main_grad, *(g for _, g in pieces)] if g is not None), f"of {name} was told what it is not"
+        assert all(synchronized_right(g) for g in [p.main_grad, *(g for _, g in pieces)] if g is not None), name
         found[name] = {row: stamp(g) for row, g in ([(0, p.main_grad)] if p.main_grad is not None else pieces)}
     return found
 
