@@ -71,7 +71,7 @@ BUG = r"error: this is a bug of the program, please report it \(KeyError: 'grad'
     ("arguments", "code", "said"),
     [
         (["both"], 2, r"error: --lr 0: give more \(seen on GPU 0\)\n"),
-        pytest.param(["second"], 2, r"error on rank 1: shard 1 is damaged: restore it\n", marks=pytest.mark.nightly(20)),
+        (["second"], 2, r"error on rank 1: shard 1 is damaged: restore it\n"),
         pytest.param(
             [], 2, r"error: the following arguments are required: kind \(--help lists the flags\)\n", marks=pytest.mark.nightly(8)
         ),
