@@ -93,6 +93,11 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_is_said(tmp_path, capsys):
     assert (tmp_path / "out" / "loss.png").is_file()
 
 
+def test_a_loss_of_zero_divides_nothing():
+    assert report.relative(0.0, 0.0) == 0.0
+    assert report.relative(0.0, 1.0) == math.inf
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '{"unigram_entropy_nats": "3"}', '{"unigram_entropy_nats": 0}'])
 def test_a_bad_meta_is_refused_and_leaves_nothing(tmp_path, files, capsys, text):
     (tmp_path / "meta.json").write_text(text)
