@@ -95,16 +95,24 @@ def check_available(device: torch.device, channels: int) -> None:
 
 
 def prepare(
-    query: torch.Size | tuple[int, ...], groups: int, softmax_scale: float, device: torch.device, *, causal: bool, keys: int | None = None
+    query: torch.Size | tuple[int, ...],
+    groups: int,
+    softmax_scale: float,
+    device: torch.device,
+    *,
+    causal: bool,
+    keys: int,
+    gradients: bool,
 ) -> None:
-    """Build the graphs for a shape in advance, so that an unsupported shape fails early.
+    """Build the graph for a shape in advance, so that an unsupported shape fails early.
 
     Args:
         query: shape of the query, (s, b, heads, d).
         groups: number of heads of key and value.
         softmax_scale, causal: as for `attention_forward`.
         device: a CPU needs no graph.
-        keys: number of keys; None for as many as queries.
+        keys: number of keys.
+        gradients: whether for the gradient kernel instead of the forward kernel.
 
     Raises:
         ValueError: as in `check_available`, or if cuDNN has no kernel for the shape.
@@ -112,9 +120,8 @@ def prepare(
     check_available(device, query[3])
     if device.type == "cuda":
         s, b, heads, d = query
-        shape = Shape(scalar_pool.gpu_index(device), s, s if keys is None else keys, b, heads, groups, d, softmax_scale, causal)
-        _forward_graph(shape)
-        _backward_graph(shape)
+        shape = Shape(scalar_pool.gpu_index(device), s, keys, b, heads, groups, d, softmax_scale, causal)
+        (_backward_graph if gradients else _forward_graph)(shape)
 
 
 def attention_forward(

@@ -21,6 +21,7 @@ from msamp.kernels.reference import accumulate as _accumulate
 from msamp.kernels.reference import activate as _activate
 from msamp.kernels.reference import adamw as _adamw
 from msamp.kernels.reference import amax as _amax
+from msamp.kernels.reference import attention_sink as _attention_sink
 from msamp.kernels.reference import block_cast as _block_cast
 from msamp.kernels.reference import cast as _cast
 from msamp.kernels.reference import cast_columns as _cast_columns
@@ -176,6 +177,7 @@ activate_backward = _operator(
     fake=_fake_sums(_activate.activate_backward, lambda grad_a, y, kind, *_: (y.shape[0], kind)),
 )
 amax = _operator(_amax.amax)
+attention_sink = _operator(_attention_sink.attention_sink)
 block_cast = _operator(_block_cast.block_cast, mutates=("amax_slot",))
 block_scaled_mm = _operator(_scaled_mm.block_scaled_mm, fake=_fake_scaled_mm)
 cast = _operator(_cast.cast)
@@ -212,11 +214,16 @@ permute = _operator(_permute.permute)
 rotary_ = _operator(_rotary.rotary_, mutates=("qkv",))
 rotary_cast = _operator(_rotary.rotary_cast, mutates=_THREE_SLOTS)
 rotary_backward = _operator(
-    _rotary.rotary_backward, mutates=_SLOTS, fake=_fake_sums(_rotary.rotary_backward, lambda dq, *_: (dq.shape[0] * dq.shape[1],))
+    _rotary.rotary_backward, mutates=_SLOTS, fake=_fake_sums(_rotary.rotary_backward, lambda dq, dk, dv, cos, *_: (len(cos) * dq.shape[1],))
 )
 scale_from_amax = _operator(_scale_from_amax.scale_from_amax)
 scaled_mm = _operator(_scaled_mm.scaled_mm, fake=_fake_scaled_mm)
 scaled_mm_ = _operator(_scaled_mm.scaled_mm_, mutates=("out",))
+sink_backward = _operator(
+    _attention_sink.sink_backward, mutates=_SLOTS, fake=_fake_sums(_attention_sink.sink_backward, lambda grad_o, *_: (len(grad_o),))
+)
+sink_center_ = _operator(_attention_sink.sink_center_, mutates=("sink",))
+sink_merge = _operator(_attention_sink.sink_merge, mutates=_SLOTS)
 softmax_parts = _operator(_cross_entropy.softmax_parts)
 sum_parts = _operator(_sum_parts.sum_parts)
 sum_payloads = _operator(_sum_payloads.sum_payloads)

@@ -5,8 +5,9 @@ the residual stream (as `msamp.nn.saved_activations` defines), and in the comput
 attention output. Backward recomputes from them the FP8 operands of the weight gradients (normalized input, attention output), bit for bit
 if the stream is saved unrounded. This reads 2 bytes per element in backward instead of writing 1 byte in forward.
 
-With FP8 attention (`msamp.nn.fp8_attention`), the rotary embedding writes FP8 queries, keys and values, and the attention's FP8 output is
-already the projection's operand. These four are saved instead of the 16-bit ones, and the rotary embedding's backward reads FP8 gradients.
+With FP8 attention (`msamp.nn.fp8_attention`), the rotary embedding writes FP8 queries, keys and values. They and the FP8 kernel's output
+are saved instead of the 16-bit ones; the projection's operand is computed from them again. The rotary embedding's backward reads FP8
+gradients.
 
 If ranks that share the sequences divide the heads between them (`HeadSharing`), attention covers this rank's heads over whole sequences.
 Then its queries, keys, values and output are saved by heads, and by tokens only the projection's operand, in FP8.
@@ -35,11 +36,10 @@ from msamp.nn.block import (
 )
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.ends import ALONE, Ends
-from msamp.nn.fp8_attention import Attended, FP8Attention, Gradients, K, Q, V, raise_amax
+from msamp.nn.fp8_attention import Attended, FP8Attention, Gradients, K, Q, V
 from msamp.nn.gemm import LayerGemm, Operand
 from msamp.nn.head_norms import HeadNorms, HeadNormWeights, cast_packed
 from msamp.nn.saved_activations import AS_IT_IS, Saved, SavedBytes
-from msamp.numerics.quantize import dequantize
 from msamp.numerics.tensor import ScalingTensor
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -212,17 +212,19 @@ def _inner(
     again = start_input_again(settings, stream, kept, dtype)
     attention.again()
     grad_o = grad_y.rows.product(proj.grad_input_rows(grad_y.scale_inv, proj.weight(kept.last_weight, transpose=True), dtype))
-    grad_proj = proj.grad_weight(grad_y.transposed(), attention.transposed(kept.last_scale_inv), ctx.weight_dtypes[1])
-    dq, dk, dv, scale_invs = attention.gradients(grad_o)
+    grad_proj = proj.grad_weight(grad_y.transposed(), attention.transposed(kept.last_scale_inv, grad_o), ctx.weight_dtypes[1])
+    dq, dk, dv, scale_invs, sink = attention.gradients(grad_o)
+    ds, first = (None, None) if sink is None else sink
     del attention, grad_o
 
     def rotated_back(**options: Any) -> CastTransposed:
-        return CastTransposed(*ops.rotary_backward(dq, dk, dv, settings.cos, settings.sin, scale_invs=scale_invs, **options))
+        tables = (settings.cos, settings.sin)
+        return CastTransposed(*ops.rotary_backward(dq, dk, dv, *tables, scale_invs=scale_invs, ds=ds, sink=first, **options))
 
     run: Callable[..., CastTransposed] = rotated_back
     if heads is not None:
         packed = rotated_back(scale=None, amax_slot=None, dtype=dtype).payload
-        of_heads += heads.backward(packed.view(*dq.shape[:2], -1), HeadNormWeights(*head_norms))
+        of_heads += heads.backward(packed.view(len(settings.cos), dq.shape[1], -1), HeadNormWeights(*head_norms))
         run = functools.partial(cast_packed, packed)
     grad, outputs = first_grad_output(qkv, run, colsum=kept.first_bias is not None, device=device)
     return Inner(grad, first_sums=outputs.sums, last_sums=grad_y.sums, last_weight=lambda: grad_proj, again=again)
@@ -271,16 +273,16 @@ class _Wide:
         if self.attended is None:
             self.parts, self.attended = self._attend()
 
-    def transposed(self, scale_inv: torch.Tensor) -> Operand:
-        """Return the projection's input, transposed for grad_weight."""
+    def transposed(self, scale_inv: torch.Tensor, grad_o: torch.Tensor) -> Operand:
+        """Return the projection's input, transposed for grad_weight, before `gradients` of the same `grad_o`."""
         return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.cast_transposed(self._rows, scale_inv, self.settings.proj.x_dtype))
 
-    def gradients(self, grad_o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the gradients of query, key and value, and their scale_invs, if any."""
+    def gradients(self, grad_o: torch.Tensor) -> Gradients:
+        """Return the gradients of query, key and value."""
         assert self.attended is not None
         dq, dk, dv = torch.autograd.grad(self.attended, self.parts, grad_o.view(self.attended.shape))
         self.parts, self.attended = (), None
-        return dq, dk, dv, None
+        return Gradients(dq, dk, dv, None)
 
 
 def _cast_rows(proj: LayerGemm, rows: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
@@ -329,19 +331,19 @@ class _Shared:
         if self.attended is None:
             self.attended = self._attend()
 
-    def transposed(self, scale_inv: torch.Tensor) -> Operand:
+    def transposed(self, scale_inv: torch.Tensor, grad_o: torch.Tensor) -> Operand:
         if self.payload is not None:
             return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.transpose(self.payload))
         return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.cast_transposed(self._rows(), scale_inv, self.settings.proj.x_dtype))
 
-    def gradients(self, grad_o: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def gradients(self, grad_o: torch.Tensor) -> Gradients:
         assert self.attended is not None
         _, b, _, d = self.parts[0].shape
         of_heads = self.sharing.to_heads(grad_o.view(-1, b, self.settings.heads, d))
         of_parts = torch.autograd.grad(self.attended, self.parts, of_heads.view(self.attended.shape))
         self.parts, self.attended = (), None
         dq, dk, dv = self.sharing.to_tokens(*of_parts)
-        return dq, dk, dv, None
+        return Gradients(dq, dk, dv, None)
 
 
 class _Narrow:
@@ -362,22 +364,20 @@ class _Narrow:
             wide = qkv.clone()
             ops.rotary_(wide, self.settings.cos, self.settings.sin, self.settings.heads, self.settings.groups)
             parts = split_heads(wide, self.settings.heads, self.settings.groups)
+            mean = self.fp8.start(*parts[1:], self.settings.cos[:, :0], self.settings.sin[:, :0])[2]
+            parts = (*parts[:2], parts[2].float() - mean)
             for row, part, payload, scale_inv in zip((Q, K, V), parts, self.operands[:3], self.operands.scale_invs, strict=True):
                 watch = watches[row].watch
                 if watch is not None:
                     watch(part.flatten(0, 1).flatten(1), payload.flatten(0, 1).flatten(1), scale_inv)
 
-    def _rows(self) -> tuple[torch.Tensor, Attended]:
-        assert self.attended is not None
-        return self.attended.o.flatten(0, 1).flatten(1), self.attended
-
     def codes(self, scale_inv: torch.Tensor) -> torch.Tensor:
-        x, (rows, attended) = self.settings.proj.x, self._rows()
-        if x.amax is not None:  # so that a run that resumes with another attention has the projection's history
-            raise_amax(x.amax, attended.amax)
+        assert self.attended is not None
+        x, dtype = self.settings.proj.x, self.settings.proj.x_dtype
+        rows = self.fp8.output(self.operands, self.attended, dtype, x, scale_inv).flatten(0, 1).flatten(1)
         if x.watch is not None:
-            x.watch(dequantize(rows, attended.o_scale_inv, torch.float32), rows, attended.o_scale_inv)
-        scale_inv.copy_(attended.o_scale_inv)  # cuBLAS requires 16-byte alignment, which a row of the scaling state lacks
+            wide = self.fp8.output(self.operands, self.attended, torch.float32, x._replace(amax=None), torch.zeros_like(scale_inv))
+            x.watch(wide.flatten(0, 1).flatten(1), rows, scale_inv)
         return rows
 
     def kept(self) -> "_Narrow":
@@ -389,12 +389,14 @@ class _Narrow:
         if self.attended is None:
             self.attended = self.fp8.attend(self.operands)
 
-    def transposed(self, scale_inv: torch.Tensor) -> Operand:
-        return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.transpose(self._rows()[0]))
+    def transposed(self, scale_inv: torch.Tensor, grad_o: torch.Tensor) -> Operand:
+        assert self.attended is not None
+        self.prepared = self.fp8.prepare(self.operands, self.attended, grad_o, scale_inv)
+        self.attended = None
+        return Operand.tensorwise(scale_inv=scale_inv, payload_t=ops.transpose(self.prepared.codes.flatten(0, 1).flatten(1)))
 
     def gradients(self, grad_o: torch.Tensor) -> Gradients:
-        assert self.attended is not None
-        return self.fp8.gradients(self.operands, self.attended, grad_o)
+        return self.fp8.prepared_gradients(self.operands, self.prepared)
 
 
 def split_heads(qkv: torch.Tensor, heads: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,10 +4,17 @@ Attention has two FP8 GEMMs in forward and five in backward. Their tensors, form
 
     queries, keys, values    E4M3    cast after the rotary embedding, which measures their amaxes
     S, the softmax           E4M3    stays inside the kernel; no element is above 1, so its scale is 256 and needs no amax
-    O, the output            E4M3    cast in the kernel, which returns its amax; it is the projection GEMM's operand
-    dO, the gradient of O    E5M2    cast from the projection's grad_input, which measures its amax
+    O, the kernel's output   E4M3    cast in the kernel, which returns its amax
+    dO, the gradient of O    E5M2    cast by `ops.sink_backward`, which measures its amax
     dP, the scores' gradient E5M2    stays inside the kernel, which returns its amax
     dQ, dK, dV               E5M2    cast in the kernel, which returns their amaxes; the rotary embedding's backward reads them
+
+The kernels compute attention over all keys but the first, with values whose mean per head and channel is taken out: what
+`msamp.kernels.reference.attention_sink` explains and merges afterwards. The merged output is cast once, for the projection GEMM.
+
+The gradient kernels sum dV and dK over the queries in the tensor core's accumulator, which loses what is small next to the sum
+(`msamp.numerics.accumulation`): a mean of the output's gradient shrinks with the number of queries. A constant cannot be taken out of that
+gradient. So backward runs for at most `FP8_QUERIES` queries at a time, and the sums of these parts are in the compute dtype.
 
 All scales except the scale of S are delayed, in nine rows of one `TensorScales` per layer. They are saved with the model, rolled once per
 step and reduced over ranks like the scales of linear layers. Attention uses delayed scales with every recipe, since a kernel must know the
@@ -19,10 +26,8 @@ O uses the scale of the values, since a mean of values is no larger than the lar
 bound for dP, to measure the amaxes, then with the scales that follow from them.
 
 Queries, keys, values and O are saved for backward in FP8, 1 byte per element, with FP32 softmax statistics, one number per row. With
-recomputation, O and the statistics are not saved, and backward runs the forward kernel again, with the same bits. Recording an amax twice
-changes nothing.
-
-A non-finite value shows as a scale_inv of NaN or as an infinite amax.
+recomputation, O and the statistics are not saved, and backward runs the forward kernel again, with the same bits. A non-finite value shows
+as a scale_inv of NaN or as an infinite amax.
 
 The methods of a part compute attention over some of the keys only; `msamp.parallel.fp8_ring_attention` merges the parts of several ranks,
 and `msamp.parallel.fp8_head_exchange` divides the heads between them.
@@ -39,6 +44,7 @@ import torch
 from msamp.kernels import fp8_attention as kernels
 from msamp.kernels import ops, scalar_pool
 from msamp.kernels.reference.fp8_attention import AttentionScales
+from msamp.nn.cast_scales import CastScales
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.scaling_state import TensorScales
 from msamp.numerics.formats import E4M3, E5M2
@@ -47,6 +53,10 @@ from msamp.numerics.recipe import Cast, Gemms
 from msamp.numerics.scaling import Delayed, inverse
 
 Q, K, V, O, GRAD, DP, DQ, DK, DV = range(9)  # noqa: E741  # rows of a layer's arrays
+# Queries of one call of the gradient kernel at most: with a mean of dO of a quarter of its deviation dV loses 2.3 % with 4,096 queries,
+# 5.2 with 8,192, 18 with 32,768 (H200), and 0.7 with 2,048.
+FP8_QUERIES = 4096
+SAMPLED = 8  # queries whose sums a record compares
 CASTS_HERE = {Q: "query", K: "key", V: "value", GRAD: "grad_attention"}  # rows with a watch; casts inside the kernel have none
 
 
@@ -67,37 +77,83 @@ class AttentionScaling(TensorScales):
 
 
 class Operands(NamedTuple):
-    """Queries [s, b, heads, d], keys and values [s, b, groups, d], E4M3, and their scale_inv, FP32 [3]."""
+    """Queries [s, b, heads, d], keys and values [keys, b, groups, d], E4M3, their scale_inv, FP32 [3], and `ops.attention_sink`'s result,
+    FP32 [3, b, groups, d]: key and value of the sequence's first token, and the constant that was taken out of the values."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     scale_invs: torch.Tensor
+    sink: torch.Tensor
+
+
+class SinkGradients(NamedTuple):
+    """What the first token adds to the gradients, as `ops.rotary_backward` takes it: ds FP32 [s, b, heads], and FP32 [3, b, groups, d] its
+    key, and what is added to its dK and dV."""
+
+    ds: torch.Tensor
+    first: torch.Tensor
+
+    def add_to(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sums with the gradients, FP32 in full length; the first token of each may be missing."""
+        s, heads, groups = self.ds.shape[0], self.ds.shape[2], self.first.shape[2]
+        whole = [torch.cat([x.new_zeros(s - len(x), *x.shape[1:]), x]).float() for x in (dq, dk, dv)]
+        whole[0] += self.ds[..., None] * self.first[0].repeat_interleave(heads // groups, 1)
+        whole[1][0] += self.first[1]
+        whole[2][0] += self.first[2]
+        return whole
 
 
 class Gradients(NamedTuple):
-    """Gradients of query, key and value in their shapes: E5M2 with scale_inv FP32 [3], or in the compute dtype with None."""
+    """Gradients of query, key and value: E5M2 with scale_inv FP32 [3], or in the compute dtype with None. With `sink`, each may lack the
+    first token, and what that adds is still missing."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     scale_invs: torch.Tensor | None
+    sink: SinkGradients | None = None
 
 
 class Attended(NamedTuple):
-    """The result of attention: what backward needs besides the operands.
+    """The result of the forward kernels: what backward needs besides the operands.
 
     Attributes:
-        o: the output, E4M3 [s, b, heads, d].
+        o: the output over all keys but the first, without the center, E4M3 [rows, b, heads, d]: without the first query if that has no key.
         o_scale_inv: FP32 0-dim.
-        stats: FP32 [b, heads, s, 1].
-        amax: FP32 0-dim, of the output before its cast.
+        stats: FP32 [b, heads, rows, 1].
+        amax: FP32 0-dim, of `o` before its cast.
     """
 
     o: torch.Tensor
     o_scale_inv: torch.Tensor
     stats: torch.Tensor
     amax: torch.Tensor
+
+
+class Prepared(NamedTuple):
+    """The arguments of the gradient kernels besides the operands, and what the first token adds, see `ops.sink_backward`.
+
+    Attributes:
+        grad, o: [rows, b, heads, d], E5M2 and E4M3.
+        scale_inv: of `grad`, FP32 0-dim.
+        stats: FP32 [b, heads, rows, 1].
+        codes: of the attention output [s, b, heads, d] E4M3; empty if not requested.
+        sink: what the first token adds.
+        dtype: the compute dtype.
+    """
+
+    grad: torch.Tensor
+    o: torch.Tensor
+    scale_inv: torch.Tensor
+    stats: torch.Tensor
+    codes: torch.Tensor
+    sink: SinkGradients
+    dtype: torch.dtype
+
+    def part(self, queries: slice) -> "Prepared":
+        """Return the arguments for some of the queries."""
+        return self._replace(grad=self.grad[queries], o=self.o[queries], stats=self.stats[:, :, queries])
 
 
 @dataclass(frozen=True)
@@ -131,19 +187,27 @@ class FP8Attention:
         """Differentiable attention: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d] in the query's dtype."""
         return _Attention.apply(query, key, value, self)
 
+    @property
+    def begins(self) -> bool:
+        """Whether this rank's tokens begin with the first token of the sequences."""
+        return True
+
     def rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, groups: int) -> Operands:
         """Rotate queries and keys of the packed projection and cast the operands, see `ops.rotary_cast`."""
         scaling, rotated = self.scaling, (qkv, cos, sin, heads, groups)
+        s, b, width = qkv.shape
+        grouped = qkv.view(s, b, groups, heads // groups + 2, width // (heads + 2 * groups))
+        sink = self.start(grouped[:, :, :, -2], grouped[:, :, :, -1], cos, sin)
 
         def measure() -> torch.Tensor:
             measured = scaling.amax.new_zeros(O)
-            ops.rotary_cast(*rotated, None, measured, E4M3.dtype)
+            ops.rotary_cast(*rotated, None, measured, E4M3.dtype, center=sink[2])
             return measured
 
         scales = scaling.scale[:O] if scaling.delayed else self.first_scales(measure, E4M3.max)
         slots, amaxes = scalar_pool.take(qkv.device, 3), scaling.amax[:O] if self.record else None
-        query, key, value, _ = ops.rotary_cast(*rotated, scales, amaxes, E4M3.dtype, scale_inv_slots=slots)
-        return Operands(query, key, value, slots)
+        query, key, value, _ = ops.rotary_cast(*rotated, scales, amaxes, E4M3.dtype, scale_inv_slots=slots, center=sink[2])
+        return self.recentered(Operands(query, key, value, slots, sink))
 
     def first_scales(self, measure: Callable[[], torch.Tensor], fp_max: float) -> torch.Tensor | None:
         """Return the scales of tensors that have no delayed ones yet, for a format with the largest value `fp_max`.
@@ -157,15 +221,32 @@ class FP8Attention:
         """
         return None
 
+    def start(self, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return `ops.attention_sink` of whole sequences.
+
+        Raises:
+            ValueError: if sequences have one token: no key would be left for the kernels.
+        """
+        if len(key) < 2:
+            raise ValueError(f"FP8 attention got sequences of {len(key)} token; at least 2 are required: keep attention in BF16")
+        return ops.attention_sink(key, value, cos, sin, int(self.begins))
+
+    def recentered(self, of: Operands) -> Operands:
+        """Correct the center by the mean of the values' codes, in place, see `ops.sink_center_`."""
+        ops.sink_center_(of.sink, of.value, of.scale_invs[2], int(self.begins))
+        return of
+
     def exchange(self, of: Operands) -> Operands:
         """Return the operands for this rank's kernels. Without context parallelism these are the cast tensors themselves."""
         return of
 
     def cast(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Operands:
-        """Cast queries, keys and values from the compute dtype to the operands."""
-        casts = [self.cast_one(x, row) for x, row in ((query, Q), (key, K), (value, V))]
+        """Cast rotated queries, keys and values from the compute dtype to the operands."""
+        nothing = key.new_zeros((1, 0), dtype=torch.float32)
+        sink = self.start(key, value, nothing, nothing)
+        casts = [self.cast_one(x, row) for x, row in ((query, Q), (key, K), (value.float() - sink[2], V))]
         (q, of_q), (k, of_k), (v, of_v) = casts
-        return Operands(q, k, v, torch.stack([of_q, of_k, of_v]))
+        return self.recentered(Operands(q, k, v, torch.stack([of_q, of_k, of_v]), sink))
 
     def cast_one(self, x: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cast `x` [s, b, n, d] with the scale of that row; return the payload in its shape, and scale_inv."""
@@ -180,8 +261,12 @@ class FP8Attention:
         return payload.view(x.shape), scale_inv
 
     def attend(self, of: Operands) -> Attended:
-        """Compute the output."""
-        return self.attend_part(of, causal=self.causal)
+        """Run the forward kernel over all keys but the first."""
+        return self.attend_part(self.others(of), causal=self.causal)
+
+    def others(self, of: Operands) -> Operands:
+        """Return the operands without the first key, and with a causal mask without the first query, which has no other key."""
+        return of._replace(query=of.query[1:] if self.causal else of.query, key=of.key[1:], value=of.value[1:])
 
     def attend_part(self, of: Operands, *, causal: bool) -> Attended:
         """Run the forward kernel, with keys and values [keys, b, groups, d]: with a causal mask, as many as queries."""
@@ -194,32 +279,93 @@ class FP8Attention:
         o, stats, amax = kernels.attention_forward(of.query, of.key, of.value, of.scale_invs, o_scale, self.softmax_scale, causal=causal)
         if self.record:
             raise_amax(scaling.amax[O], amax)
+            for rows in scaling.sums.values():
+                _tally_output(rows["output"], of, o, o_scale_inv, self.softmax_scale, causal=causal)
         return Attended(o, o_scale_inv, stats, amax)
+
+    def output(self, of: Operands, attended: Attended, dtype: torch.dtype, slot: CastScales, scale_inv: torch.Tensor) -> torch.Tensor:
+        """Return the attention output [s, b, heads, d]: plain in a wide dtype, otherwise cast with the scale of `slot`, which records its
+        amax, and with its scale_inv written to the given slot."""
+        arguments = (of.query, attended.o, attended.stats, of.sink, self._two(of, attended), self.softmax_scale)
+        scale = slot.scale
+        if dtype.itemsize == 1 and scale is None:
+            measured = scale_inv.new_zeros(())
+
+            def measure() -> torch.Tensor:
+                ops.sink_merge(*arguments, scale_inv.new_ones(()), measured, dtype)
+                return measured.view(1)
+
+            scales = self.first_scales(measure, E4M3.max)
+            scale = None if scales is None else scales[0]
+        return ops.sink_merge(*arguments, scale, slot.amax, dtype, scale_inv_slot=scale_inv)[0]
 
     def gradients(self, of: Operands, attended: Attended, grad_o: torch.Tensor) -> Gradients:
         """Return the gradients of the operands for the output's gradient [s, b, heads * d] in the compute dtype."""
-        grad, of_grad = self.cast_one(grad_o.view(attended.o.shape), GRAD)
-        return self.part_gradients(of, attended, grad, of_grad, causal=self.causal)
+        return self.prepared_gradients(of, self.prepare(of, attended, grad_o))
 
-    def part_gradients(self, of: Operands, attended: Attended, grad: torch.Tensor, of_grad: torch.Tensor, *, causal: bool) -> Gradients:
-        """Return a part's share of the gradients of its operands, E5M2.
+    def prepared_gradients(self, of: Operands, prepared: Prepared) -> Gradients:
+        """Return the gradients of the operands."""
+        return self.part_gradients(self.others(of), prepared, causal=self.causal)._replace(sink=prepared.sink)
+
+    def prepare(self, of: Operands, attended: Attended, grad_o: torch.Tensor, output_scale_inv: torch.Tensor | None = None) -> Prepared:
+        """Return the gradient kernels' arguments for the output's gradient [s, b, heads * d] in the compute dtype.
+
+        Args:
+            of, attended: operands and result of `attend`.
+            grad_o: the output's gradient.
+            output_scale_inv: of the codes that `output` returned, if they are requested again.
+        """
+        s, b, heads, d = of.query.shape
+        grad = grad_o.reshape(s, b, heads, d)
+        slot, scale_inv = self.scaling.slots(self.record)[GRAD], scalar_pool.take(grad.device)
+        scale = slot.scale
+        if scale is None:
+            scales = self.first_scales(lambda: ops.amax(grad.flatten(0, 1).flatten(1)).view(1), E5M2.max)
+            scale = None if scales is None else scales[0]
+        arguments = (grad, of.query, attended.o, attended.stats, of.sink, self._two(of, attended), self.softmax_scale)
+        others = (of.scale_invs[2], output_scale_inv)
+        given, o, codes, ds, _, sums = ops.sink_backward(*arguments, scale, slot.amax, E5M2.dtype, *others, scale_inv_slot=scale_inv)
+        if slot.watch is not None:
+            wide = ops.sink_backward(*arguments, None, None, torch.float32, *others)[0]
+            slot.watch(wide.flatten(0, 1).flatten(1), given.flatten(0, 1).flatten(1), scale_inv)
+        groups = of.sink.shape[2]
+        of_first = ops.sum_parts([sums], torch.float32)[0].view(2, b, groups, heads // groups, d).sum(3)
+        sink = SinkGradients(ds, torch.cat([of.sink[:1], of_first]))
+        return Prepared(given, o, scale_inv, attended.stats, codes, sink, grad.dtype)
+
+    def part_gradients(self, of: Operands, prepared: Prepared, *, causal: bool) -> Gradients:
+        """Return a part's share of the gradients of its operands, E5M2; with more than `FP8_QUERIES` queries in the compute dtype.
 
         Args:
             of: of this part, as for `attend_part`.
-            attended: of the queries of this part, over all keys.
-            grad, of_grad: the gradient of their output [s, b, heads, d], E5M2, and its scale_inv.
+            prepared: of the queries of this part.
             causal: as for `attend_part`.
         """
+        rows = len(of.query)
+        if rows <= FP8_QUERIES:
+            return self._few_gradients(of, prepared, causal=causal)
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=prepared.dtype) for x in of[:3])
+        for queries, keys, diagonal in gradient_parts(rows, len(of.key), causal=causal):
+            part = of._replace(query=of.query[queries], key=of.key[keys], value=of.value[keys])
+            *codes, scale_invs, _ = self._few_gradients(part, prepared.part(queries), causal=diagonal)
+            assert scale_invs is not None
+            for total, x, scale_inv in zip((dq[queries], dk[keys], dv[keys]), codes, scale_invs, strict=True):
+                ops.add_payload_(total, x, scale_inv)
+        return Gradients(dq, dk, dv, None)
+
+    def _few_gradients(self, of: Operands, prepared: Prepared, *, causal: bool) -> Gradients:
+        """Return `part_gradients` of few queries: the result of the kernel."""
         scaling = self.scaling
+        o_scale_inv, of_grad = of.scale_invs[2], prepared.scale_inv
         if scaling.delayed:
-            given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scaling.scale[DP:], scaling.scale_inv[DP])
-            *gradients, amaxes = self.backward(of, attended, grad, given, causal=causal)
+            given = AttentionScales(of.scale_invs, o_scale_inv, of_grad, scaling.scale[DP:], scaling.scale_inv[DP])
+            *gradients, amaxes = self.backward(of, prepared, given, causal=causal)
             scale_invs = scaling.scale_inv[DQ:]
         else:
-            scales = self._bounds(of, attended, of_grad)
+            scales = self._bounds(of, of_grad)
             for _ in range(2):  # first to measure the amaxes, then with their scales
-                given = AttentionScales(of.scale_invs, attended.o_scale_inv, of_grad, scales, inverse(scales[0]))
-                *gradients, amaxes = self.backward(of, attended, grad, given, causal=causal)
+                given = AttentionScales(of.scale_invs, o_scale_inv, of_grad, scales, inverse(scales[0]))
+                *gradients, amaxes = self.backward(of, prepared, given, causal=causal)
                 used, scales = scales, ops.scale_from_amax(amaxes, E5M2.max, None, 1.0)
             scale_invs = inverse(used[1:])
         if self.record:
@@ -227,24 +373,54 @@ class FP8Attention:
         dq, dk, dv = gradients
         return Gradients(dq, dk, dv, torch.add(scale_invs, amaxes[1:], alpha=0))  # NaN if an amax is infinite
 
-    def backward(
-        self, of: Operands, attended: Attended, grad: torch.Tensor, scales: AttentionScales, *, causal: bool
-    ) -> tuple[torch.Tensor, ...]:
-        """Run the backward kernel: return dQ, dK and dV in E5M2, and the amaxes of dP, dQ, dK and dV."""
-        return kernels.attention_backward(
-            of.query, of.key, of.value, attended.o, grad, attended.stats, scales, self.softmax_scale, causal=causal
-        )
+    def backward(self, of: Operands, prepared: Prepared, scales: AttentionScales, *, causal: bool) -> tuple[torch.Tensor, ...]:
+        """Run the FP8 gradient kernel: return dQ, dK and dV in E5M2, and the amaxes of dP, dQ, dK and dV."""
+        given = (of.query, of.key, of.value, prepared.o, prepared.grad, prepared.stats)
+        return kernels.attention_backward(*given, scales, self.softmax_scale, causal=causal)
 
-    def _bounds(self, of: Operands, attended: Attended, of_grad: torch.Tensor) -> torch.Tensor:
+    def _two(self, of: Operands, attended: Attended) -> torch.Tensor:
+        """Return the scale_invs of queries and output, FP32 [2]."""
+        return torch.stack([of.scale_invs[0], attended.o_scale_inv])
+
+    def _bounds(self, of: Operands, of_grad: torch.Tensor) -> torch.Tensor:
         """Return FP32 [4]: a scale with which dP cannot overflow, and 1 for dQ, dK and dV.
 
-        dP = S (dO V^T - rowsum(dO O)) softmax_scale, and the two terms are at most d times the largest dO times the largest value, and
-        times the largest output, to which values of other parts may have contributed.
+        dP = S (dO V^T - rowsum(dO (O - center))) softmax_scale, and the two terms are at most d times the largest dO times the largest
+        value, whose scale O - center has too.
         """
         most = 2 * self.softmax_scale * of.value.shape[3] * E4M3.max * E5M2.max
-        largest = torch.maximum(of.scale_invs[2], attended.o_scale_inv)
-        scale = ops.scale_from_amax((largest * of_grad * most).view(1), E5M2.max, None, 1.0)
+        scale = ops.scale_from_amax((of.scale_invs[2] * of_grad * most).view(1), E5M2.max, None, 1.0)
         return torch.cat([scale, scale.new_ones(3)])
+
+
+def gradient_parts(queries: int, keys: int, *, causal: bool) -> list[tuple[slice, slice, bool]]:
+    """Return the calls of the gradient kernel for a part of attention: queries, keys, whether the mask is causal."""
+    parts = []
+    for start in range(0, queries, FP8_QUERIES):
+        own = slice(start, min(queries, start + FP8_QUERIES))
+        if causal:
+            parts += [(own, own, True), (own, slice(0, start), False)][: 1 + (start > 0)]
+        else:
+            parts.append((own, slice(0, keys), False))
+    return parts
+
+
+def _tally_output(
+    row: torch.Tensor, of: Operands, o: torch.Tensor, o_scale_inv: torch.Tensor, softmax_scale: float, *, causal: bool
+) -> None:
+    """Compare the kernel's output of a few queries of the first sequence with attention in FP32 from the same codes, and add to `row`, FP64
+    [3], `msamp.numerics.accumulation.SUMS`. The output is rounded to E4M3, which leaves at most 32 dB."""
+    queries, step = len(of.query), max(1, len(of.query) // SAMPLED)
+    rows = torch.arange(queries - 1, -1, -step, device=o.device)  # the last ones first: they sum over most keys
+    heads, groups = of.query.shape[2], of.key.shape[2]
+    query, key, value = (x[:, 0].float() * of.scale_invs[n] for n, x in enumerate((of.query[rows], of.key, of.value)))
+    key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * softmax_scale
+    if causal:
+        scores = scores.masked_fill(torch.arange(len(key), device=o.device) > rows[:, None], -torch.inf)
+    want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).double()
+    got = (o[rows, 0].float() * o_scale_inv).double()
+    row += torch.stack([want.square().sum(), (got - want).square().sum(), (got * want).sum()])
 
 
 def raise_amax(slot: torch.Tensor, amax: torch.Tensor) -> None:
@@ -260,12 +436,15 @@ class _Attention(torch.autograd.Function):
         of = attention.exchange(attention.cast(query, key, value))
         attended = attention.attend(of)
         ctx.kept, ctx.attention, ctx.dtype = (of, attended), attention, query.dtype
-        return dequantize(attended.o, attended.o_scale_inv, query.dtype).flatten(2)
+        unused = scalar_pool.take(query.device)
+        return attention.output(of, attended, query.dtype, CastScales(None, None, None), unused).flatten(2)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_o: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *gradients, scale_invs = ctx.attention.gradients(*ctx.kept, grad_o.contiguous())
+        *gradients, scale_invs, sink = ctx.attention.gradients(*ctx.kept, grad_o.contiguous())
         if scale_invs is not None:
-            gradients = [dequantize(x, scale_inv, ctx.dtype) for x, scale_inv in zip(gradients, scale_invs, strict=True)]
-        return *gradients, None
+            gradients = [dequantize(x, scale_inv) for x, scale_inv in zip(gradients, scale_invs, strict=True)]
+        if sink is not None:
+            gradients = sink.add_to(*gradients)
+        return *(x.to(ctx.dtype) for x in gradients), None

@@ -1,29 +1,34 @@
 """FP8 attention over sequences that are split between ranks: `msamp.nn.fp8_attention` in the ring of `msamp.parallel.ring_attention`.
 
 Each rank casts its own queries, keys and values once. The FP8 kernels read the codes of keys and values as they arrive from the other
-ranks, so nothing is rounded twice, and a byte per element travels. The casts' two scale_invs travel with them: delayed scales are the same
-on all ranks, just-in-time scales are not.
+ranks, so nothing is rounded twice, and a byte per element travels. Scales are the same on all ranks: delayed ones are reduced over them
+when they are rolled, and just-in-time ones follow from the largest amax of all ranks.
 
     forward    The kernel returns each part's output in E4M3 and the logarithm of its rows' sums. The parts are merged in FP32, and the
-               merged output is cast to E4M3 for the projection. Parts and merged output share the delayed scale of O, which follows from
-               the amax of the parts: a mean of them is no larger.
+               merged output is cast to E4M3. Parts and merged output share the delayed scale of O, which follows from the amax of the
+               parts: a mean of them is no larger. Then the first token is merged, as on one process.
     backward   From the merged output and the merged statistics the kernel returns each part's dQ, dK and dV in E5M2. A rank sums dQ of its
                queries in FP32. The codes of dK and dV go straight to the rank that owns the keys, which sums the contributions of all ranks
                in FP32. They are only of keys that the sender's queries attend to: with a causal mask, of three quarters on average.
 
 For a key and its value, a rank sends 5.5 bytes per channel and other rank, on average with a causal mask, where the ring in BF16 sends 12.
 
+The first token's key and value, the values' mean and the mean of their codes are summed over the ranks, and in backward the first token's
+gradients: 3, 3 and 2 FP32 values per channel of keys.
+
 The merged output is rounded once more than the output of one process. The gradients are returned in the compute dtype, since to round their
 sums to E5M2 again would cost 3 dB.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from msamp.comm.collectives import Peers, Pending
 from msamp.kernels import ops, scalar_pool
-from msamp.nn.fp8_attention import DK, GRAD, Attended, FP8Attention, Gradients, O, Operands
+from msamp.nn.fp8_attention import DK, Attended, FP8Attention, Gradients, O, Operands, Prepared, SinkGradients
 from msamp.numerics.quantize import dequantize
 from msamp.parallel.ring_attention import KIND, Merged, Step, Travelling, pack_codes, step_of, steps_of, unpack_codes
 
@@ -31,16 +36,24 @@ from msamp.parallel.ring_attention import KIND, Merged, Step, Travelling, pack_c
 def shapes(length: int, ranks: int, *, causal: bool) -> set[tuple[int, int, bool]]:
     """Return the shapes of the parts that kernels compute, with `length` tokens per rank: queries, keys, whether the mask is causal."""
     shapes = set()
-    for source in range(ranks):
-        step = step_of(min(1, ranks - 1), source, length, causal=causal)
-        queries, keys = (len(range(length)[part]) for part in step[:2])
-        shapes.add((queries, keys, step.causal))
-    return shapes | {(length // 2, length, False)} if causal and ranks > 1 else shapes
+    for rank in range(min(ranks, 3)):
+        for source in range(min(ranks, 3)):
+            step = _without_first(step_of(rank, source, length, causal=causal), source)
+            queries, keys = (len(range(length)[part]) for part in step[:2])
+            shapes.add((queries, keys, step.causal))
+    return shapes
+
+
+def _without_first(step: Step, source: int) -> Step:
+    """Return the step without the first key of the sequence, which rank 0 has, and without the query that has no other key."""
+    if source > 0:
+        return step
+    return Step(slice(1, None) if step.causal else step.queries, slice(1, step.keys.stop), step.causal)
 
 
 @dataclass(frozen=True)
-class FP8RingAttention(FP8Attention):
-    """`FP8Attention` over the sequences of a group of ranks, with the methods of a rank that has whole sequences.
+class FP8OverRanks(FP8Attention):
+    """`FP8Attention` of ranks that share the sequences, the first of which has the first token.
 
     Attributes:
         peers: the ranks, in the order of their chunks.
@@ -48,22 +61,62 @@ class FP8RingAttention(FP8Attention):
 
     peers: Peers
 
+    @property
+    def begins(self) -> bool:
+        return self.peers.rank == 0
+
+    def start(self, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self._of_all(super().start(key, value, cos, sin), len(key), "first key and value")
+
+    def recentered(self, of: Operands) -> Operands:
+        moved = super().recentered(of._replace(sink=torch.zeros_like(of.sink))).sink
+        of.sink[2].add_(self._of_all(moved, len(of.value), "mean of values")[2])
+        return of
+
+    def first_scales(self, measure: Callable[[], torch.Tensor], fp_max: float) -> torch.Tensor | None:
+        """Return just-in-time scales, FP32 [k], from the largest of all ranks' amaxes."""
+        return ops.scale_from_amax(self._agree(measure()), fp_max, None, 1.0)
+
+    def _agree(self, amaxes: torch.Tensor) -> torch.Tensor:
+        return self.peers.all_reduce(amaxes.clone(), dist.ReduceOp.MAX, "amaxes of attention", KIND, "amaxes all-reduce")
+
+    def _of_all(self, sink: torch.Tensor, tokens: int, what: str) -> torch.Tensor:
+        """Return the first token of rank 0 and the mean over the tokens of all ranks but the first, in place."""
+        if self.peers.ranks > 1:
+            sink[2] *= (tokens - int(self.begins)) / (tokens * self.peers.ranks - 1)
+            if not self.begins:
+                sink[:2].zero_()
+            self.peers.all_reduce(sink, dist.ReduceOp.SUM, what, KIND, "first token all-reduce")
+        return sink
+
+
+@dataclass(frozen=True)
+class FP8RingAttention(FP8OverRanks):
+    """`FP8Attention` over the sequences of a group of ranks, with the methods of a rank that has whole sequences."""
+
     def attend(self, of: Operands) -> Attended:
         """Compute the output of this rank's queries over the keys of all ranks.
 
         Raises:
             ValueError: if the number of tokens is odd with a causal mask.
         """
-        travelling, merged = self._travelling(of), None
-        for step in steps_of(self.peers, of.query.shape[0], causal=self.causal):
+        travelling, merged, length = self._travelling(of), None, of.query.shape[0]
+        for number, step in enumerate(steps_of(self.peers, length, causal=self.causal)):
+            step = _without_first(step, self._source(number))
             part = self.attend_part(_part(of, travelling.next(), step), causal=step.causal)
             o, lse = dequantize(part.o, part.o_scale_inv), part.stats.squeeze(3)
             if merged is None:
+                if len(o) < length:  # the first query has no other key
+                    o, lse = torch.cat([torch.zeros_like(o[:1]), o]), torch.cat([torch.full_like(lse[..., :1], -torch.inf), lse], 2)
                 merged = Merged(o, lse, torch.float32)
             else:
                 merged.add(o, lse, step.queries)
         assert merged is not None
         return self._cast_output(merged)
+
+    def _source(self, number: int) -> int:
+        """Return the rank whose keys are here in step `number`."""
+        return (self.peers.rank - number) % self.peers.ranks
 
     def _cast_output(self, merged: Merged) -> Attended:
         """Cast the merged output to E4M3, until its window is filled with its own scale."""
@@ -74,33 +127,44 @@ class FP8RingAttention(FP8Attention):
         payload, *_ = ops.cast_transpose(flat, scale=scale, amax_slot=amax, dtype=dtype, row=True, scale_inv_slot=scale_inv)
         return Attended(payload.view(merged.o.shape), scale_inv, merged.lse[..., None], amax)
 
-    def gradients(self, of: Operands, attended: Attended, grad_o: torch.Tensor) -> Gradients:
-        """Return the gradients of this rank's operands in the compute dtype, for the output's gradient [s, b, heads * d]."""
-        grad, of_grad = self.cast_one(grad_o.view(attended.o.shape), GRAD)
+    def prepared_gradients(self, of: Operands, prepared: Prepared) -> Gradients:
+        """Return the gradients of this rank's operands in FP32."""
         travelling, arriving = self._travelling(of), _Arriving(self, of.key.shape)
-        sums: list[torch.Tensor] | None = None
+        sums = [x.new_zeros(x.shape, dtype=torch.float32) for x in of[:3]]
         for number, step in enumerate(steps_of(self.peers, of.query.shape[0], causal=self.causal)):
-            seen = attended._replace(o=attended.o[step.queries], stats=attended.stats[:, :, step.queries])
-            operands = _part(of, travelling.next(), step)
-            *codes, scale_invs = self.part_gradients(operands, seen, grad[step.queries], of_grad, causal=step.causal)
-            assert scale_invs is not None
-            if sums is None:
-                sums = [dequantize(x, scale_invs[n]) for n, x in enumerate(codes)]
-                continue
+            step = _without_first(step, self._source(number))
+            rows = prepared.part(step.queries)
+            *codes, scale_invs, _ = self.part_gradients(_part(of, travelling.next(), step), rows, causal=step.causal)
+            if scale_invs is None:  # sums of several calls of the kernel, which travel in FP8 as one call's do
+                casts = [ops.cast_transpose(x.flatten(0, 1).flatten(1), None, None, self._narrow, row=True) for x in codes[1:]]
+                codes[1:] = [cast[0].view(x.shape) for cast, x in zip(casts, codes[1:], strict=True)]
+                scale_invs = torch.stack([torch.ones_like(casts[0][2]), *(cast[2] for cast in casts)])
             sums[0][step.queries] += dequantize(codes[0], scale_invs[0])
+            if number == 0:
+                for own, x, scale_inv in zip(sums[1:], codes[1:], scale_invs[1:], strict=True):
+                    own[step.keys] += dequantize(x, scale_inv)
+                continue
             arriving.add_to(sums[1:])
             arriving.exchange(number, pack_codes(codes[1], codes[2], scale_invs[1:]))
-        assert sums is not None
         arriving.add_to(sums[1:])
-        dq, dk, dv = (x.to(grad_o.dtype) for x in sums)
+        ds, first = prepared.sink
+        if self.peers.ranks > 1:
+            self.peers.all_reduce(first[1:], dist.ReduceOp.SUM, "gradients of the first key and value", KIND, "first token all-reduce")
+        if not self.begins:
+            first[1:].zero_()
+        dq, dk, dv = SinkGradients(ds, first).add_to(*sums)
         return Gradients(dq, dk, dv, None)
+
+    @property
+    def _narrow(self) -> torch.dtype:
+        return self.scaling.casts[DK].format.dtype
 
     def _travelling(self, of: Operands) -> Travelling[Operands]:
         """Send keys and values around the ring; what arrives has this rank's queries."""
 
         def unpack(packed: torch.Tensor) -> Operands:
             key, value, scale_invs = unpack_codes(packed, of.key.shape, of.key.dtype)
-            return Operands(of.query, key, value, torch.cat([of.scale_invs[:1], scale_invs]))
+            return Operands(of.query, key, value, torch.cat([of.scale_invs[:1], scale_invs]), of.sink)
 
         return Travelling(self.peers, of, lambda: pack_codes(of.key, of.value, of.scale_invs[1:]), unpack)
 
@@ -122,7 +186,7 @@ class _Arriving:
         """Start to send the packed gradients of step `number` to their rank, and to receive another rank's for this rank's keys."""
         peers = self._ring.peers
         other = (peers.rank + number) % peers.ranks  # which has this rank's keys in this step
-        self._keys = step_of(other, peers.rank, self._shape[0], causal=self._ring.causal).keys
+        self._keys = _without_first(step_of(other, peers.rank, self._shape[0], causal=self._ring.causal), peers.rank).keys
         size = 2 * self._arrived().numel() + 2 * torch.float32.itemsize
         received = packed.new_empty(size)
         what, label = "gradients of keys and values", "grad of keys and values ring"
@@ -132,7 +196,7 @@ class _Arriving:
         """Wait for gradients that were requested before, and add them to the gradients of keys and values, FP32."""
         if self._pending is None:
             return
-        *codes, scale_invs = unpack_codes(self._pending.wait(), self._arrived(), self._ring.scaling.casts[DK].format.dtype)
+        *codes, scale_invs = unpack_codes(self._pending.wait(), self._arrived(), self._ring._narrow)
         for n, (whole, part) in enumerate(zip(sums, codes, strict=True)):
             whole[self._keys] += dequantize(part, scale_invs[n])
         self._pending = None
@@ -144,4 +208,4 @@ class _Arriving:
 
 def _part(of: Operands, here: Operands, step: Step) -> Operands:
     """Return the operands of a step: own queries, and the keys and values that are here."""
-    return Operands(of.query[step.queries], here.key[step.keys], here.value[step.keys], here.scale_invs)
+    return Operands(of.query[step.queries], here.key[step.keys], here.value[step.keys], here.scale_invs, of.sink)

@@ -6,8 +6,9 @@
 
 Attention is causal. BF16 is PyTorch's cuDNN kernel. `kernel` is the attention alone; `layer` is what a fused layer runs: the rotary
 embedding before it, the casts, and the FP8 input of the projection after it, in both layouts that the GEMMs require. Each is a CUDA graph,
-to exclude the host, and the L2 cache is overwritten before every launch. SQNR in dB is relative to BF16's attention on the same BF16
-inputs, with just-in-time scales. Measurements are appended to --csv.
+to exclude the host, and the L2 cache is overwritten before every launch. SQNR in dB and slopes are relative to BF16's attention on the same
+BF16 inputs, with just-in-time scales: the output's slope over the last eighth of the tokens, where most keys are summed, and dV's over the
+first eighth, where most queries are; dK and dV without the first token. Measurements are appended to --csv.
 """
 
 import argparse
@@ -26,10 +27,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron.lm.model.attention import BACKENDS
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count
-from msamp.kernels import ops
-from msamp.kernels.reference.fp8_attention import AttentionScales
+from msamp.kernels import ops, scalar_pool
 from msamp.nn.attention_block import split_heads
-from msamp.nn.fp8_attention import DP, GRAD, AttentionScaling, FP8Attention, O
+from msamp.nn.cast_scales import CastScales
+from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
 from msamp.nn.scaling_state import ScalingState
 from msamp.numerics.metrics import sqnr_db
 from msamp.numerics.quantize import dequantize
@@ -39,7 +40,8 @@ from tools.bench.bench_kernels import WARM_UP, captured, times
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SHAPES = ("4x16x2048x128", "1x32x8192x128", "1x32x32768x128")
-INPUTS = ("normal", "channel-outlier")
+INPUTS = ("normal", "channel-outlier", "mean", "sink")
+MEANS = {"mean": (1.0, 0.25), "sink": (0.5, 0.05)}
 PASSES = ("forward", "forward and backward")
 
 
@@ -65,12 +67,27 @@ def shape(text: str) -> Shape:
     return Shape(batch, heads, tokens, channels, groups)
 
 
+def add_sink(grouped: Tensor, weight: float, size: float) -> None:
+    """Give the first key about this weight for the last queries, and its value `size` times the mean norm of the others, in place.
+
+    `grouped` is [s, b, groups, queries of a group + 2, d].
+    """
+    s, d = grouped.shape[0], grouped.shape[-1]
+    query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
+    query += 1.0
+    key -= key.mean(-1, keepdim=True)
+    key[0] = (math.log(s) + 0.5 + math.log(weight / (1 - weight))) / math.sqrt(d)
+    value[0] *= size * value[1:].norm(dim=-1).mean() / value[0].norm(dim=-1, keepdim=True)
+
+
 class BenchAttention:
     """Both attentions of one shape on the same packed projection.
 
     Args:
         size: the sizes.
-        kind: "normal", or "channel-outlier": every 32nd channel 50 times as large; queries and keys have root mean square 1.
+        kind: "normal"; "channel-outlier": every 32nd channel 50 times as large; "mean": values with a mean of one deviation, and their
+            output's gradient of a quarter; "sink": the first token has nine tenths of the weight and a fifth of the others' norm in its
+            value, and the means are half a deviation and a twentieth. Queries and keys have root mean square 1, but for the sink's.
         device: a CPU computes the reference definition.
     """
 
@@ -82,8 +99,15 @@ class BenchAttention:
         if kind == "channel-outlier":
             qkv[..., ::32] *= 50.0
             qkv /= qkv.square().mean().sqrt()
-        self.qkv = qkv.to(BF16)
-        self.grad = torch.randn(s, b, size.heads * size.channels, device=self.device, generator=generator).to(BF16)
+        grad = torch.randn(s, b, size.heads * size.channels, device=self.device, generator=generator)
+        if kind in MEANS:
+            of_value, of_grad = MEANS[kind]
+            grouped = qkv.view(s, b, size.groups, -1, size.channels)
+            grouped[..., -1, :] += of_value * torch.randn(size.groups, size.channels, device=self.device, generator=generator)
+            grad += of_grad * torch.randn(grad.shape[-1], device=self.device, generator=generator)
+            if kind == "sink":
+                add_sink(grouped, 0.9, 0.2)
+        self.qkv, self.grad = qkv.to(BF16), grad.to(BF16)
         steps = torch.arange(s, device=self.device)[:, None] / 1e4 ** (
             torch.arange(0, size.channels, 2, device=self.device) / size.channels
         )
@@ -128,41 +152,55 @@ class BenchAttention:
             ops.rotary_backward(dq, dk, dv, self.cos, self.sin, self.one, self.slot, E5M2)
 
     def fp8_kernel(self, *, backward: bool) -> None:
-        """Run the attention on operands that are already cast."""
-        of, grad, given = self.cast
-        attended = self.fp8.attend(of)
+        """Run the attention kernels on operands that are already cast."""
+        of, prepared = self.cast
+        self.fp8.attend(of)
         if backward:
-            self.fp8.backward(of, attended, grad, given, causal=True)
+            self.fp8.prepared_gradients(of, prepared)
 
     def keep_casts(self) -> None:
         """Store the operands of `fp8_kernel`, once every scale is delayed."""
-        fp8, scaling = self.fp8, self.scaling
-        of = fp8.rotate(self.qkv, self.cos, self.sin, self.size.heads, self.size.groups)
-        grad, of_grad = fp8.cast_one(self.grad.view(of.query.shape), GRAD)
-        given = AttentionScales(of.scale_invs, scaling.scale_inv[O], of_grad, scaling.scale[DP:], scaling.scale_inv[DP])
-        self.cast = of, grad, given
+        of = self.fp8.rotate(self.qkv, self.cos, self.sin, self.size.heads, self.size.groups)
+        self.cast = of, self.fp8.prepare(of, self.fp8.attend(of), self.grad)
 
     def fp8_layer(self, *, backward: bool) -> None:
-        fp8 = self.fp8
+        fp8, scale_inv = self.fp8, scalar_pool.take(self.device)
         of = fp8.rotate(self.qkv, self.cos, self.sin, self.size.heads, self.size.groups)
         attended = fp8.attend(of)
+        fp8.output(of, attended, E4M3, CastScales(self.one, self.one, self.slot), scale_inv)
         if backward:
-            ops.transpose(attended.o.flatten(0, 1).flatten(1))
-            dq, dk, dv, scale_invs = fp8.gradients(of, attended, self.grad)
-            ops.rotary_backward(dq, dk, dv, self.cos, self.sin, self.one, self.slot, E5M2, scale_invs=scale_invs)
+            prepared = fp8.prepare(of, attended, self.grad, scale_inv)
+            ops.transpose(prepared.codes.flatten(0, 1).flatten(1))
+            dq, dk, dv, scale_invs, sink = fp8.prepared_gradients(of, prepared)
+            ds, first = (None, None) if sink is None else sink
+            ops.rotary_backward(dq, dk, dv, self.cos, self.sin, self.one, self.slot, E5M2, scale_invs=scale_invs, ds=ds, sink=first)
 
     def losses(self) -> dict[str, float]:
-        """Return the SQNR in dB of FP8's output and gradients relative to BF16's, without rotary embedding."""
+        """Return the SQNR in dB and the slope of FP8's output and gradients relative to BF16's, without rotary embedding."""
         out, *gradients = self.bf16_kernel(backward=True)
         fresh = FP8Attention(AttentionScaling(O3.gemm, device=self.device), self.fp8.softmax_scale, True, False)  # type: ignore[arg-type]
         of = fresh.rotate(self.qkv, self.cos[:, :0], self.sin[:, :0], self.size.heads, self.size.groups)
         attended = fresh.attend(of)
-        *fp8_gradients, scale_invs = fresh.gradients(of, attended, self.grad)
-        assert scale_invs is not None
-        sqnrs = {"sqnr_o": sqnr_db(out.detach(), dequantize(attended.o, attended.o_scale_inv, torch.float32).flatten(2))}
-        for name, want, got, scale_inv in zip("qkv", gradients, fp8_gradients, scale_invs, strict=True):
-            sqnrs[f"sqnr_d{name}"] = sqnr_db(want, dequantize(got, scale_inv, torch.float32))
-        return {name: round(value, 1) for name, value in sqnrs.items()}
+        scale_inv = torch.zeros_like(self.one)
+        output = fresh.output(of, attended, E4M3, CastScales(None, None, None), scale_inv)
+        *parts, scale_invs, sink = fresh.gradients(of, attended, self.grad)
+        if scale_invs is not None:
+            parts = [dequantize(x, of_x) for x, of_x in zip(parts, scale_invs, strict=True)]
+        assert sink is not None
+        got = dict(zip(("dq", "dk", "dv"), sink.add_to(*parts), strict=True)) | {"o": dequantize(output, scale_inv).flatten(2)}
+        want = dict(zip(("o", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+        s = self.size.tokens
+        slopes = {"o": slice(s - s // 8, None), "dk": slice(1, None), "dv": slice(1, s // 8)}
+        sqnrs = {f"sqnr_{n}": round(sqnr_db(x[n in ("dk", "dv") :], got[n][n in ("dk", "dv") :]), 1) for n, x in want.items()}
+        return sqnrs | {
+            f"slope_{n}": round(slope(x[slopes.get(n, slice(None))], got[n][slopes.get(n, slice(None))]), 4) for n, x in want.items()
+        }
+
+
+def slope(want: Tensor, got: Tensor) -> float:
+    """Return the factor of `want` that is nearest to `got`."""
+    a, b = want.double().flatten(), got.double().flatten()
+    return float(a @ b / (a @ a))
 
 
 def cases(size: Shape, kind: str, device: torch.device | str = "cuda") -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:

@@ -23,7 +23,7 @@ from megatron.lm.processes.grid import Grid
 from msamp.comm.collectives import Peers
 from msamp.comm.counters import WireBytes
 from msamp.kernels.fp8_attention import check_width, default_scale, prepare
-from msamp.nn.fp8_attention import AttentionScaling, FP8Attention
+from msamp.nn.fp8_attention import AttentionScaling, FP8Attention, gradient_parts
 from msamp.nn.rotary import RotaryFunction
 from msamp.numerics.recipe import Gemms
 from msamp.parallel.fp8_head_exchange import FP8HeadExchange
@@ -89,7 +89,10 @@ def check_precision(config: Config) -> None:
     groups, scale, device = max(1, model.query_groups // tp), default_scale(model.head_size), process_groups.device()
     try:
         for queries, keys, masked in sorted(shapes(model.seq_length // cp, cp, causal=causal)):
-            prepare((queries, *rest), groups, scale, device, causal=masked, keys=keys)
+            prepare((queries, *rest), groups, scale, device, causal=masked, keys=keys, gradients=False)
+            for few, of_keys, diagonal in gradient_parts(queries, keys, causal=masked):
+                size = (few.stop - few.start, *rest)
+                prepare(size, groups, scale, device, causal=diagonal, keys=of_keys.stop - of_keys.start, gradients=True)
     except ValueError as error:
         raise ValueError(f"--attention-precision fp8: {error}") from error
 

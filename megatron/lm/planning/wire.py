@@ -9,6 +9,7 @@ from megatron.lm.config import LINEARS, Config
 from megatron.lm.planning.experts import own_tokens
 from megatron.lm.planning.layers import Parameter, counted, of_layers, stage_layers, stage_mixtures, stage_parameters
 from megatron.lm.planning.memory import state_formats
+from msamp.nn.fp8_attention import FP8_QUERIES
 
 
 class Transfer(NamedTuple):
@@ -69,7 +70,8 @@ def context_parallel(config: Config, layers: int) -> Transfer:
     its first rank, which sends most.
 
     Recomputation runs forward again. A ring sends keys and values in forward and in backward, and their gradients in backward; an
-    all-to-all queries, keys, values and output in forward, and their gradients in backward, with FP8 attention the output once more. A
+    all-to-all queries, keys, values and output in forward, and their gradients in backward, with FP8 attention the output once more, the
+    output's gradient in the compute dtype, and one FP32 number per head and token. A few sums per channel of all tokens are not counted. A
     fused layer keeps the queries, keys and values that an all-to-all returned, also if it recomputes its attention.
     """
     model, parallel, precision = config.model, config.parallel, config.precision
@@ -84,10 +86,17 @@ def context_parallel(config: Config, layers: int) -> Transfer:
     if parallel.cp_comm_type == "a2a":
         queries = config.tokens * model.num_attention_heads * model.head_size / tp
         firsts = 1 if config.fuses_layers and config.training.recompute_granularity != "full" else forwards
-        element, again = (1, queries) if fp8_attention else (wide, 0.0)
-        forward = firsts * (queries + keys) * narrow + forwards * queries * element
-        backward = (2 * queries + keys) * element + again
-        return Transfer(layers * (ranks - 1) / ranks * (forward + backward), layers * (firsts + forwards + 2))
+        element = 1 if fp8_attention else wide
+        outputs = firsts if fp8_attention else forwards
+        forward = firsts * (queries + keys) * narrow + outputs * queries * element
+        backward, back = (2 * queries + keys) * wide, 2
+        if fp8_attention:
+            returned = 1 if model.seq_length - int(model.objective == "causal-lm") <= FP8_QUERIES else wide
+            backward = (
+                queries * wide + (queries + keys) * returned + 4 * queries / model.head_size + (queries if config.fuses_layers else 0)
+            )
+            back = 3 + config.fuses_layers
+        return Transfer(layers * (ranks - 1) / ranks * (forward + backward), layers * (firsts + outputs + back))
     hop, gradients = keys * narrow, keys * (1 if fp8_attention else wide)
     return Transfer(layers * (ranks - 1) * ((forwards + 1) * hop + gradients), layers * (ranks - 1) * (forwards + 2))
 

@@ -1,6 +1,7 @@
 """FP8 attention in plain torch: the definition with which cuDNN's kernels must agree (`msamp.kernels.fp8_attention`).
 
-GEMMs multiply FP8 values and accumulate in FP32. Between the two GEMMs of forward, and of backward, an s x s tensor is cast to FP8: the
+GEMMs multiply FP8 values and accumulate in FP32; inside `accumulating("hopper")` as the kernels do (`msamp.numerics.accumulation`), but for
+their order and the rescaling of partial rows. Between the two GEMMs of forward, and of backward, an s x s tensor is cast to FP8: the
 softmax S to E4M3, and in backward the gradient of the scores, dP, to E5M2. Forward casts exp(score - largest score of the row) and divides
 by the sum of the row after the GEMM, like a kernel that never has a whole row. Backward casts the softmax itself, recomputed from the
 scores and the logarithm of that sum.
@@ -12,7 +13,8 @@ import torch
 
 from msamp.kernels.reference.amax import amax
 from msamp.kernels.reference.attention_part import by_head, over_groups
-from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics import accumulation
+from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.quantize import quantize
 
 # No element of S is above 1, and with a causal mask the first row is 1: the scale is known without an amax.
@@ -84,7 +86,7 @@ def attention_forward(
     p = (scores - top).exp()
     total = p.sum(-1, keepdim=True)
     p8 = quantize(p, p.new_tensor(SOFTMAX_SCALE), E4M3).float()
-    o = (p8 @ v) * (scale_invs[2] / SOFTMAX_SCALE) / total
+    o = _product(p8, v, E4M3, E4M3) * (scale_invs[2] / SOFTMAX_SCALE) / total
     return quantize(_by_token(o), o_scale, E4M3).contiguous(), top + total.log(), amax(o)
 
 
@@ -121,14 +123,21 @@ def attention_backward(
     of_q, of_k, of_v = scales.qkv
     p = (_scores(q, k, scales.qkv, softmax_scale, causal) - stats).exp()
     p8 = quantize(p, p.new_tensor(SOFTMAX_SCALE), E4M3).float()
-    dv = over_groups(p8.transpose(2, 3) @ grad, groups) * (scales.grad_o / SOFTMAX_SCALE)
+    dv = over_groups(_product(p8.transpose(2, 3), grad, E4M3, E5M2), groups) * (scales.grad_o / SOFTMAX_SCALE)
     row = (grad * out).sum(-1, keepdim=True) * (scales.grad_o * scales.o)
-    dp = p * ((grad @ v.transpose(2, 3)) * (scales.grad_o * of_v) - row) * softmax_scale
+    dp = p * (_product(grad, v.transpose(2, 3), E5M2, E4M3) * (scales.grad_o * of_v) - row) * softmax_scale
     dp8 = quantize(dp, scales.gradients[0], E5M2).float()
-    dq = (dp8 @ k) * (scales.dp_scale_inv * of_k)
-    dk = over_groups(dp8.transpose(2, 3) @ q, groups) * (scales.dp_scale_inv * of_q)
+    dq = _product(dp8, k, E5M2, E4M3) * (scales.dp_scale_inv * of_k)
+    dk = over_groups(_product(dp8.transpose(2, 3), q, E5M2, E4M3), groups) * (scales.dp_scale_inv * of_q)
     codes = [quantize(_by_token(x), scale, E5M2).contiguous() for x, scale in zip((dq, dk, dv), scales.gradients[1:], strict=True)]
     return codes[0], codes[1], codes[2], torch.stack([amax(x) for x in (dp, dq, dk, dv)])
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, a_format: Format, b_format: Format) -> torch.Tensor:
+    """Return a @ b, FP32, of values that the formats represent."""
+    if accumulation.like_hopper():
+        return accumulation.product(a.to(a_format.dtype), b.to(b_format.dtype).mT, "fast")
+    return a @ b
 
 
 def _by_token(x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +146,7 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale_invs: torch.Tensor, softmax_scale: float, causal: bool) -> torch.Tensor:
-    scores = (q @ k.transpose(2, 3)) * (scale_invs[0] * scale_invs[1] * softmax_scale)
+    scores = _product(q, k.transpose(2, 3), E4M3, E4M3) * (scale_invs[0] * scale_invs[1] * softmax_scale)
     if not causal:
         return scores
     s = scores.shape[-1]

@@ -31,15 +31,18 @@ def head_width(qkv: torch.Tensor, heads: int, groups: int) -> int:
     return qkv.shape[2] // slots
 
 
-def check_gradients(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Raise a ValueError unless dq is [s, b, heads, d] and dk and dv are [s, b, groups, d] of its dtype."""
-    s, b, heads, d = dq.shape
+def check_gradients(dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, s: int) -> None:
+    """Raise a ValueError unless dq is [s, b, heads, d] and dk and dv are [s, b, groups, d] of its dtype; each may lack the first token."""
+    rows, b, heads, d = dq.shape
+    if rows not in (s, s - 1):
+        raise ValueError(f"dq is {tuple(dq.shape)}; it must have the {s} tokens of cos and sin, or all but the first: slice the tables")
     for name, grad in (("dk", dk), ("dv", dv)):
         groups = grad.shape[2]
-        if tuple(grad.shape) != (s, b, dk.shape[2], d) or heads % groups or d % 2 or grad.dtype != dq.dtype:
+        wrong = grad.shape != dk.shape or len(grad) not in (s, s - 1) or (grad.shape[1], grad.shape[3]) != (b, d)
+        if wrong or heads % groups or d % 2 or grad.dtype != dq.dtype:
             raise ValueError(
                 f"{name} is {tuple(grad.shape)} of {grad.dtype}; with dq {tuple(dq.shape)} of {dq.dtype} it must be "
-                f"[{s}, {b}, groups, {d}] of the same dtype, with groups a divisor of the heads and an even width"
+                f"[{s} or {s - 1}, {b}, groups, {d}] of the same dtype, with groups a divisor of the heads and an even width"
             )
 
 
@@ -96,6 +99,7 @@ def rotary_cast(
     dtype: torch.dtype,
     *,
     scale_inv_slots: torch.Tensor | None = None,
+    center: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate queries and keys of a packed projection, and cast queries, keys and values to FP8 for FP8 attention.
 
@@ -107,6 +111,7 @@ def rotary_cast(
         amax_slots: FP32 [3], contiguous, raised in place to the three amaxes (+inf if not finite); None does not measure them.
         dtype: an FP8 dtype.
         scale_inv_slots: FP32 [3], contiguous, containing 0, for the three scale_invs.
+        center: FP32 [b, groups, d], contiguous: subtracted from the values in FP32 before their cast; None subtracts nothing.
 
     Returns:
         Queries [s, b, heads, d], keys and values [s, b, groups, d], contiguous, of `dtype`; the three scale_invs, FP32 [3], NaN for a
@@ -123,6 +128,8 @@ def rotary_cast(
     d, (s, b, _), fmt = head_width(qkv, heads, groups), qkv.shape, of_dtype(dtype)
     grouped = rotated.view(s, b, groups, heads // groups + 2, d)
     parts = (grouped[:, :, :, :-2].reshape(s, b, heads, d), grouped[:, :, :, -2], grouped[:, :, :, -1])
+    if center is not None:
+        parts = (*parts[:2], parts[2].float() - center)
     taken = torch.stack([amax(part) for part in parts])
     if scales is None:
         scales = scale_from_amax(taken, fmt.max)
@@ -149,12 +156,14 @@ def rotary_backward(
     colsum: bool = False,
     scale_inv_slot: torch.Tensor | None = None,
     scale_invs: torch.Tensor | None = None,
+    ds: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradient of the packed projection from the gradients of attention's inputs: rotate back, pack, and cast for the GEMMs.
 
     Args:
         dq: [s, b, heads, d] BF16, FP16, FP32 or E5M2, of any strides.
-        dk, dv: [s, b, groups, d] of its dtype, of any strides.
+        dk, dv: [s, b, groups, d] of its dtype, of any strides. The first token of dq, and of dk and dv, may be missing: it is then zero.
         cos, sin: as in `rotary_`.
         scale: FP32, 0-dim, a power of two; None uses a just-in-time scale from the amax of the gradient.
         amax_slot: FP32, 0-dim, raised in place to the amax of the gradient (+inf if not finite); None does not measure it.
@@ -162,6 +171,8 @@ def rotary_backward(
         colsum: also return the column sums of the gradient before the cast: the gradient of the projection's bias.
         scale_inv_slot: FP32, 0-dim, as in `cast_transpose`.
         scale_invs: FP32 [3], the scale_invs of dq, dk and dv from FP8 attention; None if they are not scaled.
+        ds: FP32 [s, b, heads], contiguous, times the first part of `sink` is added to dq (`reference.attention_sink`); None adds nothing.
+        sink: FP32 [3, b, groups, d], contiguous, with `ds`: the first token's key, and what is added to its dk and dv.
 
     Returns:
         Gradient g [s * b, (heads + 2 groups) * d] in the order of `rotary_` and its transpose, of `dtype`; scale_inv FP32, 0-dim,
@@ -171,15 +182,18 @@ def rotary_backward(
     Raises:
         ValueError: if shapes do not match.
     """
-    check_gradients(dq, dk, dv)
-    s, b, heads, d = dq.shape
-    groups, r = dk.shape[2], cos.shape[1]
+    (s, r), (_, b, heads, d) = cos.shape, dq.shape
+    check_gradients(dq, dk, dv, s)
+    groups = dk.shape[2]
     check_tables(cos, sin, s, d)
-    grouped = dq.reshape(s, b, groups, heads // groups, d)
-    parts = [part.float() for part in (grouped, dk.unsqueeze(3), dv.unsqueeze(3))]
+    parts = [torch.cat([part.float().new_zeros(s - len(part), *part.shape[1:]), part.float()]) for part in (dq, dk, dv)]
     check_three(scale_invs, "scale_invs")
     if scale_invs is not None:
         parts = [part * scale_inv for part, scale_inv in zip(parts, scale_invs, strict=True)]
-    g = torch.cat(parts, dim=3)
+    if ds is not None and sink is not None:
+        parts[0] += ds[..., None] * sink[0].repeat_interleave(heads // groups, 1)
+        parts[1][0] += sink[1]
+        parts[2][0] += sink[2]
+    g = torch.cat([parts[0].view(s, b, groups, heads // groups, d), parts[1].unsqueeze(3), parts[2].unsqueeze(3)], dim=3)
     g[..., :-1, :r] = _rotate(g[..., :-1, :r], cos[:, None, None, None], _transposed(sin)[:, None, None, None])
     return _store(g.flatten(2).flatten(0, 1), scale, amax_slot, dtype, dtype.itemsize == 1, colsum, scale_inv_slot)

@@ -86,13 +86,14 @@ def _rotary_kernel(
 
 @triton.jit
 def _put_codes(
-    x1, x2, cos1, sin1, cos2, sin2, y, line, c1, c2, inside, top, scale,
+    x1, x2, cos1, sin1, cos2, sin2, y, line, c1, c2, inside, top, scale, less1, less2,
     STORE: tl.constexpr, FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the pairs of one head, round them as `_rotary_kernel` does, store their codes in `y`, and update the maximum `top`."""
+    """Rotate the pairs of one head, round them as `_rotary_kernel` does, subtract `less1` and `less2`, store their codes in `y`, and update
+    the maximum `top`."""
     a, b = x1.to(tl.float32), x2.to(tl.float32)
-    v1 = _rounded(a * cos1 - b * sin1, x1.dtype, HARDWARE).to(tl.float32)
-    v2 = _rounded(b * cos2 + a * sin2, x1.dtype, HARDWARE).to(tl.float32)
+    v1 = _rounded(a * cos1 - b * sin1, x1.dtype, HARDWARE).to(tl.float32) - less1
+    v2 = _rounded(b * cos2 + a * sin2, x1.dtype, HARDWARE).to(tl.float32) - less2
     if STORE:
         tl.store(y + line[:, None] + c1[None, :], _code(v1 * scale, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
         tl.store(y + line[:, None] + c2[None, :], _code(v2 * scale, FP8_MAX, MANTISSA, BIAS, HARDWARE), mask=inside)
@@ -101,7 +102,7 @@ def _put_codes(
 
 @triton.jit
 def _rotary_cast_kernel(
-    qkv, query, key, value, cos, sin, scales, amaxes, scale_invs, tokens, batch, groups,
+    qkv, query, key, value, cos, sin, center, scales, amaxes, scale_invs, tokens, batch, groups,
     PER_GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr, STORE: tl.constexpr,
     FP8_MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -120,18 +121,21 @@ def _rotary_cast_kernel(
     for head in range(PER_GROUP):
         x1, x2 = _load_pair(qkv + head * D, line, c1, c2, inside)
         top = _put_codes(
-            x1, x2, cos1, sin1, cos2, sin2, query + head * D, at * (PER_GROUP * D), c1, c2, inside, top, q_scale,
+            x1, x2, cos1, sin1, cos2, sin2, query + head * D, at * (PER_GROUP * D), c1, c2, inside, top, q_scale, 0.0, 0.0,
             STORE, FP8_MAX, MANTISSA, BIAS, HARDWARE,
         )  # fmt: skip
     _tell(top, q_scale, amaxes, scale_invs)
     x1, x2 = _load_pair(qkv + PER_GROUP * D, line, c1, c2, inside)
     top = _put_codes(
-        x1, x2, cos1, sin1, cos2, sin2, key, narrow, c1, c2, inside, nothing, k_scale, STORE, FP8_MAX, MANTISSA, BIAS, HARDWARE
+        x1, x2, cos1, sin1, cos2, sin2, key, narrow, c1, c2, inside, nothing, k_scale, 0.0, 0.0, STORE, FP8_MAX, MANTISSA, BIAS, HARDWARE
     )
     _tell(top, k_scale, None if amaxes is None else amaxes + 1, None if scale_invs is None else scale_invs + 1)
     x1, x2 = _load_pair(qkv + (PER_GROUP + 1) * D, line, c1, c2, inside)
+    less1, less2 = nothing, nothing
+    if center is not None:
+        less1, less2 = _load_pair(center, ((token % batch) * groups + tl.program_id(1)) * D, c1, c2, inside)
     top = _put_codes(
-        x1, x2, nothing + 1.0, nothing, nothing + 1.0, nothing, value, narrow, c1, c2, inside, nothing, v_scale,
+        x1, x2, nothing + 1.0, nothing, nothing + 1.0, nothing, value, narrow, c1, c2, inside, nothing, v_scale, less1, less2,
         STORE, FP8_MAX, MANTISSA, BIAS, HARDWARE,
     )  # fmt: skip
     _tell(top, v_scale, None if amaxes is None else amaxes + 2, None if scale_invs is None else scale_invs + 2)
@@ -146,8 +150,27 @@ def _value(x, unscale, E5M2: tl.constexpr):
 
 
 @triton.jit
+def _load_token(part, token, low, tokens, batch, s_stride, b_stride, c1, c2, channels):
+    there = (token >= low) & (token < tokens)
+    return _load_pair(part, _line(token, batch, s_stride, b_stride), c1, c2, there[:, None] & channels[None, :])
+
+
+@triton.jit
+def _add_sink(v1, v2, ds, sink, token, tokens, batch, group, head, c1, c2, channels, part, PER_GROUP: tl.constexpr, D: tl.constexpr):
+    """Add what the first token contributes: to queries ds times its key, to the first token's own key and value their gradients."""
+    b = token % batch
+    groups = part // (batch * D)
+    is_query = head < PER_GROUP
+    change = tl.load(ds + token.to(tl.int64) * (groups * PER_GROUP) + group * PER_GROUP + head, mask=is_query & (token < tokens), other=0.0)
+    factor = tl.where(is_query, change, tl.where(token < batch, 1.0, 0.0))[:, None]
+    at = tl.maximum(head - (PER_GROUP - 1), 0) * part + (b * groups + group) * D
+    a, z = _load_pair(sink, at, c1, c2, (factor != 0) & channels[None, :])
+    return v1 + factor * a, v2 + factor * z
+
+
+@triton.jit
 def _rotary_backward_kernel(
-    dq, dk, dv, cos, sin, g, g_t, sums, scale, amax, scale_inv, unscale, tokens, batch, N,
+    dq, dk, dv, cos, sin, ds, sink, g, g_t, sums, scale, amax, scale_inv, unscale, tokens, batch, N, q_lead, k_lead,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
     PER_GROUP: tl.constexpr, TOGETHER: tl.constexpr, ALIGNED: tl.constexpr, E5M2: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, TILE_M: tl.constexpr,
@@ -158,17 +181,19 @@ def _rotary_backward_kernel(
     first_quad, column = tl.program_id(0).to(tl.int64) * (TILE_M // 4), tl.program_id(1).to(tl.int64) * D
     quad = tl.program_id(0) * (TILE_M // 4) + q
     group, head = tl.program_id(1) // (PER_GROUP + 2), tl.program_id(1) % (PER_GROUP + 2)
-    part, s_stride, b_stride = dq + (group * PER_GROUP + head).to(tl.int64) * q_h, q_s, q_b
+    part, s_stride, b_stride, lead = dq + (group * PER_GROUP + head).to(tl.int64) * q_h, q_s, q_b, q_lead
     if head == PER_GROUP:
-        part, s_stride, b_stride = dk + group.to(tl.int64) * k_h, k_s, k_b
+        part, s_stride, b_stride, lead = dk + group.to(tl.int64) * k_h, k_s, k_b, k_lead
     elif head > PER_GROUP:
-        part, s_stride, b_stride = dv + group.to(tl.int64) * v_h, v_s, v_b
+        part, s_stride, b_stride, lead = dv + group.to(tl.int64) * v_h, v_s, v_b, k_lead
+    part -= lead * s_stride  # of the first tokens, which are missing and not loaded
+    low = lead * batch
     turns = head <= PER_GROUP
     turning = tl.where(turns, tokens, 0)  # tokens with angles
-    x0 = _load_pair(part, _line(4 * quad, batch, s_stride, b_stride), c1, c2, (4 * quad < tokens)[:, None] & channels[None, :])
-    x1 = _load_pair(part, _line(4 * quad + 1, batch, s_stride, b_stride), c1, c2, (4 * quad + 1 < tokens)[:, None] & channels[None, :])
-    x2 = _load_pair(part, _line(4 * quad + 2, batch, s_stride, b_stride), c1, c2, (4 * quad + 2 < tokens)[:, None] & channels[None, :])
-    x3 = _load_pair(part, _line(4 * quad + 3, batch, s_stride, b_stride), c1, c2, (4 * quad + 3 < tokens)[:, None] & channels[None, :])
+    x0 = _load_token(part, 4 * quad, low, tokens, batch, s_stride, b_stride, c1, c2, channels)
+    x1 = _load_token(part, 4 * quad + 1, low, tokens, batch, s_stride, b_stride, c1, c2, channels)
+    x2 = _load_token(part, 4 * quad + 2, low, tokens, batch, s_stride, b_stride, c1, c2, channels)
+    x3 = _load_token(part, 4 * quad + 3, low, tokens, batch, s_stride, b_stride, c1, c2, channels)
     pairs = (x0, x1, x2, x3)
     cos1, sin1, cos2, sin2 = _angles(cos, sin, 4 * quad // batch, 4 * quad < turning, c1, c2, R)
     f, u = 1.0, 1.0
@@ -183,6 +208,9 @@ def _rotary_backward_kernel(
         token = 4 * quad + k
         v1, v2 = pairs[k]
         v1, v2 = _value(v1, u, E5M2), _value(v2, u, E5M2)
+        if ds is not None:
+            of_part = batch * (N // (PER_GROUP + 2))
+            v1, v2 = _add_sink(v1, v2, ds, sink, token, tokens, batch, group, head, c1, c2, channels, of_part, PER_GROUP, D)
         if k > 0 and not TOGETHER:
             cos1, sin1, cos2, sin2 = _angles(cos, sin, token // batch, token < turning, c1, c2, R)
         v1, v2 = tl.where(turns, v1 * cos1 + v2 * sin2, v1), tl.where(turns, v2 * cos2 - v1 * sin1, v2)
@@ -225,7 +253,7 @@ def rotary_(qkv, cos, sin, heads, groups):
     )  # fmt: skip
 
 
-def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scale_inv_slots=None):
+def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scale_inv_slots=None, center=None):
     """See the reference twin."""
     check_three(scales, "scales")
     check_three(amax_slots, "amax_slots")
@@ -239,7 +267,7 @@ def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scal
 
     def launch(scales: torch.Tensor | None, amaxes: torch.Tensor | None, scale_invs: torch.Tensor | None) -> None:
         _rotary_cast_kernel[max(1, triton.cdiv(s * b, TILE_M)), groups](
-            qkv, *codes, cos, sin, scales, amaxes, scale_invs, s * b, max(1, b), groups,
+            qkv, *codes, cos, sin, center, scales, amaxes, scale_invs, s * b, max(1, b), groups,
             PER_GROUP=heads // groups, D=d, R=r, HALF=triton.next_power_of_2(d // 2), TILE_M=TILE_M, STORE=scales is not None,
             num_warps=WARPS, **fp8_constants(dtype, device),
         )  # fmt: skip
@@ -253,11 +281,13 @@ def rotary_cast(qkv, cos, sin, heads, groups, scales, amax_slots, dtype, *, scal
     return query, key, value, scale_invs if scale_inv_slots is None else nothing(torch.float32, device)
 
 
-def rotary_backward(dq, dk, dv, cos, sin, scale, amax_slot, dtype, *, colsum=False, scale_inv_slot=None, scale_invs=None):
+def rotary_backward(
+    dq, dk, dv, cos, sin, scale, amax_slot, dtype, *, colsum=False, scale_inv_slot=None, scale_invs=None, ds=None, sink=None
+):
     """See the reference twin."""
-    check_gradients(dq, dk, dv)
+    s, (_, b, heads, d) = cos.shape[0], dq.shape
+    check_gradients(dq, dk, dv, s)
     check_three(scale_invs, "scale_invs")
-    s, b, heads, d = dq.shape
     groups, quantised, device = dk.shape[2], dtype.itemsize == 1, dq.device
     check_tables(cos, sin, s, d)
     e5m2 = dq.dtype == torch.float8_e5m2
@@ -273,8 +303,8 @@ def rotary_backward(dq, dk, dv, cos, sin, scale, amax_slot, dtype, *, colsum=Fal
 
     def launch(scale: torch.Tensor | None, amax: torch.Tensor | None, scale_inv: torch.Tensor | None) -> None:
         _rotary_backward_kernel[grid](
-            dq, dk, dv, cos, sin, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv,
-            scale_invs, M, max(1, b), N,
+            dq, dk, dv, cos, sin, ds, sink, g, g_t if quantised else None, partial if colsum else None, scale, amax, scale_inv,
+            scale_invs, M, max(1, b), N, s - len(dq), s - len(dk),
             *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
             PER_GROUP=heads // groups, TOGETHER=b % 4 == 0, ALIGNED=M % 4 == 0, E5M2=e5m2, D=d, R=cos.shape[1], HALF=half,
             TILE_M=BACKWARD_TILE_M, num_warps=max(1, min(16, half // CHANNELS_A_WARP)), **constants,

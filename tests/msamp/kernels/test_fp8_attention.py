@@ -52,7 +52,7 @@ def test_a_gpu_that_has_none_is_refused_by_name(monkeypatch):
 
 
 def test_a_cpu_follows_the_definition_and_prepares_nothing():
-    prepare((8, 1, 2, 16), 1, 0.25, CPU, causal=True)
+    prepare((8, 1, 2, 16), 1, 0.25, CPU, causal=True, keys=8, gradients=False)
     assert fp8_attention._forward_graph.cache_info().currsize == 0
     q, k, v = (make("normal", (8, 1, n, 16), seed=n).to(E4M3.dtype) for n in (2, 1, 1))
     given = (q, k, v, torch.ones(3), torch.ones(()), default_scale(16))

@@ -90,7 +90,9 @@ def test_attention_block_in_fp8(recompute: bool):
     attention = AttentionBlock.apply(stream(), *half.arguments(), how)[0].grad_fn.attention
     held = [*attention.operands[:3], *((attention.attended.o, attention.attended.stats) if attention.attended else ())]
     want = AttentionBlock.saved_bytes(H, HEADS, HEADS, D, WIDE, AsItIs(), fp8=True, recompute=recompute)
-    assert sum(x.nbytes for x in held) / TOKENS == want.inner
+    # The first token, which is computed apart, has no row in the kernel's output and statistics.
+    missing = 0 if recompute else B * HEADS * (D + 4)
+    assert (sum(x.nbytes for x in held) + missing) / TOKENS == want.inner
 
 
 @pytest.mark.parametrize("gemm", ["delayed", "blockwise"])

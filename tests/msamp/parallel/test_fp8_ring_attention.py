@@ -99,7 +99,8 @@ def test_the_ring_loses_little_against_one_process(ranks: int, causal: bool):
     hop, back = 2 * element + 8, 2 * element * (ranks - 1)
     for rank, one in enumerate(found):
         assert one["sent"]["activation", "keys and values ring"] == 2 * STEPS * (ranks - 1) * hop
-        gradients = back - element * rank * causal + 8 * (ranks - 1)  # half of the keys of the ranks before this one
+        # Half of the keys of the ranks before this one, and not the first token.
+        gradients = back - element * rank * causal + 8 * (ranks - 1) - (rank > 0) * 2 * BATCH * GROUPS * CHANNELS
         assert one["sent"]["activation", "grad of keys and values ring"] == STEPS * gradients
 
 
@@ -136,9 +137,10 @@ def test_an_evaluation_leaves_no_trace_and_computes_the_same():
 
 
 def test_shapes_are_those_of_all_ranks():
-    assert shapes(8, 1, causal=True) == {(8, 8, True)}
-    assert shapes(8, 2, causal=True) == shapes(8, 4, causal=True) == {(8, 8, True), (8, 4, False), (4, 8, False)}
-    assert shapes(8, 2, causal=False) == {(8, 8, False)}
+    assert shapes(8, 1, causal=True) == {(7, 7, True)}  # without the first token
+    assert shapes(8, 2, causal=True) == {(7, 7, True), (8, 8, True), (8, 3, False), (4, 8, False)}
+    assert shapes(8, 4, causal=True) == shapes(8, 3, causal=True) == shapes(8, 2, causal=True) | {(8, 4, False)}
+    assert shapes(8, 2, causal=False) == {(8, 8, False), (8, 7, False)}
 
 
 def test_an_odd_number_of_tokens_is_refused():

@@ -66,8 +66,8 @@ class Recorder:
     and `v` as stored, compared with the update's FP32 result; `weight`, if it is cast from a master, compared with the master.
 
     Columns of `sums`: some elements of the products `output`, `grad_input` and `grad_weight` of a linear layer with one scale per tensor,
-    compared with their exact sums from the same codes (`msamp.numerics.accumulation`): the slope, below 1 where the tensor cores' sums
-    shrink, and SQNR in dB. The first slope below 0.99 is printed as a warning.
+    and of FP8 attention's output, compared with their exact sums from the same codes (`msamp.numerics.accumulation`): the slope, below 1
+    where the tensor cores' sums shrink, and SQNR in dB. The first slope below 0.99 is printed as a warning.
 
     Columns of `casts`: amax of the values before the cast; underflow, the fraction of non-zero values that became zero; saturation, the
     fraction at the format's maximum; SQNR in dB; the exponent of the scale, base 2. Columns of `updates`: norms of the parameter after the
@@ -107,7 +107,9 @@ class Recorder:
         device = next(iter(self.names)).device
         # Static memory, which graphs write.
         self._table = torch.zeros(sum(len(rows) for *_, rows in self.watched), len(TALLY), dtype=torch.float64, device=device)
-        self._sums = torch.zeros(len(self.layers), len(PRODUCTS), len(accumulation.SUMS), dtype=torch.float64, device=device)
+        self._summed: list[tuple[str, TensorScales, Sequence[str]]] = [(name, layer.scaling, PRODUCTS) for name, layer in self.layers]
+        self._summed += [(name, scales, PRODUCTS[:1]) for name, scales, _ in self.watched if isinstance(scales, AttentionScaling)]
+        self._sums = torch.zeros(len(self._summed), len(PRODUCTS), len(accumulation.SUMS), dtype=torch.float64, device=device)
         self._one = torch.ones((), device=device)
         self._warned = False
         # Rows on the device: tallies, separately for the update on copies, and sums of updates.
@@ -129,8 +131,8 @@ class Recorder:
         self._casts, self._rehearsed, self._updates = {}, {}, {}
         self._table.zero_()
         self._sums.zero_()
-        for (_, layer), rows in zip(self.layers, self._sums, strict=True):
-            layer.scaling.sums["record"] = dict(zip(PRODUCTS, rows, strict=True))
+        for (_, scales, products), rows in zip(self._summed, self._sums, strict=True):
+            scales.sums["record"] = dict(zip(products, rows, strict=False))
         statistics = self.training.grad_sync.statistics
         counted = statistics.active
         statistics.watch(True, record=True)
@@ -207,8 +209,8 @@ class Recorder:
         sync = self.training.grad_sync
         sums = {
             (name, what): row
-            for (name, _), rows in zip(self.layers, self._sums, strict=True)
-            for what, row in zip(PRODUCTS, rows, strict=True)
+            for (name, _, products), rows in zip(self._summed, self._sums, strict=True)
+            for what, row in zip(products, rows, strict=False)
         }
         groups: tuple[dict[Any, Tensor], ...] = (self._casts, self._rehearsed, self._updates, sums)
         rows = [self._table.new_zeros(0), *(row for group in groups for row in group.values())]

@@ -41,7 +41,9 @@ def test_what_tensor_parallel_ranks_send_is_what_was_counted(row: dict[str, str]
 
 def counted() -> list[dict[str, str]]:
     with (ROOT / "tools/bench/results/grid.csv").open(newline="") as stream:
-        return [row for row in csv.DictReader(stream) if "--context-parallel-size 2" in row["case"] and row["tp"] == "1"]
+        rows = [row for row in csv.DictReader(stream) if "--context-parallel-size 2" in row["case"] and row["tp"] == "1"]
+    # An all-to-all with FP8 attention sends its gradients in another format since.
+    return [row for row in rows if not ("a2a" in row["case"] and "--attention-precision fp8" in row["case"])]
 
 
 @pytest.mark.parametrize("row", counted(), ids=lambda row: f"{row['commit']} {row['case']}")
@@ -67,8 +69,9 @@ def test_what_context_parallel_ranks_send_is_what_was_counted(row: dict[str, str
         ("--cp-comm-type a2a", 3 / 4 * 2 * 2 * (4 + 2 + 4), 4),
         ("--cp-comm-type a2a --cp-wire fp8", 3 / 4 * ((4 + 2) + 2 * (4 + 4 + 2 + 4)), 4),
         (f"--cp-comm-type a2a {FULL}", 3 / 4 * 2 * (2 * (4 + 2 + 4) + (4 + 4 + 2)), 6),
-        ("--cp-comm-type a2a --attention-precision fp8", 3 / 4 * ((4 + 2 + 4) + (4 + 4 + 4 + 2)), 4),
-        (f"--cp-comm-type a2a --attention-precision fp8 {FULL}", 3 / 4 * (2 * (4 + 2 + 4) + (4 + 4 + 4 + 2)), 6),
+        # Output's gradient in BF16, the others too with this many queries; a number per head; the output's codes once more.
+        ("--cp-comm-type a2a --attention-precision fp8", 3 / 4 * ((4 + 2 + 4) + (2 * (4 + 4 + 2) + 1 / 8 + 4)), 6),
+        (f"--cp-comm-type a2a --attention-precision fp8 {FULL}", 3 / 4 * (2 * (4 + 2 + 4) + (2 * (4 + 4 + 2) + 1 / 8 + 4)), 8),
     ],
 )
 def test_what_context_parallel_ranks_send_by_flags(flags: str, bytes_per_token: float, calls: int):
