@@ -18,7 +18,6 @@ REFUSALS = [
     ("bench.bench_optimizer", "--levels O3+--optimizer-states+coat", "--optimizer-states"),
     ("bench.bench_outliers", "--factor 0.5", "--factor"),
     ("bench.bench_outliers", "--until 100", "--until"),
-    ("bench.bench_recorder", "--record-interval 0", "--record-interval"),
     ("bench.bench_step", "--steps 1", "--steps"),
     ("bench.bench_step", "--levels O9+--deterministic", "O9"),
     ("reproduce.coat_memory", "--cases O9+--flag", "--cases"),

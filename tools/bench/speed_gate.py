@@ -17,12 +17,13 @@ the baseline of one case. `linear` is one layer of 8192 x 8192 with its casts, f
 import argparse
 import contextlib
 import csv
+import functools
 import json
+import os
 import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,9 +32,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.lm.build import build_training
+from megatron.lm.graphs import step_graph
+from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file
-from tools.bench import bench_fsdp, bench_kernels, rows, side_by_side, training_steps
+from megatron.lm.step import train_step
+from tools.bench import bench_fsdp, bench_kernels, rows, training_steps
 
 RATIOS = rows.ROOT / "tools/bench/results/speed_gate.csv"
 COLUMNS = ("date", "commit", "gpu", "driver", "torch", "case", "ours", "baseline", "ratio", "least", "most", "ms", "ms_baseline", "rounds")
@@ -81,31 +86,32 @@ class Measured(NamedTuple):
 def serve(contestant: str, options: argparse.Namespace) -> None:
     """Run as the process of a contestant: build it at the first line of stdin, then take as many steps as each line requests; end of file
     ends it."""
-    kind, _, words = contestant.partition(" ")
-    if kind == "trainer":
-        flags = side_by_side.flags().parse_args(["--warm-up", str(options.warm_up), *shlex.split(options.trainer_flags)])
-        side_by_side.serve(words, flags)
-        return
     if not sys.stdin.readline():
         return
+    kind, _, words = contestant.partition(" ")
     cuda = torch.cuda.is_available()
-    wait = torch.cuda.synchronize if cuda else lambda: None
     with contextlib.redirect_stdout(sys.stderr):  # the lines of JSON are the only output
-        step, captured = {"loop": own_loop, "linear": linear}[kind](words, options)
+        step, captured = {"trainer": trainer, "loop": own_loop, "linear": linear}[kind](words, options)
         for _ in range(options.warm_up):
             step()
-    gib = torch.cuda.memory_reserved() / 2**30 if cuda else 0.0
-    print(json.dumps({"captured": captured, "gib": gib, "trainer": rows.__file__}), flush=True)
+        if kind == "trainer" and cuda:
+            torch.cuda.empty_cache()  # memory of the eager steps is for the other contestants
+    print(json.dumps({"captured": captured, "gib": torch.cuda.memory_reserved() / 2**30 if cuda else 0.0}), flush=True)
     for line in sys.stdin:
-        times = []
         with contextlib.redirect_stdout(sys.stderr):
-            for _ in range(int(line)):
-                wait()
-                start = time.perf_counter()
-                step()
-                wait()
-                times.append(1e3 * (time.perf_counter() - start))
-        print(json.dumps({"step": times}), flush=True)
+            times, _ = training_steps.synchronized_step_times(step, int(line))
+        print(json.dumps([1e3 * seconds for seconds in times]), flush=True)
+
+
+def trainer(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
+    """Return a step of the trainer at a precision with flags, and whether it replays a graph."""
+    flags = training_steps.parser(None, "step.csv").parse_args(shlex.split(options.trainer_flags))
+    config = training_steps.configuration(case, flags)
+    process_groups.initialize(config)
+    training = build_training(config, flags.vocab_size)
+    batches = training_steps.random_batches(config, flags.vocab_size, process_groups.device())
+    graphs = step_graph.build(training)
+    return functools.partial(train_step, training, batches, graphs), graphs is not None and graphs.mode == "step"
 
 
 def own_loop(case: str, options: argparse.Namespace) -> tuple[Step, bool]:
@@ -131,13 +137,54 @@ def linear(precision: str, options: argparse.Namespace) -> tuple[Step, bool]:
     return (bench_kernels.captured(ten), True) if torch.cuda.is_available() else (run, False)
 
 
-class Contestant(side_by_side.Served):
-    """The process of a contestant."""
+class Contestant:
+    """The process of a contestant, which answers each line of its stdin by a line of JSON."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         words = ["--warm-up", str(options.warm_up), f"--trainer-flags={options.trainer_flags}", f"--loop-flags={options.loop_flags}"]
         words += ["--linear-tokens", str(options.linear_tokens), "--linear-width", str(options.linear_width), "--serve", name]
-        super().__init__(name, rows.ROOT, [str(rows.ROOT / "tools/bench/speed_gate.py"), *words])
+        path = os.pathsep.join([str(rows.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *words],
+            cwd=rows.ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def build(self) -> dict[str, Any]:
+        """Build and warm up; return whether graphs are replayed (`captured`) and the memory in `gib`."""
+        return self._ask("")
+
+    def steps(self, number: int) -> list[float]:
+        """Take steps and return the ms of each."""
+        return self._ask(str(number))
+
+    def _ask(self, line: str) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        if not answer:
+            raise ValueError(f"{self.name!r} ended with {self.process.wait()}: its error is above; give fewer cases if memory ran out")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the process, which holds its memory until then."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 # --- ratios ------------------------------------------------------------------------------------------------------------------------
@@ -163,7 +210,7 @@ def measure(
     counts.
 
     Args:
-        start: starts the process of a contestant, with `build`, `steps` and `close` as `side_by_side.Served` has them.
+        start: starts the process of a contestant, such as `Contestant`.
         keep: gets each case as soon as it is measured.
     """
     measured: dict[str, Measured] = {}
@@ -177,8 +224,11 @@ def measure(
             with ThreadPoolExecutor(len(new) or 1) as threads:
                 list(threads.map(lambda name: report_built(alive[name]), new))
             built.update(new)
-            times = side_by_side.measure([alive[case.baseline], alive[case.ours]], options.rounds, options.steps)
-            measured[case.name] = ratio(*([turn[name]["step"] for turn in times] for name in (case.ours, case.baseline)))
+            turns: dict[str, list[list[float]]] = {case.baseline: [], case.ours: []}
+            for turn in range(options.rounds):
+                for name in list(turns) if turn % 2 == 0 else reversed(turns):  # every round begins with another one
+                    turns[name].append(alive[name].steps(options.steps))
+            measured[case.name] = ratio(turns[case.ours], turns[case.baseline])
             print(f"{case.name}: {case.ours} / {case.baseline} = {measured[case.name].ratio:.4f}", flush=True)
             keep(case.name, measured[case.name])
             needed = {name for later in cases[number + 1 :] for name in (later.baseline, later.ours)}
@@ -193,7 +243,7 @@ def measure(
 def report_built(contestant: Any) -> None:
     """Build a contestant and print how its steps run."""
     ready = contestant.build()
-    print(f"{contestant.case}: {'replayed graphs' if ready['captured'] else 'eager steps'}, {ready['gib']:.1f} GiB", flush=True)
+    print(f"{contestant.name}: {'replayed graphs' if ready['captured'] else 'eager steps'}, {ready['gib']:.1f} GiB", flush=True)
 
 
 def committed(path: Path, gpu: str, names: Iterable[str]) -> dict[str, float]:
@@ -266,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="append the ratios to --csv instead of judging them")
     parser.add_argument("--csv", type=output_file, default=RATIOS, help="file of the committed ratios (default: %(default)s)")
     parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
-    parser.add_argument("--trainer-flags", default=TRAINER, help="model of the trainer's cases, as flags of side_by_side.py")
+    parser.add_argument("--trainer-flags", default=TRAINER, help="model of the trainer's cases, as flags of bench_step.py")
     parser.add_argument("--loop-flags", default=OWN_LOOP, help="model of the own loop's cases, as flags of bench_fsdp.py")
     parser.add_argument("--linear-tokens", type=count(1), default=8192)
     parser.add_argument("--linear-width", type=count(16), default=8192)

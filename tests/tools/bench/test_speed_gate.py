@@ -30,10 +30,10 @@ TIMES = {  # ms of a step on an unchanged tree
 class Fake:
     """A contestant with given times; the clock of the whole GPU drifts by 20 % over the rounds."""
 
-    turns = 0
+    turns: list[str] = []  # names, in the order of their steps
 
     def __init__(self, name, slowed=1.0):
-        self.case, self.slowed, self.built, self.closed = name, slowed, False, False
+        self.name, self.slowed, self.built, self.closed = name, slowed, False, False
 
     def build(self):
         self.built = True
@@ -42,10 +42,10 @@ class Fake:
     def steps(self, number):
         assert self.built
         assert not self.closed
-        Fake.turns += 1
-        drift = 1 + 0.2 * ((Fake.turns - 1) // 2 % 8) / 8
-        times = [TIMES[self.case] * self.slowed * drift] * (number - 1)
-        return {"step": [*times, 5 * TIMES[self.case]]}  # one step was interrupted
+        drift = 1 + 0.2 * (len(Fake.turns) // 2 % 8) / 8
+        Fake.turns.append(self.name)
+        times = [TIMES[self.name] * self.slowed * drift] * (number - 1)
+        return [*times, 5 * TIMES[self.name]]  # one step was interrupted
 
     def close(self):
         self.closed = True
@@ -58,7 +58,7 @@ def gate(monkeypatch, tmp_path):
 
     def run(*words, slowed=None):
         started.clear()
-        Fake.turns = 0
+        Fake.turns.clear()
 
         def start(name, options):
             started.append(Fake(name, (slowed or {}).get(name, 1.0)))
@@ -91,7 +91,8 @@ def test_green_three_times_on_the_same_and_red_on_a_slowed_case(gate, capsys):
     assert "LOST trainer-O3: ratio 0.6760 (0.6760 to 0.6760), committed 0.6500: +4.0 %, more than 3 %" in printed
     assert printed.count("LOST") == 1
     assert gate(slowed={"loop torchao compile": 0.9}) == 1, "a faster baseline is a loss too: the promise is a ratio"
-    assert gate("--cases", "linear", slowed={"trainer O3": 2.0}) == 0
+    assert gate("--cases", "linear", "--rounds", "3", slowed={"trainer O3": 2.0}) == 0
+    assert Fake.turns == [f"linear {side}" for side in ("bf16", "fp8", "fp8", "bf16", "bf16", "fp8")]
 
 
 def test_contestants_end_when_one_of_them_fails(monkeypatch):
@@ -99,7 +100,7 @@ def test_contestants_end_when_one_of_them_fails(monkeypatch):
 
     class Broken(Fake):
         def steps(self, number):
-            raise ValueError("case 'trainer O2' ended with 1")
+            raise ValueError("'trainer O2' ended with 1")
 
     def start(name, options):
         made.append((Broken if name == "trainer O2" else Fake)(name))
@@ -109,9 +110,9 @@ def test_contestants_end_when_one_of_them_fails(monkeypatch):
     cases = [CASES["trainer-O3"], *CASES.values()]
     with pytest.raises(ValueError, match="ended with 1"):
         measure(cases, argparse.Namespace(rounds=2, steps=2), start, lambda name, found: kept.append(name))
-    assert {contestant.case: contestant.closed for contestant in made} == dict.fromkeys(TIMES, True)
+    assert {contestant.name: contestant.closed for contestant in made} == dict.fromkeys(TIMES, True)
     assert kept == ["trainer-O3"], "what was measured before the failure is not lost"
-    assert {contestant.case for contestant in made if contestant.built} == {"trainer O0", "trainer O2", "trainer O3"}
+    assert {contestant.name for contestant in made if contestant.built} == {"trainer O0", "trainer O2", "trainer O3"}
 
 
 def test_the_ratio_by_hand():
@@ -173,9 +174,9 @@ def takes_steps(contestant, monkeypatch, capsys):
     words += ["--linear-width", "32"]
     assert speed_gate.main([*words, "--serve", contestant]) == 0
     ready, *measured = map(json.loads, capsys.readouterr().out.splitlines())
-    assert {"captured", "gib", "trainer"} <= ready.keys()
-    assert [len(times["step"]) for times in measured] == [2, 3]
-    assert all(ms > 0 for times in measured for ms in times["step"])
+    assert {"captured", "gib"} <= ready.keys()
+    assert [len(times) for times in measured] == [2, 3]
+    assert all(ms > 0 for times in measured for ms in times)
 
 
 @pytest.mark.gpu
