@@ -4,6 +4,7 @@ import argparse
 import csv
 import io
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ TIMES = {  # ms of a step on an unchanged tree
 class Fake:
     """A contestant with given times; the clock of the whole GPU drifts by 20 % over the rounds."""
 
-    turns: list[str] = []  # names, in the order of their steps
+    turns: ClassVar[list[str]] = []  # names, in the order of their steps
 
     def __init__(self, name, slowed=1.0):
         self.name, self.slowed, self.built, self.closed = name, slowed, False, False
