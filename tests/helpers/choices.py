@@ -1,10 +1,17 @@
 """Cases by default and by night: of a product of choices, the default run takes each choice once."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
+
+def _shown(value: Any) -> str:
+    """Return a value's part of a case's name: the same in every process, so without addresses."""
+    named = getattr(value, "name", None) or getattr(value, "__name__", None)
+    return str(named or re.sub(r" at 0x[0-9a-f]+", "", str(value)))
 
 
 def each_once(seconds: float = 0.3, **choices: Sequence[Any]) -> pytest.MarkDecorator:
@@ -19,7 +26,7 @@ def each_once(seconds: float = 0.3, **choices: Sequence[Any]) -> pytest.MarkDeco
         )
         for place in covering(sizes, diagonal)
     ]
-    return pytest.mark.parametrize(tuple(choices), cases, ids=lambda value: getattr(value, "name", str(value)))
+    return pytest.mark.parametrize(tuple(choices), cases, ids=_shown)
 
 
 def each_value(**choices: Sequence[Any]) -> pytest.MarkDecorator:
@@ -31,7 +38,7 @@ def each_value(**choices: Sequence[Any]) -> pytest.MarkDecorator:
         for i in range(max(map(len, columns)))
     ]
     params = [pytest.param(*(x.values[0] for x in case), marks=[mark for x in case for mark in x.marks]) for case in cases]
-    return pytest.mark.parametrize(tuple(choices), params, ids=lambda value: getattr(value, "name", str(value)))
+    return pytest.mark.parametrize(tuple(choices), params, ids=_shown)
 
 
 def every_pair(test: Callable[..., None]) -> Callable[..., None]:
@@ -69,7 +76,7 @@ def _params(mark: Any) -> list[Any]:
     params = []
     for i, x in enumerate(mark.args[1]):
         values = x.values if hasattr(x, "marks") else tuple(x) if several else (x,)
-        shown = [ids(v) if callable(ids) else getattr(v, "name", str(v)) for v in values] if ids is None or callable(ids) else [ids[i]]
+        shown = [ids(v) if callable(ids) else _shown(v) for v in values] if ids is None or callable(ids) else [ids[i]]
         params.append(pytest.param(*values, marks=getattr(x, "marks", ()), id="-".join(map(str, shown))))
     return params
 

@@ -10,8 +10,9 @@ rng/NUMBER/...                states of a rank's random generators
 """
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ from megatron.lm.checkpoint import rng
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.files.versions import VERSION
 from megatron.lm.checkpoint.place import Place, names_of, places
-from megatron.lm.config import Config
+from megatron.lm.config import Config, flag
 from megatron.lm.config.cli import config_to_dict
+from megatron.lm.config.sections.parallel import AXES
 from megatron.lm.processes.grid import Grid, Ranks
 from megatron.lm.training.state import Training
 from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_inv, weight_format
 from msamp.optim.updates import MASTER, WEIGHT, remainders, update_of
+
+FIRST_TOKEN_APART = "first token apart"  # how FP8 attention computes (`msamp.nn.fp8_attention`), as checkpoints name it
+LONG = 4096  # tokens from which FP8 attention without it shrank its output noticeably
 
 
 def at(key: str, offset: Sequence[int]) -> str:
@@ -50,6 +55,7 @@ def description(config: Config, vocab_size: int, processes: int) -> dict[str, An
         "processes": processes,
         "config": config_to_dict(config),
         "vocab_size": vocab_size,
+        "fp8_attention": FIRST_TOKEN_APART,
         "loss_scale": None,
         **dict.fromkeys(("iteration", "consumed_samples", "passed_over", "skipped_steps", "grad_sync_steps", "schedule_steps"), 0),
     }
@@ -166,3 +172,48 @@ def _scalars(prefix: str, where: Sequence[Place], x: Tensor, rows: slice | None)
 def _rng_items(grid: Grid) -> Iterator[Item]:
     for name, value in rng.state().items():
         yield Item.whole(f"rng/{rng.own_number(grid)}/{name}", value)
+
+
+def shrinking_attention(info: dict[str, Any], config: Config, folder: Path) -> str | None:
+    """Return a line about a checkpoint whose FP8 attention shrank its output with the length of the sequence; None for any other.
+
+    Args:
+        info: contents of its `checkpoint.json`.
+        config: settings of the run that wrote it.
+        folder: that contains it.
+    """
+    if config.precision.attention_precision != "fp8" or config.model.seq_length < LONG or info.get("fp8_attention") == FIRST_TOKEN_APART:
+        return None
+    return (
+        f"warning: {folder} was trained on {config.model.seq_length} tokens with an FP8 attention whose output was too small for long "
+        "sequences (7 % at 8,192 tokens where values have a mean of half their deviation); today's keeps its size. To see whether the "
+        f"weights depend on it, compare the validation loss of --load {folder} --attention-precision bf16"
+    )
+
+
+def print_changes(info: dict[str, Any], was: Config, now: Config, folder: Path, requantised: Collection[str]) -> None:
+    """Print, on rank 0, in what a resumed run differs from the one that wrote the checkpoint.
+
+    Args:
+        info, was, folder: contents of `checkpoint.json`, settings, and folder of the checkpoint.
+        now: settings of the resumed run.
+        requantised: names of the tensors whose bits changed.
+    """
+    if (warning := shrinking_attention(info, was, folder)) is not None:
+        print(warning, flush=True)
+    changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
+    for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage"):
+        before, after = getattr(was.parallel, name), getattr(now.parallel, name)
+        changed += [f"{flag(name)} {before} -> {after}"] if before != after else []
+    described = {
+        "linear layers in BF16": [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)],
+        "layers in BF16": [", ".join(str(layer + 1) for layer in sorted(config.layers_in_bf16)) or "none" for config in (was, now)],
+        "Smooth-SwiGLU": ["on" if config.precision.smooth_swiglu else "off" for config in (was, now)],
+    }
+    changed += [f"{what} {before} -> {after}" for what, (before, after) in described.items() if before != after]
+    processes = (info["processes"], dist.get_world_size())
+    changed += [f"{processes[0]} processes -> {processes[1]}"] if processes[0] != processes[1] else []
+    if changed or requantised:
+        some = f"{len(requantised)} tensors of this rank were requantised, such as {min(requantised, default='')}"
+        kept = some if requantised else "all weights and states kept their bits"
+        print(f"the checkpoint was converted: {', '.join(changed) or 'other formats'}; {kept}", flush=True)

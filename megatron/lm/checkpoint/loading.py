@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.lm.checkpoint import rng
-from megatron.lm.checkpoint.content import at
+from megatron.lm.checkpoint.content import at, print_changes
 from megatron.lm.checkpoint.files import non_persistent
 from megatron.lm.checkpoint.files.folder import INFO_FILE, check_files, no_checkpoint, read_info
 from megatron.lm.checkpoint.files.storage import Stored
@@ -142,7 +142,8 @@ def load(training: Training) -> None:
             print(text, flush=True)
     _apply(training, taken, saved)
     if not settings.finetune:
-        _say_what_changed(training, taken, saved)
+        if dist.get_rank() == 0:
+            print_changes(saved.info, saved.config, training.config, saved.folder, taken.requantised)
         if dist.get_rank() == 0 and not taken.with_states and not settings.no_load_optim and saved.info["iteration"]:
             print(f"{saved.folder} was saved with --no-save-optim: the optimizer's state is initialized", flush=True)
 
@@ -382,27 +383,6 @@ def _schedule_place(training: Training, saved: SavedCheckpoint) -> int:
     if then:
         return info["iteration"] - info["skipped_steps"]  # type: ignore[no-any-return]
     return steps * (info["consumed_samples"] // info["iteration"])  # type: ignore[no-any-return]
-
-
-def _say_what_changed(training: Training, taken: _Taken, saved: SavedCheckpoint) -> None:
-    was, now = saved.config, training.config
-    changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
-    for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage"):
-        before, after = getattr(was.parallel, name), getattr(now.parallel, name)
-        changed += [f"{flag(name)} {before} -> {after}"] if before != after else []
-    described = {
-        "linear layers in BF16": [" ".join(config.precision.bf16_linears or ()) or "none" for config in (was, now)],
-        "layers in BF16": [", ".join(str(layer + 1) for layer in sorted(config.layers_in_bf16)) or "none" for config in (was, now)],
-        "Smooth-SwiGLU": ["on" if config.precision.smooth_swiglu else "off" for config in (was, now)],
-    }
-    changed += [f"{what} {before} -> {after}" for what, (before, after) in described.items() if before != after]
-    if saved.info["processes"] != dist.get_world_size():
-        changed.append(f"{saved.info['processes']} processes -> {dist.get_world_size()}")
-    if dist.get_rank() == 0 and (changed or taken.requantised):
-        kept = "all weights and states kept their bits"
-        if taken.requantised:
-            kept = f"{len(taken.requantised)} tensors of this rank were requantised, such as {min(taken.requantised)}"
-        print(f"the checkpoint was converted: {', '.join(changed) or 'other formats'}; {kept}", flush=True)
 
 
 def saved_precision(config: Config) -> PrecisionConfig | None:
