@@ -2,8 +2,8 @@
 
 Forward computes with the unrounded input; only the copy for backward is rounded. The inputs of linear layers are not saved here: a fused
 block recomputes them from these copies, and other linear layers save them in FP8 with one scale per tensor. Recomputed from groups of 16
-they are rounded twice, which costs about 1 dB of a weight gradient's 24 dB (`tools/reproduce/coat_activations.py`). COAT saves them
-instead. In a fused block of a GPT that would take 6 bytes per token and channel, as much as the groups save.
+they are rounded twice, which costs about 1 dB of a weight gradient's 24 dB (`tools/reproduce/results/coat_activations.csv`). COAT saves
+them instead. In a fused block of a GPT that would take 6 bytes per token and channel, as much as the groups save.
 """
 
 from collections.abc import Sequence

@@ -62,22 +62,8 @@ def states(task: Task) -> Iterator[Finding]:
 
 def activations(task: Task) -> Iterator[Finding]:
     """Measure the error of saved activations by granularity, with `tools/reproduce/coat_activations.py`."""
-    if task.size == "smollm2":
-        file = task.folder / "outliers.csv"
-        yield from of_layers(rows_of("coat_activations", ["--hf-model", SMOLLM2, "--text", str(task.text), "--csv", str(file)], file))
-        return
-    steps, shape = SHAPES[task.size]
-    saved = checkpoint("O2", steps, shape, byte_data(task.text, task.folder / "bytes"), task.folder)
-    words = ["--load", str(saved), "--text", str(task.text), "--csv", str(task.folder / "activations.csv")]
-    measured = rows_of("coat_activations", words, task.folder / "activations.csv")
-    worst: dict[tuple[str, str], float] = {}
-    for row in (row for row in measured if row["sqnr_db"]):
-        for name, value in numbers(row, {"sqnr_db": "SQNR", "worst_token_db": "SQNR of the worst token"}):
-            yield Finding(f"{row['what']}, {row['kept']}: {name}", value, unit="dB", seed=1234)
-        worst[row["what"], row["kept"]] = float(row["worst_token_db"])
-    for what in ("norm input", "norm input, large tokens"):
-        gain = worst[what, GROUPS] - worst[what, "tensor"]
-        yield Finding(f"{what}: groups of 16 channels above one scale, worst token", gain, unit="dB", seed=1234)
+    file = task.folder / "outliers.csv"
+    yield from of_layers(rows_of("coat_activations", ["--hf-model", SMOLLM2, "--text", str(task.text), "--csv", str(file)], file))
 
 
 def of_layers(measured: Sequence[Row]) -> Iterator[Finding]:

@@ -1,30 +1,20 @@
-"""Measure what saving the inputs of norms and GELU/SwiGLU in FP8 loses and saves, by granularity, on a checkpoint (COAT, part 2).
+"""Measure what saving activations in FP8 loses and saves, by granularity, on a Llama of transformers (COAT, part 2).
 
-    python -m megatron.lm.pretrain --opt-level O2 --save checkpoints ...
-    python tools/reproduce/coat_activations.py --load checkpoints --text FILE --csv tools/reproduce/results/coat_activations.csv
     python tools/reproduce/coat_activations.py --hf-model FOLDER --text FILE --csv tools/reproduce/results/coat_outliers.csv
 
-With --load the model reads the beginning of FILE. Its layers' norm inputs and activation inputs, all layers together, and its norm inputs
-with every 32nd channel 50 times as large and with every 64th token 100,000 times as large, are saved in E4M3 with one power-of-two scale
-per group of 16, 32 or 64 channels, per tensor, or per group of 16 tokens, which COAT warns against at a norm's input:
+The model reads the beginning of FILE in BF16. Each input of a norm, of SwiGLU and of a linear layer has its own rows for each layer: saved
+in E4M3 with one power-of-two scale per group of 16, 32 or 64 channels, per tensor, per token, or per group of 16 tokens, which COAT warns
+against at a norm's input:
 
-- bytes: bytes per element, scale included (2 for BF16). sqnr_db, underflow, saturation: of the saved values. worst_token_db: the smallest
-  SQNR over one token's channels, which large tokens do not hide.
-- weight_kept_db, weight_again_db: SQNR of the gradient of the next linear layer's weight, for a random grad_output in E5M2: with the
-  layer's FP8 input saved as well (one byte per element more), and with it recomputed from what is saved here, as the fused blocks do.
-
-And the bytes that a layer saves per token, for norm and activation inputs (non-linear) and for everything else, predicted by the dry run.
-
-With --hf-model a Llama of transformers reads it in BF16, and each input of a norm, of SwiGLU and of a linear layer has its own rows for
-each layer, also with one scale per token; without the gradients, and with these additional measures:
-
-- token_db: the SQNR of the median token's channels; sqnr_db is dominated by the largest values.
+- bytes: bytes per element, scale included (2 for BF16). sqnr_db, underflow, saturation: of the saved values. token_db, worst_token_db: the
+  SQNR of the median and of the worst token's channels; sqnr_db is dominated by the largest values.
 - for what the model computes, in the rows "BF16": peak_over_rms; the shares of tokens and of channels that contain an outlier, a magnitude
   of more than 100 times the median; the share of the outliers that lie in the first token of a sequence; token_spread, the rms of the
   largest token over that of the median one; channel_spread, the same of channels, without the first tokens.
+
+`bytes_rows` predicts by the dry run the bytes that a layer saves per token, for norm and activation inputs and for everything else.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +29,7 @@ from megatron.lm.shell.arguments import Parser, count, output_file, path
 from megatron.lm.shell.files import read_text
 from msamp.kernels import ops
 from msamp.nn.saved_activations import GroupedFP8, Parts, Saved
-from msamp.numerics.formats import E4M3, E5M2
+from msamp.numerics.formats import E4M3
 from msamp.numerics.metrics import saturation_frac, sqnr_db, underflow_frac
 from msamp.numerics.quantize import dequantize
 from tools.bench import rows
@@ -47,14 +37,9 @@ from tools.bench import rows
 if TYPE_CHECKING:
     from megatron.lm.config import Config
 
-MEASURES = ("bytes", "sqnr_db", "worst_token_db", "underflow", "saturation", "weight_kept_db", "weight_again_db")
-COLUMNS = ("what", "kept", *MEASURES, "non_linear", "other")
 OUTLIERS = ("peak_over_rms", "outlier_tokens", "outlier_channels", "outlier_first", "token_spread", "channel_spread")
 LAYER_COLUMNS = ("what", "layer", "kept", "bytes", "sqnr_db", "token_db", "worst_token_db", "underflow", "saturation", *OUTLIERS)
-OUTPUTS = 256  # of the linear layer whose weight gradient is measured
-EPS = 1e-5
 FAR = 100  # outlier: more than so many times the median magnitude; the largest of a million normal values is 7 times it
-LENGTH = 128
 # What a layer of a Llama saves, and the module whose first argument it is.
 KEPT: Mapping[str, str] = {
     "attention norm input": "input_layernorm",
@@ -115,67 +100,6 @@ WAYS: Mapping[str, Saved] = {f"groups of {size} channels": GroupedFP8(size=size)
 }
 
 
-def inputs(model: torch.nn.Module, tokens: Tensor) -> dict[str, list[Tensor]]:
-    """Return the inputs [tokens, channels] of the norms and of the activation of every layer, for `tokens` [b, s]."""
-    from megatron.lm.model.layer import Layer
-
-    by_kind: dict[str, list[Tensor]] = {"norm input": [], "activation input": []}
-    handles = []
-    for layer in (module for module in model.modules() if isinstance(module, Layer)):
-        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
-            handles.append(norm.register_forward_pre_hook(lambda _, args: by_kind["norm input"].append(args[0].flatten(0, 1))))
-
-        def activated(_: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> None:
-            y, bias = output
-            by_kind["activation input"].append((y if bias is None else y + bias).flatten(0, 1))
-
-        handles.append(layer.mlp.linear_fc1.register_forward_hook(activated))  # the hook also prevents fusion of the layer
-    with torch.no_grad():
-        model(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), None)
-    for handle in handles:
-        handle.remove()
-    return by_kind
-
-
-def weight_gradients(x: Tensor, again: Tensor, what: str, kind: str) -> tuple[float, float]:
-    """Return the SQNR of the next linear layer's weight gradient: with its FP8 input saved, and recomputed from `again`, the saved `x`."""
-    if what == "activation input":
-        exact = ops.activate(x, kind, None, None, torch.float32)[0]
-        scale_inv = ops.activate(x, kind, None, None, E4M3.dtype)[1]
-        kept, recomputed = (dequantize(ops.activate(y, kind, scale_inv.reciprocal(), None, E4M3.dtype)[0], scale_inv) for y in (x, again))
-    else:
-        one = torch.ones(x.shape[1], device=x.device)
-        _, exact, _, mean, rstd = ops.normalize(x, None, one, None, EPS, None, None, torch.float32, rms=False)
-        scale_inv = ops.normalize(x, None, one, None, EPS, None, None, E4M3.dtype, rms=False)[2]
-        operands = (ops.normalize_transposed(y, mean, rstd, one, None, scale_inv, E4M3.dtype, rms=False) for y in (x, again))
-        kept, recomputed = (dequantize(operand, scale_inv).t() for operand in operands)
-    grad = torch.randn(x.shape[0], OUTPUTS, generator=torch.Generator().manual_seed(0)).to(x.device)
-    payload, _, grad_scale_inv, _ = ops.cast_transpose(grad, None, None, E5M2.dtype, row=True)
-    rounded = dequantize(payload, grad_scale_inv)
-    reference = grad.t() @ exact
-    return sqnr_db(reference, rounded.t() @ kept), sqnr_db(reference, rounded.t() @ recomputed)
-
-
-def error_row(xs: Sequence[Tensor], way: Saved, what: str, kind: str) -> dict[str, Any]:
-    """Return the measures of one format for all of `xs`: SQNR and shares over all elements, and the smallest SQNR of the weight
-    gradients."""
-    parts = [way.keep(x) for x in xs]
-    backs = [way.restore(part, x.dtype) for part, x in zip(parts, xs, strict=True)]
-    x, back, payload = (torch.cat([t.flatten() for t in of]) for of in (xs, backs, [part[0].float() for part in parts]))
-    noise = torch.cat([(b.float() - a.float()).square().sum(1) / a.float().square().sum(1) for a, b in zip(xs, backs, strict=True)])
-    kept, again = zip(*(weight_gradients(a, b, what, kind) for a, b in zip(xs, backs, strict=True)), strict=True)
-    measured = {
-        "bytes": way.element_bytes(2),
-        "sqnr_db": sqnr_db(x, back),
-        "worst_token_db": -10 * noise.max().log10().item(),
-        "underflow": underflow_frac(x, back),
-        "saturation": saturation_frac(payload, E4M3),
-        "weight_kept_db": min(kept),
-        "weight_again_db": min(again),
-    }
-    return {name: f"{value:.4g}" for name, value in measured.items()}
-
-
 def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
     """Yield the bytes that a layer saves per token at O0 and O2, with both values of --save-activations."""
     from megatron.lm.config import PrecisionConfig
@@ -196,20 +120,6 @@ def bytes_rows(config: "Config") -> Iterator[dict[str, Any]]:
                 "non_linear": f"{non_linear:g}",
                 "other": f"{whole - non_linear:g}",
             }
-
-
-def table(by_kind: Mapping[str, Sequence[Tensor]], kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the errors; `kind` is the activation function."""
-    norms = by_kind["norm input"]
-    channels, tokens = (torch.ones(norms[0].shape[i], device=norms[0].device, dtype=norms[0].dtype) for i in (1, 0))
-    channels[::32], tokens[::64] = 50.0, 1e5
-    cases = dict(by_kind) | {
-        "norm input, large channels": [x * channels for x in norms],
-        "norm input, large tokens": [x * tokens[:, None] for x in norms],
-    }
-    for what, xs in cases.items():
-        for name, way in WAYS.items():
-            yield {"what": what, "kept": name} | error_row(xs, way, what, kind)
 
 
 def losses(x: Tensor, way: Saved) -> dict[str, Any]:
@@ -322,37 +232,24 @@ def needed(read: Sequence[int], sequences: int, length: int, text: Path) -> Tens
     return torch.tensor(read[:wanted]).view(sequences, length)
 
 
-def of_checkpoint(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """Return (model, rows) for --load."""
-    from megatron.lm.checkpoint import load_for_inference
-
-    model, config, tokenizer = load_for_inference(options.load)
-    read = tokenizer.tokenize(read_text(options.text, "a text in UTF-8"))
-    tokens = needed(read, options.sequences, config.model.seq_length, options.text).to(next(model.parameters()).device)
-    kind = "swiglu" if config.model.swiglu else "gelu"
-    lines = [*table(inputs(model, tokens), kind), *bytes_rows(config)]
-    return f"{config.model.num_layers}x{config.model.hidden_size}", [dict.fromkeys(COLUMNS, "") | line for line in lines]
-
-
-def of_transformers(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """Return (model, rows) for --hf-model."""
+def read_model(folder: Path, text: Path, sequences: int, length: int) -> tuple[str, list[dict[str, Any]]]:
+    """Return (model, rows) of the model in a folder, which reads `sequences` of `length` tokens of the text."""
     from megatron.lm.post.models import check_positions, check_vocabulary, load_model, load_tokenizer
 
-    length = options.length or LENGTH
-    tokenizer = load_tokenizer(options.hf_model)
-    text = read_text(options.text, "a text in UTF-8")
-    wanted = options.sequences * length
+    tokenizer = load_tokenizer(folder)
+    words = read_text(text, "a text in UTF-8")
+    wanted = sequences * length
     for end in (16 * wanted, None):  # a large text need not be tokenized whole
-        read = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
+        read = tokenizer(words[:end], add_special_tokens=False)["input_ids"]
         if len(read) > wanted:
             break
-    tokens = needed(read, options.sequences, length, options.text)
+    tokens = needed(read, sequences, length, text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(options.hf_model, "AutoModelForCausalLM", torch.bfloat16, device).eval()
+    model = load_model(folder, "AutoModelForCausalLM", torch.bfloat16, device).eval()
     check_positions(model, length, "--length")
     check_vocabulary(model, tokenizer)
     lines = layer_rows(model, tokens.to(device))
-    name = f"{options.hf_model.name} {model.config.num_hidden_layers}x{model.config.hidden_size}"
+    name = f"{folder.name} {model.config.num_hidden_layers}x{model.config.hidden_size}"
     return name, [dict.fromkeys(LAYER_COLUMNS, "") | line for line in lines]
 
 
@@ -360,28 +257,16 @@ def of_transformers(options: argparse.Namespace) -> tuple[str, list[dict[str, An
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, or 2 for bad input."""
     parser = Parser(description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load", type=path, help="folder of checkpoints (the newest is taken), or of one")
-    source.add_argument("--hf-model", type=path, help="folder of a Llama of transformers, with its tokenizer")
+    parser.add_argument("--hf-model", type=path, required=True, help="folder of a Llama of transformers, with its tokenizer")
     parser.add_argument("--text", type=path, required=True, help="text file; the model reads its beginning")
     parser.add_argument("--sequences", type=count(1), default=4, help="number of sequences (default: %(default)s)")
-    parser.add_argument(
-        "--length", type=count(2), help=f"tokens per sequence for --hf-model (default: {LENGTH}); --load uses the checkpoint's"
-    )
+    parser.add_argument("--length", type=count(2), default=128, help="tokens per sequence (default: %(default)s)")
     parser.add_argument("--csv", type=output_file, help="file to append the rows to")
     options = parser.parse_args(arguments)
-    if options.load and options.length:
-        raise ValueError(f"--length {options.length} is for --hf-model; --load uses the checkpoint's length: omit --length")
-    from megatron.lm.processes.process_groups import shutdown
-
-    try:
-        model, lines = of_checkpoint(options) if options.load else of_transformers(options)
-        if options.csv:
-            rows.append(options.csv, [{"model": model} | line | rows.machine() for line in lines])
-    finally:
-        shutdown()
-    columns = COLUMNS if options.load else LAYER_COLUMNS
-    print(rows.aligned(columns, lines))
+    model, lines = read_model(options.hf_model, options.text, options.sequences, options.length)
+    if options.csv:
+        rows.append(options.csv, [{"model": model} | line | rows.machine() for line in lines])
+    print(rows.aligned(LAYER_COLUMNS, lines))
     return 0
 
 
