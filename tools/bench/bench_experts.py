@@ -3,7 +3,7 @@
 A layer goes from the router to the weighted sum, forward and backward.
 
     python tools/bench/bench_experts.py                         OLMoE, Qwen3-30B-A3B and Mixtral, 8,192 tokens
-    python tools/bench/bench_experts.py --models olmoe --seconds 60
+    python tools/bench/bench_experts.py --models olmoe
 
 BF16 is torch's `grouped_mm` under torch.compile, with groups padded to 8 rows, which its backward requires. torchao (pip install torchao)
 is the same layer with its `_quantize_then_scaled_grouped_mm`: FP8 with a scale per row, groups padded to 16 rows; without the package the
@@ -12,12 +12,10 @@ per step, which has a separate row; torchao casts them in every forward and back
 and inputs. Measurements are appended to --csv.
 """
 
-import argparse
 import functools
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,8 +30,8 @@ from msamp.nn.cast_scales import CastScales
 from msamp.nn.experts import ExpertSettings, ExpertsFunction, ExpertWeights
 from msamp.numerics.recipe import O2
 from tools.bench import rows
-from tools.bench.bench_grouped import BF16, E4M3, MODELS, Layer, failure
-from tools.bench.bench_kernels import captured, times
+from tools.bench.bench_grouped import BF16, E4M3, MODELS, Layer, failure, timed
+from tools.bench.bench_kernels import columns
 
 TOP_K = {"olmoe": 8, "qwen3": 8, "mixtral": 2}
 BF16_ALIGNMENT = 8  # rows of 16 bytes, which torch's grouped weight gradient requires
@@ -160,51 +158,31 @@ def measure(name: str, repeats: int) -> Iterator[dict[str, Any]]:
     """Yield a row per case of a model; a case that fails has an error."""
     experts = Experts(*MODELS[name], TOP_K[name])
     for case, run in experts.cases():
-        row: dict[str, Any] = {"model": MODELS[name][0].model, "case": case} | dict.fromkeys(
-            ("us_p20", "us", "us_p80", "peak_gib", "error"), ""
-        )
+        row: dict[str, Any] = {"model": MODELS[name][0].model, "case": case}
+        row |= dict.fromkeys(("us_p20", "us", "us_p80", "peak_gib", "error"), "")
         try:
             row["peak_gib"] = round(peak(run), 2)
-            low, median, high = rows.percentiles(times(captured(run), repeats))
-            row |= {"us_p20": round(low * 1e6, 1), "us": round(median * 1e6, 1), "us_p80": round(high * 1e6, 1)}
+            row |= columns(timed(run, repeats))
         except Exception as error:
             row["error"] = failure(error)
         yield row
 
 
-def kinds(name: str) -> list[str]:
-    """Return the time of each kind of kernel in one forward and backward of the FP8 layer, the longest first."""
-    run = Experts(*MODELS[name], TOP_K[name])
-    both = run.both_ways(run.fp8)
-    both()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        both()
-        torch.cuda.synchronize()
-    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [f"{event.self_device_time_total:9.1f} us {event.count:3d} x {event.key[:60]}" for event in events[:14]]
-
-
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the results."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(TOP_K), default=list(TOP_K))
-    parser.add_argument("--seconds", type=count(1), default=300, help="after which no model is begun")
     parser.add_argument("--repeats", type=count(2), default=15)
     rows.add_flags(parser, "experts.csv")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU is available; layers are measured on a GPU")
-    where, until = rows.machine(options.commit), time.monotonic() + options.seconds
+    where = rows.machine(options.commit)
     for name in options.models:
-        if time.monotonic() > until:
-            print(f"{name}: out of time", flush=True)
-            continue
         for row in measure(name, options.repeats):
             print(json.dumps(row), flush=True)
             rows.append(options.csv, [where | row])
-        torch.cuda.empty_cache()
-        print("\n".join(kinds(name)), flush=True)
         torch.cuda.empty_cache()
     return 0
 

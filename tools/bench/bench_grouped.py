@@ -9,7 +9,6 @@ Each run is a CUDA graph, to exclude the host, and the L2 cache is overwritten b
 row. Measurements are appended to --csv.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from msamp.kernels import ops
 from msamp.kernels.reference.group_tokens import row_capacity
 from msamp.kernels.reference.grouped_mm import GROUP_ALIGNMENT
 from tools.bench import rows
-from tools.bench.bench_kernels import captured, times
+from tools.bench.bench_kernels import captured, columns, times
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 PRODUCTS = ("forward", "grad_input", "grad_weight")
@@ -144,9 +143,8 @@ class Operands:
 
 
 def timed(run: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
-    """Return percentiles of the microseconds of `run` in a CUDA graph."""
-    low, median, high = rows.percentiles(times(captured(run), repeats))
-    return low * 1e6, median * 1e6, high * 1e6
+    """Return percentiles of the seconds of `run` in a CUDA graph."""
+    return rows.percentiles(times(captured(run), repeats))
 
 
 def failure(error: Exception) -> str:
@@ -163,14 +161,14 @@ def measure(layer: Layer, load: str, repeats: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"model": layer.model, "layer": layer.name, "load": load, "product": product, "kernel": kernel}
         row |= dict.fromkeys(("us_p20", "us", "us_p80", "tflops", "over_bf16", "error"), "")
         try:
-            low, median, high = timed(run, repeats)
+            seconds = timed(run, repeats)
         except Exception as error:
             row["error"] = failure(error)
         else:
             if kernel == "torch BF16":
-                bf16[product] = median
-            row |= {"us_p20": round(low, 1), "us": round(median, 1), "us_p80": round(high, 1)}
-            row |= {"tflops": round(layer.flops / median / 1e6), "over_bf16": round(bf16[product] / median, 3) if product in bf16 else ""}
+                bf16[product] = seconds[1]
+            row |= columns(seconds) | {"tflops": round(layer.flops / seconds[1] / 1e12)}
+            row["over_bf16"] = round(bf16[product] / seconds[1], 3) if product in bf16 else ""
         table.append(row)
     return table
 
@@ -178,7 +176,7 @@ def measure(layer: Layer, load: str, repeats: int) -> list[dict[str, Any]]:
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the results."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=["balanced", "zipf"])
     parser.add_argument("--repeats", type=count(2), default=15)

@@ -72,6 +72,11 @@ def times(run: Callable[[], Any], repeats: int) -> list[float]:
     return [start.elapsed_time(end) / 1e3 for start, end in marks]
 
 
+def columns(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the columns of the 20th, 50th and 80th percentile, in microseconds."""
+    return {name: round(value * 1e6, 1) for name, value in zip(("us_p20", "us", "us_p80"), seconds, strict=True)}
+
+
 def ceilings(repeats: int) -> tuple[float, float]:
     """Return (bytes/s of a large copy, counting reads and writes; FLOP/s of a large BF16 GEMM on random values)."""
     source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
@@ -360,13 +365,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(case: Case, repeats: int, bandwidth: float, rate: float) -> dict[str, Any]:
     """Measure one row: microseconds, bytes/s or FLOP/s, and their share of the ceiling."""
-    low, median, high = rows.percentiles(times(case.run, repeats))
-    reached, ceiling = (case.flops / median, rate) if case.flops else (case.bytes / median, bandwidth)
+    seconds = rows.percentiles(times(case.run, repeats))
+    reached, ceiling = (case.flops / seconds[1], rate) if case.flops else (case.bytes / seconds[1], bandwidth)
     return {
         "kernel": case.name,
-        "us_p20": round(low * 1e6, 1),
-        "us": round(median * 1e6, 1),
-        "us_p80": round(high * 1e6, 1),
+        **columns(seconds),
         "tb_s": "" if case.flops else round(reached / 1e12, 2),
         "tflops": round(reached / 1e12) if case.flops else "",
         "share": float(f"{reached / ceiling:.3g}"),  # close to 0 for a launch that moves little
