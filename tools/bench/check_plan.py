@@ -18,7 +18,7 @@ from megatron.lm.config import Config
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.presets import PRESETS
 from megatron.lm.config.sections.parallel import ParallelConfig
-from megatron.lm.planning import memory
+from megatron.lm.planning.memory import GIB, plan
 from megatron.lm.planning.rates import GPUS, Cluster, rates_of
 from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
@@ -28,33 +28,19 @@ from tools.measurements import Row, read
 from tools.precisions import precision_flags
 
 MEMORY_LIMIT, TIME_LIMIT = 3.0, 15.0  # percent
-MEMORY, TIME = "memory", "time"
 # Trees without fused layers and without CUDA graphs of steps: their O1 to O3 ran another program.
 EARLIER = ("fb6e7d2", "ba5f0e1", "35e0ef0", "0e5ed93", "f13da06")
-# Trees whose tensor-parallel ranks used up to 0.6 GiB more than planned (it is not known where), and whose graphs of pipeline stages used
-# less.
-UNPLANNED_TP = ("5fa3333b",)
-# Until then, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
+# Until this day, and in this tree, torch's operations rotated queries and keys in layers that are not fused.
 ROTATED_BY_TORCH = ("2026-11-24", "2575da6")
-CONTEXT = "--context-parallel-size"
-UNPLANNED_CP = frozenset({"6f1e70bc", "757f8790", "6a0c496c"})  # trees whose context-parallel ranks used 2 to 3 GiB more than planned
-# Trees whose rows with experts are of eager steps, or of steps that all count the gradients' statistics.
-EAGER_EXPERTS = frozenset({"6f1e70bc"})
-KEPT_CASTS = frozenset({"757f8790"})  # trees whose graphs left the last eager cast of the experts' weights in memory
-# Until then O1 and O2 sent BF16 between tensor-parallel ranks, and their layers were not fused there.
-UNFUSED_TP = "2026-11-26"
-# Until then no layer with norms of queries and keys was fused.
-UNFUSED_HEADS = "2026-11-26"
-GRAPHS_OF_STAGES = "2026-11-26"  # until this day, a row with pipeline stages and without --cuda-graph ran eager steps
+# Until then O1 and O2 sent BF16 between tensor-parallel ranks, their layers were not fused there, and neither were layers with norms of
+# queries and keys. Rows with pipeline stages and without --cuda-graph ran eager steps up to and including this day.
+FUSED_EVERYWHERE = "2026-11-26"
 AUTO_TRANSPORT = "2026-11-25"  # from this day on, a row without --tp-transport ran with auto; before, with nccl
-NO_NVLINK = "off"
+# Trees whose rows with experts are of eager steps, or of steps that all count the gradients' statistics.
+EAGER_EXPERTS = ("6f1e70bc",)
+PEERS = ("megatron", "torchao", "llama ", "te-", "transformers")  # how the cases of other libraries begin
+CONTEXT = "--context-parallel-size"
 MIXTURES = {"OLMoE": "olmoe-1b-7b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}  # presets of the rows with experts
-KINDS = {
-    "judged": "judged: runs that no rate was derived from",
-    "repeated": "repeated: runs that a rate was derived from, measured again",
-    "fitted": "fitted: a rate was derived from them",
-    "earlier": "earlier: trees that computed differently",
-}
 
 
 @dataclass(frozen=True)
@@ -73,56 +59,34 @@ class Compared:
         return float(text) if text else None
 
     @property
-    def measured_ms(self) -> float:
-        """Median time of a step."""
-        return float(self.row["ms"])
-
-    @property
     def memory_error(self) -> float | None:
         """Percent of the measured."""
         return None if self.measured_gib is None else 100 * (self.gib / self.measured_gib - 1)
 
     @property
     def time_error(self) -> float:
-        """Percent of the measured."""
-        return 100 * (self.ms / self.measured_ms - 1)
+        """Percent of the measured median."""
+        return 100 * (self.ms / float(self.row["ms"]) - 1)
 
     @functools.cached_property
     def kind(self) -> str:
-        """Kind of comparison: one of `KINDS`."""
-        if self.row["commit"] in EARLIER or self.rotated_by_torch or self.unfused_tp or self.unfused_heads:
+        """Whether a rate was derived from this row (`fitted`), from the same run at another commit (`repeated`) or from neither (`judged`);
+        `earlier` if its tree computed differently."""
+        if self.row["commit"] in EARLIER or computed_otherwise(self.row):
             return "earlier"
         if is_fitted(self.file, self.row):
             return "fitted"
         return "repeated" if _what(self.row) in _fitted_runs() else "judged"
 
-    @functools.cached_property
-    def config(self) -> Config:
-        """Configuration of the measured run."""
-        return configuration(self.row)
 
-    @property
-    def rotated_by_torch(self) -> bool:
-        """Whether its layers are not fused, and its tree rotated queries and keys as in `ROTATED_BY_TORCH`."""
-        day, last = ROTATED_BY_TORCH
-        return not self.config.fuses_layers and (self.row["date"] < day or self.row["commit"] == last)
-
-    @property
-    def unfused_tp(self) -> bool:
-        """Whether its tree sent BF16 between tensor-parallel ranks where today's sends FP8, see `UNFUSED_TP`."""
-        recipe = self.config.precision.recipe
-        several = self.config.parallel.tensor_model_parallel_size > 1
-        return several and recipe.gathers_fp8 and not recipe.fp8_wire and self.row["date"] < UNFUSED_TP
-
-    @property
-    def unfused_heads(self) -> bool:
-        """Whether its tree computed layers from modules that today's fuses, see `UNFUSED_HEADS`."""
-        return self.config.model.qk_layernorm and self.config.fuses_layers and self.row["date"] < UNFUSED_HEADS
-
-    @property
-    def configured_bf16(self) -> bool:
-        """Whether all GEMMs were in 16 bits."""
-        return self.config.precision.recipe.gemm is None
+def computed_otherwise(row: Row) -> bool:
+    """Return whether the tree of a row rotated by torch, sent BF16 or left layers unfused where today's does not."""
+    config, (day, last) = configuration(row), ROTATED_BY_TORCH
+    recipe, several = config.precision.recipe, config.parallel.tensor_model_parallel_size > 1
+    rotated_by_torch = not config.fuses_layers and (row["date"] < day or row["commit"] == last)
+    wide_sums = several and recipe.gathers_fp8 and not recipe.fp8_wire
+    unfused_heads = config.model.qk_layernorm and config.fuses_layers
+    return rotated_by_torch or ((wide_sums or unfused_heads) and row["date"] < FUSED_EVERYWHERE)
 
 
 def configuration(row: Row) -> Config:
@@ -133,8 +97,7 @@ def configuration(row: Row) -> Config:
     flags = ["--preset", preset, *precision_flags(level), "--fp8-min-gain", "0", "--train-iters", "10000"]
     flags += ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
     flags += ["--no-sequence-parallel"] if PRESETS[preset]["sequence_parallel"] else []
-    rest = rest.replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp")
-    words = shlex.split(rest)
+    words = shlex.split(rest.replace("selective mlp", "--recompute-granularity selective --recompute-modules mlp"))
     parallel = ParallelConfig(
         tensor_model_parallel_size=int(row.get("tp") or 1),
         pipeline_model_parallel_size=int(row.get("pp") or 1),
@@ -142,11 +105,10 @@ def configuration(row: Row) -> Config:
     )
     copies = parallel.axes(int(row.get("gpus") or 1)).data
     batch = int(row["micro_batch"]) * copies * int(row.get("micro_batches") or 1)
-    flags += ["--micro-batch-size", row["micro_batch"], "--global-batch-size", str(batch), *words, *of_all]
-    flags += ["--micro-batch-size", row["micro_batch"]]
+    flags += ["--global-batch-size", str(batch), *words, *of_all, "--micro-batch-size", row["micro_batch"]]
     if row["commit"] in EARLIER:
         flags += ["--cuda-graph", "none"]
-    if row["date"] <= GRAPHS_OF_STAGES and parallel.pipeline_model_parallel_size > 1:
+    if row["date"] <= FUSED_EVERYWHERE and parallel.pipeline_model_parallel_size > 1:
         flags = ["--cuda-graph", "none", *flags]
     if row["date"] < AUTO_TRANSPORT:
         flags = ["--tp-transport", "nccl", *flags]
@@ -182,19 +144,18 @@ def compare(file: str, row: Row) -> Compared:
     config, rates = configuration(row), rates_of(next(kind for kind, gpu in GPUS.items() if row["gpu"].startswith(gpu.name)))
     gpus = int(row.get("gpus") or 1)
     cluster = Cluster(gpus=gpus, per_host=8, link=rates("link"), network=rates("link"), latency=rates("latency"))
-    ranks = memory.plan(config, gpus)
-    return Compared(file, row, max(rank.total for rank in ranks) / memory.GIB, 1e3 * predict(config, cluster, rates, ranks).total)
+    ranks = plan(config, gpus)
+    return Compared(file, row, max(rank.total for rank in ranks) / GIB, 1e3 * predict(config, cluster, rates, ranks).total)
 
 
 def rows() -> Iterator[tuple[str, Row]]:
     """Yield our whole steps on one and two GPUs with NVLink, since links without it have no rate."""
-    peers = ("megatron", "torchao", "llama ", "te-", "transformers")
     for file in (STEP, COAT_MEMORY, GRID, PARALLEL):
         for row in read(file):
-            if row["ms"] and not row["case"].startswith(peers) and int(row.get("gpus") or 1) <= 2 and row.get("p2p", "on") != NO_NVLINK:
+            if row["ms"] and not row["case"].startswith(PEERS) and int(row.get("gpus") or 1) <= 2 and row.get("p2p", "on") != "off":
                 yield file, row
     for row in read(MOE):
-        if row["commit"] not in EAGER_EXPERTS and not row["case"].lower().startswith(peers):
+        if row["commit"] not in EAGER_EXPERTS and not row["case"].lower().startswith(PEERS):
             cards = 2 if "two cards" in row["case"] else 1
             tokens = cards * math.prod(int(row[key]) for key in ("micro_batch", "micro_batches", "seq_length"))
             ms = 1e3 * tokens / float(row["tokens_s"])
@@ -207,18 +168,13 @@ def compared() -> tuple[Compared, ...]:
     return tuple(compare(file, row) for file, row in rows())
 
 
-def of_kind(kind: str) -> list[Compared]:
-    """Return the comparisons of one of `KINDS`."""
-    return [one for one in compared() if one.kind == kind]
-
-
 def summary(some: Sequence[Compared]) -> dict[str, tuple[int, int, float, float]]:
     """Return for memory and time: the number of rows, the number within the limit, and the median and largest absolute error in percent."""
     memory = [abs(one.memory_error) for one in some if one.memory_error is not None]
     time = [abs(one.time_error) for one in some]
     return {
         name: (len(errors), sum(error <= limit for error in errors), statistics.median(errors), max(errors))
-        for name, errors, limit in ((MEMORY, memory, MEMORY_LIMIT), (TIME, time, TIME_LIMIT))
+        for name, errors, limit in (("memory", memory, MEMORY_LIMIT), ("time", time, TIME_LIMIT))
         if errors
     }
 
@@ -230,8 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in compared():
         memory = "" if one.memory_error is None else f"{one.gib:7.2f} {one.measured_gib:7.2f} {one.memory_error:6.1f} %"
         what = f"{one.row['commit']} {one.row['preset']} {one.row['micro_batch']} {one.row['case']}"
-        print(f"{one.kind:8} {one.ms:8.1f} {one.measured_ms:8.1f} {one.time_error:6.1f} %   {memory:24} {what}")
-    judged = summary(of_kind("judged"))
+        print(f"{one.kind:8} {one.ms:8.1f} {float(one.row['ms']):8.1f} {one.time_error:6.1f} %   {memory:24} {what}")
+    judged = summary([one for one in compared() if one.kind == "judged"])
     for name, (count, within, median, worst) in judged.items():
         print(f"judged, {name}: {within} of {count} within the limit, median {median:.1f} %, largest {worst:.1f} %")
     return int(any(within < count for count, within, _, _ in judged.values()))

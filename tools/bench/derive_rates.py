@@ -61,27 +61,15 @@ FITTED = (
     (GRID, NEWER, TP_NCCL, "8"),
 )
 PROBE = "probe of two H200s outside the repository"
+BETWEEN = f"{GRID}: {TP}, between what the steps of GPT-1.3B (0.01) and of 7B (0.62) take beside their kernels"
+BLOCK_GEMMS = f"GEMMs of 8192 x 8192 x 2048, 222 + 222 + 278 us against 195 + 204 + 204; {PROBE}"
 PROBED = (
-    (
-        "tp exposed, copies",
-        None,
-        0.15,
-        "share",
-        f"{GRID}: {TP}, between what the steps of GPT-1.3B (0.01) and of 7B (0.62) take beside their kernels",
-        SPLIT_TP,
-    ),
-    ("attention", 8192, 7 * 8192 * 8192 * 4096 / 3435e-6 / 1e12, "TFLOP/s", "cuDNN's BF16 attention, 858 + 2577 us; " + PROBE, "943fe36"),
-    ("attention", 32768, 7 * 32768 * 32768 * 4096 / 53293e-6 / 1e12, "TFLOP/s", "the same, 13542 + 39751 us; " + PROBE, "943fe36"),
-    (
-        "block gemm",
-        None,
-        603 / 722,
-        "of fp8 gemm",
-        "GEMMs of 8192 x 8192 x 2048, 222 + 222 + 278 us against 195 + 204 + 204; " + PROBE,
-        "943fe36",
-    ),
-    ("link", None, 320.0, "GB/s", "NCCL: FP32 all-reduce of 537 MB 1.72 ms, BF16 of 268 MB 0.90 ms; " + PROBE, "943fe36"),
-    ("latency", None, 45.0, "us", "NCCL: gather of 16.8 MB 90 us; " + PROBE, "943fe36"),
+    ("tp exposed, copies", None, 0.15, "share", BETWEEN, SPLIT_TP),
+    ("attention", 8192, 7 * 8192 * 8192 * 4096 / 3435e-6 / 1e12, "TFLOP/s", f"cuDNN's BF16 attention, 858 + 2577 us; {PROBE}", "943fe36"),
+    ("attention", 32768, 7 * 32768 * 32768 * 4096 / 53293e-6 / 1e12, "TFLOP/s", f"the same, 13542 + 39751 us; {PROBE}", "943fe36"),
+    ("block gemm", None, 603 / 722, "of fp8 gemm", BLOCK_GEMMS, "943fe36"),
+    ("link", None, 320.0, "GB/s", f"NCCL: FP32 all-reduce of 537 MB 1.72 ms, BF16 of 268 MB 0.90 ms; {PROBE}", "943fe36"),
+    ("latency", None, 45.0, "us", f"NCCL: gather of 16.8 MB 90 us; {PROBE}", "943fe36"),
     ("host fused", None, 155e3 / LAYERS, "us", "tools/bench/LOG.md: 155 ms of 24 fused layers, eager", PROFILED),
 )
 BY_KERNEL = "tools/bench/LOG.md: OLMoE by kernel"
@@ -148,11 +136,8 @@ def arithmetic() -> Iterator[Rate]:
     flash = core / LAYERS / sum(kernel(f"attention {way}, flash") for way in ("forward", "backward")) / 1e12
     yield Rate("attention flash", 2048, flash, "TFLOP/s", f"{KERNELS}: attention, flash", "cec76f9")
     for name, at, value, unit, source, commit in PROBED:
-        yield (
-            Rate(name, at, whole * value, "TFLOP/s", source, commit)
-            if unit == "of fp8 gemm"
-            else Rate(name, at, value, unit, source, commit)
-        )
+        value, unit = (whole * value, "TFLOP/s") if unit == "of fp8 gemm" else (value, unit)
+        yield Rate(name, at, value, unit, source, commit)
 
 
 def elements() -> Iterator[Rate]:

@@ -5,6 +5,9 @@ from tools.bench.baselines import bench_moe_baselines
 from tools.bench.derive_rates import FITTED, GRID, MOE, STEP
 from tools.measurements import read
 
+# Trees that used more than planned: tensor-parallel ranks up to 0.6 GiB (it is not known where), context-parallel ranks 2 to 3 GiB, and
+# graphs that left the last eager cast of the experts' weights in memory.
+UNPLANNED_TP, UNPLANNED_CP, KEPT_CASTS = "5fa3333b", ("6f1e70bc", "757f8790", "6a0c496c"), "757f8790"
 OUTSIDE = {(row["commit"], row["case"]) for row in read("docs/results/planner_outside.csv")}  # with their likely causes
 
 
@@ -13,16 +16,17 @@ def row(file: str, **wanted: str):
 
 
 def test_judged_rows_lie_within_the_limits_but_for_those_whose_cause_is_told():
-    found = check_plan.summary(check_plan.of_kind("judged"))
+    judged = [one for one in check_plan.compared() if one.kind == "judged"]
+    found = check_plan.summary(judged)
     (memory, memory_within, memory_median, _), (time, time_within, time_median, _) = found["memory"], found["time"]
-    outside = [one for one in check_plan.of_kind("judged") if abs(one.memory_error or 0) > check_plan.MEMORY_LIMIT]
+    outside = [one for one in judged if abs(one.memory_error or 0) > check_plan.MEMORY_LIMIT]
     assert memory >= 40
     assert memory - memory_within == len(outside)
-    causes = {*check_plan.UNPLANNED_TP, *check_plan.UNPLANNED_CP, *check_plan.KEPT_CASTS}
+    causes = {UNPLANNED_TP, *UNPLANNED_CP, KEPT_CASTS}
     assert {(one.row["commit"], one.row["case"]) for one in outside if one.row["commit"] not in causes} <= OUTSIDE
-    unplanned = [one.measured_gib - one.gib for one in outside if one.row["commit"] in check_plan.UNPLANNED_TP]
+    unplanned = [one.measured_gib - one.gib for one in outside if one.row["commit"] == UNPLANNED_TP]
     assert max(unplanned) < 0.65
-    late = {(one.row["commit"], one.row["case"]) for one in check_plan.of_kind("judged") if abs(one.time_error) > check_plan.TIME_LIMIT}
+    late = {(one.row["commit"], one.row["case"]) for one in judged if abs(one.time_error) > check_plan.TIME_LIMIT}
     assert late <= OUTSIDE
     assert time - time_within <= 0.05 * time
     assert memory_median < 1
@@ -31,7 +35,7 @@ def test_judged_rows_lie_within_the_limits_but_for_those_whose_cause_is_told():
 
 def test_every_row_of_ours_on_one_and_two_gpus_is_compared():
     compared = check_plan.compared()
-    assert {one.kind for one in compared} == set(check_plan.KINDS)
+    assert {one.kind for one in compared} == {"judged", "repeated", "fitted", "earlier"}
     fitted = {(one.file, *(one.row[key] for key in ("commit", "case", "micro_batch"))): one.kind for one in compared}
     assert {fitted[run] for run in FITTED} == {"fitted", "earlier"}
     peers = ("megatron", "torchao", "llama ", "te-")
