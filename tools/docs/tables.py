@@ -11,7 +11,8 @@ called `text` becomes paragraphs instead, and the column `_` is not shown: it ha
 `ats` of a group, which are listed below the table and whose commits must be in the history.
 
 Functions besides SQLite's: fixed(x, digits), kilo(x), code(text), at(commit, gpu, torch, date), without(text, flags), run_of(precision);
-aggregates: ats, median(x), paired(base, other), the relative difference of paired values in percent with its 95 % interval.
+aggregates: ats, median(x), half_width(x), of the 95 % interval of a mean, paired(base, other), the relative difference of paired values in
+percent with its 95 % interval.
 """
 
 import functools
@@ -122,6 +123,11 @@ class _Median(_Aggregate):
         return statistics.median(values) if values else None
 
 
+class _HalfWidth(_Aggregate):
+    def finalize(self) -> float | None:
+        return interval([float(x) for (x,) in self.rows]).half_width
+
+
 class _Paired(_Aggregate):
     def finalize(self) -> str:
         pairs = [(float(base), float(other)) for base, other in self.rows if base not in (None, "") and other not in (None, "")]
@@ -146,6 +152,7 @@ def _database() -> sqlite3.Connection:
         connection.create_function(name, arguments, function, deterministic=True)
     connection.create_aggregate("ats", 4, _Places)  # type: ignore[arg-type]
     connection.create_aggregate("median", 1, _Median)  # type: ignore[arg-type]
+    connection.create_aggregate("half_width", 1, _HalfWidth)  # type: ignore[arg-type]
     connection.create_aggregate("paired", 2, _Paired)  # type: ignore[arg-type]
     return connection
 

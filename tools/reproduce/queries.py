@@ -1,0 +1,32 @@
+"""Findings that SQL gives over recorded rows: the queries of `findings.toml`."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.docs.tables import select
+from tools.reproduce.entry import Finding
+from tools.reproduce.keep import PLACE
+
+QUERIES = tomllib.loads((Path(__file__).parent / "findings.toml").read_text(encoding="utf-8"))
+
+
+def findings(*names: str, **values: str) -> Iterator[Finding]:
+    """Yield the findings of the queries with these names; `values` replace the words in braces.
+
+    A mean of several seeds is followed by the half width of its interval.
+    """
+    for query in (query for name in names for query in QUERIES[name]["queries"]):
+        for key, value in values.items():
+            query = query.replace("{" + key + "}", value)
+        found = select(query)
+        for row in (dict(zip(found.columns, cells, strict=True)) for cells in found.cells):
+            get = {key: float(row[key]) if row.get(key) else None for key in ("ours", "paper", "x", "seed", "half_width")}
+            where = {key: row[key] for key in PLACE if key in row}
+            assert get["ours"] is not None
+            seed = None if get["seed"] is None else int(get["seed"])
+            yield Finding(row["quantity"], get["ours"], get["paper"], row.get("unit", ""), get["x"], seed, where)
+            if get["half_width"] is not None:
+                yield Finding(
+                    f"{row['quantity']}: half width of the 95 % interval", get["half_width"], unit=row.get("unit", ""), where=where
+                )
