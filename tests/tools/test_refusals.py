@@ -20,8 +20,6 @@ REFUSALS = [
     ("bench.bench_outliers", "--until 100", "--until"),
     ("bench.bench_step", "--steps 1", "--steps"),
     ("bench.bench_step", "--levels O9+--deterministic", "O9"),
-    ("reproduce.coat_memory", "--cases O9+--flag", "--cases"),
-    ("reproduce.coat_memory", "", "GPU"),
     ("reproduce.compare_precisions", "--minutes 0", "--minutes"),
 ]
 

@@ -7,8 +7,7 @@ from megatron.lm.config.cli import parse_args
 from tools.measurements import ROOT, Row, read
 from tools.reproduce import coat_flow, recorded, throughput
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
-from tools.reproduce.coat_memory import table
-from tools.reproduce.entry import WHOLE, Finding, Task, training
+from tools.reproduce.entry import Finding, Task, paper, training
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
 from tools.reproduce.trainings import ENWIK8, Loop, byte_data
@@ -34,7 +33,6 @@ THIRTEEN = (
 ALL_FP8 = (
     "--attention-precision fp8 --output-layer-precision fp8-all"  # the parts of a layer and of the head that the recipes leave in BF16
 )
-TWO_GPUS = {"bf16": 6130.0, "coat": 11351.0}  # tokens/s per GPU in COAT's table at 2,048 tokens, each at its largest micro-batch
 LIKE_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
 SMOLLM2 = "data/smollm2"
 GROUPS = "groups of 16 channels"
@@ -122,22 +120,17 @@ def share(task: Task) -> Iterator[Finding]:
         config = replace(config, precision=replace(config.precision, opt_level="O0"))
         for row in list(bytes_rows(config))[:2]:  # the rows of BF16 come first
             kept, other = float(row["non_linear"]), float(row["other"])
-            paper = 50.0 if row["kept"] == "compute" else None
-            yield Finding(f"{model}, activations kept as {row['kept']}: norms and SwiGLU", 100 * kept / (kept + other), paper, "%")
+            theirs = 50.0 if row["kept"] == "compute" else None
+            yield Finding(f"{model}, activations kept as {row['kept']}: norms and SwiGLU", 100 * kept / (kept + other), theirs, "%")
             if row["kept"] == "compute":
                 linear = 2 * (2 * config.model.hidden_size + config.model.ffn_size)
                 yield Finding(f"{model}, activations kept as compute: linear layers", 100 * linear / (kept + other), "less than 25", "%")
 
 
 def memory(task: Task) -> Iterator[Finding]:
-    """Report speed and memory at 1.3B from the recorded steps, and at the largest micro-batches from an older search.
-
-    At full size, measure a model with `tools/reproduce/coat_memory.py`.
-    """
-    if task.piece != WHOLE:
-        yield from throughput.coat(task)
-        return
-    name, *others = throughput.CASES
+    """Report speed and memory at 1.3B from the recorded steps, and at the largest micro-batches from an older search."""
+    name, *others = "bf16", "O3", "coat"
+    claims = {"coat": paper("coat.memory")}
     rows = throughput.together(f"1.3b {throughput.NO_TRIAL}", 4, (name, *others, *(f"{case} {ALL_FP8}" for case in others)))
     if not rows:
         raise ValueError(
@@ -145,7 +138,7 @@ def memory(task: Task) -> Iterator[Finding]:
         )
     base = rows.pop(name)
     for case, row in rows.items():
-        speed, less = throughput.CLAIMS_COAT.get(case, (None, None))
+        speed, less = claims.get(case, (None, None))
         saved, faster = float(base["peak_gib"]) / float(row["peak_gib"]), float(row["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
         yield Finding(f"{case}, micro-batch 4: times less memory", saved, less, where=row)
         yield Finding(f"{case}, micro-batch 4: times BF16's speed", faster, speed, where=row)
@@ -153,7 +146,7 @@ def memory(task: Task) -> Iterator[Finding]:
     earlier = cases[name][4]
     for row in (base, earlier):
         yield Finding(f"{name}, micro-batch 4, at {row['commit']}", float(row["ms"]), unit="ms per step", where=row)
-    for line in table(cases, 4):
+    for line in throughput.table(cases, 4):
         if line["case"] != name:
             quantity = f"{line['case']}, each at its largest, both at {earlier['commit']}: times BF16's speed"
             yield Finding(quantity, line["its_speed"], where=cases[line["case"]][4])
@@ -174,14 +167,14 @@ def loss(task: Task) -> Iterator[Finding]:
 def llama(task: Task) -> Iterator[Finding]:
     """Report Llama-2 7B and 13B, whole on one GPU, from the recorded steps; the paper's speeds are of two GPUs with half of 7B each."""
     cases = throughput.by_case([row for row in read(throughput.STEP) if row["preset"] == ONE_CARD])
-    base = cases["bf16"][max(cases["bf16"])]
+    base, two_gpus = cases["bf16"][max(cases["bf16"])], paper("coat.two-gpus")
     for case, trials in cases.items():
         yield from of_trials(case, trials)
-        row, paper = trials[max(trials)], TWO_GPUS.get(case)
-        yield Finding(f"{case}, the largest micro-batch measured: tokens a second and GPU", float(row["tokens_s_gpu"]), paper, where=row)
+        row, theirs = trials[max(trials)], two_gpus.get(case)
+        yield Finding(f"{case}, the largest micro-batch measured: tokens a second and GPU", float(row["tokens_s_gpu"]), theirs, where=row)
         if case != "bf16":
             speed = float(row["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
-            ratio = None if paper is None else paper / TWO_GPUS["bf16"]
+            ratio = None if theirs is None else theirs / two_gpus["bf16"]
             yield Finding(f"{case}, each at its largest: times BF16's speed", speed, ratio, where=row)
     for case, trials in throughput.by_case([row for row in read(throughput.STEP) if row["preset"] == THIRTEEN]).items():
         yield from of_trials(f"13B, {case}", trials)

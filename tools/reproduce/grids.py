@@ -62,13 +62,13 @@ def weight_volume(config: Config, gpus: int) -> float:
 
 
 def table5(task: Task) -> Iterator[Finding]:
-    """Report memory by the dry run and volume from shapes, on the paper's grids; and models on one GPU, from recorded results or
-    measured."""
+    """Report memory by the dry run and volume from shapes, on the paper's grids; and models on one GPU, from recorded
+    results."""
     if task.piece == throughput.LAYERS5:
         yield from throughput.layers_on_file(task)
         return
     if task.piece != WHOLE:
-        yield from (throughput.table5 if task.size == "full" else throughput.on_file)(task)
+        yield from throughput.on_file(task)
         return
     for model, gpus in GRIDS.items():
         configs = {name: configuration(model, level) for name, level in LEVELS.items()}
@@ -225,11 +225,10 @@ def _beside_the_dry_run(row: Row) -> Iterator[Finding]:
 
 def neox(task: Task) -> Iterator[Finding]:
     """Collage Table 8: whether GPT-NeoX-30B fits at TP 8 x PP 2 on 16 GPUs of 40 GB, by option, micro-batch and sequence length."""
-    cells = {"bf16-a": "yyyy", "collage-light": "yyyn", "collage-plus": "yyyn", "bf16-d": "ynnn"}
     cases: Sequence[tuple[int, int]] = ((1, 1024), (1, 2048), (2, 1024), (2, 2048))
     shape = "--num-layers 56 --hidden-size 6656 --num-attention-heads 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2"
     agree = 0
-    for option, row in cells.items():
+    for option, row in paper("collage.table8").items():
         for (micro_batch, length), fits in zip(cases, row, strict=True):
             # Sequence parallelism is off in the paper, and a step has 64 micro-batches of one sequence on one data-parallel copy.
             flags = f"{shape} --seq-length {length} --micro-batch-size {micro_batch} --global-batch-size 128 --train-iters 10 --lr 1e-4"
@@ -242,7 +241,7 @@ def neox(task: Task) -> Iterator[Finding]:
     yield Finding("cells that agree", float(agree), 16.0)
 
 
-# Collage Figure 4: preset, GPUs (all tensor parallel) and flags of its models; memory that light and plus save against D, in percent.
+# Collage Figure 4: preset, GPUs (all tensor parallel) and flags of its models
 MODELS4 = {
     "125M": ("125m", 1, ""),
     "1.3B": ("1.3b", 8, ""),
@@ -250,7 +249,6 @@ MODELS4 = {
     "6.7B": ("7b", 8, ""),
     "OpenLLaMA-7B": ("llama2-7b", 8, "--seq-length 2048 --max-position-embeddings 2048"),
 }
-MEAN4, GPTS4, LLAMA4 = ({"light": light, "plus": plus} for light, plus in ((23.8, 15.6), (22.8, 14.9), (27.8, 18.5)))
 
 
 def saved_by_collage(task: Task) -> Iterator[Finding]:
@@ -265,8 +263,10 @@ def saved_by_collage(task: Task) -> Iterator[Finding]:
             yield Finding(f"{option}, {model}: fullest", held[option], unit="GiB")
         for option, models in saved.items():
             models[model] = 100 * (1 - held[option] / held["d"])
-            claimed = LLAMA4[option] if model == "OpenLLaMA-7B" else None
+            claimed = paper("collage.figure4.openllama")[option] if model == "OpenLLaMA-7B" else None
             yield Finding(f"{option}, {model}: saved against D", models[model], claimed, "%")
     for option, (*gpts, llama) in ((option, list(models.values())) for option, models in saved.items()):
-        yield Finding(f"{option}: saved against D, mean of the GPTs", sum(gpts) / len(gpts), GPTS4[option], "%")
-        yield Finding(f"{option}: saved against D, mean of all models", sum((*gpts, llama)) / len(MODELS4), MEAN4[option], "%")
+        yield Finding(f"{option}: saved against D, mean of the GPTs", sum(gpts) / len(gpts), paper("collage.figure4.gpts")[option], "%")
+        yield Finding(
+            f"{option}: saved against D, mean of all models", sum((*gpts, llama)) / len(MODELS4), paper("collage.figure4.all")[option], "%"
+        )

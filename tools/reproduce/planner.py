@@ -23,23 +23,20 @@ from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, output_file
 from megatron.lm.tools.plan import NETWORK_GB_S
 from tools.bench import rows
+from tools.reproduce.entry import paper
 
 GPU = "h100"
 PAPER_GIB = 80e9 / 2**30  # the "80GB" of the data sheet; CUDA and NCCL allocate part of it
 FILE = rows.ROOT / "tools/reproduce/results/planner.csv"
 COLUMNS = ("what", "model", "precision", "gpus", "sequence", "grid", "micro_batch", "recompute", "gib", "ms", "samples_s", "tokens_s_gpu",
            "fits", "paper_gb", "paper_samples_s")  # fmt: skip
+PRECISIONS = {"BF16": "bf16", "FP8": "O3"}  # the paper's name -> ours
 # Table 5 of FP8-LM: model, GPUs, micro-batch, precision, memory in GB, samples/s.
-TABLE_5 = (
-    ("7b", 32, 2, "bf16", 69.6, 159.2),
-    ("7b", 32, 2, "O3", 49.4, 219.8),
-    ("7b", 32, 4, "O3", 69.3, 230.5),
-    ("13b", 32, 2, "bf16", 68.2, 79.3),
-    ("13b", 32, 2, "O3", 48.9, 109.5),
-    ("13b", 32, 4, "O3", 67.8, 121.5),
-    ("175b", 128, 1, "bf16", 66.1, 22.4),
-    ("175b", 128, 1, "O3", 40.3, 27.1),
-    ("175b", 128, 4, "O3", 57.7, 39.3),
+TABLE_5 = tuple(
+    (model, 128 if model == "175b" else 32, int(case.split()[1]), PRECISIONS[case.split()[0]], values[0], values[1])
+    for model, rows_of in paper("fp8lm.table5.second").items()
+    for case, values in rows_of.items()
+    if case.split()[0] in PRECISIONS
 )
 CONTEXTS = (1024, 2048, 4096, 8192)
 

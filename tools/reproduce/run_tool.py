@@ -12,20 +12,18 @@ from tools.reproduce.trainings import byte_data, trained
 TRAINERS = "--tokenizer-type GPT2BPETokenizer"
 
 
-def rows_of(tool: str, words: Sequence[str], file: Path, folder: str = "tools/reproduce", *, goes_on: bool = False) -> list[Row]:
+def rows_of(tool: str, words: Sequence[str], file: Path, folder: str = "tools/reproduce") -> list[Row]:
     """Run `FOLDER/TOOL.py` and return the rows that it writes to `file`, which is replaced.
 
     Args:
         tool, words, folder: the tool and its arguments.
         file: the CSV that the arguments name.
-        goes_on: keep `file`: the tool resumes from what an interrupted call has left in it.
 
     Raises:
         RuntimeError: it fails; with the end of its stderr.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    if not goes_on:
-        file.unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"{folder.replace('/', '.')}.{tool}", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

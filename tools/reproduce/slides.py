@@ -8,22 +8,13 @@ import torch.nn.functional as F
 from megatron.lm.evaluation.paired_difference import interval
 from msamp.fp16.opt_level import by_name
 from tools.reproduce import fp16_amp, fp16_classifier, fp16_lstm
-from tools.reproduce.entry import Finding, Task
+from tools.reproduce.entry import Finding, Task, paper
 from tools.reproduce.fp16_lstm import bytes_of, table
 from tools.reproduce.run_tool import rows_of
 from tools.reproduce.trainings import Bytes, Loop, pieces
 
 DETECTOR_STEPS = {"toy": 4, "small": 300}
 LSTM = {"toy": "tiny", "small": "toy", "full": "full"}
-# The slides' Table 1, ILSVRC12 top-1 accuracy in FP32 and in mixed precision, %.
-TABLE1 = {
-    "AlexNet": (56.77, 56.93),
-    "VGG-D": (65.40, 65.43),
-    "GoogLeNet": (68.33, 68.43),
-    "Inception v2": (70.03, 70.02),
-    "Inception v3": (73.85, 74.13),
-    "ResNet-50": (75.92, 76.04),
-}
 CLASSIFIERS = {"toy": (3, 8, 2), "small": (1500, 128, 8)}  # steps, width, seeds
 GPTS = {
     "toy": Loop(width=32, layers=1, length=16, batch=4, steps=4, warm_up=2),
@@ -41,12 +32,12 @@ def numbers(task: Task) -> Iterator[Finding]:
         high = min(2.0 ** (exponent + 1), 65504.0)
         codes = torch.tensor([low, high], dtype=torch.float16).view(torch.int16)
         steps = torch.arange(int(codes[0]), int(codes[1]) + 1).to(torch.int16).view(torch.float16).double().diff().unique()
-        paper = 2.0 ** (exponent - 10)
-        wrong += steps.tolist() != [paper]
+        printed = 2.0 ** (exponent - 10)
+        wrong += steps.tolist() != [printed]
         yield Finding(
             f"from {f'2^{exponent}' if low else '0'} to {'65504' if exponent == 15 else f'2^{exponent + 1}'}: interval",
             float(steps[0]),
-            paper,
+            printed,
         )
     yield Finding("intervals that differ", float(wrong), 0.0)
 
@@ -81,9 +72,9 @@ def language_model(task: Task) -> Iterator[Finding]:
         yield Finding(f"{prefix}: validation loss", float(row["valid_loss"]), unit="nats per byte", seed=0)
         yield Finding(f"{prefix}: gradient that is zero", 100 * float(row["zeros"]), unit="%", seed=0)
         if not fp16:
-            for scale, paper in (("1", "most"), ("8", None), ("128", None)):
+            for scale, claim in (("1", "most"), ("8", None), ("128", None)):
                 share = 100 * float(row[f"below_at_{scale}"])
-                yield Finding(f"activation gradients below 2^-24, loss scale {scale}", share, paper, "%", seed=0)
+                yield Finding(f"activation gradients below 2^-24, loss scale {scale}", share, claim, "%", seed=0)
 
 
 def classification(task: Task) -> Iterator[Finding]:
@@ -96,8 +87,8 @@ def classification(task: Task) -> Iterator[Finding]:
         yield Finding("FP32: accuracy", fp32, unit="%", seed=seed)
         yield Finding("mixed precision: accuracy", mixed, unit="%", seed=seed)
     between = interval(apart)
-    mean = sum(mixed - fp32 for fp32, mixed in TABLE1.values()) / len(TABLE1)
-    yield Finding("mixed precision less FP32, mean", between.mean, mean, "points")
+    printed = paper("slides.table1").values()
+    yield Finding("mixed precision less FP32, mean", between.mean, sum(mixed - fp32 for fp32, mixed in printed) / len(printed), "points")
     if between.half_width is not None:
         yield Finding("half width of its 95 % interval", between.half_width, unit="points")
 

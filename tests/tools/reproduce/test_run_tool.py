@@ -15,15 +15,6 @@ def test_the_rows_of_a_tool_are_read_and_its_failure_told(tmp_path):
         rows_of("fp16_lstm", ["--text", str(tmp_path / "text"), "--size", "none"], file)
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_what_a_call_left_stays_only_where_the_tool_goes_on_with_it(goes_on, tmp_path):
-    file = tmp_path / "left.csv"
-    file.write_text("a,b\n1,2\n")
-    with pytest.raises(RuntimeError, match=r"No module named tools\.reproduce\.nothing"):
-        rows_of("nothing", [], file, goes_on=goes_on)
-    assert file.exists() == goes_on
-
-
 def test_columns_that_are_empty_give_no_number():
     assert list(numbers({"a": "1.5", "b": ""}, {"a": "first", "b": "second", "c": "third"})) == [("first", 1.5)]
 
