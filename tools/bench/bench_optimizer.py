@@ -39,6 +39,7 @@ from msamp.optim.states import weight_format
 from msamp.optim.updates import format_names
 from msamp.parallel.data_parallel import grad_sync
 from tools.bench import rows, training_steps
+from tools.bench.bench_kernels import captured
 from tools.precisions import legal_case
 
 BY_TORCH = "step by torch, "  # before the name of an implementation
@@ -113,14 +114,6 @@ def copy_bandwidth(repeats: int) -> float:
     return 2 * source.nbytes / (rows.percentiles(times(lambda: None, lambda: target.copy_(source), repeats))[1] / 1e3)
 
 
-def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture the same launches as a CUDA graph, to exclude the host."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def configuration(level: str, options: argparse.Namespace) -> Config:
     """Return the trainer's configuration of a precision with its own flags (`tools.precisions`) and the flags of all levels.
 
@@ -169,7 +162,7 @@ def measure(config: Config, options: argparse.Namespace, bandwidth: float, devic
     }
     # From here on the averaged gradients keep their addresses, as a graph requires.
     cases["step"] = (times(lambda: None, optimizer.step, options.repeats), step_bytes)
-    cases["step in a graph"] = (times(lambda: None, graphed(optimizer.step), options.repeats), step_bytes)
+    cases["step in a graph"] = (times(lambda: None, captured(optimizer.step), options.repeats), step_bytes)
     parameters = sum(p.numel() for p in sync.names)
     level = " ".join([config.precision.name, *shlex.split(flags), *shlex.split(options.flags)])
     return [_row(level, what, seconds, size, parameters, bandwidth, options) for what, (seconds, size) in cases.items()]

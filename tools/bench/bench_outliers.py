@@ -20,17 +20,18 @@ still are at the end (`still_raised`).
 
 Tokens are a Markov chain, each one of --followers followers of the last, so the loss can fall from ln(vocabulary) to ln(followers). `loss`
 is the mean of the last tenth of the steps, `before` of the tenth before --at, `from_first` the difference from the first case in percent.
-Measurements are appended to --csv, the curves to --curves.
+Measurements are appended to --csv.
 """
 
 import argparse
 import gc
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from megatron.lm.config import Config
 from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
 from megatron.lm.training.fp8_guard import check_guard, guarded
 from msamp.numerics.tensor import ScalingTensor
@@ -55,22 +56,6 @@ CASES = (
 )
 MODEL = "--swiglu --normalization RMSNorm --disable-bias-linear --clip-grad 0"
 VOCABULARY = 4096
-
-
-class Held(NamedTuple):
-    """What is held of one layer.
-
-    Attributes:
-        fc1: weight [2 F, h], of the gate's F rows and the other F.
-        fc2: weight [h, F].
-        direction: FP32 [channels, h], of both rows.
-        column: FP32 [h, channels], of `fc2`.
-    """
-
-    fc1: nn.Parameter
-    fc2: nn.Parameter
-    direction: Tensor
-    column: Tensor
 
 
 class Outliers:
@@ -88,7 +73,8 @@ class Outliers:
         self.channels, self.factor, self.growth, self.end = channels, factor, growth, end
         mlps = [layer.mlp for layer in model.decoder.layers]  # type: ignore[union-attr]
         weights = [(mlp.linear_fc1.weight, mlp.linear_fc2.weight) for mlp in mlps]
-        self.held = [Held(fc1, fc2, _values(fc1)[:channels].clone(), _values(fc2)[:, :channels].clone()) for fc1, fc2 in weights]
+        # Per layer: fc1's weight [2 F, h], the gate's rows first; fc2's [h, F]; FP32 direction [channels, h]; FP32 column [h, channels].
+        self.held = [(fc1, fc2, _values(fc1)[:channels].clone(), _values(fc2)[:, :channels].clone()) for fc1, fc2 in weights]
 
     @torch.no_grad()
     def hold(self, step: int) -> None:
@@ -143,8 +129,8 @@ def chain(config: Config, vocab_size: int, followers: int, device: torch.device)
         }
 
 
-def measure(case: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[float]]:
-    """Train one case; needs `process_groups.initialize`. Return its row and the loss of every step."""
+def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train one case and return its row; needs `process_groups.initialize`."""
     config = settings(case, options)
     training = build_training(config, options.vocab_size)
     device = process_groups.device()
@@ -174,13 +160,13 @@ def measure(case: str, options: argparse.Namespace) -> tuple[dict[str, Any], lis
     tenth = max(1, options.steps // 10)
     return {
         "case": case,
-        "before": round(_mean(curve[max(0, options.at - tenth) : options.at]), 4),
-        "loss": round(_mean(curve[-tenth:]), 4),
+        "before": round(statistics.fmean(curve[max(0, options.at - tenth) : options.at]), 4),
+        "loss": round(statistics.fmean(curve[-tenth:]), 4),
         "seconds": round(seconds, 1),
         "raised": None if guard is None else raised,
         "layers": None if guard is None else len(guard.names),
         "still_raised": None if guard is None else len(guard.raised),
-    }, curve
+    }
 
 
 def settings(case: str, options: argparse.Namespace) -> Config:
@@ -189,10 +175,6 @@ def settings(case: str, options: argparse.Namespace) -> Config:
     plain = configuration(case, argparse.Namespace(**vars(options) | {"flags": flags}))
     rate = f"--lr {plain.optimizer.lr * options.rate:g} --train-iters {options.steps} --lr-warmup-iters {max(1, options.steps // 20)}"
     return configuration(case, argparse.Namespace(**vars(options) | {"flags": f"{flags} {rate}"}))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
 
 
 @exit_codes.command
@@ -214,7 +196,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--factor", type=float, default=2.0**16, help="by which they grow")
     parser.add_argument("--rate", type=float, default=4.0, help="multiple of the preset's learning rate")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain")
-    parser.add_argument("--curves", type=output_file, help="JSONL file for the loss of every step")
     rows.add_flags(parser, "outliers.csv")
     options = parser.parse_args(argv)
     if not 1 <= options.factor < 2.0**40:
@@ -237,14 +218,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     first = None
     for case in options.cases:
-        row, curve = measure(case, options)
+        row = measure(case, options)
         first = row["loss"] if first is None else first
         row["from_first"] = round(100 * (row["loss"] / first - 1), 3)
         print(json.dumps(row), flush=True)
         rows.append(options.csv, [rows.machine(options.commit) | common | row])
-        if options.curves is not None:
-            with open(options.curves, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(common | {"case": case, "losses": [round(loss, 4) for loss in curve]}) + "\n")
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

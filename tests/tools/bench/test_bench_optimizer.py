@@ -30,7 +30,7 @@ def clock(monkeypatch):
         return [1.0, 2.0, 4.0]
 
     monkeypatch.setattr(bench_optimizer, "times", pretend)
-    monkeypatch.setattr(bench_optimizer, "graphed", lambda step: step)
+    monkeypatch.setattr(bench_optimizer, "captured", lambda step: step)
 
 
 def test_bytes_by_hand():

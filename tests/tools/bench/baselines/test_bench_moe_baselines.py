@@ -51,13 +51,13 @@ def test_a_row(case, no_torchao):
 
 def test_experts_on_padded_groups_are_transformers(no_torchao):
     """The experts of the case `torchao`, with torch's product in the place of torchao's, are those of `grouped_mm`."""
-    losses = [bench.Trainer(case, config(), CPU).forward(step_data()[0]).item() for case in ("bf16-master", "torchao")]
+    losses = [bench.BaselineTrainer(case, config(), CPU).forward(step_data()[0]).item() for case in ("bf16-master", "torchao")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_weights_follow_fp32_masters():
     """The masters are those of AdamW on the FP32 sum of the micro-batches' BF16 gradients, and the model has their roundings."""
-    trainer, plain_model = (bench.Trainer(case, config(), CPU, lr=1e-2) for case in ("bf16-master", "bf16"))
+    trainer, plain_model = (bench.BaselineTrainer(case, config(), CPU, lr=1e-2) for case in ("bf16-master", "bf16"))
     names = [name for name, _ in trainer.model.named_parameters()]
     want = {name: torch.nn.Parameter(p.detach().float()) for name, p in plain_model.model.named_parameters()}
     for tokens in step_data():
