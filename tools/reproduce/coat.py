@@ -1,13 +1,13 @@
-"""Reproduce COAT's tables and figures: errors of the moments, saved activations, their share of memory, memory and speed."""
+"""Reproduce COAT's tables and figures: errors of the moments, saved activations and their share of memory, losses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.lm.config.cli import parse_args
-from tools.measurements import ROOT, Row, read
-from tools.reproduce import coat_flow, recorded, throughput
+from tools.measurements import ROOT, Row
+from tools.reproduce import coat_flow, recorded
 from tools.reproduce.coat_activations import KEPT, SWIGLU, bytes_rows
-from tools.reproduce.entry import Finding, Task, paper, training
+from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import checkpoint, numbers, rows_of
 from tools.reproduce.trainings import ENWIK8, Loop, byte_data
@@ -22,17 +22,7 @@ FLOWS: Mapping[str, tuple[Loop, int]] = {  # by size: the training run, and its 
     "small": (Loop(width=64, layers=4, length=64, batch=16, steps=300), 3),
     "full": (Loop(width=768, layers=12, length=1024, batch=8, steps=2000, lr=6e-4, warm_up=150), 3),
 }
-MEMORY = "tools/reproduce/results/coat_memory.csv"
-KERNELS = "tools/bench/results/kernels.csv"
-CASTS = ("just-in-time cast", "norm backward, just-in-time cast")  # alone, and after the kernel that writes the maxima
 LLAMA = {"7b": "--preset 7b", "13b": "--preset 13b --tensor-model-parallel-size 1 --no-sequence-parallel"}
-ONE_CARD = f"llama2-7b --seq-length 2048 {throughput.NO_TRIAL}"
-THIRTEEN = (
-    f"llama2-7b --num-layers 40 --hidden-size 5120 --num-attention-heads 40 --ffn-hidden-size 13824 --seq-length 2048 {throughput.NO_TRIAL}"
-)
-ALL_FP8 = (
-    "--attention-precision fp8 --output-layer-precision fp8-all"  # the parts of a layer and of the head that the recipes leave in BF16
-)
 LIKE_LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear"
 SMOLLM2 = "data/smollm2"
 GROUPS = "groups of 16 channels"
@@ -127,31 +117,6 @@ def share(task: Task) -> Iterator[Finding]:
                 yield Finding(f"{model}, activations kept as compute: linear layers", 100 * linear / (kept + other), "less than 25", "%")
 
 
-def memory(task: Task) -> Iterator[Finding]:
-    """Report speed and memory at 1.3B from the recorded steps, and at the largest micro-batches from an older search."""
-    name, *others = "bf16", "O3", "coat"
-    claims = {"coat": paper("coat.memory")}
-    rows = throughput.together(f"1.3b {throughput.NO_TRIAL}", 4, (name, *others, *(f"{case} {ALL_FP8}" for case in others)))
-    if not rows:
-        raise ValueError(
-            f"{throughput.STEP} has no tree with {name}, {' and '.join(others)}, with and without {ALL_FP8}: run bench_step.py"
-        )
-    base = rows.pop(name)
-    for case, row in rows.items():
-        speed, less = claims.get(case, (None, None))
-        saved, faster = float(base["peak_gib"]) / float(row["peak_gib"]), float(row["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
-        yield Finding(f"{case}, micro-batch 4: times less memory", saved, less, where=row)
-        yield Finding(f"{case}, micro-batch 4: times BF16's speed", faster, speed, where=row)
-    cases = throughput.by_case(read(MEMORY))
-    earlier = cases[name][4]
-    for row in (base, earlier):
-        yield Finding(f"{name}, micro-batch 4, at {row['commit']}", float(row["ms"]), unit="ms per step", where=row)
-    for line in throughput.table(cases, 4):
-        if line["case"] != name:
-            quantity = f"{line['case']}, each at its largest, both at {earlier['commit']}: times BF16's speed"
-            yield Finding(quantity, line["its_speed"], where=cases[line["case"]][4])
-
-
 def loss(task: Task) -> Iterator[Finding]:
     """Compare the last validation losses of GPT-125M with COAT and BF16 at the same seeds, from the rows of `compare_precisions.py`."""
     final = recorded.final_losses()
@@ -162,41 +127,3 @@ def loss(task: Task) -> Iterator[Finding]:
     yield Finding(ABOVE, 100 * above.mean, 0.0, "%", where=recorded.row_of("coat"))
     if above.half_width is not None:
         yield Finding("half width of its 95 % interval", 100 * above.half_width, unit="%", where=recorded.row_of("coat"))
-
-
-def llama(task: Task) -> Iterator[Finding]:
-    """Report Llama-2 7B and 13B, whole on one GPU, from the recorded steps; the paper's speeds are of two GPUs with half of 7B each."""
-    cases = throughput.by_case([row for row in read(throughput.STEP) if row["preset"] == ONE_CARD])
-    base, two_gpus = cases["bf16"][max(cases["bf16"])], paper("coat.two-gpus")
-    for case, trials in cases.items():
-        yield from of_trials(case, trials)
-        row, theirs = trials[max(trials)], two_gpus.get(case)
-        yield Finding(f"{case}, the largest micro-batch measured: tokens a second and GPU", float(row["tokens_s_gpu"]), theirs, where=row)
-        if case != "bf16":
-            speed = float(row["tokens_s_gpu"]) / float(base["tokens_s_gpu"])
-            ratio = None if theirs is None else theirs / two_gpus["bf16"]
-            yield Finding(f"{case}, each at its largest: times BF16's speed", speed, ratio, where=row)
-    for case, trials in throughput.by_case([row for row in read(throughput.STEP) if row["preset"] == THIRTEEN]).items():
-        yield from of_trials(f"13B, {case}", trials)
-
-
-def of_trials(name: str, trials: Mapping[int, Row]) -> Iterator[Finding]:
-    """Yield speed and memory of a case at each recorded micro-batch."""
-    for micro_batch, row in trials.items():
-        yield Finding(f"{name}, micro-batch {micro_batch}: tokens a second", float(row["tokens_s_gpu"]), where=row)
-        yield Finding(f"{name}, micro-batch {micro_batch}: peak memory", float(row["peak_gib"]), unit="GiB", where=row)
-
-
-def group_scaling(task: Task) -> Iterator[Finding]:
-    """Compare a cast that uses its producer's maxima with one that reads its tensor twice, and report the cost of the maxima.
-
-    The measurements come from `tools/bench/bench_kernels.py --only just-in-time`; the newest of each kernel counts.
-    """
-    newest = {row["kernel"]: row for row in read(KERNELS)}
-    for width in sorted({int(kernel.split()[-2]) for kernel in newest if kernel.startswith(CASTS[0])}):
-        producer = newest[f"norm backward with maxima, {width} wide"]
-        costs = 100 * (float(producer["us"]) / float(newest[f"norm backward, {width} wide"]["us"]) - 1)
-        yield Finding(f"{width} wide: what the maxima cost their producer", costs, unit="%", where=producer)
-        for name in CASTS:
-            one, two = newest[f"{name}, {width} wide"], newest[f"{name} by maxima, {width} wide"]
-            yield Finding(f"{width} wide, {name}: one stage over two", float(one["us"]) / float(two["us"]), unit="times", where=two)

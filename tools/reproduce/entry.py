@@ -134,7 +134,8 @@ class Entry:
         name: its name on the command line, and of its CSV and page.
         title: the paper, and the table or figure.
         claim: what the paper concludes from it, in a sentence.
-        run: the function that returns the findings of a `Task`, or its name in this folder, `MODULE.FUNCTION`.
+        run: the function that returns the findings of a `Task`, or its name in this folder, `MODULE.FUNCTION`; `queries.NAME` are queries of
+            `findings.toml`.
         sizes: from the smallest to the largest, with what each requires; `toy`, if defined, takes seconds on a CPU.
         pieces: the pieces of the sizes that are divided; the results of each are written when it ends.
         headline: the quantity shown in the overview.
@@ -182,8 +183,9 @@ class Entry:
         if callable(self.run):
             return self.run(task)
         module, _, function = self.run.partition(".")
-        run: Callable[[Task], Iterable[Finding]] = getattr(importlib.import_module(f"tools.reproduce.{module}"), function)
-        return run(task)
+        loaded = importlib.import_module(f"tools.reproduce.{module}")
+        found: Iterable[Finding] = loaded.findings(function) if module == "queries" else getattr(loaded, function)(task)
+        return found
 
     def pieces_of(self, size: str) -> Sequence[str]:
         """Return the pieces of a size."""

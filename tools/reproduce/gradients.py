@@ -8,13 +8,13 @@ from torch import Tensor
 
 from msamp.numerics.formats import E4M3, Format
 from msamp.numerics.tensor import ScalingTensor
-from tools.measurements import Row, read
+from tools.measurements import Row
 from tools.reproduce import summed_gradients
 from tools.reproduce.entry import Finding, Task, training
 from tools.reproduce.fig7 import STRATEGIES
 from tools.reproduce.fp16_lstm import bytes_of
 from tools.reproduce.run_tool import byte_flags, rows_of
-from tools.reproduce.sum_orders import CHAIN, ORDERS, TREE
+from tools.reproduce.sum_orders import CHAIN, ORDERS
 from tools.reproduce.trainings import ENWIK8, Bytes, Loop, loss_of, pieces
 
 SHAPES: Mapping[str, tuple[str, str]] = {  # by size: ranks, flags of the trainer
@@ -33,8 +33,6 @@ SUMS = {
     "toy": (Loop(width=32, layers=1, length=8, batch=4, steps=20, warm_up=2), 1),
     "small": (Loop(width=64, layers=2, length=32, batch=16, steps=200), 3),
 }
-REAL = "tools/reproduce/results/fig7/fig7_nccl.csv"
-FP32_SUM = "fp32-sum"
 LOWEST, HIGHEST = -48, 16  # powers of two of the histogram
 
 
@@ -85,33 +83,6 @@ def figure7(task: Task) -> Iterator[Finding]:
 
 def _chosen(measured: Sequence[Row], dp: str, strategy: str, order: str = CHAIN) -> list[Row]:
     return [row for row in measured if (row["dp"], row["strategy"], row["order"]) == (dp, strategy, order)]
-
-
-def real_sums(task: Task) -> Iterator[Finding]:
-    """Report the sums of real ranks, measured by fig7_nccl.py of commit 4072cdb4: least share of a block whose
-    bits equal the simulated sum, for all strategies together, and the means over the blocks of what Figure 7 shows."""
-    by_sum: dict[tuple[str, ...], list[Row]] = {}
-    for row in read(REAL):
-        by_sum.setdefault(tuple(row[key] for key in ("model", "ranks", "collective", "format")), []).append(row)
-    for key, measured in by_sum.items():
-        model, ranks, collective, fmt = key
-        prefix, where, seed = f"{model}, {ranks} ranks, {collective}, {fmt}: ", measured[0], int(measured[0]["seed"])
-        equal = {"elements equal to the simulated chain, least": CHAIN}
-        equal |= (
-            {"elements equal to a simulated tree, least": TREE, "runs equal to a chain in some order, least": "some_chain"}
-            if int(ranks) > 2
-            else {}
-        )
-        rounded = [row for row in measured if row["strategy"] != FP32_SUM]
-        for quantity, column in equal.items():
-            yield Finding(prefix + quantity, 100 * min(float(row[column]) for row in rounded), unit="%", seed=seed, where=where)
-        same = 100 * min(float(row[CHAIN]) for row in measured if row["strategy"] == FP32_SUM)
-        yield Finding(f"{prefix}{FP32_SUM}, elements equal to the simulated sum, least", same, unit="%", seed=seed, where=where)
-        for strategy in (name for name in STRATEGIES if collective == "all-reduce"):
-            blocks = [row for row in measured if row["strategy"] == strategy]
-            for column, (quantity, scale, unit) in SHOWN7.items():
-                mean = scale * statistics.fmean(float(row[column]) for row in blocks)
-                yield Finding(f"{prefix}{strategy}, {quantity}", mean, unit=unit, seed=seed, where=where)
 
 
 def shares(values: Tensor, fmt: Format) -> dict[str, float]:

@@ -1,25 +1,27 @@
 """Findings that SQL gives over recorded rows: the queries of `findings.toml`."""
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from tools.docs.tables import select
-from tools.reproduce.entry import Finding
+from tools.reproduce.entry import Finding, paper
 from tools.reproduce.keep import PLACE
 
 QUERIES = tomllib.loads((Path(__file__).parent / "findings.toml").read_text(encoding="utf-8"))
 
 
 def findings(*names: str, **values: str) -> Iterator[Finding]:
-    """Yield the findings of the queries with these names; `values` replace the words in braces.
+    """Yield the findings of the queries with these names; `values` replace the words in braces, and `{paper NAME}` a number of
+    `papers.toml`.
 
     A mean of several seeds is followed by the half width of its interval.
     """
     for query in (query for name in names for query in QUERIES[name]["queries"]):
         for key, value in values.items():
             query = query.replace("{" + key + "}", value)
-        found = select(query)
+        found = select(re.sub(r"\{paper ([\w.-]+)\}", lambda match: repr(paper(match[1])), query))
         for row in (dict(zip(found.columns, cells, strict=True)) for cells in found.cells):
             get = {key: float(row[key]) if row.get(key) else None for key in ("ours", "paper", "x", "seed", "half_width")}
             where = {key: row[key] for key in PLACE if key in row}
