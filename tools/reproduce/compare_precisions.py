@@ -17,25 +17,20 @@ With --processes N each run is N data-parallel processes on as many GPUs: what F
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 8" "O3 --micro-batch-size 8 --grad-exchange nccl"
     ... --processes 2 --precisions bf16 "O3 --micro-batch-size 1" --flags "--seq-length 512 --global-batch-size 16" --no-speed
 
-With --minutes the work may be spread over several sessions on a machine: give the same --out again. No run starts if less time is left than
-the last run of as many steps took; a run that is unfinished at the end is stopped, and restarted next time.
-
 Writes precisions.csv (`COLUMNS`) and curves.csv of the complete runs to --out, and lists the others.
 """
 
 import argparse
 import itertools
-import math
 import os
 import re
 import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -68,19 +63,6 @@ class Job:
     steps: int
     name: str
     processes: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """Time limits of this call.
-
-    Attributes:
-        end: value of `time.monotonic` at which running jobs are stopped.
-        took: seconds of the last run, by its number of steps.
-    """
-
-    end: float = math.inf
-    took: dict[int, float] = field(default_factory=dict)
 
 
 Command = Callable[[Job, argparse.Namespace], list[str]]
@@ -137,33 +119,22 @@ def cards(processes: int = 1) -> list[str]:
     return [",".join(named[first : first + processes]) for first in range(0, len(named) - processes + 1, processes)] or [""]
 
 
-def train(job: Job, options: argparse.Namespace, session: Session, card: str = "", of: Command | None = None) -> None:
-    """Run a job on a GPU unless it is complete or too little time is left. Its output goes to log.txt next to its metrics; `of`: returns
+def train(job: Job, options: argparse.Namespace, card: str = "", of: Command | None = None) -> None:
+    """Run a job on a GPU unless it is complete. Its output goes to log.txt next to its metrics; `of`: returns
     the command of a job, by default `command`."""
     if complete(job, options):
-        return
-    start = time.monotonic()
-    if session.end - start <= session.took.get(job.steps, 0.0):
-        print(f"{job.name}: not started, {max(0.0, session.end - start) / 60:.1f} minutes are left", flush=True)
         return
     folder = options.out / job.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)  # of an interrupted run
-    limit = None if math.isinf(session.end) else session.end - start
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": card}
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         running = subprocess.Popen((of or command)(job, options), env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            status = running.wait(limit)
-        except subprocess.TimeoutExpired:
-            stop(running)
-            print(f"{job.name}: stopped at the end of --minutes", flush=True)
-            return
+            status = running.wait()
         except BaseException:  # an interrupt
             stop(running)
             raise
-    if status == 0:
-        session.took[job.steps] = time.monotonic() - start
     print(f"{job.name}: " + ("done" if status == 0 else f"failed with {status}, see {folder}/log.txt"), flush=True)
 
 
@@ -177,7 +148,7 @@ def stop(running: "subprocess.Popen[bytes]") -> None:
         running.wait()
 
 
-def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session, at_once: int, of: Command | None = None) -> None:
+def train_all(jobs: Sequence[Job], options: argparse.Namespace, at_once: int, of: Command | None = None) -> None:
     """Run jobs in order, `at_once` per GPU (or per set of GPUs, with several processes); the next goes to the first that is free. `of`: as
     in `train`."""
     free: SimpleQueue[str] = SimpleQueue()
@@ -187,7 +158,7 @@ def train_all(jobs: Sequence[Job], options: argparse.Namespace, session: Session
     def one(job: Job) -> None:
         card = free.get()
         try:
-            train(job, options, session, card, of)
+            train(job, options, card, of)
         finally:
             free.put(card)
 
@@ -248,22 +219,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-speed", action="store_true", help="no short runs with --at-once: leave the speed empty")
     parser.add_argument("--at-once", type=count(1), default=1, help="trainings that share a GPU (default: %(default)s)")
     parser.add_argument("--processes", type=count(1), default=1, help="data-parallel processes of each run (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many minutes (default: no limit)")
     parser.add_argument("--flags", default="", help="more flags of megatron.lm.pretrain, for every run")
     parser.add_argument("--commit", help="commit hash to record if this tree is not a git checkout")
     options = parser.parse_args(argv)
     seeds = seeds_of(options.seeds)
-    if not options.minutes > 0:
-        parser.error(f"--minutes {options.minutes:g}: give a number above 0, or omit it for no limit")
-    session = Session(end=time.monotonic() + 60 * options.minutes)
     cards(options.processes)  # refuse too many before anything runs
     jobs = {p: [job_of(p, number, options.steps, options.processes) for number in seeds.get(p, range(1))] for p in options.precisions}
     alone = alone_of(jobs, options)
     by_seed = itertools.chain.from_iterable(itertools.zip_longest(*jobs.values()))
     first = [] if options.no_speed else list(alone.values())
     shared = [job for job in by_seed if job is not None and job not in first]
-    train_all(first, options, session, 1)
-    train_all(shared, options, session, options.at_once)
+    train_all(first, options, 1)
+    train_all(shared, options, options.at_once)
     missing = [job for job in (*first, *shared) if not complete(job, options)]
     whole = {p: [job for job in jobs[p] if job not in missing] for p in jobs if alone[p] not in first or alone[p] not in missing}
     if any(whole.values()):

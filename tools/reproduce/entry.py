@@ -134,7 +134,7 @@ class Entry:
         name: its name on the command line, and of its CSV and page.
         title: the paper, and the table or figure.
         claim: what the paper concludes from it, in a sentence.
-        run: the function that returns the findings of a `Task`, or its name in this folder, `MODULE.FUNCTION`; `queries.NAME` are queries of
+        run: the function that returns the findings of a `Task`, or its name in this folder, `MODULE.FUNCTION`; `queries.NAME`: queries of
             `findings.toml`.
         sizes: from the smallest to the largest, with what each requires; `toy`, if defined, takes seconds on a CPU.
         pieces: the pieces of the sizes that are divided; the results of each are written when it ends.

@@ -20,7 +20,7 @@ from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT
 from megatron.lm.tools.report import Run, read_run
 from msamp.optim.collage import collage_adamw, update_quality
 from msamp.optim.optimizer import LowPrecisionOptimizer
-from tools.reproduce.compare_precisions import Job, Session, cards, complete, train
+from tools.reproduce.compare_precisions import Job, cards, complete, train
 
 ENWIK8 = "data/enwik8"  # relative to the root: written by `megatron.lm.tools.prepare_text enwik8`
 # GPT-2's files require a merge: this one joins two bytes that never occur in UTF-8.
@@ -76,7 +76,7 @@ def trained(case: str, seed: int, steps: int, flags: str, data: Path, folder: Pa
     """
     job = Job(precision=case, seed=seed, steps=steps, name=f"{'-'.join(case.split())}_{seed}_{steps}")
     options = argparse.Namespace(data=str(data), out=folder, flags=flags)
-    train(job, options, Session(), cards()[0])
+    train(job, options, cards()[0])
     if not complete(job, options):
         log = (folder / job.name / "log.txt").read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(f"{case}, seed {seed}, failed:\n{log[-2000:]}")

@@ -3,8 +3,8 @@
 import argparse
 import csv
 import json
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from megatron.lm.config.cli import parse_args
 from megatron.lm.config.rules.training import schedule
 from tools.reproduce import compare_precisions
-from tools.reproduce.compare_precisions import COLUMNS, Job, Session, command, complete, seeds_of, train
+from tools.reproduce.compare_precisions import COLUMNS, Job, command, complete, seeds_of, train
 
 
 def options(folder: Path, flags: str = "") -> argparse.Namespace:
@@ -93,10 +93,6 @@ def test_losses_alone_have_no_short_runs_and_no_speed(tmp_path: Path, monkeypatc
     assert sorted(started) == ["O2_0", "O2_1", "bf16_0", "bf16_1"]
     with (tmp_path / "precisions.csv").open() as stream:
         assert [(row["seeds"], row["tokens_s"], row["peak_gib"]) for row in csv.DictReader(stream)] == [("2", "", "3")] * 2
-    (tmp_path / "O2_0/metrics.jsonl").unlink()
-    assert compare_precisions.main([*arguments, "--minutes", "1e-9"]) == 1  # what is complete counts, whichever seed it is
-    with (tmp_path / "precisions.csv").open() as stream:
-        assert [(row["precision"], row["seeds"]) for row in csv.DictReader(stream)] == [("bf16", "2"), ("O2", "1")]
 
 
 def test_a_training_that_fails_is_named_and_the_others_count(
@@ -129,52 +125,18 @@ def test_a_training_that_was_broken_off_starts_anew(left: str, tmp_path: Path, m
     path.write_text(left)
     assert not complete(job, options(tmp_path))
     monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "pass"])
-    train(job, options(tmp_path), Session())
+    train(job, options(tmp_path))
     assert not path.exists()
 
 
-def test_what_runs_at_the_end_of_the_session_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "import time; time.sleep(600)"])
-    session = Session(end=time.monotonic() + 0.3)
-    train(Job(precision="bf16", seed=1, steps=8, name="bf16_0"), options(tmp_path), session)
-    assert capsys.readouterr().out == "bf16_0: stopped at the end of --minutes\n"
-    assert session.took == {}
-
-
-def test_a_launcher_is_asked_to_end_so_that_it_can_end_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_launcher_is_asked_to_end_so_that_it_can_end_its_processes(tmp_path: Path):
     left = tmp_path / "asked"
-    text = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (open({str(left)!r}, 'w'), sys.exit(0))); time.sleep(600)"
-    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-S", "-c", text])
-    train(Job(precision="bf16", seed=1, steps=8, name="bf16_0", processes=2), options(tmp_path), Session(end=time.monotonic() + 1.5))
+    text = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (open({str(left)!r}, 'w'), sys.exit(0)))"
+    running = subprocess.Popen([sys.executable, "-S", "-c", f"{text}; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
+    assert running.stdout is not None
+    running.stdout.readline()
+    compare_precisions.stop(running)
     assert left.exists()
-
-
-def test_without_time_the_table_is_that_of_what_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for name, loss in (("bf16_0", 4.0), ("bf16_alone", 9.0), ("O2_0", 4.3), ("O2_1", 4.4), ("O3_alone", 9.0)):
-        job = Job(precision=name.split("_")[0], seed=1, steps=60 if "alone" in name else 8, name=name)
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(metrics(job, loss, 1.0))
-    arguments = ["--out", str(tmp_path), "--precisions", "bf16", "O2", "O3", "--seeds", "bf16=2", "O2=2", "--steps", "8"]
-    assert compare_precisions.main([*arguments, "--at-once", "2", "--minutes", "1e-9"]) == 1
-    told = capsys.readouterr().out
-    assert told.startswith("O2_alone: not started, 0.0 minutes are left\n")
-    assert told.endswith("missing: O2_alone, O3_0, bf16_1\n")
-    with (tmp_path / "precisions.csv").open() as stream:
-        assert [(row["precision"], row["seeds"], row["valid_loss"]) for row in csv.DictReader(stream)] == [("bf16", "1", "4.0")]
-
-
-def test_a_training_longer_than_what_is_left_is_not_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(compare_precisions, "command", lambda job, options: [sys.executable, "-c", "pass"])
-    long, short = (Job(precision="bf16", seed=1, steps=steps, name=f"bf16_{steps}") for steps in (2000, 60))
-    session = Session(end=time.monotonic() + 100, took={2000: 120.0, 60: 20.0})
-    train(long, options(tmp_path), session)
-    train(short, options(tmp_path), session)
-    assert capsys.readouterr().out == "bf16_2000: not started, 1.7 minutes are left\nbf16_60: done\n"
-    assert session.took[60] < 20 < session.took[2000]
 
 
 def test_runs_of_several_processes_take_as_many_cards_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +162,7 @@ def test_every_visible_card_takes_its_share(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(compare_precisions, "command", note)
     jobs = [Job(precision="bf16", seed=seed, steps=8, name=f"bf16_{seed}") for seed in range(4)]
-    compare_precisions.train_all(jobs, options(tmp_path), Session(), at_once=2)
+    compare_precisions.train_all(jobs, options(tmp_path), at_once=2)
     assert sorted(file.read_text() for file in tmp_path.glob("*.card")) == ["2", "2", "5", "5"]
 
 
