@@ -36,11 +36,10 @@ from megatron.lm.build import build_training
 from megatron.lm.graphs import step_graph
 from megatron.lm.processes import process_groups
 from megatron.lm.shell import exit_codes
-from megatron.lm.shell.arguments import Parser, count, output_file
+from megatron.lm.shell.arguments import Parser, count
 from megatron.lm.step import train_step
 from tools.bench import bench_fsdp, bench_kernels, rows, training_steps
 
-RATIOS = rows.ROOT / "tools/bench/results/speed_gate.csv"
 COLUMNS = ("date", "commit", "gpu", "driver", "torch", "case", "ours", "baseline", "ratio", "least", "most", "ms", "ms_baseline", "rounds")
 TOLERANCE = 0.03  # how much a ratio may grow, relative
 OWN_LOOP = "--layers 12 --micro-batch-size 8"  # torchao's steps are eager: with half of the tokens they wait for the host
@@ -314,8 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=count(2), default=10, help="of each side in a round")
     parser.add_argument("--warm-up", type=count(0), default=training_steps.WARM_UP, help="steps before the first round")
     parser.add_argument("--write", action="store_true", help="append the ratios to --csv instead of judging them")
-    parser.add_argument("--csv", type=output_file, default=RATIOS, help="file of the committed ratios (default: %(default)s)")
-    parser.add_argument("--commit", help="hash to record if this tree is not a git checkout")
+    rows.add_flags(parser, "speed_gate.csv", help="file of the committed ratios (default: %(default)s)")
     parser.add_argument("--trainer-flags", default=TRAINER, help="model of the trainer's cases, as flags of bench_step.py")
     parser.add_argument("--loop-flags", default=OWN_LOOP, help="model of the own loop's cases, as flags of bench_fsdp.py")
     parser.add_argument("--linear-tokens", type=count(1), default=8192)

@@ -17,7 +17,6 @@ The router's losses, which ours computes too, are left out. Tokens are random, o
 peak memory, without the peak of building the model, is appended to --csv; a case that fails is printed, and has no row.
 """
 
-import argparse
 import gc
 import itertools
 import json
@@ -38,6 +37,7 @@ from megatron.lm.shell.arguments import Parser, count
 from tools.bench import rows
 from tools.bench.bench_experts import FP8_ALIGNMENT, GroupedMM, grouped_layer, torchao_fp8
 from tools.bench.bench_grouped import BF16, failure
+from tools.bench.training_steps import synchronize
 
 CASES = {
     "bf16-master": "transformers BF16, FP32 master weights",
@@ -221,12 +221,10 @@ def measure(case: str, config: Any, work: Work, steps: int, data_path: str | Non
         torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP + steps):
         batch = list(itertools.islice(batches, work.micro_batches))
-        if cuda:
-            torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         losses.append(trainer.step(batch).item())
-        if cuda:
-            torch.cuda.synchronize()
+        synchronize()
         rates.append(work.tokens / (time.perf_counter() - start))
     if not all(map(math.isfinite, losses)):
         raise ValueError(f"losses {losses} of {CASES[case]} are not all finite: its speed says nothing")
@@ -248,7 +246,7 @@ def measure(case: str, config: Any, work: Work, steps: int, data_path: str | Non
 @exit_codes.command
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and append the results."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--layers", type=count(1), default=PRESETS[PRESET]["num_layers"])
     parser.add_argument("--micro-batch-size", type=count(1), default=1)
