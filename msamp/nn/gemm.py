@@ -402,7 +402,8 @@ class LayerGemm(NamedTuple):
 
     def output(self, x: Operand, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """`x W^T + b` [M, N] of `dtype` from the input [M, K], the weight [N, K] and the bias [N] or None."""
-        return self._multiply("output", x, w, None if bias is None else bias.to(dtype), dtype)
+        product = multiply(x, w, None if bias is None else bias.to(dtype), dtype, self.gemm.output)
+        return product if self.tallies is None else self._tallied("output", product, x, w, None if bias is None else bias.to(dtype))
 
     def output_rows(self, scale_inv: torch.Tensor, w: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> RowProduct:
         """Like `output`, for a per-tensor-scaled input whose FP8 data is passed in later."""
@@ -415,22 +416,26 @@ class LayerGemm(NamedTuple):
 
     def grad_input(self, g: Operand, w: Operand, dtype: torch.dtype) -> torch.Tensor:
         """`g W` [M, K] of `dtype` from the grad_output [M, N] and the weight's transpose [K, N]."""
-        return self._multiply("grad_input", g, w, None, dtype)
+        product = multiply(g, w, None, dtype, self.gemm.grad_input)
+        return product if self.tallies is None else self._tallied("grad_input", product, g, w, None)
 
     def grad_weight(self, g: Operand, x: Operand, dtype: torch.dtype, channel_scale: torch.Tensor | None = None) -> torch.Tensor:
         """`g^T x` [N, K] of `dtype` from the transposes of grad_output [N, M] and input [K, M]. `channel_scale` is the one used in forward,
         by which the input's channels were multiplied; the product is divided by it, exactly."""
-        product = self._multiply("grad_weight", g.transposed(), x.transposed(), None, dtype)
+        left, right = g.transposed(), x.transposed()
+        product = multiply(left, right, None, dtype, self.gemm.grad_weight)
+        if self.tallies is not None:
+            self._tallied("grad_weight", product, left, right, None)
         return product if channel_scale is None else ops.cast_columns(product, None, channel_scale, dtype)
 
     def _tallies(self, name: str) -> tuple[torch.Tensor, ...]:
         return () if self.tallies is None else self.tallies[name]
 
-    def _multiply(self, name: str, a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        out = multiply(a, b, bias, dtype, getattr(self.gemm, name))
-        if (tallies := self._tallies(name)) and self.gemm.tensorwise:
-            tally_product_(tallies, out, a.codes, b.codes, a.scale_inv * b.scale_inv, bias)
-        return out
+    def _tallied(self, name: str, product: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None) -> torch.Tensor:
+        """Compare a product with its exact sums, if it has one scale per tensor, and return it."""
+        if self.gemm.tensorwise:
+            tally_product_(self._tallies(name), product, a.codes, b.codes, a.scale_inv * b.scale_inv, bias)
+        return product
 
 
 def multiply(a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, product: Product) -> torch.Tensor:

@@ -32,6 +32,7 @@ from msamp.optim.states import Stored, as_stored, group_numbers, payload, scale_
 from msamp.optim.updates import MASTER, WEIGHT, remainders, update_of
 
 FIRST_TOKEN_APART = "first token apart"  # how FP8 attention computes (`msamp.nn.fp8_attention`), as checkpoints name it
+SAVED = (("precision", "attention_precision"), ("model", "seq_length"))
 LONG = 4096  # tokens from which FP8 attention without it shrank its output noticeably
 
 
@@ -174,18 +175,18 @@ def _rng_items(grid: Grid) -> Iterator[Item]:
         yield Item.whole(f"rng/{rng.own_number(grid)}/{name}", value)
 
 
-def shrinking_attention(info: dict[str, Any], config: Config, folder: Path) -> str | None:
+def shrinking_attention(info: dict[str, Any], folder: Path) -> str | None:
     """Return a line about a checkpoint whose FP8 attention shrank its output with the length of the sequence; None for any other.
 
     Args:
         info: contents of its `checkpoint.json`.
-        config: settings of the run that wrote it.
         folder: that contains it.
     """
-    if config.precision.attention_precision != "fp8" or config.model.seq_length < LONG or info.get("fp8_attention") == FIRST_TOKEN_APART:
+    precision, tokens = (info["config"].get(section, {}).get(name) for section, name in SAVED)
+    if precision != "fp8" or (tokens or 0) < LONG or info.get("fp8_attention") == FIRST_TOKEN_APART:
         return None
     return (
-        f"warning: {folder} was trained on {config.model.seq_length} tokens with an FP8 attention whose output was too small for long "
+        f"warning: {folder} was trained on {tokens} tokens with an FP8 attention whose output was too small for long "
         "sequences (7 % at 8,192 tokens where values have a mean of half their deviation); today's keeps its size. To see whether the "
         f"weights depend on it, compare the validation loss of --load {folder} --attention-precision bf16"
     )
@@ -199,7 +200,7 @@ def print_changes(info: dict[str, Any], was: Config, now: Config, folder: Path, 
         now: settings of the resumed run.
         requantised: names of the tensors whose bits changed.
     """
-    if (warning := shrinking_attention(info, was, folder)) is not None:
+    if (warning := shrinking_attention(info, folder)) is not None:
         print(warning, flush=True)
     changed = [f"precision {was.precision.name} -> {now.precision.name}"] if was.precision.name != now.precision.name else []
     for name in (*AXES.values(), "num_layers_per_virtual_pipeline_stage"):

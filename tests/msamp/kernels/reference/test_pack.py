@@ -50,8 +50,8 @@ def test_what_has_its_factor_already_is_left_alone():
         ({"amaxes": torch.zeros(2)}, "1 tensors were passed with 2 amaxes"),
         ({"unless": torch.ones(2), "factors": torch.ones(1)}, "1 tensors were passed with 2 factors of before"),
         ({"unless": torch.ones(1)}, "unless was passed without factors"),
-        ({"tallies": torch.zeros(2, 3)}, r"tallies are \[2, 3\] for 1 runs into torch.float8_e4m3fn"),
-        ({"tallies": torch.zeros(1, 3), "dtype": E5M2.dtype}, r"tallies are \[1, 3\] for 1 runs into torch.float8_e5m2"),
+        ({"tallies": torch.zeros(2, 3)}, r"tallies are \[2, 3\] for 1 pieces into torch.float8_e4m3fn"),
+        ({"tallies": torch.zeros(1, 3), "dtype": E5M2.dtype}, r"tallies are \[1, 3\] for 1 pieces into torch.float8_e5m2"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags, message):
