@@ -68,7 +68,7 @@ def test_pieces_are_random_and_reach_the_ends():
 def test_a_training_takes_the_first_gpu_that_is_there(seen, card, tmp_path, monkeypatch):
     took = []
     monkeypatch.setattr(trainings, "cards", lambda: seen)
-    monkeypatch.setattr(trainings, "train", lambda job, options, session, card: took.append(card))
+    monkeypatch.setattr(trainings, "train", lambda job, options, card: took.append(card))
     with pytest.raises(FileNotFoundError):  # nothing has trained, and there is no log
         trainings.trained("bf16", 1, 4, "", tmp_path, tmp_path)
     assert took == [card]
