@@ -148,6 +148,9 @@ class TensorScales(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "watches": {}, "checks": {}, "sums": {}, "_known_slots": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"sums": {}} | state)  # models that were pickled before there was a record of sums
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         history = state_dict.get(f"{prefix}history")
         if isinstance(history, torch.Tensor) and history.shape[:1] == self.history.shape[:1] and history.shape != self.history.shape:

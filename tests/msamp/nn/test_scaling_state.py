@@ -287,3 +287,12 @@ def test_amaxes_of_an_abandoned_backward_are_dropped_or_at_most_twice_the_larges
         state.abandon(torch.tensor(finite))
         bounded = 0.0 if amaxes[1] != amaxes[1] else 10.0
         assert layer.amax.tolist() == ([4.0, bounded] if finite else [0.0, 0.0])
+
+
+def test_a_layer_that_was_pickled_before_there_were_sums_is_read():
+    scales = LinearScaling(recipe.O2.gemm)
+    state = scales.__getstate__()
+    del state["sums"]
+    older = LinearScaling.__new__(LinearScaling)
+    older.__setstate__(state)
+    assert older.tallies is None
