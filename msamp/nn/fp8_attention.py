@@ -47,6 +47,7 @@ from msamp.kernels.reference.fp8_attention import AttentionScales
 from msamp.nn.cast_scales import CastScales
 from msamp.nn.differentiable_once import differentiable_once
 from msamp.nn.scaling_state import TensorScales
+from msamp.numerics.accumulation import compared
 from msamp.numerics.formats import E4M3, E5M2
 from msamp.numerics.quantize import dequantize
 from msamp.numerics.recipe import Cast, Gemms
@@ -122,13 +123,11 @@ class Attended(NamedTuple):
         o: the output over all keys but the first, without the center, E4M3 [rows, b, heads, d]: without the first query if that has no key.
         o_scale_inv: FP32 0-dim.
         stats: FP32 [b, heads, rows, 1].
-        amax: FP32 0-dim, of `o` before its cast.
     """
 
     o: torch.Tensor
     o_scale_inv: torch.Tensor
     stats: torch.Tensor
-    amax: torch.Tensor
 
 
 class Prepared(NamedTuple):
@@ -221,6 +220,13 @@ class FP8Attention:
         """
         return None
 
+    def _scale(self, slot: CastScales, measure: Callable[[], torch.Tensor], fp_max: float) -> torch.Tensor | None:
+        """Return the scale of one cast: the delayed one, or that of `first_scales`."""
+        if slot.scale is not None:
+            return slot.scale
+        scales = self.first_scales(measure, fp_max)
+        return None if scales is None else scales[0]
+
     def start(self, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return `ops.attention_sink` of whole sequences.
 
@@ -252,9 +258,7 @@ class FP8Attention:
         """Cast `x` [s, b, n, d] with the scale of that row; return the payload in its shape, and scale_inv."""
         slot, fmt = self.scaling.slots(self.record)[row], self.scaling.casts[row].format
         x2d = x.reshape(x.shape[0] * x.shape[1], -1)
-        scale_inv, scale = scalar_pool.take(x.device), slot.scale
-        if scale is None and (scales := self.first_scales(lambda: ops.amax(x2d).view(1), fmt.max)) is not None:
-            scale = scales[0]
+        scale_inv, scale = scalar_pool.take(x.device), self._scale(slot, lambda: ops.amax(x2d).view(1), fmt.max)
         payload, *_ = ops.cast_transpose(x2d, scale=scale, amax_slot=slot.amax, dtype=fmt.dtype, row=True, scale_inv_slot=scale_inv)
         if slot.watch is not None:
             slot.watch(x2d, payload, scale_inv)
@@ -281,22 +285,19 @@ class FP8Attention:
             raise_amax(scaling.amax[O], amax)
             for rows in scaling.sums.values():
                 _tally_output(rows["output"], of, o, o_scale_inv, self.softmax_scale, causal=causal)
-        return Attended(o, o_scale_inv, stats, amax)
+        return Attended(o, o_scale_inv, stats)
 
     def output(self, of: Operands, attended: Attended, dtype: torch.dtype, slot: CastScales, scale_inv: torch.Tensor) -> torch.Tensor:
         """Return the attention output [s, b, heads, d]: plain in a wide dtype, otherwise cast with the scale of `slot`, which records its
         amax, and with its scale_inv written to the given slot."""
         arguments = (of.query, attended.o, attended.stats, of.sink, self._two(of, attended), self.softmax_scale)
-        scale = slot.scale
-        if dtype.itemsize == 1 and scale is None:
+
+        def measure() -> torch.Tensor:
             measured = scale_inv.new_zeros(())
+            ops.sink_merge(*arguments, scale_inv.new_ones(()), measured, dtype)
+            return measured.view(1)
 
-            def measure() -> torch.Tensor:
-                ops.sink_merge(*arguments, scale_inv.new_ones(()), measured, dtype)
-                return measured.view(1)
-
-            scales = self.first_scales(measure, E4M3.max)
-            scale = None if scales is None else scales[0]
+        scale = self._scale(slot, measure, E4M3.max) if dtype.itemsize == 1 else None
         return ops.sink_merge(*arguments, scale, slot.amax, dtype, scale_inv_slot=scale_inv)[0]
 
     def gradients(self, of: Operands, attended: Attended, grad_o: torch.Tensor) -> Gradients:
@@ -318,10 +319,7 @@ class FP8Attention:
         s, b, heads, d = of.query.shape
         grad = grad_o.reshape(s, b, heads, d)
         slot, scale_inv = self.scaling.slots(self.record)[GRAD], scalar_pool.take(grad.device)
-        scale = slot.scale
-        if scale is None:
-            scales = self.first_scales(lambda: ops.amax(grad.flatten(0, 1).flatten(1)).view(1), E5M2.max)
-            scale = None if scales is None else scales[0]
+        scale = self._scale(slot, lambda: ops.amax(grad.flatten(0, 1).flatten(1)).view(1), E5M2.max)
         arguments = (grad, of.query, attended.o, attended.stats, of.sink, self._two(of, attended), self.softmax_scale)
         others = (of.scale_invs[2], output_scale_inv)
         given, o, codes, ds, _, sums = ops.sink_backward(*arguments, scale, slot.amax, E5M2.dtype, *others, scale_inv_slot=scale_inv)
@@ -420,7 +418,7 @@ def _tally_output(
         scores = scores.masked_fill(torch.arange(len(key), device=o.device) > rows[:, None], -torch.inf)
     want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).double()
     got = (o[rows, 0].float() * o_scale_inv).double()
-    row += torch.stack([want.square().sum(), (got - want).square().sum(), (got * want).sum()])
+    row += compared(got, want)
 
 
 def raise_amax(slot: torch.Tensor, amax: torch.Tensor) -> None:

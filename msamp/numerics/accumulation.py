@@ -74,8 +74,13 @@ def like_hopper() -> bool:
     return _TWINS.get() == "hopper"
 
 
-SUMS = ("want^2", "(got - want)^2", "got want")  # the columns of `tally_product_`
+SUMS = ("want^2", "(got - want)^2", "got want")  # what `judge_sums` takes
 SAMPLE = 16, 256  # rows and columns of a product
+
+
+def compared(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return `SUMS` of FP64 tensors of one shape, FP64 [3]."""
+    return torch.stack([want.square().sum(), (got - want).square().sum(), (got * want).sum()])
 
 
 @torch.no_grad()
@@ -94,7 +99,7 @@ def tally_product_(
     m, n = (slice(None, None, max(1, math.ceil(size / most))) for size, most in zip(got.shape, SAMPLE, strict=True))
     want = (a[m].double() @ b[n].double().t()) * scale_inv.double()
     summed = got[m, n].double() if bias is None else got[m, n].double() - bias[n].double()
-    row = torch.stack([want.square().sum(), (summed - want).square().sum(), (summed * want).sum()])
+    row = compared(summed, want)
     for tally in tallies:
         tally += row
 

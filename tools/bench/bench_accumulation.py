@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, path
-from msamp.numerics.accumulation import judge_sums, product
+from msamp.numerics.accumulation import compared, judge_sums, product
 from msamp.numerics.formats import E4M3, E5M2, Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.quantize import quantize
@@ -48,8 +48,7 @@ def compare(tallies: Tallies, kind: str, name: str, a: Tensor, b: Tensor) -> Non
     want = a.double() @ b.double().t()
     for accumulation in ("fast", "full"):
         got = product(a, b, accumulation).double()
-        row = torch.stack([want.square().sum(), (got - want).square().sum(), (got * want).sum()])
-        tallies[kind, name, a.shape[1], accumulation].append(row)
+        tallies[kind, name, a.shape[1], accumulation].append(compared(got, want))
 
 
 def mean_share(x: Tensor) -> float:
