@@ -66,7 +66,6 @@ setup(
         "numpy",
         "pyyaml",
         "psutil",  # megatron-core's dist_checkpointing imports it without declaring it
-        "rich",
         "safetensors",
         "tensorboard",
         "tiktoken",

@@ -35,7 +35,7 @@ from megatron.lm.post.schedule import drawn
 from megatron.lm.processes import process_groups
 from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.shell import arguments, exit_codes
-from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.files import written_aside
 from megatron.lm.training.state import Training
 
 

@@ -161,7 +161,7 @@ def problems(command: Command, box: Path, watch: Watch) -> list[str]:
         found.append(f"it ended with {code}")
     for word in ("Traceback (most recent call last)", "this is a bug"):
         if word in out + err:
-            found.append(f"it says {word!r}: {err[-1500:]}{_bugs(box)}")
+            found.append(f"it says {word!r}: {err[-2500:]}")
     if code in (1, 2) and not (out + err).strip():
         found.append(f"it ended with {code} and said nothing")
     changed = {name for name, _ in tree(box).items() ^ before.items() if not command.caches or not name.startswith(command.caches)}
@@ -170,10 +170,6 @@ def problems(command: Command, box: Path, watch: Watch) -> list[str]:
     if spent > LIMIT_S:
         found.append(f"it took {spent:.0f} s")
     return found
-
-
-def _bugs(box: Path) -> str:
-    return "".join("\n" + path.read_text(encoding="utf-8")[-2500:] for path in (box.parent / "tmp").glob("msamp-bug-*"))
 
 
 # ----------------------------------------------------------------------------------------------------- the process of cases

@@ -80,7 +80,7 @@ def test_micro_batches_add_up_to_their_batch(made: Path, tmp_path: Path):
     [
         ({"load": "gpt"}, "gpt contains a GPT with causal attention (--objective causal-lm)"),
         ({"load": "BoolQ"}, "holds no checkpoint"),
-        ({"data": "gpt"}, "dev.jsonl does not exist: give a BoolQ file"),
+        ({"data": "gpt"}, "dev.jsonl cannot be read"),
         ({"seq_length": 25}, "--seq-length 25 exceeds the 24 positions of the encoder"),
         ({"precision": "O9"}, "--precision O9: choose one of"),
         ({"lr": 0}, "--lr 0.0: give a number in"),

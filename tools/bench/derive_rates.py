@@ -21,7 +21,7 @@ from megatron.lm.planning.rates import GPUS, Cluster, MeasuredRate, Rates
 from megatron.lm.planning.time import predict
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser
-from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.files import written_aside
 from tools.bench.bench_grouped import MODELS, Layer
 from tools.measurements import ROOT, Row, read
 

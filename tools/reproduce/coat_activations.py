@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, output_file, path
-from megatron.lm.shell.files import read_text
+from megatron.lm.shell.files import read_input
 from msamp.kernels import ops
 from msamp.nn.saved_activations import GroupedFP8, Parts, Saved
 from msamp.numerics.formats import E4M3
@@ -237,7 +237,7 @@ def read_model(folder: Path, text: Path, sequences: int, length: int) -> tuple[s
     from megatron.lm.post.models import check_positions, check_vocabulary, load_model, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    words = read_text(text, "a text in UTF-8")
+    words = read_input(text, "a text in UTF-8")
     wanted = sequences * length
     for end in (16 * wanted, None):  # a large text need not be tokenized whole
         read = tokenizer(words[:end], add_special_tokens=False)["input_ids"]

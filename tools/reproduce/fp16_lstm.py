@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, output_file, path
-from megatron.lm.shell.files import read_text
+from megatron.lm.shell.files import read_input
 from msamp import amp
 from msamp.fp16.opt_level import by_name
 from tools.bench import rows
@@ -147,7 +147,7 @@ def table(size: str, text: Tensor) -> Iterator[dict[str, Any]]:
 
 def bytes_of(file: Path, most: int = 100_000_000) -> Tensor:
     """Return the first `most` bytes of a UTF-8 text, uint8 [n]."""
-    return torch.frombuffer(bytearray(read_text(file, "a text in UTF-8").encode()[:most]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(read_input(file, "a text in UTF-8").encode()[:most]), dtype=torch.uint8)
 
 
 @exit_codes.command

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.lm.evaluation.paired_difference import PairedDifference, paired_difference
-from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.files import written_aside
 from tools.bench.rows import machine
 from tools.reproduce.entry import Entry, Finding, Task
 from tools.reproduce.texts import OWN_TEXT

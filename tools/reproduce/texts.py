@@ -8,7 +8,7 @@ changes with every commit.
 import hashlib
 from pathlib import Path
 
-from megatron.lm.shell.durable import written_aside
+from megatron.lm.shell.files import written_aside
 from megatron.lm.tools.prepare_text import fetch, speeches
 from tools.bench.rows import ROOT
 from tools.reproduce.entry import Needs

@@ -28,8 +28,7 @@ from megatron.lm.data.reading.order import Builder, EpochDataset, MockDataset
 from megatron.lm.data.reading.token_files import HEADER, MAGIC, index_bytes
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 from megatron.lm.processes.agreement import all_or_none
-from megatron.lm.shell.durable import written_aside
-from megatron.lm.shell.opening import own_folder, read_text
+from megatron.lm.shell.files import own_folder, read_text, written_aside
 
 _SCAN = 1 << 24  # tokens checked at a time
 _HOW_TO_MAKE = "create one with megatron.lm.tools.preprocess_data, and pass its prefix without .bin or .idx"

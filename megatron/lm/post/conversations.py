@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.lm.shell.files import read_text
+from megatron.lm.shell.files import read_input
 
 Message = dict[str, str]
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -34,7 +34,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: with file and line, if the file is missing, empty or invalid JSON, or a row is not an object.
     """
-    text = read_text(file, "a file of conversations, JSON or JSON lines")
+    text = read_input(file, "a file of conversations, JSON or JSON lines")
     if text.lstrip().startswith("["):
         try:
             records = json.loads(text)

@@ -18,8 +18,8 @@ import torch
 import msamp
 from megatron.lm.hugging_face.folder import Tensors
 from megatron.lm.post import models
-from megatron.lm.shell.durable import flush, written_aside
 from megatron.lm.shell.exit_codes import lacks_memory
+from megatron.lm.shell.files import flush, written_aside
 from msamp.integrations.saving import masters_of, plain_weights
 from msamp.numerics.descent_quality import undelivered_share
 from msamp.optim.optimizer import LowPrecisionOptimizer

@@ -11,8 +11,8 @@ from megatron.lm.config.presets import parameter_count
 from megatron.lm.graphs import step_graph
 from megatron.lm.model import fp8_layers
 from megatron.lm.model.linear import travels
+from megatron.lm.run.reports.log_line import wrapped
 from megatron.lm.run.reports.metrics import Metrics, least_and_most
-from megatron.lm.shell.terminal import wrapped
 from megatron.lm.training.optimizer import bytes_per_parameter
 from megatron.lm.training.state import Training
 from msamp.nn.precision_guard import LayerGuard

@@ -8,8 +8,8 @@ from megatron.lm.config.cli import parse
 from megatron.lm.config.from_checkpoint import Saved
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.sections.precision import MEASURED
+from megatron.lm.run.reports.log_line import wrapped
 from megatron.lm.shell.exit_codes import command
-from megatron.lm.shell.terminal import wrapped
 
 MOST_PROCESSES = 2**20
 

@@ -94,7 +94,7 @@ def leave_if_alone(error: Exception) -> None:
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks > 1 and device_waits() and (lacks_memory(error) or not _failed_together(ranks)):
-        leave_at_once(error, after=0.0)
+        leave_at_once(error)
 
 
 def _failed_together(ranks: int) -> bool:

@@ -3,7 +3,7 @@
     0    success
     2    invalid settings, files or data (ValueError, and argparse's usage errors), or a missing package
     1    the command had to stop: RunStopped, the system (OSError: disk full, no permission), out of memory, a lost process
-    1    an unexpected error: the line reports a bug and names a file with the traceback
+    1    an unexpected error: the line reports a bug, and its traceback follows
     130  SIGINT
 
 So users see no traceback for their own mistakes, and bugs do not look like bad input. Exceptions contain the fix: code that raises a
@@ -11,99 +11,63 @@ ValueError, an OSError or a RunStopped reports the value and what to do. Python'
 without a file name; they count as bugs of the code that read the file.
 """
 
-import contextlib
-import errno
 import functools
 import importlib.metadata
 import json
 import os
-import platform
 import signal
 import sys
-import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec
 
 from megatron.lm.errors import RunStopped, missing, report
-from megatron.lm.shell.streams import printable, unfiltered
 
 REFUSED, STOPPED, INTERRUPTED = 2, 1, 128 + signal.SIGINT
 
 _SMALLER = "use a smaller model, batch or sequence, or more processes (--dry-run of megatron.lm.pretrain prints the memory of each)"
 _OTHER_RANK = "another process of this run has ended or cannot be reached: see its own error message"
-_SYSTEM = {
-    errno.ENOSPC: "free space there, or choose another path",
-    errno.EDQUOT: "free space there, or choose another path",
-    errno.EFBIG: "free space there, or choose another path",
-    errno.EACCES: "change its permissions, or choose another path",
-    errno.EPERM: "change its permissions, or choose another path",
-    errno.EROFS: "choose another path",
-    errno.ENOENT: "choose a path that exists",
-    errno.ENOTDIR: "choose another path",
-    errno.EISDIR: "choose a file in it",
-    errno.EEXIST: "choose another path, or remove it",
-    errno.ENAMETOOLONG: "take a shorter name",
-    errno.EMFILE: "allow more open files with `ulimit -n`",
-    errno.ENOMEM: _SMALLER,
-}
-
 P = ParamSpec("P")
 
 
 def command(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Decorate a command's main function, which returns an exit code (None is 0), to raise nothing but SystemExit (from argparse).
-
-    If stdout cannot be written, the code is 1; if its reader has closed the pipe (`| head`), the code is 1 without a message.
-    """
+    """Decorate a command's main function, which returns an exit code (None is 0), to raise nothing but SystemExit (from argparse)."""
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
         # megatron-core warns at every import about optional packages that are not installed.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer.Engine)", module=r"(?!megatron\.lm|msamp)")
-        with printable():
-            try:
-                code = main(*args, **kwargs) or 0
-                flush_stdout()
-                return code
-            except KeyboardInterrupt:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
-                return _print("interrupted by SIGINT", INTERRUPTED)
-            except Exception as error:
-                return _ends(error)
+        try:
+            return main(*args, **kwargs) or 0
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # only cleanup is left
+            return _print("interrupted by SIGINT", INTERRUPTED)
+        except Exception as error:
+            return _ends(error)
 
     return guarded
 
 
-def leave_at_once(error: Exception, after: float) -> NoReturn:
-    """Report an error and exit without unwinding, which would wait for collectives that the other processes never join.
-
-    Args:
-        error: as from a `command`'s main function.
-        after: seconds to wait before the exit, so that other processes learn of the error before its connections break.
-    """
+def leave_at_once(error: Exception) -> NoReturn:
+    """Report an error and exit without unwinding, which would wait for collectives that the other processes never join."""
     code = _ends(error)
-    time.sleep(after)
+    sys.stdout.flush()
     os._exit(code)
 
 
 def _ends(error: Exception) -> int:
-    """Flush stdout, report an error and return its exit code."""
-    with contextlib.suppress(OSError):
-        flush_stdout()
+    """Report an error and return its exit code."""
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError | json.JSONDecodeError):
         return _print(str(error), REFUSED)
-    if isinstance(error, ImportError) and ((error.name or "").startswith("msamp") or "ms-amp" in _installed()):
+    installed = {distribution.metadata["Name"].lower() for distribution in importlib.metadata.distributions()}
+    if isinstance(error, ImportError) and ((error.name or "").startswith("msamp") or "ms-amp" in installed):
         # Microsoft's package of the same import name, installed later in the same folder or uninstalled there, takes files along.
         return _print(f"{error}: pip uninstall ms-amp msamp, then install msamp again", REFUSED)
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("megatron.lm"):
         return _print(missing(error.name), REFUSED)
     if isinstance(error, RunStopped):
         return _print(str(error), STOPPED)
-    if isinstance(error, BrokenPipeError) and error.filename is None:
-        return STOPPED
     if isinstance(error, OSError):
         return _print(_of_system(error), STOPPED)
     if lacks_memory(error):
@@ -111,11 +75,8 @@ def _ends(error: Exception) -> int:
     if lost_connection(error):
         return _print(f"{_first_line(error)}: {_OTHER_RANK}", STOPPED)
     what = f"{type(error).__name__}: {_first_line(error)}"
-    return _print(f"this is a bug of the program, please report it ({what}); {_kept(error)}", STOPPED)
-
-
-def _installed() -> set[str]:
-    return {distribution.metadata["Name"].lower() for distribution in importlib.metadata.distributions()}
+    traced = "".join(traceback.format_exception(error))
+    return _print(f"this is a bug of the program, please report it ({what}) with this traceback:\n{traced}", STOPPED)
 
 
 def _print(message: str, code: int) -> int:
@@ -133,8 +94,7 @@ def _of_system(error: OSError) -> str:
     if error.errno is None or error.strerror is None:
         return _first_line(error)
     names = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in (error.filename, error.filename2) if name)
-    fix = _SYSTEM.get(error.errno)
-    return (f"{names}: " if names else "") + error.strerror + (f": {fix}" if fix else "")
+    return f"{names}: {error.strerror}: check its permissions and the free space, or choose another path" if names else error.strerror
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -150,30 +110,3 @@ def lost_connection(error: Exception) -> bool:
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("/gloo/", "onnection closed by peer", "does not answer"))
-
-
-def _kept(error: Exception) -> str:
-    """Write the traceback to a file in the temporary folder; return a text with its location."""
-    text = "".join(traceback.format_exception(error))
-    torch = sys.modules.get("torch")
-    versions = f"python {platform.python_version()}, torch {getattr(torch, '__version__', 'not imported')}, {platform.platform()}"
-    try:
-        handle, path = tempfile.mkstemp(prefix="msamp-bug-", suffix=".txt")
-        with open(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(f"{' '.join(map(repr, sys.argv))}\n{versions}\n\n{text}")
-    except OSError:
-        return f"its traceback could not be written to a file:\n{text}"
-    return f"the traceback is in {path}"
-
-
-def flush_stdout() -> None:
-    """Flush stdout; if that fails, raise the OSError and drop what is left, so that the interpreter does not report the error again."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except OSError:
-        if unfiltered(sys.stdout) is sys.__stdout__:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        raise

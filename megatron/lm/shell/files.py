@@ -1,87 +1,149 @@
-"""Files of tools: read text with clear errors, and create output folders that are removed after a failure."""
+"""Files that are complete or absent, and files in folders of unknown origin: no write through a link, no wait on a pipe.
+
+A checkpoint or a dataset from elsewhere may contain a link where a run writes: opening it by name would overwrite its target. So a run
+writes only to regular files (`to_write`), or to new files that it renames (`written_aside`, `new_folder`).
+"""
 
 import contextlib
+import errno
+import fcntl
+import glob
+import os
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
-from megatron.lm.shell import opening
+_MODES = {"r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND, "wb": os.O_WRONLY}
+_LOCK = ".lock"
 
 
-def read_text(file: Path, what: str) -> str:
-    """Return the UTF-8 text of a file, without a byte order mark; raise a ValueError with its name if it is missing or not text. `what`
+def read_text(path: Path) -> str:
+    """Return the UTF-8 text of a regular file, following links.
+
+    Raises:
+        ValueError: if it is a pipe, a device or a folder, or not UTF-8 (UnicodeDecodeError).
+        OSError: if it is missing or cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file: put the file itself there")
+    return path.read_text(encoding="utf-8")
+
+
+def read_input(file: Path, what: str) -> str:
+    """Return the text of an input file, without a byte order mark; raise a ValueError with its name if it is missing or not text. `what`
     describes the expected file."""
     try:
-        return opening.read_text(file).removeprefix("\ufeff")
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist: give {what}") from None
+        return read_text(file).removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): give {what}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): give {what}") from None
 
 
-@contextlib.contextmanager
-def made_folder(folder: Path) -> Iterator[Path]:
-    """Create `folder` if it does not exist. If the block fails, a created folder is removed with its contents.
+def to_write(path: Path, mode: str = "r+b") -> BinaryIO:
+    """Open a file for writing; a missing one is created.
+
+    Args:
+        path: of the file.
+        mode: "r+b" keeps the content and starts at its beginning, "ab" appends, both unbuffered; "wb" truncates the file.
 
     Raises:
-        ValueError: if it is a file, or cannot be written.
+        ValueError: if it is a link or not a regular file. Nothing was changed.
+        OSError: if it cannot be opened.
     """
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file: give a folder")
-    new = not folder.exists()
-    with _writing(folder), _parents(folder):
-        folder.mkdir(exist_ok=True)
-        try:
-            yield folder
-        except BaseException:
-            if new:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    refused = f"{path} is a link or not a file, but it must be a regular file: delete it, or choose another path"
+    try:
+        descriptor = os.open(path, _MODES[mode] | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise ValueError(refused) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(refused)
+    if mode == "wb":
+        os.ftruncate(descriptor, 0)
+    return cast("BinaryIO", os.fdopen(descriptor, mode, buffering=-1 if mode == "wb" else 0))
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[BinaryIO]:
+    """Yield a stream to a new file next to `path` that is renamed to `path` when it is on disk; if the block fails, it is deleted.
+
+    Several processes and threads may write the same path: each has its own temporary file, and the last to finish wins. A writer holds a
+    lock on its file, so that the next one recognizes and deletes what a killed writer left.
+    """
+    for left in glob.glob(f"{glob.escape(str(path))}.????????.partial"):
+        with contextlib.suppress(OSError, ValueError), to_write(Path(left)) as abandoned:
+            fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(left)
+    while True:
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+        stream = partial.open("xb")
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        if partial.exists():  # else another writer has deleted it before it was locked
+            break
+        stream.close()
+    try:
+        with stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+            partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Sync a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def own_folder(path: Path) -> None:
+    """Create a folder for files of a run, with its parents, if it does not exist; raise a ValueError if it is a link."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, and files would be written to its target: delete the link, or choose another path")
+    path.mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `output` when the block succeeds, and is removed when it fails.
 
+    The folder is locked meanwhile, so that the next conversion recognizes and deletes what a killed one left.
+
     Raises:
-        ValueError: if `output` exists and is not an empty folder, or cannot be written (full disk, permissions).
+        ValueError: if `output` exists and is not an empty folder, another conversion is writing it, or it cannot be written (full disk,
+            permissions).
     """
-    with _writing(output):
+    try:
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ValueError(f"--output {output} exists and is not an empty folder: choose another, since nothing is overwritten")
         output = output.absolute()  # so that "." has a name too
         partial = output.with_name(output.name + ".partial")
-        with _parents(output):
+        own_folder(partial)
+        with to_write(partial / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
-                partial.mkdir()
-            except FileExistsError:
-                raise ValueError(f"{partial} exists: another conversion is writing it, or one was killed; in that case delete it") from None
-            try:
+                for left in partial.iterdir():
+                    if left.name != _LOCK:
+                        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
                 yield partial
+                (partial / _LOCK).unlink()
                 partial.rename(output)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _parents(folder: Path) -> Iterator[None]:
-    """Create the folders above `folder`; if the block fails, remove them unless others have written there."""
-    created = [parent for parent in folder.absolute().parents if not parent.exists()]
-    try:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for parent in created:  # the innermost first
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
+    except BlockingIOError:
+        raise ValueError(f"{partial} is being written by another conversion: wait for it, or choose another --output") from None
     except OSError as error:
         raise ValueError(f"cannot write {output} ({error}): free space, or choose another folder") from None

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.lm.shell.opening import to_write
+from megatron.lm.shell.files import to_write
 
 
 class Unwritten:

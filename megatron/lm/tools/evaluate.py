@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.lm.shell import arguments, durable, exit_codes
+from megatron.lm.shell import arguments, exit_codes
+from megatron.lm.shell.files import written_aside
 from megatron.lm.shell.progress import Progress
 from megatron.lm.tools import generate
 
@@ -47,7 +48,7 @@ def _write(output: Path | None, content: str) -> None:
     if output is not None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            with durable.written_aside(output) as stream:
+            with written_aside(output) as stream:
                 stream.write(content.encode())
         except OSError as error:
             raise ValueError(f"--output {output} cannot be written ({error.strerror}): free space, or give another file") from None

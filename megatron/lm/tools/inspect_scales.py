@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.lm.shell import arguments, exit_codes
-from megatron.lm.shell.files import read_text
+from megatron.lm.shell.files import read_input
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     expected = "the file of the trainer's --record-precision"
     steps: dict[int, dict[str, Any]] = {}
-    for number, text in enumerate(read_text(path, expected).split("\n"), 1):
+    for number, text in enumerate(read_input(path, expected).split("\n"), 1):
         try:
             step = json.loads(text)
         except (ValueError, RecursionError):

@@ -34,8 +34,7 @@ from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.tokenizers.tokenizer import END_OF_TEXT
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, path
-from megatron.lm.shell.durable import written_aside
-from megatron.lm.shell.files import made_folder
+from megatron.lm.shell.files import written_aside
 from megatron.lm.shell.progress import Progress
 
 REQUIREMENTS = Path(__file__).parents[1] / "data" / "tokenizers" / "requirements-text.txt"
@@ -74,7 +73,8 @@ def fetch(name: str, folder: Path, requirements: Path = REQUIREMENTS) -> Path:
     if (file := there(folder)) is not None:
         return file
     print(f"downloading {name}=={version} into {folder}", flush=True)
-    with made_folder(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         reason = _wheel(f"{name}=={version} --hash=sha256:{sha256}", Path(scratch)) if address is None else _sdist(address, Path(scratch))
         arrived = there(Path(scratch))
         if arrived is None:
@@ -272,31 +272,31 @@ def prepare(
         print(f"{out}: already there")
         return meta
     start = time.monotonic()
-    with made_folder(out):
-        parts = dict(zip(("train", "valid"), hold_out(documents(), settings["valid_share"], settings["seed"]), strict=True))
-        (out / "meta.json").unlink(missing_ok=True)
-        print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents", flush=True)
-        data = tokenizer(parts["train"])
-        counts = {}
-        for part, texts in parts.items():
-            with written_aside(out / f"{part}.jsonl") as stream:
-                stream.writelines((json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in texts)
-            source = [Document(texts={"text": text}, source_bytes=len(text.encode())) for text in texts]
-            prefixes = {"text": out / f"{part}_text_document"}
-            with Progress(f"tokenizing {part}") as progress:
-                progress.begin(progress.what, sum(document.source_bytes for document in source), "bytes")
-                counts[part] = write_datasets(source, prefixes, EncodeOptions(data=data), workers=workers, progress=progress)["text"]
-        meta = {
-            "settings": settings,
-            "vocab_size": counts["train"].vocab_size,
-            "tokens": {part: count.tokens for part, count in counts.items()},
-            "bytes": {part: count.text_bytes for part, count in counts.items()},
-            "documents": {part: count.documents for part, count in counts.items()},
-            "unigram_entropy_nats": unigram_entropy(np.fromfile(out / "valid_text_document.bin", dtype=counts["valid"].dtype)),
-            "tokenizer_type": data.tokenizer_type,
-        }
-        with written_aside(out / "meta.json") as stream:
-            stream.write((json.dumps(meta, indent=2) + "\n").encode())
+    out.mkdir(parents=True, exist_ok=True)
+    parts = dict(zip(("train", "valid"), hold_out(documents(), settings["valid_share"], settings["seed"]), strict=True))
+    (out / "meta.json").unlink(missing_ok=True)
+    print(f"{len(parts['train'])} training and {len(parts['valid'])} validation documents", flush=True)
+    data = tokenizer(parts["train"])
+    counts = {}
+    for part, texts in parts.items():
+        with written_aside(out / f"{part}.jsonl") as stream:
+            stream.writelines((json.dumps({"text": text}, ensure_ascii=False) + "\n").encode() for text in texts)
+        source = [Document(texts={"text": text}, source_bytes=len(text.encode())) for text in texts]
+        prefixes = {"text": out / f"{part}_text_document"}
+        with Progress(f"tokenizing {part}") as progress:
+            progress.begin(progress.what, sum(document.source_bytes for document in source), "bytes")
+            counts[part] = write_datasets(source, prefixes, EncodeOptions(data=data), workers=workers, progress=progress)["text"]
+    meta = {
+        "settings": settings,
+        "vocab_size": counts["train"].vocab_size,
+        "tokens": {part: count.tokens for part, count in counts.items()},
+        "bytes": {part: count.text_bytes for part, count in counts.items()},
+        "documents": {part: count.documents for part, count in counts.items()},
+        "unigram_entropy_nats": unigram_entropy(np.fromfile(out / "valid_text_document.bin", dtype=counts["valid"].dtype)),
+        "tokenizer_type": data.tokenizer_type,
+    }
+    with written_aside(out / "meta.json") as stream:
+        stream.write((json.dumps(meta, indent=2) + "\n").encode())
     print(f"{out}: prepared in {time.monotonic() - start:.1f} s")
     return meta
 

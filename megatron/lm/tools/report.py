@@ -24,8 +24,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from megatron.lm.shell import arguments, exit_codes
-from megatron.lm.shell.durable import written_aside
-from megatron.lm.shell.files import made_folder, read_text
+from megatron.lm.shell.files import read_input, written_aside
 from megatron.lm.tools.inspect_scales import read as read_steps
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def read_run(name: str, path: Path, precision: Path | None = None) -> Run:
     lines: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in KINDS}
     precision_line = None
     # By newlines only: Python's splitlines would also split at characters that JSON allows inside a string.
-    for number, text in enumerate(io.StringIO(read_text(path, "the trainer's --metrics-file"), newline="\n"), 1):
+    for number, text in enumerate(io.StringIO(read_input(path, "the trainer's --metrics-file"), newline="\n"), 1):
         if not text.endswith("\n") or not text.strip():
             continue
         try:
@@ -116,7 +115,7 @@ def _judged_bytes(line: dict[str, Any]) -> dict[str, Any]:
 def read_meta(path: Path) -> dict[str, Any]:
     """Read the meta.json of prepared data; ValueError if it is invalid, or its unigram entropy is not a number above 0."""
     try:
-        meta = json.loads(read_text(path, "the meta.json that megatron.lm.tools.prepare_text writes"))
+        meta = json.loads(read_input(path, "the meta.json that megatron.lm.tools.prepare_text writes"))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): give the meta.json that megatron.lm.tools.prepare_text writes") from None
     entropy = meta.get("unigram_entropy_nats") if isinstance(meta, dict) else False
@@ -269,18 +268,18 @@ def write_report(
     layers = recorded_layers(runs)
     if layer or layers:
         figures["underflow"] = underflow_figure(runs, layer or layers[len(layers) // 2])
-    with made_folder(out):
-        images = {}
-        for name, figure in figures.items():
-            picture = io.BytesIO()
-            figure.savefig(picture)
-            with written_aside(out / f"{name}.png") as stream:
-                stream.write(picture.getvalue())
-            images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
-        write_curves(runs, out / "curves.csv")
-        page = out / "report.html"
-        with written_aside(page) as stream:
-            stream.write(_page(runs, images, entropy, problems).encode())
+    out.mkdir(parents=True, exist_ok=True)
+    images = {}
+    for name, figure in figures.items():
+        picture = io.BytesIO()
+        figure.savefig(picture)
+        with written_aside(out / f"{name}.png") as stream:
+            stream.write(picture.getvalue())
+        images[name] = f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+    write_curves(runs, out / "curves.csv")
+    page = out / "report.html"
+    with written_aside(page) as stream:
+        stream.write(_page(runs, images, entropy, problems).encode())
     return page
 
 

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from megatron.lm.checkpoint.files.versions import files_of, upgraded
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
-from megatron.lm.shell.durable import flush, written_aside
-from megatron.lm.shell.opening import read_text, to_write
+from megatron.lm.shell.files import flush, read_text, to_write, written_aside
 from megatron.lm.training.run_record import Run, health_problem, run_name, run_of
 
 INFO_FILE = "checkpoint.json"
@@ -327,9 +326,7 @@ def publish(folder: Path, *, mark: bool = True) -> None:
 
 
 def _mark(folder: Path) -> None:
-    """Write the iteration of a checkpoint to the marker, in a folder that no other job writes to."""
-    for left in folder.parent.glob(f"{LATEST_CHECKPOINT_FILE}.*.partial"):  # of a killed save
-        left.unlink()
+    """Write the iteration of a checkpoint to the marker."""
     with written_aside(folder.with_name(LATEST_CHECKPOINT_FILE)) as stream:
         stream.write(str(iteration_of(folder)).encode())
 

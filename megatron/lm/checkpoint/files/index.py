@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron.lm.shell.opening import to_write
+from megatron.lm.shell.files import to_write
 
 PLAN_FILE = "plan.json"
 _DTYPES = (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.lm.shell.opening import to_write
+from megatron.lm.shell.files import to_write
 
 LOCK_FILE = ".lock"
 

@@ -28,7 +28,7 @@ from megatron.lm.checkpoint.files.index import (
     regular_file,
     write_plan,
 )
-from megatron.lm.shell.opening import to_write
+from megatron.lm.shell.files import to_write
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.lm.checkpoint.files.storage import Item
 from megatron.lm.checkpoint.foreign.pickled import PLAN_FILE
 from megatron.lm.checkpoint.foreign.torch_dist import COMMON_FILE, FORMAT_FILE
-from megatron.lm.shell.opening import to_write
+from megatron.lm.shell.files import to_write
 
 FILES = (PLAN_FILE, COMMON_FILE, FORMAT_FILE)  # written by the first rank, in addition to its data
 BACKEND = "torch_dist"

@@ -28,8 +28,7 @@ import numpy as np
 from megatron.lm.config import DataConfig
 from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron.lm.shell.durable import flush
-from megatron.lm.shell.opening import read_text, to_write
+from megatron.lm.shell.files import flush, read_text, to_write
 from megatron.lm.shell.progress import Progress
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import Any
 from megatron.lm.data.preprocessing.indexing import DatasetCounts, EncodeOptions, Writer, write_datasets
 from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
-from megatron.lm.shell.durable import written_aside
-from megatron.lm.shell.opening import own_folder
+from megatron.lm.shell.files import own_folder, written_aside
 from megatron.lm.shell.progress import Progress
 
 PART_BYTES = 1 << 28  # input bytes per part: half a minute for one process

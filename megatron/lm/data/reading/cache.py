@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.lm.shell.durable import written_aside
-from megatron.lm.shell.opening import read_text, to_write
+from megatron.lm.shell.files import read_text, to_write, written_aside
 
 LOCK_FILE = ".lock"
 Arrays = tuple[np.ndarray, ...]

@@ -9,11 +9,32 @@ before the CUDA graphs were captured, and so took longer; with delayed scaling t
 and more of them.
 """
 
+import textwrap
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from megatron.lm.shell.terminal import Part, fitted
+WIDTH, SEPARATOR = 120, "  "
+
+
+class Part(NamedTuple):
+    """One field of a line. If the line is wider than `WIDTH`, fields of the highest rank are left out first; 0 is always kept."""
+
+    text: str
+    rank: int = 0
+
+
+def fitted(parts: Sequence[Part]) -> str:
+    """Return a line of the parts that fit into `WIDTH` columns, in their order."""
+    kept = list(parts)
+    while len(SEPARATOR.join(part.text for part in kept)) > WIDTH and any(part.rank for part in kept):
+        kept.remove(max(kept, key=lambda part: part.rank))
+    return SEPARATOR.join(part.text for part in kept)
+
+
+def wrapped(text: str) -> str:
+    """Wrap `text` to lines of at most `WIDTH` columns with a hanging indent; longer words, such as paths, are not broken."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def duration(seconds: float) -> str:
@@ -35,13 +56,8 @@ def _rate(tflops: float) -> str:
     return f"{tflops:.3g} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.2f} GFLOP/s"
 
 
-def clock() -> Part:
-    """Return the time of day."""
-    return Part(time.strftime("%H:%M:%S"), "dim")
-
-
-def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) -> list[Part]:
-    """Return the parts of a log line.
+def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) -> str:
+    """Return a log line.
 
     Args:
         row: of the metrics file, kind "train".
@@ -54,32 +70,30 @@ def train_line(row: Mapping[str, Any], train_iters: int, seconds_left: float) ->
     ms = row["step_ms"]
     step = f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms" if ms < 1e4 else f"{ms / 1e3:.1f} s"
     parts = [
-        clock(),
-        Part(f"iter {row['iteration']:>{len(str(train_iters))}}/{train_iters}", "bold"),
-        Part(f"loss {row['loss']:.4f}", "bold green" if row["loss"] == row["loss"] else "bold red"),
+        Part(time.strftime("%H:%M:%S")),
+        Part(f"iter {row['iteration']:>{len(str(train_iters))}}/{train_iters}"),
+        Part(f"loss {row['loss']:.4f}"),
         Part(f"lr {row['lr']:.1e}"),
         *([Part(f"loss scale {row['loss_scale']:g}")] if "loss_scale" in row else []),
         Part(f"norm {row['grad_norm']:.3g}"),
-        *([Part(f"params {row['params_norm']:.4g}", "", 1)] if "params_norm" in row else []),
-        *([Part(f"zeros {short(row['num_zeros_in_grad'])}", "", 1)] if "num_zeros_in_grad" in row else []),
-        *([Part(f"load {row['moe_load_min']:.2f} to {row['moe_load_max']:.2f}", "", 3)] if "moe_load_max" in row else []),
-        *([Part(f"aux {row['moe_aux_loss']:.4g}", "", 3)] if row.get("moe_aux_loss") else []),
-        *([Part(f"skipped {row['skipped']}", "yellow")] if row["skipped"] else []),
-        *([Part(f"{row['eager_steps']} eager", "yellow", 3)] if row.get("eager_steps") else []),
-        Part(step, "cyan", 1),
-        Part(f"{short(row['tokens_per_s'])} tok/s", "cyan", 2),
-        Part(speed, "cyan", 4),
-        Part(f"{low if low == high else f'{low}-{high}'} GiB", "", 3),
-        *([Part(f"sent {row['sent_weight_mib']:.2f} MiB", "", 5)] if row["sent_weight_mib"] else []),
-        Part(f"ETA {duration(seconds_left)}", "magenta"),
+        *([Part(f"params {row['params_norm']:.4g}", 1)] if "params_norm" in row else []),
+        *([Part(f"zeros {short(row['num_zeros_in_grad'])}", 1)] if "num_zeros_in_grad" in row else []),
+        *([Part(f"load {row['moe_load_min']:.2f} to {row['moe_load_max']:.2f}", 3)] if "moe_load_max" in row else []),
+        *([Part(f"aux {row['moe_aux_loss']:.4g}", 3)] if row.get("moe_aux_loss") else []),
+        *([Part(f"skipped {row['skipped']}")] if row["skipped"] else []),
+        *([Part(f"{row['eager_steps']} eager", 3)] if row.get("eager_steps") else []),
+        Part(step, 1),
+        Part(f"{short(row['tokens_per_s'])} tok/s", 2),
+        Part(speed, 4),
+        Part(f"{low if low == high else f'{low}-{high}'} GiB", 3),
+        *([Part(f"sent {row['sent_weight_mib']:.2f} MiB", 5)] if row["sent_weight_mib"] else []),
+        Part(f"ETA {duration(seconds_left)}"),
     ]
     return fitted(parts)
 
 
-def evaluation_line(row: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of the log line of an evaluation: `row` of the metrics file, kind "valid" or "test"."""
-    bits = [] if row["bits_per_byte"] is None else [Part(f"{row['bits_per_byte']:.4f} bits per byte")]
-    loss = Part(f"loss {row['loss']:.4f}", "bold green" if row["loss"] == row["loss"] else "bold red")
-    return fitted(
-        [clock(), Part(f"{row['kind']} at iteration {row['iteration']}", "bold"), loss, Part(f"perplexity {row['ppl']:.2f}"), *bits]
-    )
+def evaluation_line(row: Mapping[str, Any]) -> str:
+    """Return the log line of an evaluation: `row` of the metrics file, kind "valid" or "test"."""
+    bits = [] if row["bits_per_byte"] is None else [f"{row['bits_per_byte']:.4f} bits per byte"]
+    where = f"{row['kind']} at iteration {row['iteration']}"
+    return SEPARATOR.join([time.strftime("%H:%M:%S"), where, f"loss {row['loss']:.4f}", f"perplexity {row['ppl']:.2f}", *bits])

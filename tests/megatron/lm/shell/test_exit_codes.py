@@ -1,9 +1,8 @@
-"""How a command ends: every kind of failure as one line and a code, and the traceback of what nobody foresaw in a file."""
+"""How a command ends: every kind of failure as one line and a code, and the traceback of what nobody foresaw."""
 
 import argparse
 import errno
 import json
-import os
 import re
 import signal
 import subprocess
@@ -21,12 +20,11 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Files of bugs go here; SIGINT means afterwards what it did before."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGINT means afterwards what it did before."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(exit_codes.tempfile, "tempdir", str(tmp_path))
     before = signal.getsignal(signal.SIGINT)
-    yield tmp_path
+    yield
     signal.signal(signal.SIGINT, before)
 
 
@@ -44,8 +42,8 @@ def ended(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int
 FORESEEN = {
     "refused": (ValueError("--lr 0: give more"), 2, "error: --lr 0: give more\n"),
     "stopped": (RunStopped("20 steps were skipped: lower --lr"), 1, "error: 20 steps were skipped: lower --lr\n"),
-    "disk": (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "error: a/b: No space left on device: free space there, or .*\n"),
-    "two files": (PermissionError(errno.EACCES, "Permission denied", "a", None, b"b"), 1, "error: a -> b: Permission denied: change .*\n"),
+    "disk": (OSError(errno.ENOSPC, "No space left on device", "a/b"), 1, "error: a/b: No space left on device: .*\n"),
+    "two files": (PermissionError(errno.EACCES, "Permission denied", "a", None, b"b"), 1, "error: a -> b: Permission denied: .*\n"),
     "own words": (
         ConnectionError("nobody listens at MASTER_ADDR: start rank 0"),
         1,
@@ -58,18 +56,16 @@ FORESEEN = {
     "gloo": (RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), 1, "error: .*another process of this run.*\n"),
     "MS-AMP": (ImportError("no formats", name="msamp.numerics"), 2, "error: .*pip uninstall ms-amp msamp.*\n"),
     "SIGINT": (KeyboardInterrupt(), 130, "error: interrupted by SIGINT\n"),
-    "no reader": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
 }
 
 
 @pytest.mark.promise("Starting and ending", "A failing command prints one line and exits with 2 (refused), 1 (stopped) or 130 (SIGINT).")
 @pytest.mark.parametrize("kind", FORESEEN)
-def test_what_was_foreseen_is_one_line_and_a_code(kind: str, temporary: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_was_foreseen_is_one_line_and_a_code(kind: str, capsys: pytest.CaptureFixture[str]):
     error, code, line = FORESEEN[kind]
     found, said = ended(error, capsys)
     assert found == code
     assert re.fullmatch(line, said), said
-    assert list(temporary.iterdir()) == []
 
 
 BUGS = [
@@ -80,20 +76,14 @@ BUGS = [
 ]
 
 
-@pytest.mark.promise("Starting and ending", "An unexpected error is reported as a bug, with its traceback in a named file.")
+@pytest.mark.promise("Starting and ending", "An unexpected error is reported as a bug, with its traceback.")
 @pytest.mark.parametrize("error", BUGS, ids=lambda error: type(error).__name__)
-def test_what_nobody_foresaw_is_called_a_bug_and_its_traceback_is_in_a_file(
-    error: Exception, temporary: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_nobody_foresaw_is_called_a_bug_and_has_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]):
     code, said = ended(error, capsys)
     assert code == 1
-    (file,) = temporary.iterdir()
     what = str(error).partition("\n")[0]
-    assert said == f"error: this is a bug of the program, please report it ({type(error).__name__}: {what}); the traceback is in {file}\n"
-    kept = file.read_text(encoding="utf-8")
-    assert "Traceback (most recent call last)" in kept
-    assert type(error).__name__ in kept
-    assert f"torch {torch.__version__}" in kept
+    assert said.startswith(f"error: this is a bug of the program, please report it ({type(error).__name__}: {what})")
+    assert "Traceback (most recent call last)" in said
 
 
 @pytest.mark.parametrize(("variables", "said"), [({}, "error: no\n"), ({"RANK": "3"}, "error on rank 3: no\n")])
@@ -137,35 +127,16 @@ from megatron.lm.shell import exit_codes
 
 @exit_codes.command
 def main():
-    print("x" * 100, flush=sys.argv[1] == "wait")
-    if sys.argv[1] == "wait":
-        time.sleep(60)
-    if sys.argv[1] == "raise":
-        raise ValueError("no: yes")
+    print("x", flush=True)
+    time.sleep(60)
 
 if __name__ == "__main__":
     sys.exit(main())
 """
 
 
-@pytest.mark.parametrize(
-    ("argument", "code", "line"),
-    [
-        ("print", 1, "error: No space left on device: free space there, or choose another path\n"),
-        ("raise", 2, "error: no: yes\n"),
-    ],
-)
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a system without /dev/full")
-def test_a_full_stdout_is_told_once(argument: str, code: int, line: str):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # else it is told at the first line
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", SCRIPT, argument]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (code, line)
-
-
 def test_sigint_ends_with_a_line():
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         process.stdout.readline()

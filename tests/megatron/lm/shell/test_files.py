@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.lm.shell.durable import written_aside
-from megatron.lm.shell.files import made_folder, new_folder, read_text
-from megatron.lm.shell.opening import own_folder, to_write
+from megatron.lm.shell.files import new_folder, own_folder, read_input, to_write, written_aside
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path):
@@ -77,32 +75,39 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
         pass
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other" / "deep"):
         raise ZeroDivisionError
-    (tmp_path / "busy.partial").mkdir()
-    with pytest.raises(ValueError, match=r"busy\.partial"), new_folder(tmp_path / "busy"):
+    with (
+        new_folder(tmp_path / "busy"),
+        pytest.raises(ValueError, match=r"busy\.partial"),
+        new_folder(tmp_path / "busy"),
+    ):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["busy.partial", "deep"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["busy", "deep", "other"]
 
 
-def fails_after(file: Path) -> None:
-    file.write_text("x")
-    raise ZeroDivisionError
-
-
-def test_a_folder_that_was_there_keeps_what_it_held(tmp_path: Path):
-    for folder in (tmp_path / "out", tmp_path / "new"):
-        (tmp_path / "out").mkdir(exist_ok=True)
-        with pytest.raises(ZeroDivisionError), made_folder(folder):
-            fails_after(folder / "x")
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "x"]
-    with pytest.raises(ValueError, match="out/x"), made_folder(tmp_path / "out" / "x"):
-        pass
+def test_what_a_killed_writer_left_is_deleted_by_the_next(tmp_path: Path):
+    (tmp_path / "out.partial" / "deep").mkdir(parents=True)
+    (tmp_path / "out.partial" / "deep" / "x").write_text("torn")
+    with new_folder(tmp_path / "out") as partial:
+        (partial / "y").write_text("y")
+    (tmp_path / "note.01234567.partial").write_text("torn")
+    (tmp_path / "other.01234567.partial").write_text("another file's")
+    with written_aside(tmp_path / "note") as slow:
+        slow.write(b"slow")
+        slow.flush()
+        with written_aside(tmp_path / "note") as quick:
+            quick.write(b"quick")
+        assert (tmp_path / "note").read_bytes() == b"quick"
+    assert (tmp_path / "note").read_bytes() == b"slow"
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        *("note", "other.01234567.partial", "out", "out/y"),
+    ]
 
 
 def test_text_is_read_or_refused_by_name(tmp_path: Path):
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbftext")
-    assert read_text(tmp_path / "text", "a log") == "text"
+    assert read_input(tmp_path / "text", "a log") == "text"
     (tmp_path / "bytes").write_bytes(b"ab\xff")
     os.mkfifo(tmp_path / "pipe")
     for name in ("bytes", "pipe", "none", "x" * 300):
         with pytest.raises(ValueError, match=name):
-            read_text(tmp_path / name, "a log")
+            read_input(tmp_path / name, "a log")

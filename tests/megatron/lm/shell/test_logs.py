@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from helpers import tiny
 from megatron.lm.config import LATEST_CHECKPOINT_FILE
 from megatron.lm.shell.logs import LogFile, Unwritten, cut_after
+from megatron.lm.shell.progress import Progress
 
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a system without /dev/full")
 
@@ -106,3 +108,10 @@ def test_what_a_restart_will_tell_again_is_cut(tmp_path: Path, before: bytes, it
     path.write_bytes(before)
     cut_after(path, iteration)
     assert path.read_bytes() == after
+
+
+def test_progress_says_what_is_done(capsys: pytest.CaptureFixture[str]):
+    with Progress("to-hf checkpoints", first=0.02, seconds=0.02) as progress:
+        assert sum(progress.counted(range(4), 8, "tensors")) == 6
+        time.sleep(0.2)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("to-hf checkpoints: 4 of 8 tensors (50 %), 0 s")
