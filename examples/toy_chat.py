@@ -5,7 +5,6 @@ size, with the same tokenizer.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -30,7 +29,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make(folder: Path, *, hidden: int = 64, layers: int = 2, reward: bool = False, seed: int = 0) -> None:
-    """Write the model and its tokenizer."""
     words = tokenizer()
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
@@ -43,17 +41,10 @@ def make(folder: Path, *, hidden: int = 64, layers: int = 2, reward: bool = Fals
     words.save_pretrained(folder)
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--reward", action="store_true", help="write a reward model")
-    parser.add_argument("--hidden", type=int, default=64, help="width (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
     args = parser.parse_args()
-    make(args.folder, hidden=args.hidden, reward=args.reward, seed=args.seed)
+    make(args.folder, reward=args.reward)
     print(f"{args.folder}: a {'reward' if args.reward else 'chat'} model")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,9 +25,9 @@ from megatron.lm.config import CheckpointConfig, Config, DataConfig, LoggingConf
 from megatron.lm.config.rules.check import check
 from megatron.lm.config.rules.data import SIZED
 from megatron.lm.config.sections.precision import OPT_LEVELS
-from megatron.lm.config.sections.training import TOKENIZERS, OptimizerConfig, TrainingConfig
+from megatron.lm.config.sections.training import OptimizerConfig, TrainingConfig
 from megatron.lm.config.whole import CommunicationConfig, FaultConfig
-from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.errors import RunStopped
 from megatron.lm.post import boolq, flags
 from megatron.lm.post.classifier import POOLING, Classifier, Example, batch, check_encoder, check_recipe, encode_pair
@@ -37,6 +37,8 @@ from megatron.lm.processes.cpu_home import cpu_home
 from megatron.lm.shell import arguments, exit_codes
 from megatron.lm.shell.files import written_aside
 from megatron.lm.training.state import Training
+
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,55 +50,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--opt-level", choices=OPT_LEVELS, help="O0 (BF16) to O3")
     precision.add_argument("--precision", type=arguments.name, help="a recipe, such as collage-plus (default: bf16)")
-    add(
-        "--seed",
-        type=arguments.count(0),
-        nargs="+",
-        default=[1234],
-        help="seeds of head, order and dropout; one run per seed (default: 1234)",
-    )
+    add("--seed", type=arguments.count(0), nargs="+", default=[1234], help="of head, order and dropout; one run per seed (default: 1234)")
     add("--epochs", type=arguments.count(1), default=3, help="passes over the training rows (default: %(default)s)")
     add("--seq-length", type=arguments.count(8), help="tokens of question and passage (default: the encoder's)")
     add("--pooling", default="mean", choices=POOLING, help="how the hidden states are pooled for the head (default: %(default)s)")
     add("--micro-batch-size", type=arguments.count(1), default=16, help="rows per micro-batch (default: %(default)s)")
     add("--global-batch-size", type=arguments.count(1), default=32, help="rows per step (default: %(default)s)")
     add("--lr", type=float, default=3e-5, help="peak learning rate; decays linearly to 0 (default: %(default)s)")
-    add("--lr-warmup-fraction", type=float, default=0.06, help="share of the steps used for warmup (default: %(default)s)")
-    add("--weight-decay", type=float, default=0.01, help="decoupled weight decay of matrices (default: %(default)s)")
-    add("--clip-grad", type=float, default=1.0, help="maximum gradient norm; 0 disables clipping (default: %(default)s)")
     add("--dropout", type=float, default=0.1, help="dropout of head, hidden states and attention (default: %(default)s)")
-    add("--log-interval", type=arguments.count(1), default=50, help="steps between log lines (default: %(default)s)")
-    add("--tokenizer-type", choices=TOKENIZERS, help="replaces the checkpoint's setting if the tokenizer has moved")
-    for name in ("tokenizer-model", "vocab-file", "merge-file"):
-        add(f"--{name}", type=arguments.path, help="replaces the checkpoint's setting if the tokenizer has moved")
+    for name in TOKENIZER_FILES:
+        add(f"--{name.replace('_', '-')}", type=arguments.path, help="replaces the checkpoint's setting if the tokenizer has moved")
     args = parser.parse_args(argv)
     flags.check_multiple(parser, args, "micro_batch_size")
-    if not 0 <= args.lr_warmup_fraction < 1:
-        parser.error(f"--lr-warmup-fraction {args.lr_warmup_fraction:g} is out of range: give at least 0 and less than 1")
     if len(set(args.seed)) < len(args.seed):
         parser.error(f"--seed {' '.join(map(str, args.seed))} lists a seed twice: give each seed once")
     flags.device(parser)
     return args
 
 
-def tokenizer_of(args: argparse.Namespace, saved: Config) -> Tokenizer:
-    """Return the checkpoint's tokenizer; files named by the flags replace its own."""
-    named = {name: getattr(args, name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")}
-    given = {name: str(value) for name, value in named.items() if value is not None}
-    data = replace(DataConfig() if args.tokenizer_type is not None else saved.data, **given)
-    return build_tokenizer(data, saved.model.vocab_size if data.tokenizer_type in SIZED else None)
-
-
 def settings(args: argparse.Namespace, saved: checkpoint.CheckpointReader, rows: int) -> Config:
-    """Return the trainer's configuration of the run: the encoder's shape and weights, the rest from the flags. ValueError if it is
-    refused."""
-    shape = saved.config.model
+    """Return the trainer's configuration: the encoder's shape and weights, the rest from the flags. ValueError if it is refused."""
     steps = math.ceil(args.epochs * rows / args.global_batch_size)
     config = Config(
-        model=replace(shape, hidden_dropout=args.dropout, attention_dropout=args.dropout),
-        optimizer=OptimizerConfig(
-            lr=args.lr, lr_warmup_iters=int(args.lr_warmup_fraction * steps), weight_decay=args.weight_decay, clip_grad=args.clip_grad
-        ),
+        model=replace(saved.config.model, hidden_dropout=args.dropout, attention_dropout=args.dropout),
+        optimizer=OptimizerConfig(lr=args.lr, lr_warmup_iters=int(0.06 * steps), weight_decay=0.01, clip_grad=1.0),
         training=TrainingConfig(
             micro_batch_size=args.micro_batch_size,
             global_batch_size=args.global_batch_size,
@@ -122,10 +99,6 @@ def settings(args: argparse.Namespace, saved: checkpoint.CheckpointReader, rows:
     check(config, 1)
     check_recipe(config.precision.recipe)
     return config
-
-
-def encode(tokenizer: Tokenizer, rows: Sequence[boolq.Row], length: int) -> list[Example]:
-    return [Example(encode_pair(tokenizer, row.question, row.passage, length, row.where), int(row.answer)) for row in rows]
 
 
 def build(config: Config, vocab_size: int, args: argparse.Namespace, seed: int) -> tuple[Training, Classifier]:
@@ -163,24 +136,22 @@ def step(training: Training, classifier: Classifier, chosen: Sequence[Example], 
 
 
 @torch.no_grad()
-def answers(classifier: Classifier, examples: Sequence[Example], positions: int, fill: int, size: int) -> list[int]:
-    """Return the more likely class of each row. Rows of similar length share a batch."""
+def answers(classifier: Classifier, examples: Sequence[Example], positions: int, fill: int, size: int) -> list[bool]:
+    """Return whether the more likely class is the row's, for each row. Rows of similar length share a batch."""
     classifier.eval()
-    order = sorted(range(len(examples)), key=lambda row: len(examples[row].tokens))
-    answers_of = [0] * len(examples)
-    for at in range(0, len(order), size):
-        part = order[at : at + size]
-        rows = batch([examples[row] for row in part], positions, fill, process_groups.device())
-        del rows["labels"]
-        for row, answer in zip(part, classifier(**rows).argmax(-1).tolist(), strict=True):
-            answers_of[row] = answer
+    ordered, right = sorted(examples, key=lambda example: len(example.tokens)), []
+    for at in range(0, len(ordered), size):
+        rows = batch(ordered[at : at + size], positions, fill, process_groups.device())
+        labels = rows.pop("labels")
+        right += (classifier(**rows).argmax(-1) == labels).tolist()
     classifier.train()
-    return answers_of
+    return right
 
 
-def tune(config: Config, vocab_size: int, fill: int, train: list[Example], dev: list[Example], args: Any, seed: int) -> dict[str, Any]:
+def tune(config: Config, saved: checkpoint.CheckpointReader, fill: int, train: list[Example], dev: list[Example], args: Any, seed: int
+         ) -> dict[str, Any]:  # fmt: skip
     """Fine-tune from the checkpoint with one seed and return its results."""
-    training, classifier = build(config, vocab_size, args, seed)
+    training, classifier = build(config, saved.info["vocab_size"], args, seed)
     classifier.train()
     losses = []
     for number in range(config.training.train_iters):
@@ -188,67 +159,46 @@ def tune(config: Config, vocab_size: int, fill: int, train: list[Example], dev: 
         losses.append(step(training, classifier, chosen, fill))
         if not math.isfinite(losses[-1]):
             raise RunStopped(f"the loss of step {number + 1} of seed {seed} is {losses[-1]}: give a lower --lr")
-        if (number + 1) % args.log_interval == 0 or number + 1 == config.training.train_iters:
+        if (number + 1) % 50 == 0 or number + 1 == config.training.train_iters:
             print(f"seed {seed}  step {number + 1:5}  loss {losses[-1]:.4f}", flush=True)
-    positions = config.model.max_positions
-    given = answers(classifier, dev, positions, fill, args.micro_batch_size)
-    right = sum(answer == example.label for answer, example in zip(given, dev, strict=True))
-    tenth = max(1, len(losses) // 10)
-    return {
-        "seed": seed,
-        "accuracy": right / len(dev),
-        "answered_yes": sum(given) / len(dev),
-        "loss_first": statistics.fmean(losses[:tenth]),
-        "loss_last": statistics.fmean(losses[-tenth:]),
-        "skipped_steps": training.optimizer.skipped_steps,
-    }
+    accuracy = statistics.fmean(answers(classifier, dev, config.model.max_positions, fill, args.micro_batch_size))
+    print(f"seed {seed}  accuracy {accuracy:.4f}", flush=True)
+    return {"seed": seed, "accuracy": accuracy, "losses": losses, "skipped_steps": training.optimizer.skipped_steps}
 
 
 def run(args: argparse.Namespace) -> None:
     sets = boolq.read(args.data)
     saved = checkpoint.CheckpointReader(args.load)
-    tokenizer = tokenizer_of(args, saved.config)
+    named: dict[str, Any] = {name: str(getattr(args, name)) for name in TOKENIZER_FILES if getattr(args, name) is not None}
+    data = replace(saved.config.data, **named)
+    tokenizer = build_tokenizer(data, saved.config.model.vocab_size if data.tokenizer_type in SIZED else None)
     check_encoder(saved.info, saved.config, tokenizer, args.load)
     config, positions = settings(args, saved, len(sets.train)), saved.config.model.max_positions
     length = args.seq_length or saved.config.model.seq_length
     if length > positions:
         raise ValueError(f"--seq-length {length} exceeds the {positions} positions of the encoder in {args.load}: give at most that")
-    train, dev = (encode(tokenizer, part, length) for part in (sets.train, sets.dev))
-    majority, cut = boolq.majority(sets.dev), sum(len(example.tokens) == length for example in (*train, *dev))
-    print(
-        f"{len(train)} training rows, {len(dev)} development rows; {sets.unanswered} without an answer are skipped; {cut} fill the "
-        f"{length} tokens of a sequence, and longer ones are truncated; {config.training.train_iters} steps",
-        flush=True,
+    train, dev = (
+        [Example(encode_pair(tokenizer, row.question, row.passage, length, row.where), int(row.answer)) for row in part]
+        for part in (sets.train, sets.dev)
     )
-    runs: list[dict[str, Any]] = []
+    rows = {"train": len(train), "dev": len(dev), "unanswered": sets.unanswered, "steps": config.training.train_iters}
+    print(", ".join(f"{name} {count}" for name, count in rows.items()), flush=True)
     with cpu_home():
         try:
             process_groups.initialize(config)
-            for seed in args.seed:
-                runs.append(tune(config, saved.info["vocab_size"], tokenizer.eod, train, dev, args, seed))
-                print(f"seed {seed}  accuracy {runs[-1]['accuracy']:.4f}  majority answer {majority:.4f}", flush=True)
+            runs = [tune(config, saved, tokenizer.eod, train, dev, args, seed) for seed in args.seed]
         finally:
             process_groups.shutdown()
-    accuracies = [run["accuracy"] for run in runs]
+    accuracies, majority = [run["accuracy"] for run in runs], boolq.majority(sets.dev)
     mean, deviation = statistics.fmean(accuracies), statistics.stdev(accuracies) if len(accuracies) > 1 else None
     spread = "" if deviation is None else f" +- {deviation:.4f} over {len(accuracies)} seeds"
     print(f"{config.precision.name}: accuracy {mean:.4f}{spread}, majority answer {majority:.4f}")
     if args.output is not None:
-        given_flags = {name: value for name, value in flags.settings(args).items() if name != "output"}
-        rows = {"train": len(train), "dev": len(dev), "unanswered": sets.unanswered, "whole_sequence": cut}
-        result = {"precision": config.precision.name, "iteration": saved.info["iteration"], "steps": config.training.train_iters}
-        result |= {
-            "rows": rows,
-            "majority": majority,
-            "accuracy": mean,
-            "standard_deviation": deviation,
-            "seeds": runs,
-            "flags": given_flags,
-        }
+        result = {"precision": config.precision.name, "iteration": saved.info["iteration"], "rows": rows, "majority": majority}
+        result |= {"accuracy": mean, "standard_deviation": deviation, "seeds": runs, "flags": flags.settings(args)}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(args.output) as stream:
             stream.write(json.dumps(result, indent=1).encode() + b"\n")
-        print(f"written: {args.output}")
 
 
 @exit_codes.command

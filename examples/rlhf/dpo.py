@@ -5,23 +5,19 @@ same model, frozen, at FP8 levels with one byte per weight. The same command res
 """
 
 import argparse
-import hashlib
 import math
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import msamp
-from megatron.lm.errors import RunStopped
+from examples.post_training import Run, Trained, mib
 from megatron.lm.post import chat, conversations, flags, memory, models, packing, saved
 from megatron.lm.post.losses import answer_log_probs, dpo_loss
-from megatron.lm.post.schedule import drawn, learning_rate
+from megatron.lm.post.schedule import drawn
 from megatron.lm.shell import arguments, exit_codes
-from tools.bench import rows
 
 Pair = tuple[chat.Example, chat.Example]  # the chosen and the rejected answer, each after its prompt
 
@@ -90,8 +86,7 @@ def train(args: argparse.Namespace) -> None:
     tokenizer = models.load_tokenizer(args.load)
     chat.use_template(tokenizer, args.chat_template)
     (pairs, held_out), pad = read(args, tokenizer), tokenizer.pad_token_id
-    settings = flags.settings(args, data=hashlib.sha256(args.data.read_bytes()).hexdigest())
-    resumed = saved.load(args.save, settings, args.device)
+    run = Run(args)
 
     torch.manual_seed(args.seed)  # seed of dropout, if the model uses any
     recipe, dtype = msamp.recipes.by_name(args.opt_level), models.DTYPES[args.dtype]
@@ -99,73 +94,49 @@ def train(args: argparse.Namespace) -> None:
     models.check_vocabulary(model, tokenizer)
     models.check_positions(model, args.seq_length, "--seq-length")
     reference = models.freeze(reference, recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-    model, optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None, **flags.roundings(args))
-    model.train()
+    policy = Trained(model, recipe, args.lr, args)
+    run.resume(policy.load)
 
-    step, metrics, gradients = 0, [], 0
-    if resumed is not None:
-        step, metrics = resumed["step"], resumed["metrics"]
-        with saved.restoring(args.save):
-            model.load_state_dict(resumed["content"]["model"])
-            optimizer.load_state_dict(resumed["content"]["optimizer"])
-        print(f"resuming at step {step} of {args.train_iters}")
-    memory.reset_peak([args.device])
-    while step < args.train_iters:
-        began = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps=args.train_iters, warmup=args.lr_warmup_iters, peak=args.lr)
-        chosen = [pairs[row] for row in drawn(step, args.global_batch_size, len(pairs), args.seed)]
+    def step(number: int) -> dict[str, Any]:
+        policy.rate(number)
+        chosen = [pairs[row] for row in drawn(number, args.global_batch_size, len(pairs), args.seed)]
         loss, margins = 0.0, []
         for at in range(0, args.global_batch_size, args.micro_batch_size):
             part = chosen[at : at + args.micro_batch_size]
             with torch.no_grad():
                 before = answers(reference, part, pad, args.device)
-            losses, margin = dpo_loss(*answers(model, part, pad, args.device), *before, args.beta)
+            losses, margin = dpo_loss(*answers(policy.model, part, pad, args.device), *before, args.beta)
             mean = losses.sum() / args.global_batch_size
             mean.backward()
             loss += mean.item()
             margins += margin.tolist()
-        if not math.isfinite(loss):
-            raise RunStopped(f"the loss of step {step + 1} is {loss}: give a lower --lr; the same command resumes from the last checkpoint")
-        gradients = gradients or memory.stored(model).gradients
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        metrics.append({
-            "step": step, "loss": loss, "margin": sum(margins) / len(margins), "accuracy": sum(m > 0 for m in margins) / len(margins),
-            "grad_norm": float(optimizer.grad_norm), "seconds": time.perf_counter() - began,
-        })  # fmt: skip
-        if step % args.log_interval == 0 or step == args.train_iters:
-            last = metrics[-1]
-            print(f"step {step:5}  loss {loss:.4f}  margin {last['margin']:.4f}  accuracy {last['accuracy']:.2f}", flush=True)
-        if step == args.train_iters:
-            metrics[-1] |= judge(model, reference, held_out, args, pad) or {}
-        if saved.due(args, step):
-            state = {"model": msamp.exact_state_dict(model), "optimizer": optimizer.state_dict()}
-            saved.save(args.save, step, state, settings, metrics)
-    done = saved.finish(args, model, tokenizer, metrics, optimizer)
-    report(args, replace(memory.stored(model, optimizer), gradients=gradients), memory.stored(reference), metrics)
+        policy.update()
+        accuracy = sum(margin > 0 for margin in margins) / len(margins)
+        return {"loss": loss, "margin": sum(margins) / len(margins), "accuracy": accuracy, "grad_norm": float(policy.optimizer.grad_norm)}
+
+    def at_end() -> dict[str, float]:
+        return judge(policy.model, reference, held_out, args, pad) or {}
+
+    run.train(step, policy.state, "loss {loss:.4f}  margin {margin:.4f}  accuracy {accuracy:.2f}", at_end)
+    done = saved.finish(args, policy.model, tokenizer, run.metrics, policy.optimizer)
+    report(args, policy.stored(), memory.stored(reference), run)
     print(done)
 
 
-def report(args: argparse.Namespace, policy: memory.Stored, reference: memory.Stored, metrics: list[dict[str, Any]]) -> None:
+def report(args: argparse.Namespace, policy: memory.Stored, reference: memory.Stored, run: Run) -> None:
     """Print the run's memory, and append memory, speed and loss to --rows."""
-    timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up
-    tail = metrics[-min(10, len(metrics)) :]
+    metrics, timed, tail = run.metrics, run.timed(), run.metrics[-10:]
     row = {
         "model": args.load.name, "parameters": policy.parameters, "recipe": args.opt_level, "dtype": args.dtype, "beta": args.beta,
         "global_batch_size": args.global_batch_size, "steps": len(metrics), "seed": args.seed, "loss_first": f"{metrics[0]['loss']:.4f}",
         "loss_last": f"{sum(row['loss'] for row in tail) / len(tail):.4f}",
         "accuracy_last": f"{sum(row['accuracy'] for row in tail) / len(tail):.3f}",
         "pairs_per_s": f"{args.global_batch_size * len(timed) / sum(row['seconds'] for row in timed):.2f}",
-        "policy_weight_mib": f"{policy.weights / 2**20:.3f}", "reference_weight_mib": f"{reference.weights / 2**20:.3f}",
-        "gradient_mib": f"{policy.gradients / 2**20:.3f}", "state_mib": f"{policy.states / 2**20:.3f}",
-        "peak_mib": "" if (peak := memory.peak(args.device)) is None else f"{peak / 2**20:.3f}",
+        "policy_weight_mib": mib(policy.weights), "reference_weight_mib": mib(reference.weights), "gradient_mib": mib(policy.gradients),
+        "state_mib": mib(policy.states), "peak_mib": mib(memory.peak(args.device)),
     }  # fmt: skip
     print("MiB: " + ", ".join(f"{name.removesuffix('_mib')} {row[name]}" for name in row if name.endswith("_mib")))
-    if args.rows is not None:
-        rows.append(args.rows, [rows.machine(args.commit) | row])
+    run.record(row)
 
 
 @exit_codes.command

@@ -7,25 +7,21 @@ token. The same command resumes an interrupted run; FOLDER/model is the policy.
 """
 
 import argparse
-import hashlib
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import msamp
-from megatron.lm.errors import RunStopped
+from examples.post_training import Run, Trained, mib
 from megatron.lm.post import chat, conversations, flags, memory, models, saved
 from megatron.lm.post.losses import masked_mean, policy_loss, value_loss
 from megatron.lm.post.ppo import gae, rollout
 from megatron.lm.post.ppo.rewards import TASKS
-from megatron.lm.post.schedule import drawn, generator, learning_rate
+from megatron.lm.post.schedule import drawn, generator
 from megatron.lm.shell import arguments, exit_codes
-from tools.bench import rows
 
 # step -> prompts of the step, and the function that computes rewards [b] of its rollout
 Prompts = Callable[[int], tuple[list[list[int]], Callable[[rollout.Rollout], torch.Tensor]]]
@@ -117,37 +113,6 @@ def judged_by_model(args: argparse.Namespace, tokenizer: Any, judge: Any) -> Pro
     return prompts
 
 
-class Trained:
-    """A model that PPO trains with `msamp.initialize`, and its learning rate."""
-
-    def __init__(self, model: Any, recipe: msamp.recipes.Recipe, peak: float, args: argparse.Namespace) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=args.weight_decay)
-        self.model, self.optimizer = msamp.initialize(model, optimizer, recipe, clip_grad=args.clip_grad or None, **flags.roundings(args))
-        self.model.train()
-        self.peak, self.args, self.gradients = peak, args, 0
-
-    def rate(self, step: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps=self.args.train_iters, warmup=self.args.lr_warmup_iters, peak=self.peak)
-
-    def step(self, loss: torch.Tensor) -> float:
-        loss.backward()
-        self.gradients = self.gradients or memory.stored(self.model).gradients
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-    def state(self) -> dict[str, Any]:
-        return {"model": msamp.exact_state_dict(self.model), "optimizer": self.optimizer.state_dict()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def stored(self) -> memory.Stored:
-        return replace(memory.stored(self.model, self.optimizer), gradients=self.gradients)
-
-
 def update(policy: Trained, value: Trained, reference: Any, done: rollout.Rollout, rewards: torch.Tensor, control: gae.KLControl, step: int
            ) -> dict[str, float]:  # fmt: skip
     """Do one step of PPO on sampled answers and their rewards [b]; return its statistics."""
@@ -169,11 +134,15 @@ def update(policy: Trained, value: Trained, reference: Any, done: rollout.Rollou
             part = done.rows(chosen)
             now = rollout.log_probs(policy.model, part, args.temperature)
             loss, clipped = policy_loss(now, before[chosen], gains[chosen], part.answer, args.clip_range)
-            sums["policy_loss"] += policy.step(loss) / updates
+            loss.backward()
+            policy.update()
+            sums["policy_loss"] += loss.item() / updates
             sums["clipped"] += clipped.item() / updates
             guess = rollout.values(value.model, part)
             error = value_loss(guess, expected[chosen], returns[chosen], part.answer, args.clip_range_value)
-            sums["value_loss"] += value.step(error) / updates
+            error.backward()
+            value.update()
+            sums["value_loss"] += error.item() / updates
     mean = divergence.sum(-1).mean().item()
     sums |= {"reward": rewards.mean().item(), "kl": mean, "kl_coef": control.coefficient, "tokens": mask.sum(-1).float().mean().item(),
              "log_prob": masked_mean(before, mask).item()}  # fmt: skip
@@ -191,57 +160,47 @@ def train(args: argparse.Namespace) -> None:
         judge = models.freeze(models.reward_model(args.reward_model, dtype, args.device, tokenizer), recipe)
     ask = judged_by_program(args, tokenizer) if judge is None else judged_by_model(args, tokenizer, judge)
     ask(0)
-    digest = hashlib.sha256(args.data.read_bytes()).hexdigest() if args.data else None
-    settings = flags.settings(args, data=digest)
-    resumed = saved.load(args.save, settings, args.device)
+    run = Run(args)
 
     torch.manual_seed(args.seed)  # seed of the value model's head
-    policy, reference = (models.load_model(args.load, "AutoModelForCausalLM", dtype, args.device) for _ in range(2))
-    models.check_vocabulary(policy, tokenizer)
-    models.check_positions(policy, args.seq_length, "--seq-length")
+    actor, reference = (models.load_model(args.load, "AutoModelForCausalLM", dtype, args.device) for _ in range(2))
+    models.check_vocabulary(actor, tokenizer)
+    models.check_positions(actor, args.seq_length, "--seq-length")
     reference = models.freeze(reference, recipe)
     value = Trained(models.scalar_model(args.value_load, dtype, args.device), recipe, args.value_lr, args)
     models.check_vocabulary(value.model, tokenizer)
-    policy = Trained(policy, recipe, args.lr, args)
+    policy = Trained(actor, recipe, args.lr, args)
 
-    step, metrics = 0, []
-    if resumed is not None:
-        step, metrics = resumed["step"], resumed["metrics"]
-        with saved.restoring(args.save):
-            policy.load(resumed["content"]["policy"])
-            value.load(resumed["content"]["value"])
-            control.coefficient = float(resumed["content"]["kl_coef"])
-        print(f"resuming at step {step} of {args.train_iters}")
-    memory.reset_peak([args.device])
-    while step < args.train_iters:
+    def load(content: Mapping[str, Any]) -> None:
+        policy.load(content["policy"])
+        value.load(content["value"])
+        control.coefficient = float(content["kl_coef"])
+
+    def state() -> dict[str, Any]:
+        return {"policy": policy.state(), "value": value.state(), "kl_coef": control.coefficient}
+
+    def step(number: int) -> dict[str, float]:
         began = time.perf_counter()
-        policy.rate(step)
-        value.rate(step)
-        prompts, rewards = ask(step)
+        policy.rate(number)
+        value.rate(number)
+        prompts, rewards = ask(number)
         done = rollout.generate(policy.model, prompts, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-                                eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id, seed=args.seed * 1_000_003 + step)  # fmt: skip
-        sampled = time.perf_counter()
-        row = update(policy, value, reference, done, rewards(done), control, step)
-        if not all(map(math.isfinite, row.values())):
-            raise RunStopped(f"step {step + 1} gave {row}: give a lower --lr; the same command resumes from the last checkpoint")
-        step += 1
-        metrics.append({"step": step} | row | {"rollout_seconds": sampled - began, "seconds": time.perf_counter() - began})
-        if step % args.log_interval == 0 or step == args.train_iters:
-            print(f"step {step:5}  reward {row['reward']:.3f}  kl {row['kl']:.3f}  value loss {row['value_loss']:.4f}", flush=True)
-        if saved.due(args, step):
-            state = {"policy": policy.state(), "value": value.state(), "kl_coef": control.coefficient}
-            saved.save(args.save, step, state, settings, metrics)
-    done = saved.finish(args, policy.model, tokenizer, metrics, policy.optimizer)
+                                eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id, seed=args.seed * 1_000_003 + number)  # fmt: skip
+        seconds = time.perf_counter() - began
+        return update(policy, value, reference, done, rewards(done), control, number) | {"rollout_seconds": seconds}
+
+    run.resume(load)
+    run.train(step, state, "reward {reward:.3f}  kl {kl:.3f}  value loss {value_loss:.4f}")
+    done = saved.finish(args, policy.model, tokenizer, run.metrics, policy.optimizer)
     held = {"policy": policy.stored(), "value": value.stored(), "reference": memory.stored(reference)}
-    report(args, held | ({} if judge is None else {"reward_model": memory.stored(judge)}), metrics)
+    report(args, held | ({} if judge is None else {"reward_model": memory.stored(judge)}), run)
     print(done)
 
 
-def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: list[dict[str, Any]]) -> None:
+def report(args: argparse.Namespace, held: dict[str, memory.Stored], run: Run) -> None:
     """Print weights and states of all models (FP8-LM, Table 4), and append them with reward and speed to --rows."""
+    metrics, timed, whole = run.metrics, run.timed(), sum(held.values(), memory.Stored())
     few = min(10, len(metrics))
-    whole = sum(held.values(), memory.Stored())
-    timed = metrics[min(3, len(metrics) - 1) :]  # the first steps warm up
     seconds, rollouts = (sum(row[name] for row in timed) for name in ("seconds", "rollout_seconds"))
     tokens = sum(row["tokens"] for row in timed) * args.global_batch_size
     row = {
@@ -250,15 +209,13 @@ def report(args: argparse.Namespace, held: dict[str, memory.Stored], metrics: li
         "seed": args.seed, "reward_first": f"{sum(row['reward'] for row in metrics[:few]) / few:.4f}",
         "reward_last": f"{sum(row['reward'] for row in metrics[-few:]) / few:.4f}", "kl_last": f"{metrics[-1]['kl']:.4f}",
         "s_per_step": f"{seconds / len(timed):.4f}", "rollout_tokens_per_s": f"{tokens / rollouts:.1f}",
-        "weight_mib": f"{whole.weights / 2**20:.3f}", "state_mib": f"{whole.states / 2**20:.3f}",
-        "gradient_mib": f"{whole.gradients / 2**20:.3f}",
-        "peak_mib": "" if (peak := memory.peak(args.device)) is None else f"{peak / 2**20:.3f}",
+        "weight_mib": mib(whole.weights), "state_mib": mib(whole.states), "gradient_mib": mib(whole.gradients),
+        "peak_mib": mib(memory.peak(args.device)),
     }  # fmt: skip
     for name, of_model in (held | {"all": whole}).items():
-        weights, states, gradients = (size / 2**20 for size in (of_model.weights, of_model.states, of_model.gradients))
-        print(f"{name:12} weights {weights:9.3f} MiB, states {states:9.3f}, gradients {gradients:9.3f}")
-    if args.rows is not None:
-        rows.append(args.rows, [rows.machine(args.commit) | row])
+        weights, states, gradients = map(mib, (of_model.weights, of_model.states, of_model.gradients))
+        print(f"{name:12} weights {weights:>9} MiB, states {states:>9}, gradients {gradients:>9}")
+    run.record(row)
 
 
 @exit_codes.command

@@ -55,23 +55,22 @@ def run(made: Path, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("level", ["O3", *(pytest.param(level, marks=pytest.mark.nightly(20)) for level in ("O0", "O1", "O2"))])
-def test_it_beats_the_commoner_answer(made: Path, tmp_path: Path, level: str, capsys: pytest.CaptureFixture[str]):
+def test_it_beats_the_commoner_answer(made: Path, tmp_path: Path, level: str):
     assert run(made, opt_level=level, output=tmp_path / "a/found.json") == 0
     found = json.loads((tmp_path / "a/found.json").read_text())
     assert found["majority"] == 0.625
     assert found["accuracy"] == found["seeds"][0]["accuracy"] >= 0.8
-    assert found["seeds"][0]["loss_last"] < 0.7 * found["seeds"][0]["loss_first"]
-    assert (found["rows"]["train"], found["rows"]["dev"], found["rows"]["unanswered"]) == (128, 64, 1)
-    assert (found["steps"], found["standard_deviation"]) == (40, None)
-    told = capsys.readouterr().out
-    assert f"accuracy {found['accuracy']:.4f}, majority answer 0.6250" in told
+    losses = found["seeds"][0]["losses"]
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
+    assert found["rows"] == {"train": 128, "dev": 64, "unanswered": 1, "steps": 40}
+    assert found["standard_deviation"] is None
 
 
 def test_micro_batches_add_up_to_their_batch(made: Path, tmp_path: Path):
     losses = []
     for size in (32, 8):
         assert run(made, opt_level="O0", epochs=1, micro_batch_size=size, output=tmp_path / "found.json") == 0
-        losses.append(json.loads((tmp_path / "found.json").read_text())["seeds"][0]["loss_last"])
+        losses.append(json.loads((tmp_path / "found.json").read_text())["seeds"][0]["losses"])
     assert losses[1] == pytest.approx(losses[0], abs=5e-3)
 
 
@@ -86,8 +85,6 @@ def test_micro_batches_add_up_to_their_batch(made: Path, tmp_path: Path):
         ({"lr": 0}, "--lr 0.0: give a number in"),
         ({"micro_batch_size": 5}, "--global-batch-size 32 is not a multiple of --micro-batch-size 5"),
         ({"seed": [1, 1]}, "--seed 1 1 lists a seed twice"),
-        ({"lr_warmup_fraction": 1}, "--lr-warmup-fraction 1 is out of range"),
-        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "BoolQ"}, "does not exist: expected a tokenizer.json"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(made: Path, tmp_path: Path, capsys, settings: dict[str, Any], message: str):
