@@ -120,14 +120,15 @@ class Loading(nn.Module):
         for name, own in self._parameters.items():
             key = prefix + name
             given, scale_inv = state_dict.get(key), state_dict.pop(f"{key}_scale_inv", None)
-            if given is None or own is None or isinstance(given, ScalingTensor):
+            if given is None or own is None:
                 continue
             if scale_inv is not None:
                 state_dict[key] = ScalingTensor(given, scale_inv, own.dtype)
             elif isinstance(own, ScalingTensor):
-                check_finite(given, key)
-                if local_metadata.get("assign_to_params_buffers"):
-                    state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
+                if not isinstance(given, ScalingTensor):  # as a checkpoint of MS-AMP's is
+                    check_finite(given, key)
+                    if local_metadata.get("assign_to_params_buffers"):
+                        state_dict[key] = ScalingTensor.quantize(given, own.format, dtype=own.dtype)
                 if not any(each.startswith(f"{prefix}scaling.") for each in state_dict):
                     channels = 0 if self.scaling.channels is None else self.scaling.channels.features
                     fresh = LinearScaling(self.scaling.gemm, device=self.scaling.amax.device, channels=channels)

@@ -1,4 +1,6 @@
-"""Convert optimizer states that another optimizer saved (torch's AdamW, Adam, SGD and Muon, and other recipes) to this optimizer's formats.
+"""Convert optimizer states that another optimizer saved to this optimizer's formats.
+
+The other optimizer is torch's AdamW, Adam, SGD or Muon, one of another recipe, MS-AMP's, or an 8-bit AdamW of torchao or bitsandbytes.
 
 A moment is dequantized to FP32 and rounded to nearest in this optimizer's format. A master that was not saved keeps its values, or is
 initialized from the weight. COAT's payloads are not plain values, so a user loop's `state_dict` stores them under separate keys:
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from msamp.kernels.reference.store import store_
+from msamp.numerics.foreign_tensors import plain_states
 from msamp.numerics.formats import Format
 from msamp.numerics.granularity import TENSORWISE
 from msamp.numerics.range_expand import quantize_expanded
@@ -68,7 +71,8 @@ def in_own_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
         for index, name, p, formats in zip(saved["params"], own_names, group["params"], formats_of(group), strict=True):
             if state.get(index):
                 turned = theirs is None and getattr(p, TURNED, False)
-                state[index] = _in_own_formats(name, p, kept_states(p, formats), state[index], optimizer.state.get(p, {}), turned)
+                values = plain_states(name, state[index], p.t().shape if turned else p.shape) if theirs is None else state[index]
+                state[index] = _in_own_formats(name, p, kept_states(p, formats), values, optimizer.state.get(p, {}), turned)
     return {**state_dict, "state": state, "param_groups": converted}
 
 
