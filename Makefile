@@ -26,10 +26,9 @@ unexport PYTHONDONTWRITEBYTECODE
 LINTED = msamp megatron tools tests docs examples setup.py
 # Tests that need the extra `integrations`: by host, and of our file for a host.
 HOST_TESTS = tests/integrations $(addprefix tests/msamp/integrations/test_,accelerate.py lightning.py transformers.py)
-# Files with tests of what the extras `eval`, `data` and `wandb` bring; `--extras` leaves out those that `make test` has run.
+# Files with tests of what the extras `eval` and `wandb` bring; `--extras` leaves out those that `make test` has run.
 EXTRA_TESTS = tests/megatron/lm/evaluation tests/megatron/lm/tools/test_evaluate.py \
   tests/megatron/lm/tools/convert/test_fp8_export.py \
-  tests/megatron/lm/data/preprocessing/test_inputs.py \
   tests/megatron/lm/run/reports/test_weights_and_biases.py
 
 .PHONY: help venv environments quickstart test test-hosts test-extras test-nightly test-gpu test-multi-gpu soak fuzz lint lock wheel dist docs tables bench bench-gate clean
@@ -66,7 +65,7 @@ venv: $(READY) ## make .venv and install everything into it
 	.venv/bin/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	  > "$$(.venv-extras/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
 	.venv/bin/python -c 'from importlib.metadata import requires; print(*(r.partition(";")[0] for r in requires("msamp") \
-	  if "\"eval\"" in r or "\"data\"" in r or "\"wandb\"" in r), sep="\n")' > .venv-extras/requirements.txt
+	  if "\"eval\"" in r or "\"wandb\"" in r), sep="\n")' > .venv-extras/requirements.txt
 	.venv/bin/python -m pip --python .venv-extras/bin/python install $(TORCH) -r .venv-extras/requirements.txt
 	@touch $@
 
@@ -83,7 +82,7 @@ test-hosts: .venv-hosts/.installed ## the tests in transformers, accelerate, pef
 	REQUIRE_HOSTS=1 $(PARALLEL) $(HOST_TESTS) $(ARGS)
 
 test-extras: override PYTHON = .venv-extras/bin/python
-test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of Parquet input, with the extras `eval`, `data` and `wandb`, which it installs
+test-extras: .venv-extras/.installed ## the tests of evaluation by lm-eval and of wandb, with the extras `eval` and `wandb`, which it installs
 	REQUIRE_HOSTS=1 $(PARALLEL) -m "not gpu" --extras $(EXTRA_TESTS) $(ARGS)
 
 test-nightly: $(READY) ## the longer tests that need no GPU: all, or with SHARD=1/4 a fourth (each at most an hour on 2 cores)

@@ -107,7 +107,6 @@ setup(
         "sentencepiece": ["sentencepiece>=0.2"],  # SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer
         "wandb": ["wandb>=0.19"],  # --wandb-project
         "eval": ["lm-eval[hf]==0.4.13", "datasets==5.2.0", "compressed-tensors"],
-        "data": ["pyarrow>=21"],
         "plot": ["matplotlib"],
         "notebook": ["ipykernel>=7", "matplotlib", "nbclient>=0.11", "nbformat>=5.11"],  # examples/notebooks and their test
         "docs": ["sphinx==9.0.4", "myst-parser==5.2.0", "furo==2025.12.19", "sphinx-copybutton==0.5.2"],

@@ -23,28 +23,6 @@ def filled(prefix: Path, token: int) -> None:
         stream.write(np.full(size // 2, token, np.uint16).tobytes())
 
 
-@pytest.mark.promise("Data", "A dataset that is truncated or gets invalid token ids while a run reads it ends the run with one line.")
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly(10))])
-@pytest.mark.parametrize("change", ["truncated", "other ids", "truncated index"])
-def test_files_that_change_under_a_run_are_named(tmp_path: Path, change: str, workers: int):
-    prefix = tiny.write_data(tmp_path)
-    words = {
-        "truncated": r"corpus\.bin has 0 bytes, but the run reads to byte",
-        "other ids": r"token id 4000 is outside .*\[0, 60\)",
-        "truncated index": r"corpus\.idx has 0 bytes, but its header requires 4042: it was changed after the start; restore it, and resume",
-    }
-    settings = tiny.config(prefix, train_iters=200, num_workers=workers, save=str(tmp_path / "save"))
-    with tiny.trainer(settings) as made:
-        if change == "other ids":
-            filled(prefix, 4000)
-        else:
-            os.truncate(f"{prefix}.{'idx' if 'index' in change else 'bin'}", 0)
-        with pytest.raises(ValueError, match=words[change]) as caught:
-            made.run()
-    assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "save").glob("iter_*"))
-
-
 @pytest.mark.promise("Data", "A run in which no token counts in the loss says so at each step, stops, and saves nothing as healthy.")
 @pytest.mark.parametrize("iterations", [3, 30])
 def test_no_token_counts(tmp_path: Path, iterations: int, capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,6 @@ from megatron.lm.checkpoint.files.lock import LOCK_FILE
 from megatron.lm.config import DataConfig
 from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
 from megatron.lm.data.preprocessing.inputs import Document
-from megatron.lm.data.preprocessing.parts import write_in_parts
 
 SETTINGS = {"precision": "bf16", "train_iters": 2}
 
@@ -78,15 +77,6 @@ def test_links_where_a_dataset_is_written(tmp_path: Path, precious: Path, suffix
         write_datasets(documents, {"text": tmp_path / "d" / "p"}, options, workers=0)
     assert precious.read_text() == "precious"
     assert not (tmp_path / "new").exists()
-
-
-def test_parts_that_lead_elsewhere_are_refused(tmp_path: Path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "p.parts").symlink_to(tmp_path / "elsewhere")
-    options = EncodeOptions(data=DataConfig(tokenizer_type="NullTokenizer"), vocab_size=60)
-    with pytest.raises(ValueError, match=r"p\.parts"):
-        write_in_parts([Document(texts={"text": "1"}, source_bytes=1)], {"text": tmp_path / "p"}, options, source={}, workers=0)
-    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_metrics_file_that_is_a_link_is_not_appended_to(prefix: Path, precious: Path, tmp_path: Path):

@@ -2,7 +2,7 @@
 
     transformers = hosts.need("transformers")
 
-`make test-hosts` installs them and sets REQUIRE_HOSTS: a test that would be skipped fails there. What the extras `eval`, `data` and `wandb`
+`make test-hosts` installs them and sets REQUIRE_HOSTS: a test that would be skipped fails there. What the extras `eval` and `wandb`
 bring is asked for with the extra's name, and `make test-extras` installs it.
 """
 
@@ -23,7 +23,7 @@ _OPERATORS = (
 )
 
 
-_EXTRA = re.compile(r'hosts\.need\([^)]*, "(?:eval|data|wandb)"\)')
+_EXTRA = re.compile(r'hosts\.need\([^)]*, "(?:eval|wandb)"\)')
 
 
 def asks_for_an_extra(item: pytest.Item) -> bool:

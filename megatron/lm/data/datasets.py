@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,12 @@ from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.blend_file import SPLITS, Blend, parse_blend, parse_split
 from megatron.lm.data.preprocessing.indexing import read_counts
 from megatron.lm.data.reading.order import Builder, EpochDataset, MockDataset
-from megatron.lm.data.reading.token_files import HEADER, MAGIC, index_bytes
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 from megatron.lm.processes.agreement import all_or_none
 from megatron.lm.shell.files import own_folder, read_text, written_aside
 
 _SCAN = 1 << 24  # tokens checked at a time
+_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _HOW_TO_MAKE = "create one with megatron.lm.tools.preprocess_data, and pass its prefix without .bin or .idx"
 
 
@@ -120,20 +121,20 @@ def read_index(prefix: str) -> IndexedFile:
         raw = idx.read_bytes()
     except OSError as error:
         raise ValueError(f"dataset {prefix}: {idx} cannot be read ({error.strerror})") from None
-    if len(raw) < HEADER.size or not raw.startswith(MAGIC):
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
         raise ValueError(f"dataset {prefix}: {idx} is not an index of megatron-core; {_HOW_TO_MAKE}")
-    _, version, code, count, boundaries = HEADER.unpack_from(raw)
+    _, version, code, count, boundaries = _HEADER.unpack_from(raw)
     known = {item.value: np.dtype(item.name) for item in DType}
     if version != 1 or code not in known or known[code].kind not in "iu":
         raise ValueError(f"dataset {prefix}: {idx} has version {version} and dtype code {code}; expected version 1 with integer tokens")
-    expected = index_bytes(raw)
+    expected = _HEADER.size + count * (4 + 8) + boundaries * 8  # length (int32), pointer and boundaries (int64)
     if len(raw) != expected:
         raise ValueError(f"dataset {prefix}: {idx} has {len(raw)} bytes, but its header requires {expected}: damaged; {_HOW_TO_MAKE}")
-    lengths = np.frombuffer(raw, np.int32, count, HEADER.size)
-    pointers = np.frombuffer(raw, np.int64, count, HEADER.size + 4 * count)
+    lengths = np.frombuffer(raw, np.int32, count, _HEADER.size)
+    pointers = np.frombuffer(raw, np.int64, count, _HEADER.size + 4 * count)
     if count == 0 or lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) == 0:
         raise ValueError(f"dataset {prefix}: {idx} lists no tokens; {_HOW_TO_MAKE}")
-    if boundaries == 0 or np.frombuffer(raw, np.int64, boundaries, HEADER.size + 12 * count)[-1] != count:
+    if boundaries == 0 or np.frombuffer(raw, np.int64, boundaries, _HEADER.size + 12 * count)[-1] != count:
         raise ValueError(f"dataset {prefix}: {idx} has document boundaries that do not end at its {count} sequences: damaged")
     ends = pointers + lengths * np.int64(known[code].itemsize)
     if pointers.min() < 0 or ends.min() < 0:

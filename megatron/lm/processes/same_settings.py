@@ -18,7 +18,7 @@ from torch.distributed import Store
 from megatron.lm.config import Config, flag
 from megatron.lm.config.cli import config_to_dict
 
-# Files and folders whose paths may differ between machines: what a run writes, and data, whose content `data.same_data` compares.
+# Files and folders whose paths may differ between machines: what a run writes, and data, whose content `check_same_data` compares.
 PLACES = frozenset(
     {
         *("save", "tensorboard_dir", "metrics_file", "record_precision", "fp8_gain_cache", "data_cache_path"),

@@ -12,7 +12,7 @@ from megatron.lm.data.datasets import build_datasets, split_blends
 from megatron.lm.data.documents import numbered
 from megatron.lm.data.masked import MASKED, masked, model_vocabulary
 from megatron.lm.data.preprocessing.indexing import read_counts
-from megatron.lm.data.reading.same_data import check_same_data
+from megatron.lm.data.reading.order import check_same_data
 from megatron.lm.data.tokenizers.tokenizer import build_tokenizer
 from megatron.lm.processes import process_groups
 from megatron.lm.training.state import Batches, Training

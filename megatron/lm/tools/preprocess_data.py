@@ -1,4 +1,4 @@
-"""Tokenize .jsonl, .txt or .parquet files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
+"""Tokenize .jsonl or .txt files into megatron-core's indexed datasets: `PREFIX_<key>_document.{bin,idx,json}`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megatron.lm.config import TOKENIZERS, DataConfig
 from megatron.lm.data.preprocessing.indexing import EncodeOptions, write_datasets
-from megatron.lm.data.preprocessing.inputs import DOCUMENT_SEPARATORS, files_of, identity, read_documents
-from megatron.lm.data.preprocessing.parts import PART_BYTES, write_in_parts
+from megatron.lm.data.preprocessing.inputs import DOCUMENT_SEPARATORS, check_input, read_documents
 from megatron.lm.shell import exit_codes
 from megatron.lm.shell.arguments import Parser, count, name, path
 from megatron.lm.shell.progress import Progress
@@ -18,10 +17,9 @@ from megatron.lm.shell.progress import Progress
 _EPILOG = """\
 input forms:
   .jsonl, .json   one JSON object per line; --json-keys names the members to tokenize, each into its own dataset
-  .parquet        a column for each of --json-keys; also a folder of Hugging Face's datasets (pip install -e '.[data]')
   .txt            documents separated by lines with only <|endoftext|>, or by blank lines with --split-documents blank-lines
 
-Input of more than --part-bytes is tokenized part by part: the same command resumes where a killed one stopped, and the dataset is the same.
+Tokenize a large corpus file by file, one --output-prefix each: --data-path takes several prefixes, and a kill loses one file's work.
 
 example:
   python -m megatron.lm.tools.preprocess_data --input books.jsonl --output-prefix data/books --tokenizer-type GPT2BPETokenizer \\
@@ -38,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, epilog=_EPILOG)
-    parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json, .txt or .parquet, in order")
+    parser.add_argument("--input", nargs="+", required=True, type=path, metavar="FILE", help=".jsonl, .json or .txt, in order")
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], type=name, metavar="KEY", help="JSON members that contain text (default: text)"
     )
@@ -59,19 +57,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--legacy-tokenizer", action="store_true", help="special tokens of SentencePieceTokenizer, bos of Llama2Tokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end-of-document id")
     parser.add_argument("--workers", type=count(0, 1024), default=1, help="processes that tokenize; 0: this one (default: 1)")
-    parser.add_argument(
-        "--part-bytes", type=count(1), default=PART_BYTES, help="of input per part; a kill loses at most one part (default: %(default)s)"
-    )
+    parser.add_argument("--part-bytes", help=argparse.SUPPRESS)
     parser.add_argument("--log-interval", type=count(1), metavar="N", help="of Megatron-LM's scripts; progress is a line per 5 s instead")
     return parser
 
 
 def _preprocess(arguments: argparse.Namespace) -> None:
+    if arguments.part_bytes is not None:
+        raise ValueError("--part-bytes was removed: tokenize the input files one by one, and give --data-path all their prefixes")
     for key in arguments.json_keys:
         if "/" in key:
             raise ValueError(f"--json-keys {key!r} would be part of a file name, which cannot contain /: rename the member")
-    files = [file for path in arguments.input for file in files_of(path)]
-    total_bytes = sum(file.stat().st_size for file in files)
+    total_bytes = sum(check_input(path).stat().st_size for path in arguments.input)
     data = DataConfig(
         tokenizer_type=arguments.tokenizer_type,
         vocab_file=arguments.vocab_file,
@@ -88,21 +85,8 @@ def _preprocess(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     print(f"tokenizing {total_bytes / 1e6:.1f} MB of {len(arguments.input)} inputs", file=sys.stderr, flush=True)
     with Progress("tokenizing") as progress:
-        tables = any(path.is_dir() or path.suffix == ".parquet" for path in arguments.input)  # the size of their text is not known
-        progress.begin("tokenizing", None if tables else total_bytes, "bytes")
-        if total_bytes <= arguments.part_bytes:
-            counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
-        else:
-            counts = write_in_parts(
-                documents,
-                prefixes,
-                options,
-                source={"inputs": [identity(path) for path in arguments.input], "split": arguments.split_documents},
-                workers=arguments.workers,
-                progress=progress,
-                part_bytes=arguments.part_bytes,
-                say=lambda line: print(line, file=sys.stderr, flush=True),
-            )
+        progress.begin("tokenizing", total_bytes, "bytes")
+        counts = write_datasets(documents, prefixes, options, workers=arguments.workers, progress=progress)
     for key, prefix in prefixes.items():
         dataset = counts[key]
         print(f"{prefix}: {dataset.documents} documents, {dataset.tokens} tokens ({dataset.dtype}), {dataset.text_bytes} bytes of text")

@@ -1,1 +1,1 @@
-"""Preprocessing: read documents, tokenize them, and write indexed datasets, whole or part by part."""
+"""Preprocessing: read documents, tokenize them, and write indexed datasets."""

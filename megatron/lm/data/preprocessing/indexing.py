@@ -21,7 +21,6 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -30,9 +29,6 @@ from megatron.lm.data.preprocessing.inputs import Document
 from megatron.lm.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.lm.shell.files import flush, read_text, to_write
 from megatron.lm.shell.progress import Progress
-
-if TYPE_CHECKING:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 _PARTIALS = (".bin.partial", ".idx.partial", ".json.partial")
 _CHUNK_BYTES = 1 << 18  # text sent to a worker at once: large enough to hide the transfer, small enough for a live progress line
@@ -65,7 +61,6 @@ def write_datasets(
     *,
     workers: int = 1,
     progress: Progress | None = None,
-    part: bool = False,
 ) -> dict[str, DatasetCounts]:
     """Tokenize `documents` and write one indexed dataset per key: `prefixes[key]` plus `.bin`, `.idx` and `.json`.
 
@@ -76,7 +71,6 @@ def write_datasets(
     Args:
         workers: number of worker processes; 0 tokenizes in this process.
         progress: counts bytes of input; the caller's block prints it.
-        part: whether the documents are a part of a corpus (`megatron.lm.data.preprocessing.parts`), which may have no text under a key.
 
     Returns:
         The counts of each dataset.
@@ -85,40 +79,29 @@ def write_datasets(
         ValueError: from the tokenizer or the reader; no text under a key in any document; a prefix that cannot be written, or that
             another process is writing to. Everything written by this call is then deleted.
     """
+    from megatron.core.datasets.indexed_dataset import DType  # deferred: workers import this module but do not need it
+
+    tokenizer = build_tokenizer(options.data, options.vocab_size)
     try:
-        return _write(documents, prefixes, build_tokenizer(options.data, options.vocab_size), options, workers, progress, part)
+        with contextlib.ExitStack() as stack:
+            dtype = DType.optimal_dtype(tokenizer.vocab_size)
+            writers = {key: stack.enter_context(_Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
+            # Closed explicitly: an error below must stop the workers now, not when the traceback is garbage-collected.
+            encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents), options, workers)))
+            for chunk in encoded_chunks:
+                for key, encoded in chunk.items.items():
+                    writers[key].add(encoded)
+                if progress is not None:
+                    progress.done += chunk.source_bytes
+            for key, writer in writers.items():
+                if writer.tokens == 0:
+                    raise ValueError(f"the input has no text under key {key!r}: nothing was written")
+            return {key: writer.publish() for key, writer in writers.items()}
     except OSError as error:
         where = ", ".join(str(prefix) for prefix in prefixes.values())
         raise ValueError(f"{where} cannot be written ({error}): free disk space, or choose another prefix") from None
     except concurrent.futures.process.BrokenProcessPool:
         raise ValueError(f"one of {workers} worker processes was killed, possibly out of memory: use fewer --workers") from None
-
-
-def _write(
-    documents: Iterable[Document],
-    prefixes: Mapping[str, Path],
-    tokenizer: Tokenizer,
-    options: EncodeOptions,
-    workers: int,
-    progress: Progress | None,
-    part: bool,
-) -> dict[str, DatasetCounts]:
-    from megatron.core.datasets.indexed_dataset import DType  # deferred: workers import this module but do not need it
-
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    with contextlib.ExitStack() as stack:
-        writers = {key: stack.enter_context(Writer(prefix, tokenizer, dtype)) for key, prefix in prefixes.items()}
-        # Closed explicitly: an error below must stop the workers now, not when the traceback is garbage-collected.
-        encoded_chunks = stack.enter_context(contextlib.closing(_encoded(_chunks(documents), options, workers)))
-        for chunk in encoded_chunks:
-            for key, encoded in chunk.items.items():
-                writers[key].add(encoded)
-            if progress is not None:
-                progress.done += chunk.source_bytes
-        for key, writer in writers.items():
-            if writer.tokens == 0 and not part:
-                raise ValueError(f"the input has no text under key {key!r}: nothing was written")
-        return {key: writer.publish() for key, writer in writers.items()}
 
 
 def read_counts(prefix: str) -> DatasetCounts | None:
@@ -140,73 +123,48 @@ def read_counts(prefix: str) -> DatasetCounts | None:
     return counts
 
 
-class Writer:
+class _Writer:
     """Writer of one dataset under temporary names: `publish` renames the files; exiting without it deletes them.
 
     The context manager holds a lock on `.bin.partial`, which a kill releases: an unlocked file is left over from a kill.
     """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, dtype: type[np.number]) -> None:
-        self._prefix, self._vocab_size, self._dtype = prefix, tokenizer.vocab_size, dtype
-        self.documents = self.tokens = self.text_bytes = 0
-        self._new_folders: list[Path] = []  # folders, the innermost first
-        self._builder: IndexedDatasetBuilder | None = None
-        self._held: BinaryIO | None = None
-        self._mine = False  # whether the temporary files belong to this writer
-
-    def __enter__(self) -> Writer:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+        self._prefix, self._vocab_size, self._dtype = prefix, tokenizer.vocab_size, dtype
+        self.documents = self.tokens = self.text_bytes = 0
         try:
-            self._new_folders = [folder for folder in self._prefix.parents if not folder.exists()]
-            self._prefix.parent.mkdir(parents=True, exist_ok=True)
+            prefix.parent.mkdir(parents=True, exist_ok=True)
             left = [path for path in map(self._name, _PARTIALS) if os.path.lexists(path)]
-            self._hold()
-            self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=self._dtype)
+            self._held = to_write(self._name(".bin.partial"))  # does not change another process's file
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # spawned workers do not inherit it
             for path in left:
-                if path != self._name(".bin.partial"):  # the builder has truncated it
+                if path != self._name(".bin.partial"):  # which the builder truncates
                     path.unlink()
+                print(f"deleted {path}, left over from an interrupted run", file=sys.stderr, flush=True)
+            self._builder = IndexedDatasetBuilder(str(self._name(".bin.partial")), dtype=dtype)
         except BlockingIOError:
-            self.__exit__()
             raise ValueError(
-                f"--output-prefix {self._prefix} is being written by another process: wait for it to end, or choose another prefix"
+                f"--output-prefix {prefix} is being written by another process: wait for it to end, or choose another prefix"
             ) from None
         except (OSError, ValueError) as error:
-            self.__exit__()
-            raise ValueError(f"--output-prefix {self._prefix} cannot be written ({error}): choose a writable folder") from None
-        for path in left:
-            print(f"deleted {path}, left over from an interrupted run", file=sys.stderr, flush=True)
-        return self
+            raise ValueError(f"--output-prefix {prefix} cannot be written ({error}): choose a writable folder") from None
 
-    def _hold(self) -> None:
-        """Lock `.bin.partial`; BlockingIOError if another process holds the lock."""
-        partial = self._name(".bin.partial")
-        while not self._mine:
-            self._held = to_write(partial)  # does not change another process's file
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a kill releases it; spawned workers do not inherit it
-            # Another process may have renamed or removed the file between the two calls.
-            self._mine = partial.exists() and os.path.samestat(partial.stat(), os.fstat(self._held.fileno()))
-            if not self._mine:
-                self._held.close()
+    def __enter__(self) -> _Writer:
+        return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # a full disk was already reported where it occurred
-            if self._builder is not None:
-                self._builder.data_file.close()
-        for path in map(self._name, _PARTIALS) if self._mine else ():
-            with contextlib.suppress(OSError, ValueError):
-                path.unlink(missing_ok=True)
-        if self._held is not None:
-            self._held.close()
-        for folder in self._new_folders:
-            with contextlib.suppress(OSError, ValueError):
-                folder.rmdir()  # succeeds only if it is empty
+            self._builder.data_file.close()
+        for path in map(self._name, _PARTIALS):
+            path.unlink(missing_ok=True)
+        self._held.close()
 
     def _name(self, suffix: str) -> Path:
         return self._prefix.with_name(self._prefix.name + suffix)
 
     def add(self, encoded: _Encoded) -> None:
-        assert self._builder is not None
         for ids in np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]):
             if len(ids):
                 self._builder.add_document(ids, [len(ids)])
@@ -214,16 +172,7 @@ class Writer:
         self.tokens += len(encoded.ids)
         self.text_bytes += encoded.text_bytes
 
-    def join(self, prefix: Path, counts: DatasetCounts) -> None:
-        """Append the dataset published at `prefix`."""
-        assert self._builder is not None
-        self._builder.add_index(str(prefix))
-        self.documents += counts.documents
-        self.tokens += counts.tokens
-        self.text_bytes += counts.text_bytes
-
     def publish(self) -> DatasetCounts:
-        assert self._builder is not None
         counts = DatasetCounts(
             documents=self.documents,
             tokens=self.tokens,
@@ -240,7 +189,6 @@ class Writer:
         self._name(".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".json", ".idx"):
             os.replace(self._name(suffix + ".partial"), self._name(suffix))
-        self._mine = False
         flush(self._prefix.parent)
         return counts
 

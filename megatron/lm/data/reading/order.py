@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
@@ -35,7 +37,7 @@ from megatron.lm.config import Config, DataConfig
 from megatron.lm.config.cli import config_from_dict
 from megatron.lm.config.sections.schema import flag
 from megatron.lm.data.reading.cache import kept
-from megatron.lm.data.reading.token_files import TokenDataset, check_ids
+from megatron.lm.data.tokenizers.tokenizer import Tokenizer
 
 MOCK = "--mock-data"  # used in place of a prefix
 ORDER = "epochs apart"  # every other way to draw it has another name
@@ -47,17 +49,6 @@ _SURPLUS = 1.005  # megatron-core builds this multiple of the samples that a ble
 
 class EpochDataset(GPTDataset):
     """megatron-core's dataset, in an order that later epochs do not change. `cache` stores its indices."""
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> TokenDataset:
-        return TokenDataset(dataset_path)
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        if isinstance(self.dataset, TokenDataset):
-            self.dataset.index_file.check()
-        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
-        check_ids(tokens, self.config.tokenizer.vocab_size, self.dataset_path)
-        return tokens, documents
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
         arrays = ("document_index", "sample_index", "shuffle_index")
@@ -85,8 +76,6 @@ class EpochDataset(GPTDataset):
 class MockDataset(EpochDataset, MockGPTDataset):
     """megatron-core's mock documents in the order of `EpochDataset`: 100,000 documents of 1 to 4095 tokens, each 1, 2, 3, ... modulo the
     vocabulary size up to the end-of-document token. Their lengths are drawn from a fixed seed; no file is read or written."""
-
-    build_low_level_dataset = staticmethod(MockGPTDataset.build_low_level_dataset)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
         return self._order()
@@ -158,6 +147,36 @@ def _content(data: Path) -> str:
             stream.seek(max(0, size - _PART_BYTES) * i // (_PARTS - 1))
             digest.update(stream.read(_PART_BYTES))
     return digest.hexdigest()
+
+
+def check_same_data(datasets: Mapping[str, Dataset | None], tokenizer: Tokenizer, seed: int) -> None:
+    """Compare the datasets and the tokenizer of all ranks. Collective.
+
+    On clusters with node-local disks, the same path can have different tokens on another node, and no later check notices: every rank
+    trains on what it reads. Paths and times may differ.
+
+    Args:
+        datasets: from `build_datasets`, by name of the split.
+        tokenizer: of the data.
+        seed: of the data order.
+
+    Raises:
+        ValueError: on every rank, if the data differ, with the data and the rank.
+    """
+    own = {"tokenizer": _digest(json.dumps(tokenizer.unique_identifiers | {"mask": tokenizer.mask}, sort_keys=True).encode())}
+    for name, data in datasets.items():
+        about = {"datasets": []} if data is None else description(data, seed)
+        about["datasets"] = [{key: x for key, x in one.items() if key not in ("prefix", "modified")} for one in about["datasets"]]
+        own[f"{name} data"] = _digest(json.dumps(about, sort_keys=True).encode())
+    everywhere = [own] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    for rank, theirs in enumerate(everywhere):
+        differing = [name for name in own if theirs[name] != everywhere[0][name]]
+        if differing:
+            raise ValueError(
+                f"the ranks read different data: rank {rank} has another {' and '.join(differing)} than rank 0. Copy the same files to all "
+                "machines, or use a folder that they share"
+            )
 
 
 def check_same(info: dict[str, Any], config: Config, now: dict[str, Any] | None) -> str | None:
