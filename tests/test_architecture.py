@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from helpers.precision_names import decisions_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +14,14 @@ MAX_LINES = 450  # physical lines per file
 MAX_FILES = 12  # at the top of a folder of megatron/lm, whatever their kind
 # Lines of Python of each package, and test cases. The goal: 28,000, 24,500, 9,500, 1,000, 62,000 and 9,000, and for msamp 1,500 of the two
 # lines at the engine's speed and 500 of other people's loops.
-CEILINGS = {"msamp": 31_200, "megatron": 26_450, "tools": 10_350, "examples": 1_238, "tests": 65_650, "cases": 11_400}
+CEILINGS = {
+    "msamp": 31_200,
+    "megatron": 26_450,
+    "tools": 10_350,
+    "examples": 1_238,
+    "tests": 65_500,
+    "cases": 9_900,
+}
 PATHS_OF_A_MACHINE = re.compile(r"(?<![\w.])/(work|root)\b|(?<!\w)\.library\b")
 
 
@@ -65,11 +70,12 @@ def public_functions(path: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", TRITON)
-def test_every_triton_kernel_has_a_reference_twin(path: str):
-    twin = path.replace("/triton/", "/reference/")
-    missing = public_functions(path) - (public_functions(twin) if (ROOT / twin).is_file() else set())
-    assert not missing, f"define the same functions in plain torch in {twin}"
+def test_every_triton_kernel_has_a_reference_twin():
+    twins = {path: path.replace("/triton/", "/reference/") for path in TRITON}
+    missing = {
+        twin: public_functions(path) - (public_functions(twin) if (ROOT / twin).is_file() else set()) for path, twin in twins.items()
+    }
+    assert not any(missing.values()), f"define the same functions in plain torch: {missing}"
 
 
 def test_nothing_is_decided_by_the_name_of_a_recipe():

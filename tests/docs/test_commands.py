@@ -136,8 +136,16 @@ def installs(words: list[str]) -> None:
             assert [extra for extra in word[2:-1].split(",") if f'        "{extra}": [' not in setup] == []
 
 
-@pytest.mark.parametrize("command", of("python", "python3", ".venv/bin/python"), ids=str)
-def test_a_python_program_takes_its_flags(command: Command, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in of("python", "python3", ".venv/bin/python")))
+def test_a_python_program_takes_its_flags(page: str):
+    for command in of("python", "python3", ".venv/bin/python"):
+        if command.page == page:
+            with pytest.MonkeyPatch.context() as patch:
+                python_program(command, patch)
+
+
+def python_program(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of `python FILE FLAGS` or `python -m MODULE FLAGS` takes its flags."""
     _, first, *flags = command.words
     if first == "-m":
         runs(command, flags[0], flags[1:], processes(command, []), monkeypatch)
@@ -187,12 +195,11 @@ def test_a_launcher_starts_files_that_exist(command: Command):
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
-@pytest.mark.parametrize("command", of("make"), ids=str)
-def test_make_has_the_target(command: Command):
+def test_make_has_the_targets():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert [word for word in command.words[1:] if "=" not in word and word not in targets] == []
+    assert [str(command) for command in of("make") for word in command.words[1:] if "=" not in word and word not in targets] == []
 
 
-@pytest.mark.parametrize("command", of("pip"), ids=str)
-def test_pip_installs_what_there_is(command: Command):
-    installs(list(command.words[1:]))
+def test_pip_installs_what_there_is():
+    for command in of("pip"):
+        installs(list(command.words[1:]))

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+
+from msamp.numerics.formats import Format
 
 
 def _shown(value: Any) -> str:
@@ -15,16 +18,17 @@ def _shown(value: Any) -> str:
 
 
 def each_once(seconds: float = 0.3, **choices: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrise so that each two values of two `choices` meet in a case. The default run has as many cases as the longest has values, in
-    which each value of each stands; the others are nightly, of `seconds` each."""
+    """Parametrise by as many cases as the longest choice has values, in which each value of each stands. Where two `choices` are of dtypes
+    or formats, each two of their values meet in a further case, which is nightly, of `seconds`."""
     sizes = [len(values) for values in choices.values()]
     diagonal = [tuple(i % size for size in sizes) for i in range(max(sizes))]
+    kinds = [any(isinstance(x, torch.dtype | Format) for x in values) for values in choices.values()]
     cases = [
         pytest.param(
             *(values[i] for values, i in zip(choices.values(), place, strict=True)),
             marks=[] if place in diagonal else pytest.mark.nightly(seconds),
         )
-        for place in covering(sizes, diagonal)
+        for place in covering(sizes, diagonal, [number for number, is_kind in enumerate(kinds) if is_kind])
     ]
     return pytest.mark.parametrize(tuple(choices), cases, ids=_shown)
 
@@ -81,12 +85,14 @@ def _params(mark: Any) -> list[Any]:
     return params
 
 
-def covering(sizes: Sequence[int], rows: Sequence[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
-    """Return rows of one place per column, the given `rows` first, so that each two places of two columns are together in a row."""
+def covering(sizes: Sequence[int], rows: Sequence[tuple[int, ...]] = (), paired: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+    """Return rows of one place per column, the given `rows` first, so that each two places of two `paired` columns (None: of any two) are
+    together in a row."""
     covered, columns = list(rows), range(len(sizes))
     if len(sizes) == 1:
         return [(i,) for i in range(sizes[0])]
-    pairs = [((a, i), (b, j)) for a, b in itertools.combinations(columns, 2) for i in range(sizes[a]) for j in range(sizes[b])]
+    chosen = columns if paired is None else paired
+    pairs = [((a, i), (b, j)) for a, b in itertools.combinations(chosen, 2) for i in range(sizes[a]) for j in range(sizes[b])]
     missing = dict.fromkeys(pairs)
     for place in rows:
         for pair in itertools.combinations(enumerate(place), 2):

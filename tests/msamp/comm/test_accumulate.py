@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from helpers.choices import each_value
+from helpers.choices import each_value, every_value
 from helpers.numerics import KINDS, SMALL, bits, make
 from msamp.comm.accumulate import ACCUMULATORS, Draws, accumulator, squares_are_finite
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
@@ -169,6 +169,7 @@ def test_errors_of_two_draws_and_of_two_keys_are_uncorrelated(kind):
     assert (correlation - torch.eye(len(places), dtype=torch.float64)).abs().max() <= 0.02
 
 
+@every_value
 @pytest.mark.parametrize("fmt", [None, E4M3, FP16])
 @pytest.mark.parametrize(("value", "finite"), [(3.0, True), (NAN, False), (INF, False), (1e19, True), (1e20, False)])
 def test_gradients_without_a_finite_square_are_found_in_any_format(fmt, value, finite):

@@ -74,14 +74,14 @@ def test_what_cannot_be_balanced_ends_with_the_best_cut(shapes, ranks, pieces, l
     assert (len(found.pieces), max(found.loads)) == (pieces, largest)
 
 
-@pytest.mark.parametrize("ranks", [2**k if k in (1, 3, 7) else pytest.param(2**k, marks=pytest.mark.nightly) for k in range(1, 11)])
 @pytest.mark.parametrize("size", SIZES)
-def test_gpt_linear_weights_stay_within_the_limits(size, ranks):
+def test_gpt_linear_weights_stay_within_the_limits(size):
     shapes = linear_weights(*SIZES[size])[::-1]
-    plan = plan_buckets(shapes, ["fp8"] * len(shapes), ranks)
-    assert plan.padding <= 0.05
-    assert plan.busiest <= 1.25
-    assert sum(plan.loads) == sum(map(math.prod, shapes))
+    for ranks in (2, 8, 128):
+        plan = plan_buckets(shapes, ["fp8"] * len(shapes), ranks)
+        assert plan.padding <= 0.05
+        assert plan.busiest <= 1.25
+        assert sum(plan.loads) == sum(map(math.prod, shapes))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 64])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.choices import every_value
 from helpers.definitions import dequantize_blocks
 from helpers.numerics import codes, make
 from msamp.kernels import ops
@@ -124,6 +125,7 @@ def along(x, cast, rule):
 BLOCKWISE = {"blockwise": "fp32", "blockwise-power-of-two": "power-of-two", "mxfp8": "e8m0"}
 
 
+@every_value
 @pytest.mark.parametrize(("name", "rule"), BLOCKWISE.items())
 @pytest.mark.parametrize("kind", ["normal", "channel-outlier", "log-normal"])
 def test_blockwise_recipes_multiply_what_the_definition_casts(name, rule, kind, device):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.choices import every_value
 from helpers.numerics import make
 from msamp.nn.attention_block import split_heads
 from msamp.nn.rotary import RotaryFunction
@@ -34,6 +35,7 @@ def packed(heads: int, groups: int, dtype: torch.dtype, device: torch.device) ->
     return make("normal", (S, B, (heads + 2 * groups) * D), device=device).to(dtype)
 
 
+@every_value
 @pytest.mark.parametrize(("heads", "groups", "r"), SHAPES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_values_and_gradient_are_the_formula_s_rounded_once(heads, groups, r, dtype, tolerance, device):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import msamp
+from helpers.choices import every_value
 from msamp.optim.foreign_states import packed_names, unpacked_names
 
 
@@ -57,6 +58,7 @@ LEVELS = ("fp32", "O1", "O2", "O3", "coat")
 
 
 @pytest.mark.promise("Optimizer states", "A stepped torch AdamW or SGD is taken over with its moments.")
+@every_value
 @pytest.mark.parametrize(("make", "level"), [*((adamw, level) for level in LEVELS), *((sgd, level) for level in LEVELS[:-1])])
 @pytest.mark.parametrize("how", ["given", "loaded"])
 @pytest.mark.filterwarnings("ignore")

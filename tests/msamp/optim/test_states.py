@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.choices import each_once, each_value
+from helpers.choices import each_once, each_value, every_value
 from helpers.numerics import KINDS, LARGE, SMALL, check, codes, make, measure
 from msamp.kernels.reference.store import load, store_
 from msamp.numerics.formats import BF16, COAT_E5M2, E4M3, E5M2, EXPANDED, FP16, FP32, PLAIN_FP16
@@ -87,6 +87,7 @@ def test_states_against_fp32_three_ways(kind, shape, device):
 # --------------------------------------------------------------------------------------------------------------- COAT's
 
 
+@every_value
 @pytest.mark.parametrize("fmt", EXPANDED, ids=str)
 @pytest.mark.parametrize(("shape", "groups"), [((4, 256), (4, 2)), ((2, 3, 129), (2, 3, 2)), ((5,), (1,)), ((), (1,)), ((0, 4), (0, 1))])
 def test_a_state_begins_at_zero_with_exponents_of_one(fmt, shape, groups, device):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.choices import every_pair
 from megatron.lm.checkpoint.content import scale_key
 from megatron.lm.checkpoint.files import storage
 from megatron.lm.checkpoint.files.storage import Item, Stored
@@ -72,6 +73,7 @@ def test_a_remainder_without_its_first_component(tmp_path: Path):
         check_remainder(there, "exp_avg_sq_remainder", [place((0, 0), (8, 6), (8, 6))])
 
 
+@every_pair
 @pytest.mark.parametrize("key", ["master", "exp_avg", "exp_avg_sq", "weight_remainder", "momentum"])
 @pytest.mark.parametrize("name", ["w", EMBEDDING])
 @pytest.mark.parametrize("shape", [(), (6,), (48,), (6, 8), (7, 6), (9, 6), (1, 8, 6)])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from helpers.choices import every_value
 from megatron.lm.checkpoint import tensor_rules
 from megatron.lm.checkpoint.tensor_rules import extents, number_problem, tensor_problem
 from msamp.numerics.formats import FP32
@@ -24,6 +25,7 @@ def test_extents_are_those_of_the_values(dtype: torch.dtype):
     assert extents(finite.reshape(-1, 2).t()).tolist() == extents(finite).tolist()
 
 
+@every_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf], ids=str)
 def test_one_value_that_is_not_finite_shows(dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers import tiny
+from helpers.choices import every_pair
 from helpers.stored_tensors import chunk, draw, one, place, quantized, stored
 from megatron.lm.checkpoint.place import Place
 from megatron.lm.checkpoint.values import StoredTensor, check_agree, find, find_whole
@@ -141,6 +142,7 @@ def cast(values: Tensor, weight: str, master: str, late: bool) -> tuple[StoredTe
 
 
 @pytest.mark.promise("Checkpoints", "A weight that is its rounded master is accepted, down to the smallest subnormals.")
+@every_pair
 @pytest.mark.parametrize("late", [False, True], ids=["cast from the master", "from the same values"])
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -183,6 +185,7 @@ def embedding(offset: int, rows: int, whole: int) -> Place:
     return place((offset, 0), (rows, 4), (whole, 4), name=EMBEDDING)
 
 
+@every_pair
 @pytest.mark.parametrize("name", [EMBEDDING, "output_layer.weight"])
 @pytest.mark.parametrize("prefix", ["model", "master", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize(("saved", "now"), [(8, 6), (6, 9), (5, 7), (7, 5)])

@@ -212,13 +212,17 @@ def settings(flags: str) -> Config:
 
 
 @pytest.mark.promise("Starting and ending", "Impossible sizes and numbers are refused with their legal range.")
-@pytest.mark.parametrize(
-    ("line", "processes"), [(line, processes) for processes, lines in REFUSED.items() for line in lines.strip().splitlines()]
-)
-def test_a_refusal_names_the_flag(line: str, processes: int):
-    culprit, _, flags = line.partition(" | ") if " | " in line else (line.split()[0], "", line)
-    with pytest.raises(ValueError, match=culprit):
-        check(settings(flags), processes)
+@pytest.mark.parametrize("processes", REFUSED)
+def test_a_refusal_names_the_flag(processes: int):
+    missed = []
+    for line in REFUSED[processes].strip().splitlines():
+        culprit, _, flags = line.partition(" | ") if " | " in line else (line.split()[0], "", line)
+        try:
+            check(settings(flags), processes)
+            missed.append(f"{line}: accepted")
+        except ValueError as error:
+            missed += [] if culprit in str(error) else [f"{line}: {error}"]
+    assert missed == []
 
 
 def test_every_rule_has_a_refusal():
@@ -262,8 +266,7 @@ def meeting(condition: Condition, config: Config) -> Config:
 ROWS = [rule for rule in rows() if rule.given.name != "moe_router_dtype"]  # it has one value
 
 
-@pytest.mark.parametrize("rule", ROWS, ids=lambda rule: f"{rule.given.text}, {rule.other.text}")
-def test_a_rule_of_the_table_fires_and_is_fixed(rule: RuleRow):
+def fires_and_is_fixed(rule: RuleRow) -> bool:
     broken = meeting(rule.given, config())
     if rule.excluded:
         broken = meeting(rule.other, broken)
@@ -272,53 +275,53 @@ def test_a_rule_of_the_table_fires_and_is_fixed(rule: RuleRow):
         field = next(f for f in dataclasses.fields(section) if f.name == rule.other.name)
         other = next(one for one in choices_of(field) or () if one != field.default)
         broken = dataclasses.replace(broken, **{rule.other.section: dataclasses.replace(section, **{field.name: other})})
-    problem = rule.problem(broken)
-    assert problem is not None
-    assert problem.startswith(rule.given.text.split()[0])
-    assert rule.other.text.split()[0] in problem
-    assert rule.why in problem
-    assert problem in conflicts(broken)
-    if not rule.excluded and rule.other.holds(meeting(rule.other, broken)):
-        assert rule.problem(meeting(rule.other, broken)) is None
-    assert rule.problem(config()) is None
+    problem = rule.problem(broken) or ""
+    named = problem.startswith(rule.given.text.split()[0]) and rule.other.text.split()[0] in problem and rule.why in problem
+    can_be_fixed = not rule.excluded and rule.other.holds(meeting(rule.other, broken))
+    fixed = not can_be_fixed or rule.problem(meeting(rule.other, broken)) is None
+    return named and problem in conflicts(broken) and fixed and rule.problem(config()) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "world_size"),
-    [
-        ("", 3),
-        ("--fp16 --initial-loss-scale 4294967296 --min-loss-scale 0.5 --loss-scale-window 1000 --hysteresis 2", 2),
-        ("--precision fp16-amp --fp16 --loss-scale 8", 1),
-        ("--opt-level O2 --fp8-amax-history-len 4 --fp8-amax-compute-algo most_recent --fp8-margin 1", 2),
-        ("--precision coat --fp8-recipe delayed --fp8-amax-history-len 4", 2),
-        ("--optimizer-state coat --exp-avg-sq-format coat-e5m2", 1),
-        ("--opt-level O2 --master-format bf16 --grad-format fp32 --exp-avg-sq-format fp8-e5m2", 2),
-        ("--opt-level O3", 4),
-        ("--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param-gather --grad-accum-dtype fp32", 2),
-        ("--opt-level O1 --grad-exchange nccl --grad-scaling auto --mu-rule paper", 1),
-        ("--opt-level O2 --grad-exchange fp32-sum --grad-accum-dtype fp8-sr --ddp-bucket-size 1 --global-batch-size 64", 2),
-        ("--precision fp32 --global-batch-size 12", 3),
-        ("--hidden-size 66 --kv-channels 16", 1),
-        ("--position-embedding-type learned_absolute --max-position-embeddings 64 --reset-position-ids", 1),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
-        ("--recompute-granularity selective --recompute-modules core_attn mlp", 1),
-        ("--data-path 0.3 corpus 0.7 corpus --split 1", 1),
-        ("--data-path --train-data-path corpus --valid-data-path corpus", 1),
-        ("--save new/run --async-save --keep-last 1 --load new/run --ckpt-step 0", 1),
-        ("--save new/run --save-interval 2 --loss-spike-threshold 1.5 --loss-spike-window 9 --loss-spike-action rollback", 1),
-        ("--opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --tp-wire fp8 --tp-saved-input gathered", 4),
-        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", 2),
-        (f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --num-attention-heads 4 --reset-attention-mask", 4),
-        (f"{CP} --cp-comm-type a2a --opt-level O2 --attention-precision fp8 --cp-wire fp8 --kv-channels 16", 2),
-        (f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk 1", 1),
-        (f"{GROUPS} --moe-router-group-topk 2 --moe-router-topk 4 --moe-layer-freq ([0]*1+[1]*3)", 1),
-        (f"{MOE} {WHOLE_EXPERTS} --sequence-parallel", 2),
-        (f"{MOE} {EP} --opt-level O3 --moe-wire bf16 {PP}", 4),
-        (f"{MOE} {EP} --opt-level O2 {WHOLE_EXPERTS} --sequence-parallel", 2),
-    ],
-)
-def test_legal_settings_pass(flags, world_size):
-    check(config(flags), world_size)
+def test_every_rule_of_the_table_fires_and_is_fixed():
+    assert [f"{rule.given.text}, {rule.other.text}" for rule in ROWS if not fires_and_is_fixed(rule)] == []
+
+
+LEGAL = [
+    ("", 3),
+    ("--fp16 --initial-loss-scale 4294967296 --min-loss-scale 0.5 --loss-scale-window 1000 --hysteresis 2", 2),
+    ("--precision fp16-amp --fp16 --loss-scale 8", 1),
+    ("--opt-level O2 --fp8-amax-history-len 4 --fp8-amax-compute-algo most_recent --fp8-margin 1", 2),
+    ("--precision coat --fp8-recipe delayed --fp8-amax-history-len 4", 2),
+    ("--optimizer-state coat --exp-avg-sq-format coat-e5m2", 1),
+    ("--opt-level O2 --master-format bf16 --grad-format fp32 --exp-avg-sq-format fp8-e5m2", 2),
+    ("--opt-level O3", 4),
+    ("--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param-gather --grad-accum-dtype fp32", 2),
+    ("--opt-level O1 --grad-exchange nccl --grad-scaling auto --mu-rule paper", 1),
+    ("--opt-level O2 --grad-exchange fp32-sum --grad-accum-dtype fp8-sr --ddp-bucket-size 1 --global-batch-size 64", 2),
+    ("--precision fp32 --global-batch-size 12", 3),
+    ("--hidden-size 66 --kv-channels 16", 1),
+    ("--position-embedding-type learned_absolute --max-position-embeddings 64 --reset-position-ids", 1),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
+    ("--recompute-granularity selective --recompute-modules core_attn mlp", 1),
+    ("--data-path 0.3 corpus 0.7 corpus --split 1", 1),
+    ("--data-path --train-data-path corpus --valid-data-path corpus", 1),
+    ("--save new/run --async-save --keep-last 1 --load new/run --ckpt-step 0", 1),
+    ("--save new/run --save-interval 2 --loss-spike-threshold 1.5 --loss-spike-window 9 --loss-spike-action rollback", 1),
+    ("--opt-level O3 --tensor-model-parallel-size 2 --sequence-parallel --tp-wire fp8 --tp-saved-input gathered", 4),
+    ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", 2),
+    (f"{CP} {TP} --sequence-parallel --cp-comm-type a2a --num-attention-heads 4 --reset-attention-mask", 4),
+    (f"{CP} --cp-comm-type a2a --opt-level O2 --attention-precision fp8 --cp-wire fp8 --kv-channels 16", 2),
+    (f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk 1", 1),
+    (f"{GROUPS} --moe-router-group-topk 2 --moe-router-topk 4 --moe-layer-freq ([0]*1+[1]*3)", 1),
+    (f"{MOE} {WHOLE_EXPERTS} --sequence-parallel", 2),
+    (f"{MOE} {EP} --opt-level O3 --moe-wire bf16 {PP}", 4),
+    (f"{MOE} {EP} --opt-level O2 {WHOLE_EXPERTS} --sequence-parallel", 2),
+]
+
+
+def test_legal_settings_pass():
+    for flags, processes in LEGAL:
+        check(config(flags), processes)
 
 
 def test_a_dry_run_needs_no_data_and_no_tokenizer():

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import hf_models, post_runs, tiny
+from helpers.choices import every_value
 from megatron.lm.hugging_face.folder import write_json, write_tensors
 from megatron.lm.hugging_face.models import check_vocabulary, load_model
 from megatron.lm.hugging_face.tokenizer import load_tokenizer
@@ -24,6 +25,7 @@ def toy(tmp_path: Path) -> Path:
     return post_runs.toy(tmp_path / "toy")
 
 
+@every_value
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto"])
 def test_weights_are_those_that_from_pretrained_loads(tmp_path: Path, kind: str, dtype: torch.dtype | str):

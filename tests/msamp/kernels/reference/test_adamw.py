@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from helpers.adamw_inputs import adamw_batch
+from helpers.choices import every_value
 from helpers.numerics import make
 from msamp.kernels.reference.adamw import Batch, Hyper, adam_, adamw
 from msamp.numerics.formats import COAT_E4M3, E4M3, FP16
@@ -82,6 +83,7 @@ def test_lists_of_unequal_length_are_refused(column, name):
 
 
 @pytest.mark.promise("Optimizer states", "No fused update runs if gradients, states and parameters do not match.")
+@every_value
 @pytest.mark.parametrize("column", ["grads", "ms", "vs", "masters", "weights", "weight_remainders", "v_remainders"])
 @pytest.mark.parametrize("other", [torch.ones(1024), torch.ones(4, 4), torch.ones(16, device="meta")], ids=["length", "shape", "device"])
 def test_a_state_of_another_shape_or_device_than_its_gradient_is_refused(column, other):

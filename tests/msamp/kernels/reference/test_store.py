@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.adamw_inputs import adamw_batch
+from helpers.choices import every_value
 from msamp.kernels.reference.adamw import Batch, Hyper, adamw, hyper_numbers
 from msamp.kernels.reference.store import Rounding, fallen, load, rounding_of, store_
 from msamp.numerics.formats import BF16, E4M3, E5M2, FP16, Format, by_name
@@ -109,6 +110,7 @@ def test_a_second_moment_is_never_stored_as_zero_where_its_tensor_has_had_a_grad
         assert load([state])[0].eq(0).all()
 
 
+@every_value
 @pytest.mark.parametrize("beta1", [0.5, 0.9, 0.95, 0.99, 0.999])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=str)
 def test_every_code_falls_to_zero_without_a_gradient(fmt: Format, beta1: float):

@@ -38,11 +38,11 @@ def test_one_program_and_several(shape, triton_device):
 
 
 @pytest.mark.parametrize("worst", [0.0, float("nan"), float("inf"), -float("inf"), 65504.0, 2.0**-24])
-@pytest.mark.parametrize("scale_inv", [1.0, 2.0**-126, 2.0**120, float("nan")])
-def test_the_ends_of_both_ranges(worst, scale_inv, triton_device):
+def test_the_ends_of_both_ranges(worst, triton_device):
     x = torch.zeros(40, 40, dtype=torch.float16, device=triton_device)
     x[3, 5] = worst
-    assert_same(x, scale_inv)
+    for scale_inv in (1.0, 2.0**-126, 2.0**120, float("nan")):
+        assert_same(x, scale_inv)
 
 
 def test_a_strided_weight(triton_device):
